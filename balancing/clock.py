@@ -1,0 +1,37 @@
+"""Time on a device, waiting left out.
+
+A rank that waits for its neighbour is not busy. On a GPU, CUDA events placed around a kernel tell the two apart.
+On a CPU the same holds for the CPU time of the thread that computes: it stands still while the thread waits for a
+message. The emulated cluster adds one more kind of work, `pace`: a timed wait that stands for a modelled kernel. It
+uses no CPU time, so it is counted apart, and the device clock of a CPU is the sum of both.
+"""
+
+import threading
+import time
+
+__all__ = ["device_time", "pace"]
+
+_paced = threading.local()
+
+
+def device_time() -> float:
+    """Seconds of work this thread's CPU device has done so far: CPU time of the thread plus paced seconds.
+
+    Only differences of two readings in one thread mean anything.
+    """
+    return time.thread_time() + getattr(_paced, "seconds", 0.0)
+
+
+def pace(seconds: float) -> None:
+    """Occupy the device for `seconds` (>= 0) of wall-clock time, as a kernel that runs that long would.
+
+    Raises ValueError for a negative duration.
+    """
+    if seconds < 0:
+        raise ValueError(f"pace() takes a duration of at least 0 seconds, not {seconds}")
+    begin_wall, begin_cpu = time.perf_counter(), time.thread_time()
+    end = begin_wall + seconds
+    while (left := end - time.perf_counter()) > 0:
+        time.sleep(left)
+    used = time.thread_time() - begin_cpu  # the sleep's own CPU time is part of the paced interval, not more work
+    _paced.seconds = getattr(_paced, "seconds", 0.0) + (time.perf_counter() - begin_wall) - used

@@ -1,0 +1,193 @@
+"""The command line: Megatron-LM's own flags plus ours, checked before anything is built.
+
+The device must be known before `megatron.core` is imported (see `megatron.balanced.device`), and what this machine has
+decides some of Megatron's defaults: without Transformer Engine and Apex its shipped defaults do not run. Flags the user
+gives always win.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from megatron.balanced.device import choose_device, use_cpu
+
+__all__ = ["BalanceConfig", "parse_arguments"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BalanceConfig:
+    """What a user can set beyond Megatron-LM's own flags. Each field is one flag."""
+
+    device: str = dataclasses.field(
+        default="auto",
+        metadata={
+            "choices": ["auto", "cuda", "cpu"],
+            "help": "Where to train. auto takes CUDA when there is one. On cpu, Megatron-LM runs over gloo.",
+        },
+    )
+    fp64: bool = dataclasses.field(
+        default=False, metadata={"help": "Train in float64, as an exact reference to compare other runs with (cpu only)."}
+    )
+    balance_report: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "metavar": "DIR",
+            "help": "Measure who is slow, why and by how much, and write events.jsonl and trace.json into DIR. "
+            "Works with every balancer off. Read it with: python -m balancing.report DIR",
+        },
+    )
+    balance_report_interval: int = dataclasses.field(
+        default=1, metadata={"metavar": "N", "help": "Gather and write the report's measurements every N iterations."}
+    )
+    balance_dry_run: bool = dataclasses.field(
+        default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
+    )
+
+
+def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
+    for field in dataclasses.fields(BalanceConfig):
+        flag = "--" + field.name.replace("_", "-")
+        options = dict(field.metadata)
+        if field.type is bool:
+            options["action"] = "store_true"
+        else:
+            options |= {"type": int if field.type is int else str, "default": field.default}
+        group.add_argument(flag, **options)
+    parser.set_defaults(**_defaults_of_this_machine())
+    return parser
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _defaults_of_this_machine() -> dict[str, object]:
+    """Defaults of Megatron-LM's own flags that this machine cannot run, and what it can."""
+    defaults: dict[str, object] = {}
+    if not _has("transformer_engine"):
+        defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
+        if not _has("apex"):
+            defaults |= {"no_persist_layer_norm": True, "gradient_accumulation_fusion": False}
+    if not torch.cuda.is_available() or _on_cpu():
+        defaults |= {"distributed_backend": "gloo", "masked_softmax_fusion": False}
+    return defaults
+
+
+def _on_cpu() -> bool:
+    return torch.cuda.get_device_name() == "CPU"
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _stop(message: str) -> None:
+    """End the process with one clear line, said once for all ranks. Exit code 2, as argparse's own."""
+    if _is_first_rank():
+        print(f"pretrain_gpt.py: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def _explain(error: Exception) -> str:
+    """A refusal in words: the error's own, or the condition that did not hold."""
+    if str(error):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"this does not hold: {(frame.line or type(error).__name__).removeprefix('assert ')}"
+
+
+def _quiet(device: str) -> None:
+    """What is missing on this machine is the doctor's to say, once; not a warning of each module on each rank."""
+    for message in (
+        ".*(Transformer Engine|Apex|transformer-engine).*(not installed|Falling back|Use local).*",
+        ".*is deprecated and will be removed in future NCCL.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    if device == "cpu":
+        warnings.filterwarnings("ignore", message=".*'pin_memory' argument is set as true.*")
+
+
+def _start_device(argv: Sequence[str]) -> str:
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--device", default="auto")
+    device = choose_device(early.parse_known_args(argv)[0].device)
+    _quiet(device)
+    if device == "cpu":
+        use_cpu()
+    if _is_first_rank() and not {"-h", "--help"} & set(argv):
+        where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} thread(s) a rank, gloo"
+        print(f"> device: {device} ({where})", flush=True)
+    return device
+
+
+def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> None:
+    """Combinations that would go wrong later, refused now. Raises ValueError."""
+    if config.fp64 and device != "cpu":
+        raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
+    if config.fp64 and (args.bf16 or args.fp16):
+        raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
+    if config.balance_report_interval < 1:
+        raise ValueError(f"--balance-report-interval {config.balance_report_interval} must be at least 1")
+    packed = args.sft or args.dataloader_inter_document_masking
+    if packed and args.micro_batch_size > 1 and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--micro-batch-size {args.micro_batch_size} with documents packed into sequences and "
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} is not supported: Megatron-LM flattens "
+            "the batch but not its pipeline messages; use --micro-batch-size 1 and the same --global-batch-size"
+        )
+    if args.transformer_impl == "local" and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, which is not "
+            "installed or not selected; use --context-parallel-size 1"
+        )
+    if device == "cpu" and args.moe_token_dispatcher_type == "flex":
+        raise ValueError("--moe-token-dispatcher-type flex needs DeepEP on GPUs; use alltoall or allgather")
+
+
+def _use_float64(args: argparse.Namespace) -> None:
+    torch.set_default_dtype(torch.float64)
+    args.params_dtype = torch.float64
+    args.moe_router_dtype = "fp64"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, BalanceConfig]:
+    """Choose the device, parse and check the command line, and set up Megatron's globals (tokenizer, writers, timers).
+
+    `argv` is the command line without the program's name, `sys.argv[1:]` by default. Bad input ends the process with one
+    line on the first rank's stderr and exit code 2.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    sys.argv[1:] = argv  # Megatron's parser reads sys.argv
+    try:
+        device = _start_device(argv)
+    except ValueError as error:
+        _stop(str(error))
+
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
+
+    try:
+        args = parse_args(_add_balance_flags)
+        config = BalanceConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(BalanceConfig)})
+        config = dataclasses.replace(config, device=device)
+        if args.use_checkpoint_args:
+            from megatron.training.checkpointing import load_args_from_checkpoint
+
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
+        validate_args(args)
+        _refuse(args, config, device)
+        if config.fp64:
+            _use_float64(args)
+        set_global_variables(args)
+    except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
+        _stop(_explain(error))
+    return args, config

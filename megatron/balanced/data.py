@@ -1,0 +1,256 @@
+"""Batches for GPT: Megatron-LM's datasets and collation, one micro-batch at a time, and the loss.
+
+The datasets, their caches and the broadcast over tensor-parallel ranks are Megatron's. What stands here is what
+Megatron-LM leaves to an entry script, with one difference: with packed documents every pipeline stage reads the data,
+since every layer's attention needs the document boundaries, and stages in the middle would have none.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+__all__ = ["forward_step", "is_packed", "train_valid_test_datasets"]
+
+_BATCH_KEYS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+    "hybrid_cp_group",
+)
+
+DocumentObserver = Callable[[list[int]], None]
+
+
+def is_packed(args: argparse.Namespace) -> bool:
+    """True when a sequence holds several documents that do not attend to each other."""
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def _has_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
+    return bool(args.mtp_num_layers) and mtp_on_this_rank(
+        args.pipeline_model_parallel_layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
+    )
+
+
+def _stage_reads_data(args: argparse.Namespace, vp_stage: int | None) -> bool:
+    return is_packed(args) or is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
+
+
+def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
+    tokenizer = get_tokenizer()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    options: dict[str, Any] = {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "path_to_cache": args.data_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "tokenizer": tokenizer,
+        "reset_position_ids": args.reset_position_ids,
+        "reset_attention_mask": args.reset_attention_mask,
+        "eod_mask_loss": args.eod_mask_loss,
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "object_storage_cache_path": args.object_storage_cache_path,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+        "context_parallel_size": args.context_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+        "hybrid_context_parallel": args.hybrid_context_parallel,
+        "inter_document_masking": args.dataloader_inter_document_masking,
+    }
+    if args.per_dataset_sequences_path:
+        import json
+
+        with open(args.per_dataset_sequences_path, encoding="utf-8") as file:
+            options["sequences_per_dataset"] = json.load(file)
+    if not args.fim_data:
+        return GPTDatasetConfig(**options)
+    names = ("prefix", "middle", "suffix", "pad", "eod")
+    return GPTFIMDatasetConfig(
+        **options,
+        fim_rate=args.fim_rate,
+        fim_spm_rate=args.fim_spm_rate,
+        fim_extra_tokens={name: getattr(args, f"fim_{name}_token") for name in names},
+        fim_split_sample=args.fim_split_sample,
+        fim_fragment_rate=args.fim_fragment_rate,
+        fim_no_prefix=args.fim_no_prefix,
+    )
+
+
+def _dataset_class(args: argparse.Namespace) -> type:
+    if args.sft:
+        return SFTDataset
+    if args.mock_data:
+        return MockGPTDataset
+    return GPTFIMDataset if args.fim_data else GPTDataset
+
+
+def train_valid_test_datasets(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Build the train, validation and test sets on the ranks that read them. `sizes` are samples, None for one epoch."""
+    args = get_args()
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+
+    def reads_data() -> bool:
+        return _stage_reads_data(args, vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+
+    return BlendedMegatronDatasetBuilder(_dataset_class(args), sizes, reads_data, _dataset_config(args)).build()
+
+
+train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]  # read by Megatron: every rank may call it
+
+
+def _next_batch(data_iterator: Iterator | None, vp_stage: int | None) -> dict[str, Any] | None:
+    """The next micro-batch of this rank, or None on a stage that needs none of it."""
+    args = get_args()
+    if not _stage_reads_data(args, vp_stage):
+        return None
+    tensor_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tensor_rank == 0:
+        assert data_iterator is not None, "a stage that reads data has no data iterator"
+        sample = next(data_iterator)
+        for key in _BATCH_KEYS:
+            value = sample.get(key)
+            batch[key] = None if value is None else value.cuda(non_blocking=True)
+    has_mtp = _has_mtp(args, vp_stage)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=is_packed(args),
+        is_hybrid_cp=args.hybrid_context_parallel,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tensor_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=has_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+    )
+    batch = flatten_batch_for_packed_sequences(batch)
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
+        use_per_sequence_balancing=args.dataloader_inter_document_masking,
+    )
+
+
+def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
+    if batch.get("cu_seqlens") is None:
+        return None
+    bounds = batch["cu_seqlens"].squeeze(0)
+    padded = batch.get("cu_seqlens_padded")
+    padded = None if padded is None else padded.squeeze(0)
+    longest = int(batch["max_seqlen"].max())
+    update_seqlen_stats_from_cu_seqlens(bounds)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _document_lengths(args: argparse.Namespace, packed: PackedSeqParams | None) -> list[int]:
+    """Tokens of each stretch that attends to itself alone, in the micro-batch at hand."""
+    if packed is None:
+        return [args.seq_length] * args.micro_batch_size
+    return torch.diff(packed.cu_seqlens_q).tolist()
+
+
+def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the losses over unmasked tokens, their number, and both as Megatron reports them.
+
+    output: loss of each token, any shape; loss_mask: as many elements, 1 where a token counts.
+    """
+    args = get_args()
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(output.reshape(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    if args.check_for_nan_in_loss_and_grad:
+        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
+            get_rerun_state_machine().validate_result(
+                result=total,
+                rejection_func=is_bad,
+                message=f"{name} in the loss of a forward pass",
+                tolerance=0.0,
+                fatal=True,
+            )
+    if args.check_for_spiky_loss:
+        machine = get_rerun_state_machine()
+        machine.validate_result(
+            result=total,
+            rejection_func=partial(machine.is_unexpectedly_large, threshold=10, context="loss"),
+            message="the loss jumped",
+            tolerance=0.0,
+            fatal=False,
+        )
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+
+
+def forward_step(
+    data_iterator: Iterator | None, model: torch.nn.Module, *, on_documents: DocumentObserver | None = None
+) -> tuple[torch.Tensor, Callable]:
+    """Run one micro-batch forward. Returns the output tensor and the loss function, as Megatron's schedules ask.
+
+    `on_documents` is told the document lengths of each micro-batch on this rank.
+    """
+    args = get_args()
+    timers = get_timers()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    timers("batch-generator", log_level=2).start()
+    batch = _next_batch(data_iterator, vp_stage) or dict.fromkeys(_BATCH_KEYS)
+    packed = _packed_parameters(batch)
+    timers("batch-generator").stop()
+    if on_documents is not None:
+        on_documents(_document_lengths(args, packed))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=packed,
+    )
+    return output, partial(_loss, batch["loss_mask"])

@@ -1,0 +1,150 @@
+"""Every place where Megatron-LM's own code is replaced, in one table.
+
+A patch is the last resort (see the README, "How the overlay works"). Each row names its target, the replacement, why it
+is there, which versions of megatron-core it was written for and the signature it expects. `install` applies the rows
+that this run needs and prints one line a row. A missing target, another signature or another version stops the run: a
+patch that silently does nothing is worse than none.
+"""
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import inspect
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+
+from megatron.balanced.arguments import BalanceConfig
+
+__all__ = ["PATCHES", "Patch", "check", "install", "rows", "uninstall"]
+
+Condition = Callable[[argparse.Namespace, BalanceConfig], bool]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced attribute of Megatron-LM. `replacement` is given the original and returns what stands in its place."""
+
+    target: str  # "package.module:attribute" or "package.module:Class.attribute"
+    replacement: Callable[[Callable], Callable]
+    why: str
+    signature: tuple[str, ...]  # parameter names of the original
+    versions: tuple[str, ...]  # of megatron-core
+    needed: Condition
+
+    def owner(self) -> tuple[Any, str]:
+        """The object that holds the target, and the target's name. Raises LookupError when it is not there."""
+        module, _, path = self.target.partition(":")
+        *parents, name = path.split(".")
+        try:
+            owner = functools.reduce(getattr, parents, importlib.import_module(module))
+            getattr(owner, name)
+        except (ImportError, AttributeError) as error:
+            raise LookupError(f"{self.target} does not exist in megatron-core {megatron.core.__version__}") from error
+        return owner, name
+
+
+def _keep_shipped_helper(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        """The wheel ships the compiled helper and no Makefile, so there is nothing to compile."""
+
+    return compile_helpers
+
+
+def _helper_is_shipped(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    spec = importlib.util.find_spec("megatron.core.datasets")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    compiled = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return compiled.exists() and not (folder / "Makefile").exists()
+
+
+def _with_filled_state(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        """A new optimizer has no state yet, and torch's has no common step to read until it has: give it one."""
+        if self.optimizer is not None and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return original(self)
+
+    return state_dict
+
+
+def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    return bool(args.load and args.use_distributed_optimizer and not HAVE_APEX_OR_TE)
+
+
+PATCHES = (
+    Patch(
+        target="megatron.core.datasets.utils:compile_helpers",
+        replacement=_keep_shipped_helper,
+        why="the wheel has the compiled dataset helper but no Makefile; make would end the run",
+        signature=(),
+        versions=("0.19.2",),
+        needed=_helper_is_shipped,
+    ),
+    Patch(
+        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+        replacement=_with_filled_state,
+        why="without Transformer Engine and Apex, loading a distributed optimizer's checkpoint fails on its empty state",
+        signature=("self",),
+        versions=("0.19.2",),
+        needed=_loads_torch_adam,
+    ),
+)
+
+_installed: list[tuple[Any, str, Any]] = []
+
+
+def check(patch: Patch) -> None:
+    """Raise ValueError unless the installed Megatron-LM is what this patch was written for."""
+    if megatron.core.__version__ not in patch.versions:
+        raise ValueError(
+            f"megatron-core {megatron.core.__version__} is installed, but the patch of {patch.target} was written for "
+            f"{' or '.join(patch.versions)}; install that version"
+        )
+    try:
+        owner, name = patch.owner()
+    except LookupError as error:
+        raise ValueError(f"{error.args[0]}; install megatron-core {patch.versions[-1]}") from error
+    found = tuple(inspect.signature(inspect.getattr_static(owner, name)).parameters)
+    if found != patch.signature:
+        raise ValueError(f"{patch.target} takes {found}, not {patch.signature}; install megatron-core {patch.versions[-1]}")
+
+
+def rows(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+    """One line for each row of the table: whether this run needs it, and why it is there."""
+    return [f"{'patch' if p.needed(args, config) else 'no   '}  {p.target}: {p.why}" for p in PATCHES]
+
+
+def install(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+    """Apply the patches that this run needs, after checking all of them. Returns one line for each. Idempotent.
+
+    Raises ValueError when Megatron-LM is not what a patch was written for; nothing is applied then.
+    """
+    if _installed:
+        return []
+    wanted = [patch for patch in PATCHES if patch.needed(args, config)]
+    for patch in wanted:
+        check(patch)
+    for patch in wanted:
+        owner, name = patch.owner()
+        original = inspect.getattr_static(owner, name)
+        _installed.append((owner, name, original))
+        setattr(owner, name, patch.replacement(original))
+    return [f"patched {patch.target}: {patch.why}" for patch in wanted]
+
+
+def uninstall() -> None:
+    """Put back every original that `install` replaced."""
+    while _installed:
+        owner, name, original = _installed.pop()
+        setattr(owner, name, original)

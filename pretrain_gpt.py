@@ -1,0 +1,15 @@
+"""Pretrain GPT with Megatron-LM and load balancing. Takes Megatron-LM's own flags and ours: see --help."""
+
+from megatron.balanced.arguments import parse_arguments
+
+
+def main() -> None:
+    args, config = parse_arguments()  # chooses the device, which must happen before megatron.core is imported
+
+    from megatron.balanced.train import train
+
+    train(args, config)
+
+
+if __name__ == "__main__":
+    main()
