@@ -28,6 +28,8 @@ import torch.distributed
 import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
+from megatron.balanced import gloo
+
 __all__ = ["choose_device", "release_cpu", "use_cpu"]
 
 _CPU = torch.device("cpu")
@@ -210,48 +212,6 @@ def _loader_iter(original: Callable) -> Callable:
     return __iter__
 
 
-def _gloo(original: Callable) -> Callable:
-    """The same group on gloo: NCCL's options and device binding are dropped."""
-
-    @functools.wraps(original)
-    def group(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("pg_options", None)
-        kwargs.pop("device_id", None)
-        if kwargs.get("backend") not in (None, "fake"):
-            kwargs["backend"] = "gloo"
-        return original(*args, **kwargs)
-
-    return group
-
-
-def _average(original: Callable) -> Callable:
-    """gloo has no average: sum, then divide. Only the first positional argument is the reduced tensor."""
-
-    @functools.wraps(original)
-    def reduce(*args: Any, **kwargs: Any) -> Any:
-        names = ("op",)
-        op = kwargs.get("op")
-        if op is None:
-            op = next((a for a in args if isinstance(a, torch.distributed.ReduceOp.RedOpType)), None)
-        if op != torch.distributed.ReduceOp.AVG:
-            return original(*args, **kwargs)
-        args = tuple(torch.distributed.ReduceOp.SUM if a is op else a for a in args)
-        kwargs = {k: (torch.distributed.ReduceOp.SUM if k in names else v) for k, v in kwargs.items()}
-        group = kwargs.get("group")
-        output = args[0] if args else next(iter(kwargs.values()))
-        size = torch.distributed.get_world_size(group)
-        if kwargs.get("async_op"):
-            # Dividing first keeps the work asynchronous; the input is the caller's, so only an in-place reduction may.
-            assert len(args) == 1, "an asynchronous average over gloo must be in place"
-            output.div_(size)
-            return original(*args, **kwargs)
-        result = original(*args, **kwargs)
-        output.div_(size)
-        return result
-
-    return reduce
-
-
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -362,11 +322,14 @@ def _replacements() -> dict[str, Any]:
         "torch.nn.Module.to": _module_to(torch.nn.Module.to),
         "torch.compile": _compile,
         # Collectives on gloo.
-        "torch.distributed.init_process_group": _gloo(distributed.init_process_group),
-        "torch.distributed.new_group": _gloo(distributed.new_group),
+        "torch.distributed.init_process_group": gloo.make_group(distributed.init_process_group),
+        "torch.distributed.new_group": gloo.make_group(distributed.new_group),
+        "torch.distributed.all_reduce": gloo.all_reduce(distributed.all_reduce),
+        "torch.distributed.all_gather": gloo.all_gather(distributed.all_gather),
+        "torch.distributed.reduce_scatter": gloo.reduce_scatter(distributed.reduce_scatter),
+        "torch.distributed.reduce_scatter_tensor": gloo.reduce_scatter_tensor(distributed.reduce_scatter_tensor),
+        "torch.distributed.all_to_all_single": gloo.all_to_all_single(distributed.all_to_all_single),
     }
-    for name in ("all_reduce", "reduce_scatter_tensor"):
-        table[f"torch.distributed.{name}"] = _average(getattr(distributed, name))
     return table
 
 
