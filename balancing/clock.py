@@ -8,8 +8,11 @@ uses no CPU time, so it is counted apart, and the device clock of a CPU is the s
 
 import threading
 import time
+from typing import Any, Protocol
 
-__all__ = ["device_time", "pace"]
+import torch
+
+__all__ = ["CpuClock", "CudaClock", "DeviceClock", "device_time", "pace"]
 
 _paced = threading.local()
 
@@ -35,3 +38,43 @@ def pace(seconds: float) -> None:
         time.sleep(left)
     used = time.thread_time() - begin_cpu  # the sleep's own CPU time is part of the paced interval, not more work
     _paced.seconds = getattr(_paced, "seconds", 0.0) + (time.perf_counter() - begin_wall) - used
+
+
+class DeviceClock(Protocol):
+    """Marks moments of a device's work, and tells later how far apart they were. Marking never waits for the device."""
+
+    def mark(self) -> Any:
+        """This moment, in the order of the work launched so far."""
+
+    def seconds(self, origin: Any, begin: Any, end: Any) -> tuple[float, float, float]:
+        """Seconds from `origin` to `begin`, from `begin` to `end`, and of work between these two.
+
+        Only to be asked when the device has passed all three marks.
+        """
+
+
+class CpuClock:
+    """Wall-clock and device time of the calling thread; a mark is both."""
+
+    def mark(self) -> tuple[float, float]:
+        return time.perf_counter(), device_time()
+
+    def seconds(
+        self, origin: tuple[float, float], begin: tuple[float, float], end: tuple[float, float]
+    ) -> tuple[float, float, float]:
+        return begin[0] - origin[0], end[0] - begin[0], end[1] - begin[1]
+
+
+class CudaClock:
+    """CUDA events on the current stream. A kernel that waits for other ranks, as NCCL's do, counts as work."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(
+        self, origin: torch.cuda.Event, begin: torch.cuda.Event, end: torch.cuda.Event
+    ) -> tuple[float, float, float]:
+        wall = begin.elapsed_time(end) / 1e3
+        return origin.elapsed_time(begin) / 1e3, wall, wall

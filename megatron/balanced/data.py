@@ -44,7 +44,7 @@ _BATCH_KEYS = (
     "hybrid_cp_group",
 )
 
-DocumentObserver = Callable[[list[int]], None]
+DocumentObserver = Callable[[list[int], int], None]
 
 
 def is_packed(args: argparse.Namespace) -> bool:
@@ -234,7 +234,7 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable]:
     """Run one micro-batch forward. Returns the output tensor and the loss function, as Megatron's schedules ask.
 
-    `on_documents` is told the document lengths of each micro-batch on this rank.
+    `on_documents` is told the document lengths and the model chunk of each micro-batch on this rank.
     """
     args = get_args()
     timers = get_timers()
@@ -244,7 +244,7 @@ def forward_step(
     packed = _packed_parameters(batch)
     timers("batch-generator").stop()
     if on_documents is not None:
-        on_documents(_document_lengths(args, packed))
+        on_documents(_document_lengths(args, packed), vp_stage or 0)
     output = model(
         batch["tokens"],
         batch["position_ids"],

@@ -20,6 +20,7 @@ from typing import Any
 import megatron.core
 
 from megatron.balanced.arguments import BalanceConfig
+from megatron.balanced.step import with_callbacks
 
 __all__ = ["PATCHES", "Patch", "check", "install", "rows", "uninstall"]
 
@@ -82,6 +83,10 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return bool(args.load and args.use_distributed_optimizer and not HAVE_APEX_OR_TE)
 
 
+def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    return config.balance_report is not None
+
+
 PATCHES = (
     Patch(
         target="megatron.core.datasets.utils:compile_helpers",
@@ -98,6 +103,25 @@ PATCHES = (
         signature=("self",),
         versions=("0.19.2",),
         needed=_loads_torch_adam,
+    ),
+    Patch(
+        target="megatron.training.training:train_step",
+        replacement=with_callbacks,
+        why="Megatron-LM has no callbacks, and the report and the balancers act between micro-batches and steps",
+        signature=(
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "optimizer",
+            "opt_param_scheduler",
+            "config",
+            "forward_backward_func",
+            "iteration",
+            "pg_collection",
+            "p2p_communicator",
+        ),
+        versions=("0.19.2",),
+        needed=_watches_steps,
     ),
 )
 

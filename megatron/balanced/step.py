@@ -1,0 +1,69 @@
+"""What happens around each training step, and around the schedule inside it.
+
+Megatron-LM has no callbacks. `train_step` is the one place that knows the iteration, the model, the optimizer and the
+schedule at a moment when no micro-batch is in flight, so whoever watches or moves something registers here. One row of
+the patch table puts `with_callbacks` in its place.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["StepCallback", "callbacks", "with_callbacks"]
+
+
+class StepCallback(Protocol):
+    """Called on every rank, in the order of registration; the end in reverse order."""
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        """Before iteration `iteration` (from 0). `config` is the model's config, which the schedule reads."""
+
+    def end_schedule(self) -> None:
+        """After the last backward pass and gradient reduction, before the optimizer's step."""
+
+    def end_step(self) -> None:
+        """After the optimizer's step."""
+
+
+callbacks: list[StepCallback] = []
+
+
+def with_callbacks(original: Callable) -> Callable:
+    """Megatron's `train_step` with all registered callbacks around it. An error in a callback ends the run."""
+
+    @functools.wraps(original)
+    def train_step(
+        forward_step_func: Callable,
+        data_iterator: Any,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        config: Any,
+        forward_backward_func: Callable,
+        iteration: int | None = None,
+        **groups: Any,
+    ) -> Any:
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            losses = forward_backward_func(*args, **kwargs)
+            for callback in reversed(callbacks):
+                callback.end_schedule()
+            return losses
+
+        for callback in callbacks:
+            callback.begin_step(iteration or 0, config)
+        result = original(
+            forward_step_func,
+            data_iterator,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            config,
+            schedule,
+            iteration=iteration,
+            **groups,
+        )
+        for callback in reversed(callbacks):
+            callback.end_step()
+        return result
+
+    return train_step
