@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.balanced.device import choose_device, use_cpu
+from balancing.installed import find_apex
+from megatron.balanced.device import choose_device, is_cpu, use_cpu
 
 __all__ = ["BalanceConfig", "parse_arguments"]
 
@@ -44,7 +45,12 @@ class BalanceConfig:
         },
     )
     balance_report_interval: int = dataclasses.field(
-        default=1, metadata={"metavar": "N", "help": "Gather and write the report's measurements every N iterations."}
+        default=10,
+        metadata={
+            "metavar": "N",
+            "help": "Gather and write the report's measurements of N iterations at a time. None is left out: N only says "
+            "how many may be lost when the job is killed.",
+        },
     )
     balance_dry_run: bool = dataclasses.field(
         default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
@@ -65,24 +71,19 @@ def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return parser
 
 
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 def _defaults_of_this_machine() -> dict[str, object]:
-    """Defaults of Megatron-LM's own flags that this machine cannot run, and what it can."""
+    """Megatron-LM's own defaults assume Transformer Engine, Apex and a GPU. What runs here without them."""
     defaults: dict[str, object] = {}
-    if not _has("transformer_engine"):
+    has_apex = find_apex()["state"] == "ok"
+    if is_cpu() or importlib.util.find_spec("transformer_engine") is None:
         defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
-        if not _has("apex"):
+        if is_cpu() or not has_apex:
             defaults |= {"no_persist_layer_norm": True, "gradient_accumulation_fusion": False}
-    if not torch.cuda.is_available() or _on_cpu():
-        defaults |= {"distributed_backend": "gloo", "masked_softmax_fusion": False}
+    if is_cpu() or not has_apex:
+        defaults["masked_softmax_fusion"] = False
+    if is_cpu():
+        defaults["distributed_backend"] = "gloo"
     return defaults
-
-
-def _on_cpu() -> bool:
-    return torch.cuda.get_device_name() == "CPU"
 
 
 def _is_first_rank() -> bool:

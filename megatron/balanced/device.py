@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.balanced import gloo
 
-__all__ = ["choose_device", "release_cpu", "use_cpu"]
+__all__ = ["choose_device", "is_cpu", "release_cpu", "use_cpu"]
 
 _CPU = torch.device("cpu")
 
@@ -348,6 +348,11 @@ def _owner(dotted: str) -> tuple[Any, str]:
     for part in path.split(".")[1:]:
         owner = getattr(owner, part)
     return owner, name
+
+
+def is_cpu() -> bool:
+    """True while the CPU stands in for the CUDA device."""
+    return _active is not None
 
 
 def _is_cpu_build_of_megatron() -> bool:

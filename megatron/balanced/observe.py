@@ -35,6 +35,9 @@ __all__ = ["Observer"]
 
 Mark = Any
 
+# A trace holds whole iterations of all ranks: worth writing when somebody may look, not after each step.
+_TRACE_SECONDS = 60.0
+
 
 @dataclass
 class _Step:
@@ -152,6 +155,7 @@ class Observer:
         self._group: Any = None
         self._log: EventLog | None = None
         self._trace: TraceLog | None = None
+        self._trace_written = time.monotonic()
         if args.rank == args.world_size - 1:
             self._log = EventLog(config.balance_report)
             self._trace = TraceLog(config.balance_report)
@@ -292,8 +296,9 @@ class Observer:
             torch.cuda.synchronize()
         self._write(self._steps)
         self._steps.clear()
-        if self._log is not None:
+        if self._log is not None and self._trace is not None:
             self._log.close()
+            self._trace.write()
 
     def _write(self, steps: list[_Step]) -> None:
         """Gather `steps` of all ranks on the last one, and write them there."""
@@ -312,7 +317,9 @@ class Observer:
             self._log.write(events)
             self._trace.add(record)
             self._write_scalars(step.iteration, scalars(events))
-        self._trace.write()
+        if time.monotonic() - self._trace_written > _TRACE_SECONDS:
+            self._trace.write()
+            self._trace_written = time.monotonic()
 
     def _record(self, step: _Step) -> RankRecord:
         seconds = self.clock.seconds

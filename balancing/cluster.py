@@ -1,0 +1,254 @@
+"""What a planner is told about the machine: nodes, ranks, NICs, and how fast each of them is.
+
+Whether moving a layer, an expert or a piece of a sequence pays depends on how long the move takes against how long the
+computation takes, so every planner gets a `Cluster`. It comes from a preset, from a JSON file, from the launch
+environment, or measured: `python -m balancing.cluster --measure --json cluster.json`.
+
+All speeds are achieved speeds in one direction, not data-sheet peaks: a planner that compares a peak with an achieved
+figure decides wrongly. Ranks fill nodes in order, as torchrun numbers them.
+"""
+
+import difflib
+import json
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from balancing.launch import detect_launch, detect_nics
+
+__all__ = ["PRESETS", "Cluster"]
+
+# What large operations reach of the figures on the data sheet. bf16 matmul: 86 % measured on A100 and 80 % on H100 for
+# the best shape (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"). NVLink: 380 of 450 GB/s, 84 %,
+# from GPU to GPU on H100 (github.com/NVIDIA/nccl/issues/1264). A NIC loses only its protocol's headers.
+_MATMUL_ACHIEVED = 0.80
+_NVLINK_ACHIEVED = 0.80
+_NIC_ACHIEVED = 0.95
+
+# Data-sheet figures of nodes with 8 GPUs. NVLink is as marketed, both directions together: one direction is half of it.
+# Memory is in units of 10^9 bytes, a little less than what the device reports; the CUDA context wants the rest.
+PRESETS: dict[str, dict[str, float]] = {
+    "a800-4x200g": {"nvlink_gb": 400, "nics": 4, "nic_gbit": 200, "tflops": 312, "memory_gb": 80},
+    "h800-8x200g": {"nvlink_gb": 400, "nics": 8, "nic_gbit": 200, "tflops": 989, "memory_gb": 80},
+    "h200-8x400g": {"nvlink_gb": 900, "nics": 8, "nic_gbit": 400, "tflops": 989, "memory_gb": 141},
+}
+_PRESET_RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of equal nodes.
+
+    nodes, ranks_per_node, nics_per_node: counts, at least 1.
+    intra_node_bandwidth: bytes/s that one rank sends to another in its node. May be math.inf where a node has one rank.
+    nic_bandwidth: bytes/s that one NIC sends. May be math.inf where there is one node, so that nothing crosses a NIC.
+    flops: FLOP/s that one rank achieves in large matrix products.
+    memory: bytes of memory of one rank's device.
+
+    Raises ValueError for counts below 1 and for speeds or memory that are not positive and finite.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    nics_per_node: int
+    intra_node_bandwidth: float
+    nic_bandwidth: float
+    flops: float
+    memory: float
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node", "nics_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        unneeded = {"intra_node_bandwidth": self.ranks_per_node == 1, "nic_bandwidth": self.nodes == 1}
+        for name in ("intra_node_bandwidth", "nic_bandwidth", "flops", "memory"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > 0:
+                raise ValueError(f"{name}={value!r} must be a positive number of {_unit(name)}")
+            if value == math.inf and not unneeded.get(name, False):
+                raise ValueError(
+                    f"{name} is not known, and {self.nodes} node(s) of {self.ranks_per_node} rank(s) need it; measure "
+                    f"with as many nodes and ranks, or write it in {_unit(name)} into the cluster's JSON file"
+                )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the whole cluster."""
+        return self.nodes * self.ranks_per_node
+
+    def node(self, rank: int) -> int:
+        """The node `rank` runs on. Raises ValueError for a rank outside the cluster, as every method here does."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a cluster of {self.world_size} ranks (0 to {self.world_size - 1})")
+        return rank // self.ranks_per_node
+
+    def nics(self, rank: int) -> tuple[int, ...]:
+        """The NICs that `rank` sends through, numbered over the whole cluster: NIC i is on node i // nics_per_node.
+
+        Neighbouring ranks share a NIC where a node has fewer NICs than ranks; a rank has several where it has more.
+        """
+        node, local = self.node(rank), rank % self.ranks_per_node
+        first = local * self.nics_per_node // self.ranks_per_node
+        last = max(first + 1, (local + 1) * self.nics_per_node // self.ranks_per_node)
+        return tuple(range(node * self.nics_per_node + first, node * self.nics_per_node + last))
+
+    def nic(self, rank: int) -> int:
+        """The first of the rank's `nics`, which is the only one unless a node has more NICs than ranks."""
+        return self.nics(rank)[0]
+
+    def same_node(self, a: int, b: int) -> bool:
+        """Whether ranks `a` and `b` run on one node."""
+        return self.node(a) == self.node(b)
+
+    def bandwidth(self, src: int, dst: int) -> float:
+        """Bytes/s of a single transfer from rank `src` to rank `dst` with all links otherwise quiet; inf to itself.
+
+        Ranks that share a NIC also share its rate: add up the bytes on each `nic` and divide by nic_bandwidth.
+        """
+        if self.same_node(src, dst):
+            return math.inf if src == dst else self.intra_node_bandwidth
+        return self.nic_bandwidth * min(len(self.nics(src)), len(self.nics(dst)))
+
+    @classmethod
+    def preset(cls, name: str, *, nodes: int = 1) -> Self:
+        """A known machine: "a800-4x200g", "h800-8x200g" or "h200-8x400g", 8 GPUs a node; the name
+        says the GPU, the NICs of a node, and the Gbit/s of each.
+
+        Speeds are the data sheet's for one direction, times what large operations reach of it: bf16 matmul and NVLink
+        80 %, NICs 95 %. Raises ValueError for an unknown name.
+        """
+        if name not in PRESETS:
+            hint = _did_you_mean(name, PRESETS)
+            raise ValueError(f"unknown cluster preset {name!r}{hint}; known: {', '.join(PRESETS)}")
+        sheet = PRESETS[name]
+        return cls(
+            nodes=nodes,
+            ranks_per_node=_PRESET_RANKS_PER_NODE,
+            nics_per_node=int(sheet["nics"]),
+            intra_node_bandwidth=sheet["nvlink_gb"] * 1e9 / 2 * _NVLINK_ACHIEVED,
+            nic_bandwidth=sheet["nic_gbit"] * 1e9 / 8 * _NIC_ACHIEVED,
+            flops=sheet["tflops"] * 1e12 * _MATMUL_ACHIEVED,
+            memory=sheet["memory_gb"] * 1e9,
+        )
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Self:
+        """Read the file that `to_json` or `python -m balancing.cluster --measure --json` wrote.
+
+        One object with every field of the class, null for a bandwidth that was not measured and is not needed, and
+        optionally "about", which is for people. Raises ValueError that names the file and the key for anything else.
+        """
+        path = Path(path)
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:  # bad JSON or not UTF-8
+            raise ValueError(f"cluster file {path} is not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise ValueError(f"cluster file {path} must hold one JSON object, not {raw!r:.60}")
+        names = [field.name for field in fields(cls)]
+        for key in raw:
+            if key not in (*names, "about"):
+                raise ValueError(f"cluster file {path}: unknown key {key!r}{_did_you_mean(key, names)}")
+        if missing := [name for name in names if name not in raw]:
+            raise ValueError(
+                f"cluster file {path}: missing {', '.join(f'{name!r} ({_unit(name)})' for name in missing)}; "
+                "write a complete file with python -m balancing.cluster --measure --json FILE"
+            )
+        values: dict[str, Any] = {name: raw[name] for name in names}
+        for name in ("intra_node_bandwidth", "nic_bandwidth"):
+            values[name] = math.inf if values[name] is None else values[name]
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"cluster file {path}: {error}") from error
+
+    def to_json(self, path: str | os.PathLike[str], *, about: Mapping[str, str] | None = None) -> None:
+        """Write the file that `from_json` reads. `about` says to people where the figures come from.
+
+        Raises OSError where the file cannot be written.
+        """
+        content: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            number = int(value) if isinstance(value, numbers.Integral) else float(value)  # NumPy's are not JSON
+            content[name] = None if number == math.inf else number
+        if about:
+            content["about"] = dict(about)
+        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_spec(cls, text: str, world_size: int, *, ranks_per_node: int | None = None) -> Self:
+        """The cluster that one command-line flag, `--cluster PRESET|FILE.json`, means for a job of `world_size` ranks.
+
+        The number of nodes follows from the world size. `ranks_per_node` is what the launcher started on each node
+        where that differs from the preset or the file. Raises ValueError for an unknown preset, a bad file, and a world
+        size that does not fill whole nodes.
+        """
+        if text in PRESETS:
+            cluster = cls.preset(text)
+        elif text.endswith(".json") or Path(text).is_file():
+            cluster = cls.from_json(text)
+        else:
+            raise ValueError(
+                f"--cluster {text!r} is neither a preset{_did_you_mean(text, PRESETS)} nor a .json file; "
+                f"presets: {', '.join(PRESETS)}"
+            )
+        per_node = cluster.ranks_per_node if ranks_per_node is None else ranks_per_node
+        if per_node < 1 or world_size < 1 or world_size % per_node:
+            raise ValueError(
+                f"a world size of {world_size} does not fill whole nodes of {per_node} ranks (--cluster {text}); "
+                f"start a multiple of {per_node} ranks, or describe your nodes in a file: "
+                "python -m balancing.cluster --measure --json FILE, then --cluster FILE"
+            )
+        return cluster.relabel(world_size // per_node, per_node)
+
+    def relabel(self, nodes: int, ranks_per_node: int) -> Self:
+        """The same hardware with another number of nodes and ranks on each.
+
+        With fewer ranks on a node than it has devices, the job uses the NICs next to those devices only.
+        """
+        fewer = min(1.0, ranks_per_node / self.ranks_per_node)
+        nics = max(1, round(self.nics_per_node * fewer))
+        return replace(self, nodes=nodes, ranks_per_node=ranks_per_node, nics_per_node=nics)
+
+    @classmethod
+    def detect(cls, like: "Cluster | str", environ: Mapping[str, str] | None = None) -> Self:
+        """The cluster this process was launched on: nodes, ranks and NICs as the launcher and the system say.
+
+        `like`, a preset's name or a cluster, gives what cannot be seen without measuring: speeds and memory. A NIC
+        whose driver tells its rate is taken at 95 % of it. `environ` is os.environ by default. Raises ValueError where
+        the environment contradicts itself.
+        """
+        base = cls.preset(like) if isinstance(like, str) else cls(**asdict(like))
+        launch, nics = detect_launch(environ), detect_nics(environ)
+        if not nics:
+            return base.relabel(launch.nodes, launch.ranks_per_node)
+        rate = nics[0].line_rate
+        return replace(
+            base,
+            nodes=launch.nodes,
+            ranks_per_node=launch.ranks_per_node,
+            nics_per_node=len(nics),
+            nic_bandwidth=base.nic_bandwidth if rate is None else rate * _NIC_ACHIEVED,
+        )
+
+
+def _unit(name: str) -> str:
+    return {"flops": "FLOP/s", "memory": "bytes"}.get(name, "bytes/s" if name.endswith("bandwidth") else "count")
+
+
+def _did_you_mean(name: str, known: Any) -> str:
+    close = [key for key in known if name and key.startswith(name)] or difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+if __name__ == "__main__":
+    from balancing.measure import main
+
+    raise SystemExit(main())

@@ -1,0 +1,272 @@
+"""Measure the machine instead of trusting its data sheet, and the command line of `python -m balancing.cluster`.
+
+    python -m balancing.cluster --measure                                              one process: matmul and memory
+    torchrun --nproc-per-node 8 -m balancing.cluster --measure --json cluster.json     and the bandwidth in a node
+    torchrun --nnodes 2 ... -m balancing.cluster --measure --json cluster.json         and the bandwidth of a NIC
+    python -m balancing.cluster --preset h200-8x400g --nodes 4                         what a preset says
+
+All ranks multiply at the same time, as in training, so what they share (cores, power, clocks) is in the figure.
+Bandwidth is one direction between one pair of ranks, the others quiet. Nothing is guessed: what these ranks cannot
+measure is written as null and printed as not measured.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from balancing.cluster import PRESETS, Cluster
+from balancing.launch import detect_launch, detect_nics, host_memory
+
+__all__ = ["main", "matmul_rate", "measure", "pair_bandwidth"]
+
+_TIMEOUT = timedelta(minutes=2)  # for any one wait; the whole measurement takes seconds
+_REPEATS = 7
+_PAIR_REPEATS = 5
+_LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and past the burst that a shaped NIC lets through
+
+
+class _Rank(NamedTuple):
+    """What one rank tells the others before anything is measured."""
+
+    local_rank: int
+    ranks_per_node: int
+    nics_per_node: int
+    host: str
+
+
+def matmul_rate(device: torch.device) -> tuple[float, str]:
+    """FLOP/s of a large matrix product on `device`, the median of repeats, and a description of the product."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    # Random values: a GPU draws less power, and so clocks higher, on constant ones.
+    left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(_REPEATS + 2):
+        begin = _now(device)
+        torch.mm(left, right, out=out)
+        seconds.append(_now(device) - begin)
+    rate = 2 * size**3 / statistics.median(seconds[2:])  # the first ones set up libraries and clocks
+    return rate, f"{size} x {size} x {size}, {str(dtype).removeprefix('torch.')}"
+
+
+def pair_bandwidth(sender: int, receiver: int, device: torch.device) -> float:
+    """Bytes/s that rank `sender` gets through to rank `receiver`, through the default process group.
+
+    Every rank of the group calls this; all of them return the figure. Sizes grow until one transfer takes 0.1 s (or
+    1 GiB on a GPU, 256 MiB on a CPU), then the median of 5 transfers counts. A transfer ends when the receiver's answer
+    is back. Raises RuntimeError where the group's timeout passes.
+    """
+    rate = 0.0
+    if dist.get_rank() == sender:
+        rate = _send_until_long(receiver, device)
+    elif dist.get_rank() == receiver:
+        _receive_until_told(sender, device)
+    return _gather(rate)[sender]
+
+
+def _send_until_long(receiver: int, device: torch.device) -> float:
+    largest = 2**30 if device.type == "cuda" else 2**28
+    answer = torch.zeros(1, dtype=torch.int64, device=device)
+    size = 2**20
+    while True:
+        dist.send(torch.tensor([size], device=device), receiver)
+        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        seconds = []
+        for _ in range(1 + _PAIR_REPEATS):  # the first one opens the connection
+            begin = _now(device)
+            dist.send(payload, receiver)
+            dist.recv(answer, receiver)
+            seconds.append(_now(device) - begin)
+        took = statistics.median(seconds[1:])
+        if took >= _LONG_ENOUGH or size >= largest:
+            dist.send(torch.tensor([0], device=device), receiver)
+            return size / took
+        size *= 2
+
+
+def _receive_until_told(sender: int, device: torch.device) -> None:
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    while True:
+        dist.recv(size, sender)
+        if size.item() == 0:
+            return
+        payload = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+        for _ in range(1 + _PAIR_REPEATS):
+            dist.recv(payload, sender)
+            dist.send(size, sender)
+
+
+def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
+    """Measure this machine through the process group at hand, or alone where there is none.
+
+    Every rank calls this and returns the same: the cluster, with math.inf for the bandwidths these ranks cannot
+    measure, and a description of what was measured. Raises ValueError where the ranks do not fill equal nodes in order.
+    """
+    ranks = _gather(_describe_rank())
+    me = ranks[dist.get_rank()] if dist.is_initialized() else ranks[0]
+    per_node = ranks[0].ranks_per_node
+    for number, rank in enumerate(ranks):
+        if rank.ranks_per_node != per_node or len(ranks) % per_node or rank.local_rank != number % per_node:
+            raise ValueError(
+                f"rank {number} is number {rank.local_rank} on a node of {rank.ranks_per_node}, in a job of "
+                f"{len(ranks)} ranks with {per_node} on the first node; start the same number on each node, in order "
+                "(torchrun does; for SLURM: --distribution=block)"
+            )
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        name = torch.cuda.get_device_name(device)
+    else:
+        memory = host_memory() // sum(rank.host == me.host for rank in ranks)
+        name = f"CPU, {torch.get_num_threads()} thread(s) a rank"
+
+    rate, product = matmul_rate(device)
+    rates = _gather(rate)
+    intra_node = pair_bandwidth(0, 1, device) if per_node > 1 else math.inf
+    between = pair_bandwidth(0, per_node, device) if len(ranks) > per_node else math.inf
+    cluster = Cluster(
+        nodes=len(ranks) // per_node,
+        ranks_per_node=per_node,
+        nics_per_node=ranks[0].nics_per_node,
+        intra_node_bandwidth=intra_node,
+        nic_bandwidth=between,
+        flops=statistics.median(rates),
+        memory=min(_gather(memory)),
+    )
+    spread = f"slowest rank {_quantity(min(rates), 'FLOP/s')}, fastest {_quantity(max(rates), 'FLOP/s')}"
+    backend = dist.get_backend() if dist.is_initialized() else "none"
+    if between < math.inf and backend == "nccl":  # NCCL spreads a transfer over all NICs of a rank, gloo does not
+        cluster = replace(cluster, nic_bandwidth=between / len(cluster.nics(0)))
+    return cluster, {
+        "device": name,
+        "matmul": f"{product}; {spread}",
+        "process group": backend,
+        "torch": str(torch.__version__),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code: 0, or 1 after one line on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m balancing.cluster", description="Describe the cluster that load balancing plans for."
+    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--measure", action="store_true", help="measure the ranks that run this: one, or torchrun's")
+    action.add_argument("--preset", metavar="NAME", help=f"show a known machine: {', '.join(PRESETS)}")
+    parser.add_argument("--nodes", type=int, help="nodes of the preset (default 1)")
+    parser.add_argument("--json", metavar="FILE", help="also write the file that --cluster FILE reads")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what to measure")
+    options = parser.parse_args(argv)
+    try:
+        if options.measure and options.nodes is not None:
+            raise ValueError("--nodes goes with --preset; --measure counts the nodes that run it")
+        if options.json and _rank() == 0:
+            _check_writable(Path(options.json))  # before the measurement, not after it
+        if options.preset:
+            cluster = Cluster.preset(options.preset, nodes=1 if options.nodes is None else options.nodes)
+            about = {"preset": options.preset, "speeds": "data sheet, times what large operations reach of it"}
+        else:
+            cluster, about = _measure_here(options.device)
+        if _rank() == 0:
+            _print(cluster, about)
+            if options.json:
+                cluster.to_json(options.json, about=about)
+                print(f"wrote {options.json}; use it with --cluster {options.json}")
+    except (ValueError, RuntimeError, OSError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        where = f"rank {_rank()}: " if "RANK" in os.environ else ""
+        print(f"balancing.cluster: error: {where}{first_line}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _measure_here(requested: str) -> tuple[Cluster, dict[str, str]]:
+    """Join the launcher's process group, measure, and leave it."""
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda was asked for, but torch finds no CUDA device; use --device cpu or auto")
+    use_cuda = requested != "cpu" and torch.cuda.is_available()
+    device = torch.device("cpu")
+    if use_cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return measure(device)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=_TIMEOUT, device_id=device if use_cuda else None)
+    try:
+        return measure(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _describe_rank() -> _Rank:
+    nics = max(1, len(detect_nics()))
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # containers on one machine share it
+    except OSError:
+        host = os.uname().nodename
+    if not dist.is_initialized():
+        return _Rank(0, 1, nics, host)
+    per_node = detect_launch().ranks_per_node
+    return _Rank(int(os.environ.get("LOCAL_RANK", dist.get_rank() % per_node)), per_node, nics, host)
+
+
+def _gather[T](value: T) -> list[T]:
+    """Every rank's value, in rank order; also starts the ranks at the same time."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--json {path} cannot be written; name a file in a folder that exists and is yours")
+
+
+def _quantity(value: float, unit: str) -> str:
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.1f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
+
+
+def _print(cluster: Cluster, about: dict[str, str]) -> None:
+    def bandwidth(value: float, missing: str) -> str:
+        return f"not measured ({missing})" if value == math.inf else _quantity(value, "B/s")
+
+    table = Table(title="Cluster", title_justify="left", show_header=False)
+    table.add_row("nodes x ranks", f"{cluster.nodes} x {cluster.ranks_per_node}")
+    table.add_row("NICs per node", str(cluster.nics_per_node))
+    table.add_row(
+        "rank to rank in a node", bandwidth(cluster.intra_node_bandwidth, "needs two ranks in a node: torchrun")
+    )
+    table.add_row("one NIC", bandwidth(cluster.nic_bandwidth, "needs ranks on two nodes"))
+    table.add_row("matmul per rank", _quantity(cluster.flops, "FLOP/s"))
+    table.add_row("memory per rank", _quantity(cluster.memory, "B"))
+    table.add_section()
+    for key, text in about.items():
+        table.add_row(key, text)
+    Console().print(table)
