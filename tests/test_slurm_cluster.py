@@ -1,0 +1,49 @@
+"""The SLURM that tests start on this machine leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from slurm_cluster import wait_until, why_not
+
+
+@pytest.mark.parametrize("ending", ["stopped", "owner killed"])
+def test_nothing_survives_the_cluster(ending: str) -> None:
+    """Neither a daemon nor a process of a running job outlives the cluster, even when its owner is killed outright."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    inside = "echo $SLURM_CONF; sbatch --nodes=1 --output=/dev/null --wrap 'sleep 301 & sleep 301' >&2; cat >&2"
+    command = [sys.executable, str(Path(__file__).with_name("slurm_cluster.py")), "bash", "-c", inside]
+    owner = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert owner.stdin is not None and owner.stdout is not None
+    directory = Path(owner.stdout.readline().strip()).parent
+    try:
+
+        def processes() -> list[psutil.Process]:
+            return psutil.Process(owner.pid).children(recursive=True)
+
+        def names() -> list[str]:
+            return [process.name() for process in processes()]
+
+        wait_until(lambda: names().count("sleep") == 2, 30, lambda: str(names()))
+        assert {"munged", "slurmctld", "slurmd"} <= set(names())
+        alive = [process for process in processes() if process.name() != "bash" or process.ppid() != owner.pid]
+        if ending == "owner killed":
+            owner.kill()
+        owner.stdin.close()  # ends the command in the cluster
+        owner.wait(timeout=30)
+        survivors = psutil.wait_procs(alive, timeout=20)[1]
+        assert not survivors
+        assert directory.exists() == (ending == "owner killed")
+    finally:
+        owner.kill()
+        owner.stdout.close()
+        shutil.rmtree(directory, ignore_errors=True)
