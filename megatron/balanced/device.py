@@ -250,6 +250,18 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _run_backward(original: Callable) -> Callable:
+    """The mode is off while it handles a function, and `torch.autograd.backward` is one, within which recomputation runs
+    whole backward passes of Megatron's own functions: turn it on again for them."""
+
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if _active is None else _active[0]:
+            return original(*args, **kwargs)
+
+    return run_backward
+
+
 def _module_to(original: Callable) -> Callable:
     @functools.wraps(original)
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -321,6 +333,7 @@ def _replacements() -> dict[str, Any]:
         "torch.nn.Module.cuda": _module_cuda,
         "torch.nn.Module.to": _module_to(torch.nn.Module.to),
         "torch.compile": _compile,
+        "torch.autograd._engine_run_backward": _run_backward(torch.autograd._engine_run_backward),
         # Collectives on gloo.
         "torch.distributed.init_process_group": gloo.make_group(distributed.init_process_group),
         "torch.distributed.new_group": gloo.make_group(distributed.new_group),

@@ -13,7 +13,6 @@ its input when it ends.
 import argparse
 import datetime
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +29,7 @@ from balancing.report import EventLog, IterationRecord, RankRecord, Span, TraceL
 from balancing.sequences import causal_area, zigzag_area
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.data import is_packed
+from megatron.balanced.replay import Replays
 
 __all__ = ["Observer"]
 
@@ -54,28 +54,12 @@ class _Step:
     expert_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class _Replays:
-    """Tells a recomputation from a first pass. Where activations are recomputed, a module first runs without gradients
-    and later again with them, in the order of the micro-batches."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[int] = deque()
-
-    def micro_batch_of_replay(self, current: int) -> int | None:
-        """The micro-batch that this pass repeats, or None when it is the first pass of micro-batch `current`."""
-        if torch.is_grad_enabled() and self._waiting:
-            return self._waiting.popleft()
-        if not torch.is_grad_enabled():
-            self._waiting.append(current)
-        return None
-
-
 class _Part:
     """A layer, the embedding or the head of one model chunk, as it is timed."""
 
     def __init__(self, observer: "Observer", layer: int | str, chunk: int) -> None:
         self.observer, self.layer, self.chunk = observer, layer, chunk
-        self.replays = _Replays()
+        self.replays: Replays[int] = Replays()
         self.begin: Mark = None
 
     def enter(self, module: torch.nn.Module, *unused: Any) -> None:
@@ -89,10 +73,8 @@ class _Part:
         if step is None or begin is None:
             return
         self.begin = None
-        current = observer.micro_batch.get(self.chunk, 0)
-        replayed = self.replays.micro_batch_of_replay(current)
-        micro_batch = current if replayed is None else replayed
-        kind = "forward" if replayed is None else "recompute"
+        micro_batch, is_replay = self.replays.decide(lambda: observer.micro_batch.get(self.chunk, 0))
+        kind = "recompute" if is_replay else "forward"
         step.spans.append((kind, self.layer, self.chunk, micro_batch, begin, observer.clock.mark()))
         if hidden_out.requires_grad:
             hidden_out.register_hook(lambda gradient: observer.open_backward(self, micro_batch))
@@ -188,10 +170,11 @@ class Observer:
 
     def _watch_router(self, router: TopKRouter, part: _Part) -> None:
         assert isinstance(part.layer, int)
-        number, replays = part.layer, _Replays()
+        number = part.layer
+        replays: Replays[None] = Replays()
 
         def count(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            if self.step is None or not module.training or replays.micro_batch_of_replay(0) is not None:
+            if self.step is None or not module.training or replays.decide(lambda: None)[1]:
                 return
             tokens = output[1].detach().sum(dim=0, dtype=torch.int64)
             counted = self.step.expert_tokens.get(number)

@@ -1,0 +1,110 @@
+"""What watching costs: the share of a step that `--balance-report` takes.
+
+    python -m benchmarks.observation [--quick] [--json FILE]
+
+One training run on four gloo ranks (pipeline 2, expert parallel 2), in which every second step is watched. Each step
+that is watched is compared with the one after it, which is not, so that a drift of the machine's speed falls out. CPU
+time is what the ranks' training threads use; what is not theirs cannot disturb it. Target: at most 1 %.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+MODEL = (
+    "--device cpu --num-layers 8 --hidden-size 192 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --position-embedding-type rope --swiglu --disable-bias-linear --num-experts 8 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 192 --moe-token-dispatcher-type alltoall "
+    "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16 "
+    "--lr 1e-3 --eval-interval 100000 --eval-iters 0 --log-interval 10 --num-workers 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --distributed-timeout-minutes 5"
+).split()
+
+
+def _train(steps: int, report: str, figures: Path) -> None:
+    """One rank: train with the observer asleep in every second step, and keep the times of all steps."""
+    from megatron.balanced.arguments import parse_arguments
+
+    args, config = parse_arguments([*MODEL, "--train-iters", str(steps), "--balance-report", report])
+
+    from megatron.training import training
+
+    from megatron.balanced import observe, train
+
+    times: list[tuple[int, float, float]] = []  # iteration, wall-clock and CPU seconds
+    begin_step, end_step = observe.Observer.begin_step, observe.Observer.end_step
+
+    def begin_if_watched(self: Any, iteration: int, config: Any) -> None:
+        times.append((iteration, time.perf_counter(), time.thread_time()))
+        if iteration % 2 == 0:
+            begin_step(self, iteration, config)
+
+    def end_if_watched(self: Any) -> None:
+        if self.step is not None:
+            end_step(self)
+        iteration, wall, cpu = times[-1]
+        times[-1] = (iteration, time.perf_counter() - wall, time.thread_time() - cpu)
+
+    observe.Observer.begin_step, observe.Observer.end_step = begin_if_watched, end_if_watched
+    train.train(args, config)
+    assert training.get_args() is args
+    (figures / f"{args.rank}.json").write_text(json.dumps(times))
+
+
+def measure(steps: int) -> list[dict[str, Any]]:
+    """Rows of the table: CPU and wall-clock time of a watched step over an unwatched one, for each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command += ["-m", "benchmarks.observation", "--rank-of", folder, "--steps", str(steps)]
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=3600)
+        if code:
+            raise SystemExit(f"training failed with exit code {code}:\n{log.read_text()[-3000:]}")
+        rows = []
+        for rank in range(RANKS):
+            times = json.loads((Path(folder) / f"{rank}.json").read_text())[4:]  # warm-up
+            pairs = [(a, b) for a, b in zip(times[::2], times[1::2], strict=False)]
+            assert all(a[0] % 2 == 0 and b[0] == a[0] + 1 for a, b in pairs)
+            row: dict[str, Any] = {"method": "watched", "rank": rank, "pairs": len(pairs)}
+            for place, name in ((1, "wall"), (2, "cpu")):
+                row[f"{name}_step_ms"] = 1e3 * statistics.median(b[place] for _, b in pairs)
+                # The sums, not the median of ratios: every tenth watched step also writes.
+                row[f"{name}_ratio"] = sum(a[place] for a, _ in pairs) / sum(b[place] for _, b in pairs)
+            rows.append(row)
+        return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--rank-of", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        _train(options.steps, str(Path(options.rank_of) / "report"), Path(options.rank_of))
+        return
+    print("training on four ranks, every second step watched ...", flush=True)
+    rows = measure(24 if options.quick else 104)
+    print(f"{'rank':>4} {'pairs':>5} {'step, ms':>9} {'CPU, ms':>8} {'wall ratio':>10} {'CPU ratio':>9}")
+    for row in rows:
+        print(
+            f"{row['rank']:>4} {row['pairs']:>5} {row['wall_step_ms']:>9.1f} {row['cpu_step_ms']:>8.1f} "
+            f"{row['wall_ratio']:>10.4f} {row['cpu_ratio']:>9.4f}"
+        )
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

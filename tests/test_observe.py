@@ -1,0 +1,204 @@
+"""The report on real training: it must name what was planted, miss nothing, and change nothing."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training import MOCK_DATA, MODEL, MOE, train, train_rank
+
+from balancing.clock import pace
+from balancing.report import read_history, read_trace, summarize
+
+
+def _events(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """Writes documents of the given lengths as a dataset; gives the flags that train on them."""
+
+    def write(lengths: list[int]) -> list[str]:
+        import torch
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+        prefix = str(tmp_path / "documents")
+        builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=np.uint16)
+        for number, length in enumerate(lengths):
+            tokens = torch.arange(number, number + length) % 126
+            tokens[-1] = 126  # end of document
+            builder.add_item(tokens)
+            builder.end_document()
+        builder.finalize(get_idx_path(prefix))
+        tokenizer = "--tokenizer-type NullTokenizer --vocab-size 127"
+        return f"--data-path {prefix} --split 100,0,0 {tokenizer}".split()
+
+    return write
+
+
+def _train_with(plant: str, argv: list[str]) -> list[list[int]]:
+    """Train with something uneven planted. Returns the document lengths of this rank's micro-batches."""
+    from megatron.balanced.arguments import parse_arguments
+
+    args, config = parse_arguments(argv)
+
+    from megatron.balanced import observe
+    from megatron.balanced.train import train as train_with_flags
+
+    seen: list[list[int]] = []
+    attach, documents = observe.Observer.attach, observe.Observer.documents
+
+    def plant_in(self: Any, chunks: list[Any]) -> list[Any]:
+        for model in chunks:
+            for module in model.modules():
+                if plant == "slow layer" and getattr(module, "layer_number", None) == 3 and hasattr(module, "mlp_bda"):
+                    module.mlp.register_forward_hook(lambda *unused: pace(0.02))
+                if plant == "hot expert" and type(module).__name__ == "TopKRouter" and module.layer_number == 2:
+                    module.gating = _prefer(module.gating, expert=1)
+        return attach(self, chunks)
+
+    def see(self: Any, lengths: list[int], chunk: int) -> None:
+        if chunk == 0 and self.step is not None:
+            seen.append(list(lengths))
+        documents(self, lengths, chunk)
+
+    observe.Observer.attach, observe.Observer.documents = plant_in, see
+    train_with_flags(args, config)
+    return seen
+
+
+def _prefer(gating: Any, expert: int) -> Any:
+    def logits(hidden: Any) -> Any:
+        scores = gating(hidden).clone()
+        scores[..., expert] += 10.0
+        return scores
+
+    return logits
+
+
+def test_a_slow_layer_is_named(pool, tmp_path):
+    argv = [*MODEL, *MOCK_DATA, *"--pipeline-model-parallel-size 2 --train-iters 6".split()]
+    pool.run(2, _train_with, "slow layer", [*argv, "--balance-report", str(tmp_path)])
+    summary = summarize(read_history(tmp_path))
+    assert (summary.slow_layer.layer, summary.slow_layer.stage) == (2, 1)
+    assert summary.slow_layer.over > 1.5
+    assert summary.stage.which == 1
+    assert summary.stage.over > 1.1
+
+
+def test_a_hot_expert_is_named(pool, tmp_path):
+    argv = [*MODEL, *MOCK_DATA, *MOE, *"--expert-model-parallel-size 2 --train-iters 4".split()]
+    pool.run(2, _train_with, "hot expert", [*argv, "--balance-report", str(tmp_path)])
+    summary = summarize(read_history(tmp_path))
+    assert (summary.expert.layer, summary.expert.which) == (1, 1)
+    assert (summary.expert_rank.layer, summary.expert_rank.which) == (1, 0)
+    for line in _events(tmp_path):
+        if line["balancer"] == "experts":
+            # 8 micro-batches of 32 tokens, each token to 2 of 4 experts; in the second layer one of them is expert 1.
+            assert sum(line["tokens_per_expert"]) == 8 * 32 * 2
+            if line["layer"] == 1:
+                assert line["tokens_per_expert"][1] == 8 * 32
+
+
+def test_a_long_sequence_is_named(pool, tmp_path, documents):
+    # Documents of 8 tokens and a few of 32, which fill a sequence: the rank whose loader draws one has the longest.
+    argv = [*MODEL, *documents([8] * 60 + [32] * 3), *"--train-iters 4 --dataloader-inter-document-masking".split()]
+    seen = pool.run(2, _train_with, "nothing", [*argv, "--balance-report", str(tmp_path / "report")])
+    lines = [e for e in _events(tmp_path / "report") if e["balancer"] == "sequences"]
+    assert [line["tokens"] for line in lines] == [[4 * 32, 4 * 32]] * 4
+    for rank in range(2):
+        micro_batches = [seen[rank][i : i + 4] for i in range(0, 16, 4)]
+        area = [sum(n * (n + 1) // 2 for lengths in step for n in lengths) for step in micro_batches]
+        longest = [max(n for lengths in step for n in lengths) for step in micro_batches]
+        assert [line["attention_area"][rank] for line in lines] == area
+        assert [line["longest_sequence"][rank] for line in lines] == longest
+    assert len({tuple(line["attention_area"]) for line in lines}) > 1, "the corpus should differ from step to step"
+    counted = [line["longest_sequence"] for line in lines][2:]
+    summary = summarize(read_history(tmp_path / "report"))
+    assert summary.longest.value == np.max(counted)
+    assert summary.longest.which in np.nonzero(np.max(counted, axis=0) == np.max(counted))[0]
+    area = np.median([line["attention_area"] for line in lines][2:], axis=0)
+    assert summary.area.which == np.argmax(area)
+
+
+# ranks, flags
+LAYOUTS = {
+    "PP 2": (2, "--pipeline-model-parallel-size 2"),
+    "interleaved": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "full recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+    "selective recompute": (1, "--recompute-granularity selective"),
+    "MoE recompute": (1, " ".join(MOE) + " --recompute-granularity selective --recompute-modules moe"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_part_of_every_micro_batch_is_timed_once(pool, tmp_path, layout):
+    world_size, flags = LAYOUTS[layout]
+    report = f"--train-iters 3 --balance-report {tmp_path}"
+    watched = train(pool, world_size, f"{flags} {report}")
+    assert watched.losses == train(pool, world_size, f"{flags} --train-iters 3").losses, "watching changed the losses"
+
+    iteration = read_trace(tmp_path / "trace.json")[-1]
+    assert iteration.iteration == 3
+    spans = [span for rank in iteration.spans.values() for span in rank]
+    counted = Counter((span.kind, span.layer, span.micro_batch) for span in spans if span.layer != "")
+    kinds = ["forward", "backward", *(["recompute"] if layout == "full recompute" else [])]
+    parts = [(kind, layer) for kind in kinds for layer in range(4)]
+    parts += [(kind, part) for kind in ("forward", "backward") for part in ("embedding", "head")]
+    assert counted == {(kind, part, micro_batch): 1 for kind, part in parts for micro_batch in range(8)}
+
+    for rank, spans in iteration.spans.items():
+        calls = Counter(span.kind for span in spans if span.layer == "")
+        chunks = 2 if layout == "interleaved" else 1
+        assert calls == {"forward-step": 8 * chunks, "backward-step": 8 * chunks, "optimizer": 1}
+        inside = sum(span.busy for span in spans if span.layer != "")
+        whole = sum(span.busy for span in spans if span.kind in ("forward-step", "backward-step"))
+        assert inside <= whole * 1.001, f"rank {rank}: the parts of the stage are busier than the stage"
+        assert inside > 0.4 * whole, f"rank {rank}: most of the stage's work is not attributed to a part"
+        assert all(0 <= span.start and span.start + span.seconds <= iteration.step_seconds * 1.001 for span in spans)
+
+    if layout == "MoE recompute":
+        tokens = [line["tokens_per_expert"] for line in _events(tmp_path) if line["balancer"] == "experts"]
+        assert len(tokens) == 3 * 4
+        assert all(sum(line) == 8 * 32 * 2 for line in tokens), "a recomputed router was counted twice"
+
+
+def test_waiting_is_not_work(pool, tmp_path):
+    """The stage without the slow layer waits for the one that has it: idle, not busy."""
+    argv = [*MODEL, *MOCK_DATA, *"--pipeline-model-parallel-size 2 --train-iters 4".split()]
+    pool.run(2, _train_with, "slow layer", [*argv, "--balance-report", str(tmp_path)])
+    line = [e for e in _events(tmp_path) if (e["balancer"], e["unit"]) == ("layers", "stage")][-1]
+    planted = 8 * 0.02
+    assert line["busy_s"][1] > planted
+    assert line["idle_s"][0] > 0.5 * planted
+    assert all(memory > 100e6 for memory in line["memory_bytes"])  # a process that has torch in it
+
+
+def test_report_is_complete_when_megatron_exits_early(pool, tmp_path):
+    def iterations() -> list[int]:
+        return [e["iteration"] for e in _events(tmp_path) if e["unit"] == "stage"]
+
+    pool.run(2, _train_until_exit, [*MODEL, *MOCK_DATA, "--exit-interval", "3", "--balance-report", str(tmp_path)])
+    assert iterations() == [1, 2, 3]
+
+
+def _train_until_exit(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train_rank(argv, False)
+    assert stopped.value.code in (0, None)
+
+
+def test_scalars_reach_tensorboard(pool, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = f"--train-iters 3 --balance-report {tmp_path / 'report'} --tensorboard-dir {tmp_path / 'tensorboard'}"
+    train(pool, 2, f"--pipeline-model-parallel-size 2 {flags}")
+    curves = EventAccumulator(str(tmp_path / "tensorboard"))
+    curves.Reload()
+    assert [point.step for point in curves.Scalars("balance/stage-imbalance")] == [1, 2, 3]
+    events = [e for e in _events(tmp_path / "report") if e["unit"] == "stage"]
+    bubble = [point.value for point in curves.Scalars("balance/bubble-fraction")]
+    np.testing.assert_allclose(bubble, [e["bubble_fraction"] for e in events], rtol=1e-5)
