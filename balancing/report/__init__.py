@@ -1,0 +1,33 @@
+"""What happened in a run, made visible: who is slow, why, by how much, and what perfect balance would give.
+
+Before anyone moves a layer, a sequence or an expert, they ask who is slow; no tool answers for pipeline stages, ranks
+and experts at once. A run fills in an `IterationRecord` for each iteration. From it come DIR/events.jsonl (`EventLog`,
+`observe`), a trace of the last iterations for Perfetto (`TraceLog`) and a few curves (`scalars`). Afterwards
+`python -m balancing.report DIR` names the culprits and writes DIR/report.html.
+"""
+
+from balancing.report.events import STANDARD_KEYS, EventLog, event, imbalance, observe
+from balancing.report.history import History, read_history
+from balancing.report.record import IterationRecord, RankRecord, Span
+from balancing.report.scalars import scalars
+from balancing.report.summary import Summary, summarize
+from balancing.report.trace import TraceLog, read_trace, write_trace
+
+__all__ = [
+    "STANDARD_KEYS",
+    "EventLog",
+    "History",
+    "IterationRecord",
+    "RankRecord",
+    "Span",
+    "Summary",
+    "TraceLog",
+    "event",
+    "imbalance",
+    "observe",
+    "read_history",
+    "read_trace",
+    "scalars",
+    "summarize",
+    "write_trace",
+]

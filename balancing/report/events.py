@@ -1,0 +1,284 @@
+"""The event log: what was uneven in each iteration, one JSON object a line in DIR/events.jsonl.
+
+A balancer that cannot be checked afterwards is not trusted, so every observation and every move leaves a line. All
+lines share ten keys (`STANDARD_KEYS`); the rest depends on the balancer. `imbalance_before` and `imbalance_after` are
+always max / mean: 1.0 is perfect. A run must never stop because its log cannot be written.
+
+`observe` turns the record of an iteration into lines with action "observe", where before equals after. They say:
+
+    balancer "layers", unit "stage"    busy_s, idle_s [stage]: seconds, mean over the ranks of the stage. rank_busy_s,
+        memory_bytes and the coordinates stage, node, data, tensor, context, expert [rank], in the order of `rank`.
+        step_s; bubble_fraction: the share of the job's rank time that was idle; micro_batches; chunks per stage.
+    balancer "layers", unit "layer"    layers: names in the order of the model, "embedding" first, "head" last.
+        forward_s, backward_s, recompute_s [layer]: device seconds per micro-batch, mean over micro-batches and over
+        the ranks that hold the layer (what differs between replicas is their data, and stands in the other lines).
+        stage, chunk [layer]: who holds it. The imbalance is that of the numbered layers.
+    balancer "sequences", unit "rank"  tokens, attention_area, longest_sequence [rank]. The imbalance is that of the
+        attention area; token_imbalance stands beside it.
+    balancer "experts", unit "rank"    one line for each MoE layer. layer; tokens_per_expert [expert], over all ranks;
+        tokens_per_rank [expert-parallel rank], experts at home, in contiguous blocks; busy_s [expert-parallel rank]:
+        device seconds per micro-batch of this layer there. The imbalance is that of tokens_per_rank.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from balancing.report.record import IterationRecord, RankRecord
+
+__all__ = ["STANDARD_KEYS", "EventLog", "event", "imbalance", "observe"]
+
+STANDARD_KEYS = (
+    "iteration",
+    "balancer",
+    "unit",
+    "imbalance_before",
+    "imbalance_after",
+    "plan_ms",
+    "apply_ms",
+    "moved_bytes",
+    "action",
+    "reason",
+)
+
+_PHASE = {"forward": 0, "backward": 1, "recompute": 2}
+
+logger = logging.getLogger(__name__)
+
+
+def imbalance(load: Any) -> float:
+    """max / mean of an array of loads of any shape; 1.0, which is perfect, where there is no load at all."""
+    load = np.asarray(load, dtype=float)
+    mean = load.mean() if load.size else 0.0
+    return float(load.max() / mean) if mean > 0 else 1.0
+
+
+def event(
+    iteration: int,
+    balancer: str,
+    unit: str,
+    *,
+    imbalance_before: float,
+    imbalance_after: float | None = None,
+    plan_ms: float = 0.0,
+    apply_ms: float = 0.0,
+    moved_bytes: int = 0,
+    action: str = "observe",
+    reason: str = "",
+    **more: Any,
+) -> dict[str, Any]:
+    """One line of the log with all standard keys; `imbalance_after` is as before unless given. `more` follows them."""
+    after = imbalance_before if imbalance_after is None else imbalance_after
+    values = (iteration, balancer, unit, imbalance_before, after, plan_ms, apply_ms, moved_bytes, action, reason)
+    return dict(zip(STANDARD_KEYS, values, strict=True)) | more
+
+
+class EventLog:
+    """Appends events to DIR/events.jsonl, and makes DIR if it is not there.
+
+    Each `write` reaches the operating system before it returns. When writing fails, as on a full disk, one warning is
+    logged, the log stays closed, and training goes on. Raises ValueError if DIR cannot be written to at the start.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory) / "events.jsonl"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise ValueError(
+                f"cannot write the event log {self.path}: {error.strerror}; give a directory that can be written to"
+            ) from error
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            self._append(b"\n")  # an earlier run died in the middle of a line: leave that line damaged, not ours too
+
+    def write(self, events: Iterable[dict[str, Any]]) -> None:
+        """Append `events`, usually those of one iteration. Numpy arrays and numbers become lists and numbers."""
+        if self._file is None:
+            return
+        lines = []
+        for line in events:
+            assert all(key in line for key in STANDARD_KEYS), f"event without a standard key: {line}"
+            lines.append(json.dumps(line, default=_plain, separators=(",", ":")))
+        if lines:
+            self._append(("\n".join(lines) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file. Nothing is written any more."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> "EventLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, data: bytes) -> None:
+        assert self._file is not None
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError as error:
+            self.close()
+            logger.warning(
+                "cannot write %s any more (%s): training goes on, later events are lost", self.path, error.strerror
+            )
+
+
+def observe(record: IterationRecord) -> list[dict[str, Any]]:
+    """The events of one iteration, as listed at the top of this file. Seconds are rounded to 0.1 microseconds."""
+    ranks = sorted(record.ranks, key=lambda rank: rank.rank)
+    assert ranks, f"iteration {record.iteration} was recorded on no rank"
+    costs = [_RankCosts(rank) for rank in ranks]
+    events = [_stage_event(record, ranks, costs)]
+    if any(cost.seconds for cost in costs):
+        events.append(_layer_event(record.iteration, ranks, costs))
+    events.append(_sequence_event(record.iteration, ranks))
+    events.extend(
+        _expert_event(record.iteration, layer, ranks, costs)
+        for layer in sorted({layer for rank in ranks for layer in rank.expert_tokens})
+    )
+    return events
+
+
+class _RankCosts:
+    """Device seconds by layer of one rank: layer -> [forward, backward, recompute], summed over micro-batches."""
+
+    __slots__ = ("chunk", "micro_batches", "seconds")
+
+    def __init__(self, rank: RankRecord) -> None:
+        self.seconds: dict[int | str, list[float]] = {}
+        self.chunk: dict[int | str, int] = {}
+        micro_batches = set()
+        for kind, layer, chunk, micro_batch, _, _, busy in rank.spans:  # thousands a step: keep this loop lean
+            phase = _PHASE.get(kind)
+            if phase is None:
+                continue
+            seconds = self.seconds.get(layer)
+            if seconds is None:
+                seconds = self.seconds[layer] = [0.0, 0.0, 0.0]
+                self.chunk[layer] = chunk
+            seconds[phase] += busy
+            micro_batches.add(micro_batch)
+        self.micro_batches = len(micro_batches)
+
+
+def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
+    stage = np.array([rank.stage for rank in ranks])
+    busy = np.array([rank.busy_seconds for rank in ranks])
+    held = np.bincount(stage)
+    assert held.all(), f"a pipeline stage has no rank: ranks by stage {held.tolist()}"
+    busy_by_stage = np.bincount(stage, busy) / held
+    idle = np.maximum(record.step_seconds - busy, 0.0)
+    return event(
+        record.iteration,
+        "layers",
+        "stage",
+        imbalance_before=imbalance(busy_by_stage),
+        step_s=round(record.step_seconds, 7),
+        busy_s=_seconds(busy_by_stage),
+        idle_s=_seconds(np.bincount(stage, idle) / held),
+        bubble_fraction=float(idle.mean() / record.step_seconds) if record.step_seconds > 0 else 0.0,
+        micro_batches=max(cost.micro_batches for cost in costs),
+        chunks=1 + max((chunk for cost in costs for chunk in cost.chunk.values()), default=0),
+        rank=[rank.rank for rank in ranks],
+        rank_busy_s=_seconds(busy),
+        memory_bytes=[int(rank.memory_bytes) for rank in ranks],
+        stage=stage.tolist(),
+        node=[rank.node for rank in ranks],
+        data=[rank.data for rank in ranks],
+        tensor=[rank.tensor for rank in ranks],
+        context=[rank.context for rank in ranks],
+        expert=[rank.expert for rank in ranks],
+    )
+
+
+def _layer_event(iteration: int, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
+    total: dict[int | str, np.ndarray] = {}
+    calls: dict[int | str, int] = {}  # micro-batches that went through the layer, over the ranks that hold it
+    holder: dict[int | str, tuple[int, int]] = {}
+    for rank, cost in zip(ranks, costs, strict=True):
+        for layer, seconds in cost.seconds.items():
+            total[layer] = total.get(layer, 0.0) + np.array(seconds)
+            calls[layer] = calls.get(layer, 0) + cost.micro_batches
+            holder.setdefault(layer, (rank.stage, cost.chunk[layer]))
+    layers = sorted(total, key=_model_order)
+    mean = np.array([total[layer] / calls[layer] for layer in layers])  # [layer, phase]
+    numbered = [isinstance(layer, int) for layer in layers]
+    return event(
+        iteration,
+        "layers",
+        "layer",
+        imbalance_before=imbalance(mean.sum(1)[numbered]),
+        layers=layers,
+        forward_s=_seconds(mean[:, 0]),
+        backward_s=_seconds(mean[:, 1]),
+        recompute_s=_seconds(mean[:, 2]),
+        stage=[holder[layer][0] for layer in layers],
+        chunk=[holder[layer][1] for layer in layers],
+    )
+
+
+def _sequence_event(iteration: int, ranks: list[RankRecord]) -> dict[str, Any]:
+    tokens = [int(rank.tokens) for rank in ranks]
+    area = [int(rank.attention_area) for rank in ranks]
+    return event(
+        iteration,
+        "sequences",
+        "rank",
+        imbalance_before=imbalance(area),
+        token_imbalance=imbalance(tokens),
+        rank=[rank.rank for rank in ranks],
+        tokens=tokens,
+        attention_area=area,
+        longest_sequence=[int(rank.longest_sequence) for rank in ranks],
+    )
+
+
+def _expert_event(iteration: int, layer: int, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
+    routed = [rank.expert_tokens[layer] for rank in ranks if layer in rank.expert_tokens]
+    tokens = np.sum(routed, axis=0, dtype=np.int64)
+    size = 1 + max(rank.expert for rank in ranks)
+    assert tokens.size % size == 0, f"{tokens.size} experts cannot live in equal blocks on {size} ranks"
+    per_rank = tokens.reshape(size, -1).sum(1)
+    busy, calls = np.zeros(size), np.zeros(size)
+    for rank, cost in zip(ranks, costs, strict=True):
+        if layer in cost.seconds:
+            busy[rank.expert] += sum(cost.seconds[layer])
+            calls[rank.expert] += cost.micro_batches
+    return event(
+        iteration,
+        "experts",
+        "rank",
+        imbalance_before=imbalance(per_rank),
+        expert_imbalance=imbalance(tokens),
+        layer=layer,
+        tokens_per_expert=tokens.tolist(),
+        tokens_per_rank=per_rank.tolist(),
+        busy_s=_seconds(busy / np.maximum(calls, 1)),
+    )
+
+
+def _model_order(layer: int | str) -> tuple[int, int, str]:
+    if isinstance(layer, int):
+        return (1, layer, "")
+    return ({"embedding": 0, "head": 3}.get(layer, 2), 0, layer)
+
+
+def _seconds(values: np.ndarray) -> list[float]:
+    return np.round(values, 7).tolist()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"an event cannot hold {value!r}")

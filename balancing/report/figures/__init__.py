@@ -1,0 +1,18 @@
+"""The figures of the report, one file each; every one returns an SVG element that follows the page's colours."""
+
+from balancing.report.figures.experts import expert_heat
+from balancing.report.figures.imbalance import imbalance_curves
+from balancing.report.figures.layers import layer_costs
+from balancing.report.figures.ranks import rank_memory, rank_time, rank_work
+from balancing.report.figures.timeline import choose, timeline
+
+__all__ = [
+    "choose",
+    "expert_heat",
+    "imbalance_curves",
+    "layer_costs",
+    "rank_memory",
+    "rank_time",
+    "rank_work",
+    "timeline",
+]

@@ -1,0 +1,209 @@
+"""A summary in words: one paragraph of verdict, and rows that name each thing.
+
+The terminal and the HTML page say the same, so the words are made in one place.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from balancing.report.summary import Summary, Worst
+from balancing.report.units import byte_count, count, duration, ratio, share
+
+__all__ = ["Finding", "Prospect", "action_rows", "basis", "finding_rows", "prospect_rows", "verdict"]
+
+# An unevenness that costs less than this share of a step is not worth a sentence of alarm.
+_WORTH_NAMING = 0.03
+
+# Below this max / mean nobody is the worst.
+_ALIKE = 1.005
+
+_LEVELLED = {
+    "stages": "pipeline stages level (layers)",
+    "sequences": "ranks inside each stage level (sequences)",
+    "experts": "expert-parallel ranks level (experts)",
+    "all": "everything level",
+    "no idle": "the limit: no idle time at all",
+}
+
+
+class Finding(NamedTuple):
+    """What was looked for, who it is, how much it has, how far that is over the others, and max / mean of a typical
+    step, whoever has most then."""
+
+    what: str
+    who: str
+    value: str
+    over: str
+    typical: str = ""
+
+
+class Prospect(NamedTuple):
+    """What is levelled, the step time then, and the share of the step saved."""
+
+    levelled: str
+    step: str
+    saved: str
+
+
+def rank_name(summary: Summary, rank: int) -> str:
+    """rank 3 (stage 1, node 0), as far as the place is known and says anything."""
+    ranks = summary.ranks
+    if ranks is None or rank not in ranks.rank:
+        return f"rank {rank}"
+    at = ranks.rank.tolist().index(rank)
+    place = [f"stage {ranks.stage[at]}"] if summary.stage_count > 1 else []
+    place += [f"node {ranks.node[at]}"] if ranks.node.max() > 0 else []
+    return f"rank {rank} ({', '.join(place)})" if place else f"rank {rank}"
+
+
+def basis(summary: Summary) -> str:
+    """What the figures rest on: iterations counted, left out, and damaged lines."""
+    if not summary.counted:
+        return f"no iteration was observed{_damage(summary)}"
+    first, last, n = summary.counted[0], summary.counted[-1], len(summary.counted)
+    span = f"{n} iterations ({first} to {last})" if n > 1 else f"1 iteration ({first})"
+    left_out = [f"first {summary.skipped} left out as warm-up"] if summary.skipped else []
+    left_out += [f"{summary.other_layout} under another layout left out"] if summary.other_layout else []
+    return f"figures are of {'; '.join([span, *left_out])}{_damage(summary)}"
+
+
+def _damage(summary: Summary) -> str:
+    lines = f"{summary.damaged} damaged line{'s' if summary.damaged > 1 else ''}"
+    return f"; {lines} in events.jsonl skipped" if summary.damaged else ""
+
+
+def finding_rows(summary: Summary) -> list[Finding]:
+    """Slowest stage, layer and rank, fullest ranks, hottest experts, most memory: those that were measured."""
+    rows = []
+    stages, many = summary.stage_count > 1, summary.ranks is not None and summary.ranks.rank.size > 1
+    if stages and (stage := summary.stage):
+        rows.append(_worst("slowest stage", f"stage {stage.which}", stage, f"{duration(stage.value)} busy", "stage"))
+    if layer := summary.slow_layer:
+        at = f" (stage {layer.stage})" if stages else ""
+        over = f"{ratio(layer.over)} median {layer.kind} layer"
+        rows.append(Finding("slowest layer", f"layer {layer.layer}{at}", _per_call(layer.seconds), over))
+    for name in ("embedding", "head"):
+        if (layers := summary.layers) and (worth := layers.in_layers(name)) is not None:
+            i = layers.names.index(name)
+            at = f" (stage {layers.stage[i]})" if stages else ""
+            cost, over = _per_call(layers.total[i]), f"{ratio(worth)} median layer"
+            rows.append(Finding(f"{name} cost", f"{name}{at}", cost, over))
+    if many:
+        per_rank = (
+            ("slowest rank", summary.rank, lambda value: f"{duration(value)} busy"),
+            ("most tokens", summary.tokens, lambda value: f"{count(value)} tokens"),
+            ("most attention", summary.area, lambda value: f"{count(value)} pairs"),
+        )
+        for what, worst, text in per_rank:
+            if worst:
+                rows.append(_worst(what, rank_name(summary, worst.which), worst, text(worst.value), "rank"))
+    if longest := summary.longest:
+        who = rank_name(summary, longest.which)
+        rows.append(Finding("longest sequence", who, f"{count(longest.value)} tokens", ""))
+    if expert := summary.expert:
+        who = f"layer {expert.layer}, expert {expert.which}"
+        rows.append(_worst("hottest expert", who, expert, f"{count(expert.value)} tokens", "expert"))
+    if (hot := summary.expert_rank) and hot.layer is not None and summary.share_expert_ranks[hot.layer].size > 1:
+        who = f"layer {hot.layer}, EP rank {hot.which}"
+        rows.append(_worst("hottest EP rank", who, hot, f"{count(hot.value)} tokens", "EP rank"))
+    if memory := summary.memory:
+        who, value = rank_name(summary, memory.which), byte_count(memory.value)
+        row = _worst("most memory", who, memory, value, "rank") if many else Finding("most memory", who, value, "")
+        rows.append(row._replace(typical=""))
+    return rows
+
+
+def _worst(what: str, who: str, worst: Worst, value: str, of: str) -> Finding:
+    alike = worst.over < _ALIKE and worst.typical < _ALIKE
+    return Finding(what, "all alike" if alike else who, value, f"{ratio(worst.over)} mean {of}", ratio(worst.typical))
+
+
+def _per_call(seconds: float) -> str:
+    return f"{duration(seconds)}/micro-batch"
+
+
+def prospect_rows(summary: Summary) -> list[Prospect]:
+    """What the step would take if each unevenness were levelled; "at best" marks an upper bound of the gain."""
+    return [
+        Prospect(
+            _LEVELLED[estimate.levelled],
+            f"{'at best ' if estimate.at_best else 'about '}{duration(estimate.step_seconds)}",
+            f"{share(estimate.saved)} less" if estimate.saved >= 5e-4 else "nothing",
+        )
+        for estimate in summary.estimates
+    ]
+
+
+def action_rows(summary: Summary) -> list[tuple[str, str, str, str, str, str]]:
+    """Balancer, what it did how often, max / mean before and after its moves, time planning and applying, bytes."""
+    return [
+        (
+            name,
+            ", ".join(f"{action} {n}" for action, n in sorted(done.counts.items())),
+            f"{ratio(done.before)} to {ratio(done.after)}" if done.changes else "no change",
+            duration(done.plan_ms / 1e3),
+            duration(done.apply_ms / 1e3),
+            byte_count(done.moved_bytes),
+        )
+        for name, done in sorted(summary.actions.items())
+    ]
+
+
+def verdict(summary: Summary) -> str:
+    """The run in one paragraph: step time, idle share, the culprits that matter, and what levelling would give."""
+    if summary.step_seconds is None or summary.ranks is None:
+        return "No step was timed, so there is no verdict; what was measured stands below."
+    text = [f"A step takes {duration(summary.step_seconds)}"]
+    saved = {estimate.levelled: estimate for estimate in summary.estimates}
+    if (everything := saved.get("all")) is None:
+        return f"{text[0]}. With one rank there is nothing to level."
+    text[0] += f", and the average rank is idle for {share(summary.bubble or 0.0)} of it"
+    for levelled, culprit in (("stages", _stage_culprit), ("sequences", _rank_culprit), ("experts", _expert_culprit)):
+        if levelled in saved and saved[levelled].saved >= _WORTH_NAMING:
+            text.append(culprit(summary))
+    if everything.saved < _WORTH_NAMING:
+        text.append(f"The ranks are level: perfect balance would save {share(everything.saved)} of a step")
+    else:
+        would = "at best bring" if everything.at_best else "bring"
+        gain = f"Perfect balance would {would} the step to about {duration(everything.step_seconds)}"
+        text.append(f"{gain}, {share(everything.saved)} less")
+    return ". ".join(text) + "."
+
+
+def _stage_culprit(summary: Summary) -> str:
+    stage, layer, layers = summary.stage, summary.slow_layer, summary.layers
+    if stage is None:
+        return ""
+    text = f"Stage {stage.which} sets the pace: it is busy {share(stage.over - 1)} longer than the mean stage"
+    why = []
+    if layer and layer.stage == stage.which and layer.over >= 1.1:
+        why.append(f"layer {layer.layer} costs {ratio(layer.over)} the median {layer.kind} layer")
+    for name in ("embedding", "head"):
+        worth = layers.in_layers(name) if layers else None
+        if layers and worth and worth >= 0.5 and layers.stage[layers.names.index(name)] == stage.which:
+            why.append(f"its {name} costs as much as {worth:.1f} layers")
+    return f"{text}; {' and '.join(why)}" if why else text
+
+
+def _rank_culprit(summary: Summary) -> str:
+    ranks = summary.ranks
+    assert ranks is not None
+    in_stage = np.bincount(ranks.stage, ranks.busy) / np.bincount(ranks.stage)
+    worst = int((ranks.busy - in_stage[ranks.stage]).argmax())
+    over = ranks.busy[worst] / max(in_stage[ranks.stage[worst]], 1e-12)
+    text = f"{rank_name(summary, int(ranks.rank[worst]))} is busy {share(over - 1)} longer than the mean rank"
+    text = text[0].upper() + text[1:] + (" of its stage" if summary.stage_count > 1 else "")
+    named = (("attention area", summary.area), ("tokens", summary.tokens))
+    uneven = [f"{ratio(of.typical)} the mean {name}" for name, of in named if of and of.typical >= 1.1]
+    return f"{text}; in a typical step the fullest rank has {' and '.join(uneven)}" if uneven else text
+
+
+def _expert_culprit(summary: Summary) -> str:
+    expert, hot = summary.expert, summary.expert_rank
+    if expert is None or hot is None:
+        return ""
+    return (
+        f"Expert {expert.which} of layer {expert.layer} gets {ratio(expert.over)} the mean tokens, and "
+        f"layer {hot.layer} waits for expert-parallel (EP) rank {hot.which}, which has {ratio(hot.over)} the mean"
+    )

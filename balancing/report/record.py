@@ -1,0 +1,80 @@
+"""What one iteration looked like, as rank 0 knows it after gathering from every rank.
+
+Whoever measures a run fills these in; everything else in this package starts from them. They hold plain Python and
+numpy only, so that a record can be made, pickled and read without a process group or a GPU.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["IterationRecord", "RankRecord", "Span"]
+
+
+class Span(NamedTuple):
+    """One timed piece of work of one rank. A tuple, since an iteration has thousands of them.
+
+    kind         "forward", "backward" or "recompute" of one layer; "forward-step" or "backward-step" for the whole call
+                 of a stage on one micro-batch; anything else ("plan", "apply", "optimizer") is shown as it is named
+    layer        global layer number from 0, "embedding", "head", or "" where no layer is meant
+    chunk        virtual pipeline chunk of the rank, from 0
+    micro_batch  number of the micro-batch in this iteration, from 0
+    start        wall-clock seconds after the rank's own step began (`RankRecord.start` puts ranks on one axis)
+    seconds      wall-clock seconds from its start to its end, waiting included
+    busy         device seconds of work in it; a recompute inside a backward pass counts in the recompute alone
+    """
+
+    kind: str
+    layer: int | str
+    chunk: int
+    micro_batch: int
+    start: float
+    seconds: float
+    busy: float
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """One rank's share of one iteration.
+
+    rank              global rank
+    stage             its pipeline rank
+    node              its node
+    data, tensor, expert, context    its rank in these groups
+    start             wall-clock seconds from the earliest start of the step on any rank to this rank's start
+    busy_seconds      device seconds of work in the step
+    step_seconds      wall-clock seconds of the step on this rank
+    memory_bytes      the most memory the rank has held
+    tokens            tokens it processed
+    attention_area    query-key pairs it computed under the causal mask: a whole document of l tokens has l (l + 1) / 2
+    longest_sequence  tokens of the longest document among them
+    spans             what it did, in any order
+    expert_tokens     layer -> int array [expert], tokens this rank's router sent to each logical expert
+    """
+
+    rank: int
+    stage: int
+    node: int
+    data: int
+    tensor: int
+    expert: int
+    context: int
+    start: float
+    busy_seconds: float
+    step_seconds: float
+    memory_bytes: int
+    tokens: int
+    attention_area: int
+    longest_sequence: int
+    spans: list[Span] = field(default_factory=list)
+    expert_tokens: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class IterationRecord:
+    """One iteration of the whole job: `step_seconds` of wall-clock time and one record for each rank."""
+
+    iteration: int
+    step_seconds: float
+    ranks: list[RankRecord]

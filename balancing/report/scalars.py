@@ -1,0 +1,50 @@
+"""The few numbers of an iteration worth a curve in TensorBoard or W&B.
+
+A dashboard with a curve per layer and expert is read by nobody; these say whether something is uneven and of which
+kind. The event log has the rest.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from balancing.report.events import imbalance, observe
+from balancing.report.record import IterationRecord
+
+__all__ = ["scalars"]
+
+
+def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Name -> value of one iteration, from its record or from the events `observe` made of it.
+
+    All are max / mean (1.0 is perfect) but the bubble fraction, the share of rank time that was idle, from 0 to 1. Only
+    what was measured has a name: a dense model has no expert curves.
+
+    balance/stage-imbalance        busy time of pipeline stages
+    balance/rank-imbalance         busy time of ranks
+    balance/layer-imbalance        time of layers, embedding and head left out
+    balance/bubble-fraction
+    balance/token-imbalance        tokens of ranks
+    balance/area-imbalance         causal attention area of ranks
+    balance/expert-imbalance       tokens of experts, the worst MoE layer
+    balance/expert-rank-imbalance  tokens of expert-parallel ranks, the worst MoE layer
+    """
+    events = observe(observed) if isinstance(observed, IterationRecord) else observed
+    values: dict[str, float] = {}
+    for line in events:
+        if line["action"] != "observe":
+            continue
+        match line["balancer"], line["unit"]:
+            case "layers", "stage":
+                values["balance/stage-imbalance"] = line["imbalance_before"]
+                values["balance/rank-imbalance"] = imbalance(line["rank_busy_s"])
+                values["balance/bubble-fraction"] = line["bubble_fraction"]
+            case "layers", "layer":
+                values["balance/layer-imbalance"] = line["imbalance_before"]
+            case "sequences", "rank":
+                values["balance/token-imbalance"] = line["token_imbalance"]
+                values["balance/area-imbalance"] = line["imbalance_before"]
+            case "experts", "rank":
+                for name, key in (("expert", "expert_imbalance"), ("expert-rank", "imbalance_before")):
+                    name = f"balance/{name}-imbalance"
+                    values[name] = max(values.get(name, 1.0), line[key])
+    return values

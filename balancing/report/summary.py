@@ -1,0 +1,318 @@
+"""Who is slow, why, and by how much: the few facts of a run that a person acts on.
+
+The first iterations are left out of every figure: they pay for compilation, caches and memory pools. So are iterations
+under another layout than the last one (layers moved, ranks left), since a median over two layouts describes neither.
+"Typical" is the median over the iterations counted.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
+from balancing.report.events import imbalance
+from balancing.report.history import History
+
+__all__ = ["BalancerActions", "LayerCosts", "RankLoad", "SlowLayer", "Summary", "Worst", "summarize", "warm_up"]
+
+
+def warm_up(iterations: int) -> int:
+    """How many of the first `iterations` are left out: a tenth, at least 2, but never all of them."""
+    return min(max(2, math.ceil(iterations / 10)), max(iterations - 1, 0))
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The one of many that has most: its number (a stage, rank or expert-parallel rank), its value, the mean of all,
+    and `typical`, the median over iterations of max / mean, whoever had most then. `layer` if it is one layer's."""
+
+    which: int
+    value: float
+    mean: float
+    typical: float
+    layer: int | None = None
+
+    @property
+    def over(self) -> float:
+        """Value over mean, 1.0 where there is no load."""
+        return self.value / self.mean if self.mean > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class SlowLayer:
+    """The layer with the most seconds per micro-batch over the median of its kind ("MoE" or "dense")."""
+
+    layer: int
+    stage: int
+    kind: str
+    seconds: float
+    median: float
+
+    @property
+    def over(self) -> float:
+        """Seconds over the median of its kind."""
+        return self.seconds / self.median if self.median > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Typical seconds per micro-batch of every layer in the order of the model, and the stage and chunk it is on."""
+
+    names: list[int | str]
+    forward: np.ndarray
+    backward: np.ndarray
+    recompute: np.ndarray
+    stage: np.ndarray
+    chunk: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        """Forward, backward and recompute together."""
+        return self.forward + self.backward + self.recompute
+
+    @property
+    def numbered(self) -> np.ndarray:
+        """Which entries are layers of the model's body, not its embedding or head."""
+        return np.array([isinstance(name, int) for name in self.names])
+
+    def in_layers(self, name: str) -> float | None:
+        """What "embedding" or "head" costs, counted in median layers; None if it was not measured."""
+        median = np.median(self.total[self.numbered]) if self.numbered.any() else 0.0
+        return float(self.total[self.names.index(name)] / median) if name in self.names and median > 0 else None
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """One figure for each rank, over the iterations counted; arrays are [rank] in the order of `rank`.
+
+    busy, idle in seconds and tokens, area are medians of a step; memory and longest are the most ever seen, in bytes
+    and tokens. Figures of a kind that was not measured are empty.
+    """
+
+    rank: np.ndarray
+    stage: np.ndarray
+    node: np.ndarray
+    busy: np.ndarray
+    idle: np.ndarray
+    memory: np.ndarray
+    tokens: np.ndarray
+    area: np.ndarray
+    longest: np.ndarray
+
+
+@dataclass
+class BalancerActions:
+    """What a balancer did: how often by action, and its cost over the whole run. `changes` are (before, after), the
+    max / mean of each line that changed it."""
+
+    changes: list[tuple[float, float]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    plan_ms: float = 0.0
+    apply_ms: float = 0.0
+    moved_bytes: int = 0
+
+    @property
+    def before(self) -> float:
+        """Median max / mean before a change."""
+        return float(np.median([before for before, _ in self.changes]))
+
+    @property
+    def after(self) -> float:
+        """Median max / mean after a change."""
+        return float(np.median([after for _, after in self.changes]))
+
+
+@dataclass
+class Summary:
+    """What `summarize` found. A finding is None if nothing of its kind was measured.
+
+    counted         iterations the figures are of; `skipped` were warm-up, `other_layout` had another layout
+    share_experts   layer -> tokens of each expert over the mean, summed over the iterations counted
+    """
+
+    counted: list[int]
+    skipped: int
+    other_layout: int
+    damaged: int
+    step_seconds: float | None = None
+    bubble: float | None = None
+    stage_count: int = 0
+    stage: Worst | None = None
+    rank: Worst | None = None
+    memory: Worst | None = None
+    slow_layer: SlowLayer | None = None
+    tokens: Worst | None = None
+    area: Worst | None = None
+    longest: Worst | None = None
+    expert: Worst | None = None
+    expert_rank: Worst | None = None
+    estimates: list[Estimate] = field(default_factory=list)
+    layers: LayerCosts | None = None
+    ranks: RankLoad | None = None
+    share_experts: dict[int, np.ndarray] = field(default_factory=dict)
+    share_expert_ranks: dict[int, np.ndarray] = field(default_factory=dict)
+    actions: dict[str, BalancerActions] = field(default_factory=dict)
+
+
+def summarize(history: History) -> Summary:
+    """Compute the findings of a run from its history."""
+    everything = history.iterations
+    skipped = warm_up(len(everything))
+    counted = _same_layout(history, everything[skipped:])
+    summary = Summary(counted, skipped, len(everything) - skipped - len(counted), history.damaged)
+    stages = [history.stages[i] for i in counted if i in history.stages]
+    layers = [history.layers[i] for i in counted if i in history.layers]
+    sequences = [history.sequences[i] for i in counted if i in history.sequences]
+    experts = [history.experts[i] for i in counted if i in history.experts]
+    if layers:
+        _layers(summary, layers, experts)
+    if sequences:
+        _sequences(summary, sequences)
+    if experts:
+        _experts(summary, experts)
+    if stages:
+        _stages(summary, stages, sequences)
+        summary.estimates = estimate(_step_load(summary, stages, experts))
+    for line in history.actions:
+        _act(summary.actions.setdefault(str(line["balancer"]), BalancerActions()), line)
+    return summary
+
+
+def _same_layout(history: History, iterations: list[int]) -> list[int]:
+    """The last of `iterations` that all have the layout of the very last one."""
+
+    def layout(iteration: int) -> Any:
+        stage, layer = history.stages.get(iteration), history.layers.get(iteration)
+        ranks = (stage["rank"].tolist(), stage["stage"].tolist(), len(stage["busy_s"])) if stage else None
+        return ranks, (layer["layers"], layer["stage"].tolist(), layer["chunk"].tolist()) if layer else None
+
+    start = len(iterations)
+    while start and layout(iterations[start - 1]) == layout(iterations[-1]):
+        start -= 1
+    return iterations[start:]
+
+
+def _median(lines: list[dict[str, Any]], key: str) -> np.ndarray:
+    return np.median([line[key] for line in lines], axis=0)
+
+
+def _worst(number: np.ndarray, load: np.ndarray, typical: float, layer: int | None = None) -> Worst:
+    most = int(load.argmax())
+    return Worst(int(number[most]), float(load[most]), float(load.mean()), typical, layer)
+
+
+def _typical(loads: list[np.ndarray]) -> float:
+    return float(np.median([imbalance(load) for load in loads]))
+
+
+def _stages(summary: Summary, stages: list[dict[str, Any]], sequences: list[dict[str, Any]]) -> None:
+    last = stages[-1]
+    summary.step_seconds = float(np.median([line["step_s"] for line in stages]))
+    summary.bubble = float(np.median([line["bubble_fraction"] for line in stages]))
+    busy = _median(stages, "busy_s")
+    summary.stage_count = busy.size
+    summary.stage = _worst(np.arange(busy.size), busy, _typical([line["busy_s"] for line in stages]))
+    rank_busy = _median(stages, "rank_busy_s")
+    summary.rank = _worst(last["rank"], rank_busy, _typical([line["rank_busy_s"] for line in stages]))
+    memory = np.max([line["memory_bytes"] for line in stages], axis=0)
+    if memory.any():
+        summary.memory = _worst(last["rank"], memory, imbalance(memory))
+    same = [line for line in sequences if np.array_equal(line["rank"], last["rank"])]
+    none = np.zeros(0)
+    summary.ranks = RankLoad(
+        last["rank"], last["stage"], last["node"], rank_busy,
+        np.maximum(summary.step_seconds - rank_busy, 0.0), memory if memory.any() else none,
+        _median(same, "tokens") if same else none,
+        _median(same, "attention_area") if same else none,
+        np.max([line["longest_sequence"] for line in same], axis=0) if same else none,
+    )  # fmt: skip
+
+
+def _layers(summary: Summary, lines: list[dict[str, Any]], experts: list[dict[int, dict[str, Any]]]) -> None:
+    last = lines[-1]
+    forward, backward, recompute = (_median(lines, key) for key in ("forward_s", "backward_s", "recompute_s"))
+    costs = LayerCosts(last["layers"], forward, backward, recompute, last["stage"], last["chunk"])
+    summary.layers = costs
+    moe = {layer for line in experts for layer in line}
+    for kind in ("MoE", "dense"):
+        members = [
+            i for i, name in enumerate(costs.names) if isinstance(name, int) and (name in moe) == (kind == "MoE")
+        ]
+        if not members:
+            continue
+        seconds = costs.total[members]
+        most, median = int(seconds.argmax()), float(np.median(seconds))
+        layer = members[most]
+        slow = SlowLayer(int(costs.names[layer]), int(costs.stage[layer]), kind, float(seconds[most]), median)
+        known = summary.slow_layer
+        if known is None or slow.seconds - slow.median > known.seconds - known.median:
+            summary.slow_layer = slow
+
+
+def _sequences(summary: Summary, lines: list[dict[str, Any]]) -> None:
+    lines = [line for line in lines if np.array_equal(line["rank"], lines[-1]["rank"])]
+    rank = lines[-1]["rank"]
+    for name, key in (("tokens", "tokens"), ("area", "attention_area")):
+        loads = [line[key] for line in lines]
+        mean = np.mean(loads, axis=0)
+        if mean.any():
+            setattr(summary, name, _worst(rank, mean, _typical(loads)))
+    longest = np.max([line["longest_sequence"] for line in lines], axis=0)
+    if longest.any():
+        summary.longest = _worst(rank, longest, _typical([line["longest_sequence"] for line in lines]))
+
+
+def _experts(summary: Summary, lines: list[dict[int, dict[str, Any]]]) -> None:
+    for layer in sorted(lines[-1]):
+        own = [line[layer] for line in lines if layer in line]
+        for finding, share, key in (
+            ("expert", summary.share_experts, "tokens_per_expert"),
+            ("expert_rank", summary.share_expert_ranks, "tokens_per_rank"),
+        ):
+            loads = [line[key] for line in own if line[key].size == own[-1][key].size]
+            tokens = np.mean(loads, axis=0)
+            share[layer] = tokens / tokens.mean() if tokens.any() else np.ones_like(tokens)
+            worst = _worst(np.arange(tokens.size), tokens, _typical(loads), layer)
+            known = getattr(summary, finding)
+            if known is None or worst.over > known.over:
+                setattr(summary, finding, worst)
+
+
+def _step_load(summary: Summary, stages: list[dict[str, Any]], experts: list[dict[int, dict[str, Any]]]) -> StepLoad:
+    last, ranks = stages[-1], summary.ranks
+    assert ranks is not None and summary.step_seconds is not None
+    order = np.lexsort((last["rank"], last["tensor"], last["context"], last["data"]))
+    by_stage = [order[last["stage"][order] == stage] for stage in range(len(last["busy_s"]))]
+    width = max(len(members) for members in by_stage)
+    grid = np.array([np.resize(members, width) for members in by_stage])  # stages of unequal width repeat their ranks
+    loads = {}
+    if summary.layers is not None and experts:
+        names = summary.layers.names
+        for layer in sorted(experts[-1].keys() & set(names)):
+            own = [line[layer] for line in experts if layer in line]
+            own = [line for line in own if len(line["busy_s"]) > last["expert"].max()]
+            if own:
+                stage = int(summary.layers.stage[names.index(layer)])
+                loads[layer] = ExpertLoad(stage, _median(own, "busy_s"), _median(own, "tokens_per_rank"))
+    return StepLoad(
+        summary.step_seconds, ranks.busy[grid], last["expert"][grid],
+        last["micro_batches"] or math.inf, max(last["chunks"], 1), _forward_share(summary.layers), loads,
+    )  # fmt: skip
+
+
+def _forward_share(layers: LayerCosts | None) -> float:
+    """The forward passes' part of the time of all layers; a third, as backward takes twice as long, if not known."""
+    total = float(layers.total.sum()) if layers else 0.0
+    return float(layers.forward.sum()) / total if layers and total > 0 else 1 / 3
+
+
+def _act(actions: BalancerActions, line: dict[str, Any]) -> None:
+    action, before, after = str(line["action"]), line["imbalance_before"], line["imbalance_after"]
+    actions.counts[action] = actions.counts.get(action, 0) + 1
+    if before != after:
+        actions.changes.append((before, after))
+    actions.plan_ms += line["plan_ms"]
+    actions.apply_ms += line["apply_ms"]
+    actions.moved_bytes += int(line["moved_bytes"])

@@ -1,0 +1,192 @@
+"""The last iterations as a trace for Perfetto or chrome://tracing: DIR/trace.json.
+
+Averages say who is slow; a trace shows when, and who waited for it. Only the last few recorded iterations are kept,
+so that neither memory nor the file grows with the run: at most `KEEP` iterations and `MAX_SPANS` spans, about 20 MB.
+
+Each rank is a process of the trace, "rank 3 (stage 1)", with a track for the step, one for the stage's calls on
+micro-batches, one for layers and one for anything else. Times are in microseconds, as the format wants them.
+Iterations stand one after the other with no gap; what passed between two recorded ones is not shown.
+"""
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from balancing.report.record import IterationRecord, RankRecord, Span
+
+__all__ = ["KEEP", "MAX_SPANS", "TraceIteration", "TraceLog", "read_trace", "write_trace"]
+
+KEEP = 3
+MAX_SPANS = 100_000
+
+_TRACKS = ("step", "micro-batches", "layers", "other")
+_TRACK_OF = {"forward-step": 1, "backward-step": 1, "forward": 2, "backward": 2, "recompute": 2}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TraceIteration:
+    """One iteration read back from a trace: `spans[rank]` start on the axis of the step, not of the rank."""
+
+    iteration: int
+    step_seconds: float
+    stage: dict[int, int]
+    spans: dict[int, list[Span]]
+
+
+class TraceLog:
+    """Holds the last `KEEP` records of a run and writes them to DIR/trace.json.
+
+    A failure to write, as on a full disk, is logged once; nothing is written after it and training goes on.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory) / "trace.json"
+        self._records: deque[IterationRecord] = deque(maxlen=KEEP)
+        self._failed = False
+
+    def add(self, record: IterationRecord) -> None:
+        """Remember `record`, and forget the oldest one if there are more than `KEEP`."""
+        self._records.append(record)
+
+    def write(self) -> None:
+        """Replace DIR/trace.json by a trace of the records held. Does nothing if there are none.
+
+        Takes some 10 microseconds a span: call it now and then and at the end, not in every iteration.
+        """
+        if self._failed or not self._records:
+            return
+        try:
+            write_trace(self.path, self._records)
+        except OSError as error:
+            self._failed = True
+            logger.warning("cannot write %s (%s): training goes on without a trace", self.path, error.strerror)
+
+
+def write_trace(path: str | os.PathLike[str], records: Sequence[IterationRecord]) -> None:
+    """Write the last `KEEP` of `records`, fewer if they have more than `MAX_SPANS` spans, to `path`.
+
+    Of an iteration that alone has more spans than that, the ranks that fit are kept, lowest first. A reader sees the
+    old file or the new one, never a part of it. Raises OSError if the file cannot be written.
+    """
+    kept: list[tuple[IterationRecord, list[RankRecord]]] = []
+    left = MAX_SPANS
+    for record in list(records)[-KEEP:][::-1]:
+        ranks = sorted(record.ranks, key=lambda rank: rank.rank)
+        spans = sum(len(rank.spans) for rank in ranks)
+        if spans > left:
+            if kept:
+                break
+            ranks = _fitting(ranks, left)
+        kept.insert(0, (record, ranks))
+        left -= spans
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(_trace(kept), separators=(",", ":")))  # not json.dump, which is ten times slower
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[TraceIteration]:
+    """The iterations of a trace that `write_trace` wrote, oldest first.
+
+    Raises OSError if the file cannot be read and ValueError if it is not such a trace.
+    """
+    with open(path) as file:
+        try:
+            trace = json.load(file)
+            stage = {rank["rank"]: rank["stage"] for rank in trace["otherData"]["ranks"]}
+            iterations = {
+                entry["iteration"]: TraceIteration(
+                    entry["iteration"], entry["seconds"], stage, {rank: [] for rank in stage}
+                )
+                for entry in trace["otherData"]["iterations"]
+            }
+            begin = {entry["iteration"]: entry["begin_us"] for entry in trace["otherData"]["iterations"]}
+            for line in trace["traceEvents"]:
+                if line["ph"] == "X" and line["cat"] != "step":
+                    args = line["args"]
+                    start = (line["ts"] - begin[args["iteration"]]) / 1e6
+                    iterations[args["iteration"]].spans[line["pid"]].append(
+                        Span(line["cat"], args["layer"], args["chunk"], args["micro_batch"], start,
+                             line["dur"] / 1e6, args["busy_us"] / 1e6)
+                    )  # fmt: skip
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a trace written by balancing.report: {error!r}") from error
+    return list(iterations.values())
+
+
+def _fitting(ranks: list[RankRecord], limit: int) -> list[RankRecord]:
+    kept = []
+    for rank in ranks:
+        limit -= len(rank.spans)
+        if limit < 0:
+            break
+        kept.append(rank)
+    return kept
+
+
+def _trace(kept: list[tuple[IterationRecord, list[RankRecord]]]) -> dict[str, Any]:
+    events: list[dict[str, Any]] = []
+    iterations = []
+    known: dict[int, RankRecord] = {}
+    begin = 0.0  # microseconds
+    for record, ranks in kept:
+        iterations.append({"iteration": record.iteration, "begin_us": begin, "seconds": record.step_seconds})
+        for rank in ranks:
+            known[rank.rank] = rank
+            own = begin + rank.start * 1e6
+            events.append(
+                {"name": f"iteration {record.iteration}", "cat": "step", "ph": "X", "pid": rank.rank, "tid": 0,
+                 "ts": round(own, 3), "dur": round(rank.step_seconds * 1e6, 3),
+                 "args": {"iteration": record.iteration, "busy_us": round(rank.busy_seconds * 1e6, 3),
+                          "tokens": int(rank.tokens), "attention_area": int(rank.attention_area),
+                          "memory_bytes": int(rank.memory_bytes)}}
+            )  # fmt: skip
+            events.extend(_line(span, record.iteration, rank.rank, own) for span in rank.spans)
+        ends = [rank.start + rank.step_seconds for rank in ranks]
+        begin = round(begin + 1e6 * max(record.step_seconds, *ends, 0.0), 3)
+    return {
+        "traceEvents": _names(known) + events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "iterations": iterations,
+            "ranks": [
+                {key: getattr(rank, key) for key in ("rank", "stage", "node", "data", "tensor", "context", "expert")}
+                for rank in known.values()
+            ],
+        },
+    }
+
+
+def _line(span: Span, iteration: int, rank: int, begin: float) -> dict[str, Any]:
+    kind, layer, chunk, micro_batch, start, seconds, busy = span
+    where = f"layer {layer} " if isinstance(layer, int) else f"{layer} " if layer else ""
+    return {
+        "name": f"{where}{kind}", "cat": kind, "ph": "X", "pid": rank, "tid": _TRACK_OF.get(kind, 3),
+        "ts": round(begin + start * 1e6, 3), "dur": round(seconds * 1e6, 3),
+        "args": {"iteration": iteration, "layer": layer, "micro_batch": micro_batch, "chunk": chunk,
+                 "busy_us": round(busy * 1e6, 3)},
+    }  # fmt: skip
+
+
+def _names(ranks: dict[int, RankRecord]) -> list[dict[str, Any]]:
+    names: list[dict[str, Any]] = []
+    for number, rank in ranks.items():
+        process = {"name": f"rank {number} (stage {rank.stage})"}
+        names.append({"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": process})
+        names.append({"name": "process_sort_index", "ph": "M", "pid": number, "tid": 0, "args": {"sort_index": number}})
+        names.extend(
+            {"name": "thread_name", "ph": "M", "pid": number, "tid": tid, "args": {"name": track}}
+            for tid, track in enumerate(_TRACKS)
+        )
+    return names
