@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: makes .venv, prepares a corpus, trains a small mixture-of-experts GPT on four
+# processes (two pipeline stages, two expert-parallel ranks in each) and reports where the time went.
+#
+#     scripts/quickstart.sh            what is already there is kept; an interrupted training goes on from its last checkpoint
+#     scripts/quickstart.sh --again    train from the beginning
+#
+# Everything it writes is in .venv and runs/quickstart. It takes CUDA with four GPUs or more, otherwise the CPU.
+set -euo pipefail
+
+case "$*" in
+"" | --again) ;;
+*)
+    echo "quickstart.sh: cannot make sense of '$*'; it takes --again or nothing" >&2
+    exit 2
+    ;;
+esac
+
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment "" # no extra
+cd "$repository"
+
+run=runs/quickstart
+corpus=$run/data/stdlib
+iterations=180
+
+mkdir -p "$run" || fail "cannot write to $repository/$run"
+[ "${1:-}" != --again ] || rm -rf "$run/checkpoint" "$run/report" "$run/report.html" "$run/tensorboard"
+
+if [ -e "$corpus.bin" ] && [ -e "$corpus.idx" ]; then
+    echo "Corpus: $corpus.bin and .idx, made before"
+else
+    echo "Corpus: the source of the Python standard library, into $corpus.bin and .idx"
+    "$python" scripts/prepare_data.py --stdlib --append-eod --overwrite --output-prefix "$corpus"
+fi
+
+# A model without its measurements cannot be reported on.
+[ -e "$run/report/events.jsonl" ] || rm -rf "$run/checkpoint"
+trained() {
+    [ "$(cat "$run/checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null)" = "$iterations" ]
+}
+
+if trained; then
+    echo "Model: $run/checkpoint, trained before (train anew with: scripts/quickstart.sh --again)"
+else
+    device=(--device auto --bf16)
+    gpus=$("$python" -W ignore -c 'import torch; print(torch.cuda.device_count())')
+    if [ "$gpus" -lt 4 ]; then
+        device=(--device cpu)
+        [ "$gpus" = 0 ] || echo "$gpus GPU(s), and the four processes need one each: training on the CPU"
+    fi
+    echo "Model: training for $iterations iterations, about three minutes on two cores; log in $run/train.log"
+
+    model=(
+        --num-layers 8 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256
+        --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu
+        --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+        --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall
+        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    )
+    layout=(--pipeline-model-parallel-size 2 --expert-model-parallel-size 2)
+    data=(
+        --data-path "$corpus" --split "98,2,0" --num-workers 0
+        --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257
+    )
+    training=(
+        --micro-batch-size 2 --global-batch-size 16 --train-iters "$iterations"
+        --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95
+        --eval-interval 60 --eval-iters 2 --log-interval 10
+        --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 60 --ckpt-format torch_dist
+        --tensorboard-dir "$run/tensorboard" --balance-report "$run/report"
+    )
+    # What of Megatron's log is shown here; all of it is in the file.
+    essentials='
+        s/^ *\[[^]]*\] *iteration +([0-9]+)\/ *([0-9]+) .*iteration \(ms\): ([0-9.]+) .*(lm loss: [^ ]+).*/iteration \1 of \2: \4, \3 ms/p
+        s/^ *(validation loss at iteration [0-9]+) \| lm loss value: ([^ ]+).*/\1: \2/p
+        /^> (device|patched)|: error:|Error: /p'
+    # One thread a process: the four share the cores.
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 \
+        "$python" -m torch.distributed.run --standalone --nproc-per-node 4 \
+        pretrain_gpt.py "${device[@]}" "${model[@]}" "${layout[@]}" "${data[@]}" "${training[@]}" 2>&1 |
+        tee "$run/train.log" | sed -unE "$essentials" || fail "training stopped; its log is $run/train.log"
+    trained || fail "training ended without its last checkpoint; its log is $run/train.log"
+fi
+
+if [ "$(nproc)" -lt 4 ]; then
+    echo "The four processes shared $(nproc) cores, so each was idle while others had them"
+fi
+"$python" -m balancing.report "$run/report" --html "$run/report.html"
+echo
+echo "Checkpoint:  $run/checkpoint"
+echo "Report:      $run/report.html"
+echo "Timeline:    $run/report/trace.json (open it in https://ui.perfetto.dev)"
+echo "TensorBoard: .venv/bin/tensorboard --logdir $run/tensorboard"

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Lint, type check and test. Makes .venv first where there is none.
+#
+#     scripts/test.sh                       everything
+#     scripts/test.sh tests/test_x.py -k y  arguments go to pytest
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment dev
+cd "$repository"
+
+"$python" --version
+"$python" -m pip list --disable-pip-version-check 2>/dev/null |
+    grep -E '^(torch|megatron-core|numpy|pytest|ruff|mypy|transformer-engine|flash-attn) ' || true
+
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+"$python" -m mypy
+exec "$python" -m pytest "$@"

