@@ -5,7 +5,7 @@ numpy only, so that a record can be made, pickled and read without a process gro
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class RankRecord:
     longest_sequence  tokens of the longest document among them
     spans             what it did, in any order
     expert_tokens     layer -> int array [expert], tokens this rank's router sent to each logical expert
+    events            lines for the event log from the balancers of this rank, see `balancing.report.event`
     """
 
     rank: int
@@ -69,6 +70,7 @@ class RankRecord:
     longest_sequence: int
     spans: list[Span] = field(default_factory=list)
     expert_tokens: dict[int, np.ndarray] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -7,16 +7,21 @@ gives always win.
 
 import argparse
 import dataclasses
+import difflib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 
+from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
+from megatron.balanced.checks import OnThisMachine, check_data, check_folders, check_layout, check_megatron
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
 
 __all__ = ["BalanceConfig", "parse_arguments"]
@@ -24,7 +29,7 @@ __all__ = ["BalanceConfig", "parse_arguments"]
 
 @dataclasses.dataclass(frozen=True)
 class BalanceConfig:
-    """What a user can set beyond Megatron-LM's own flags. Each field is one flag."""
+    """What a user can set beyond Megatron-LM's own flags. Each field is one flag, or the flags of one balancer."""
 
     device: str = dataclasses.field(
         default="auto",
@@ -34,7 +39,8 @@ class BalanceConfig:
         },
     )
     fp64: bool = dataclasses.field(
-        default=False, metadata={"help": "Train in float64, as an exact reference to compare other runs with (cpu only)."}
+        default=False,
+        metadata={"help": "Train in float64, as an exact reference to compare other runs with (cpu only)."},
     )
     balance_report: str | None = dataclasses.field(
         default=None,
@@ -48,27 +54,42 @@ class BalanceConfig:
         default=10,
         metadata={
             "metavar": "N",
-            "help": "Gather and write the report's measurements of N iterations at a time. None is left out: N only says "
-            "how many may be lost when the job is killed.",
+            "help": "Gather and write the report's measurements of N iterations at a time. None is left out: N only "
+            "says how many may be lost when the job is killed.",
         },
     )
     balance_dry_run: bool = dataclasses.field(
         default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
     )
+    experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
 
 
 def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
-    for field in dataclasses.fields(BalanceConfig):
-        flag = "--" + field.name.replace("_", "-")
-        options = dict(field.metadata)
-        if field.type is bool:
-            options["action"] = "store_true"
-        else:
-            options |= {"type": int if field.type is int else str, "default": field.default}
-        group.add_argument(flag, **options)
+    for config in (BalanceConfig, ExpertConfig):
+        for field in dataclasses.fields(config):
+            if not field.metadata:
+                continue
+            options = dict(field.metadata)
+            if field.type is bool:
+                options["action"] = "store_true"
+            else:
+                options |= {"type": field.type if field.type in (int, float) else str, "default": field.default}
+            group.add_argument("--" + field.name.replace("_", "-"), **options)
     parser.set_defaults(**_defaults_of_this_machine())
+    parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]
     return parser
+
+
+def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Instead of argparse's own, which would print the usage of some six hundred flags on each rank."""
+    unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+    near = difflib.get_close_matches(unknown[1], parser._option_string_actions, n=1) if unknown else []
+    raise ValueError(f"{message}; {f'did you mean {near[0]}?' if near else 'see --help'}")
+
+
+def _config_from(args: argparse.Namespace, cls: type) -> Any:
+    return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls) if field.metadata})
 
 
 def _defaults_of_this_machine() -> dict[str, object]:
@@ -90,19 +111,24 @@ def _is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _stop(message: str) -> None:
-    """End the process with one clear line, said once for all ranks. Exit code 2, as argparse's own."""
-    if _is_first_rank():
-        print(f"pretrain_gpt.py: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+def _stop(error: Exception) -> NoReturn:
+    """End the process with one clear line, said once for all ranks, or once for each machine where machines may differ.
+
+    Exit code 2, as argparse's own.
+    """
+    first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if _is_first_rank() or (isinstance(error, OnThisMachine | OSError) and first_here):
+        print(f"pretrain_gpt.py: error: {' '.join(_explain(error).split())}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
 def _explain(error: Exception) -> str:
-    """A refusal in words: the error's own, or the condition that did not hold."""
-    if str(error):
-        return str(error)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"this does not hold: {(frame.line or type(error).__name__).removeprefix('assert ')}"
+    """A refusal in words: the error's own, or the condition that did not hold, with the flags it is about."""
+    message = str(error)
+    if not message:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"this does not hold: {(frame.line or type(error).__name__).removeprefix('assert ')}"
+    return re.sub(r"\bargs\.(\w+)", lambda name: "--" + name[1].replace("_", "-"), message)
 
 
 def _quiet(device: str) -> None:
@@ -124,7 +150,8 @@ def _start_device(argv: Sequence[str]) -> str:
     if device == "cpu":
         use_cpu()
     if _is_first_rank() and not {"-h", "--help"} & set(argv):
-        where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} thread(s) a rank, gloo"
+        threads = f"{torch.get_num_threads()} thread(s) a rank, gloo"
+        where = torch.cuda.get_device_name() if device == "cuda" else threads
         print(f"> device: {device} ({where})", flush=True)
     return device
 
@@ -141,8 +168,8 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
     if packed and args.micro_batch_size > 1 and args.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"--micro-batch-size {args.micro_batch_size} with documents packed into sequences and "
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} is not supported: Megatron-LM flattens "
-            "the batch but not its pipeline messages; use --micro-batch-size 1 and the same --global-batch-size"
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} is not supported: Megatron-LM "
+            "flattens the batch but not its pipeline messages; use --micro-batch-size 1 and the same --global-batch-size"
         )
     if args.transformer_impl == "local" and args.context_parallel_size > 1:
         raise ValueError(
@@ -160,35 +187,39 @@ def _use_float64(args: argparse.Namespace) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, BalanceConfig]:
-    """Choose the device, parse and check the command line, and set up Megatron's globals (tokenizer, writers, timers).
+    """Choose the device, parse and check the command line, and set up Megatron's globals: tokenizer, writers, timers.
 
-    `argv` is the command line without the program's name, `sys.argv[1:]` by default. Bad input ends the process with one
-    line on the first rank's stderr and exit code 2.
+    `argv` is the command line without the program's name, `sys.argv[1:]` by default. Bad input ends the process with
+    one line on the first rank's stderr and exit code 2.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     sys.argv[1:] = argv  # Megatron's parser reads sys.argv
     try:
+        check_megatron()
         device = _start_device(argv)
-    except ValueError as error:
-        _stop(str(error))
 
-    from megatron.training.arguments import parse_args, validate_args
-    from megatron.training.global_vars import set_global_variables
+        from megatron.training.arguments import parse_args, validate_args
+        from megatron.training.global_vars import set_global_variables
 
-    try:
         args = parse_args(_add_balance_flags)
-        config = BalanceConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(BalanceConfig)})
-        config = dataclasses.replace(config, device=device)
+        config = _config_from(args, BalanceConfig)
+        config = dataclasses.replace(config, device=device, experts=_config_from(args, ExpertConfig))
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
+        check_layout(args)
+        check_data(args)
+        if args.sft:  # its dataset makes none, and asserts that none is asked for
+            args.create_attention_mask_in_dataloader = False
         validate_args(args)
         _refuse(args, config, device)
+        if not config.balance_dry_run:
+            check_folders(args)
         if config.fp64:
             _use_float64(args)
         set_global_variables(args)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
-        _stop(_explain(error))
+        _stop(error)
     return args, config

@@ -245,7 +245,7 @@ class _OnCpu(TorchFunctionMode):
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizers tell the precision of a parameter by the name of its CUDA tensor type.
             return _CUDA_TYPE.get(args[0].dtype) or func(*args)
-        elif func is torch.Tensor.float and args[0].dtype is torch.float64:
+        elif func is torch.Tensor.float and args[0].dtype is torch.float64 and torch.get_default_dtype() is torch.float64:
             return args[0]  # `float()` means "full precision" in Megatron; never lose a float64 oracle's digits
         return func(*args, **(kwargs or {}))
 

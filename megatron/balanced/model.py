@@ -7,17 +7,23 @@ packed documents, for want of an attention. Both are filled in through the layer
 import argparse
 import copy
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from balancing.experts.config import ExpertConfig
+from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 
 __all__ = ["PackedDotProductAttention", "SequenceParallelNorm", "model_config"]
 
@@ -68,36 +74,46 @@ class PackedDotProductAttention(DotProductAttention):
         return torch.cat(outputs).squeeze(1)
 
 
-def _fill_in(spec: Any, replacements: dict[Any, Any]) -> None:
-    """Replace modules in place, everywhere in a layer spec."""
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        if isinstance(value, type) and value in replacements:
-            setattr(spec, field.name, replacements[value])
-        elif isinstance(value, ModuleSpec):
-            _fill_in(value, replacements)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            _fill_in(value, replacements)
+def _fill_in(value: Any, replacements: dict[Any, Any]) -> Any:
+    """`value`, a part of a layer spec, with modules replaced everywhere inside it. Specs are changed in place."""
+    if isinstance(value, type):
+        return replacements.get(value, value)
+    if isinstance(value, partial):
+        keywords = {name: _fill_in(part, replacements) for name, part in value.keywords.items()}
+        return partial(replacements.get(value.func, value.func), *value.args, **keywords)
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            setattr(value, field.name, _fill_in(getattr(value, field.name), replacements))
+    return value
 
 
-def _local_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local spec with the missing modules filled in."""
+def _layer_spec(replacements: dict[Any, Any], config: GPTModelConfig, vp_stage: int | None) -> Any:
+    """The layer spec Megatron would choose, with `replacements` (module -> module) in it."""
     block = default_layer_spec(config, vp_stage)
-    if isinstance(block, ModuleSpec):  # a dense model has one spec for all layers
+    if isinstance(block, ModuleSpec) and config.transformer.transformer_impl == "local":
+        # One spec for all layers of a dense model. Spell out the block, which also names its final norm.
         layers = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
         block = TransformerBlockSubmodules(layer_specs=[block] * layers, layer_norm=WrappedTorchNorm)
-    replacements: dict[Any, Any] = {DotProductAttention: PackedDotProductAttention}
-    if config.transformer.sequence_parallel:
-        replacements[WrappedTorchNorm] = SequenceParallelNorm
-    for holder in (block, *block.layer_specs):
-        _fill_in(holder, replacements)
-    return block
+    if isinstance(block, TransformerBlockSubmodules):
+        block.layer_norm = _fill_in(block.layer_norm, replacements)
+        for layer in block.layer_specs:
+            _fill_in(layer, replacements)
+        return block
+    return _fill_in(block, replacements)
 
 
-def model_config(args: argparse.Namespace) -> GPTModelConfig:
+def model_config(args: argparse.Namespace, experts: ExpertConfig) -> GPTModelConfig:
     """The model that the flags describe, as a config that `megatron.training.pretrain` builds from."""
     config = gpt_config_from_args(args)
-    packed = args.sft or args.dataloader_inter_document_masking
-    if args.transformer_impl == "local" and args.spec is None and (packed or args.sequence_parallel):
-        config.transformer_layer_spec = _local_layer_spec
+    replacements: dict[Any, Any] = {}
+    if args.transformer_impl == "local" and (args.sft or args.dataloader_inter_document_masking):
+        replacements[DotProductAttention] = PackedDotProductAttention
+    if args.transformer_impl == "local" and args.sequence_parallel:
+        replacements[WrappedTorchNorm] = SequenceParallelNorm
+    if experts.balance_experts:
+        replacements[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)
+        replacements[SequentialMLP] = ReplicatedSequentialMLP
+    if replacements and args.spec is None:
+        # Named parameters, for Megatron looks at them.
+        config.transformer_layer_spec = lambda config, vp_stage: _layer_spec(replacements, config, vp_stage)
     return config

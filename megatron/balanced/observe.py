@@ -52,6 +52,7 @@ class _Step:
     area: int = 0
     longest: int = 0
     expert_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Part:
@@ -202,6 +203,11 @@ class Observer:
         model.output_layer.register_forward_pre_hook(enter)
         model.register_forward_hook(leave)
 
+    def note(self, event: dict[str, Any]) -> None:
+        """Add a line of a balancer to the log of the step at hand."""
+        if self.step is not None:
+            self.step.events.append(event)
+
     # What the schedule does.
 
     def documents(self, lengths: list[int], chunk: int) -> None:
@@ -282,6 +288,8 @@ class Observer:
         if self._log is not None and self._trace is not None:
             self._log.close()
             self._trace.write()
+            if (tensorboard := get_tensorboard_writer()) is not None:
+                tensorboard.flush()
 
     def _write(self, steps: list[_Step]) -> None:
         """Gather `steps` of all ranks on the last one, and write them there."""
@@ -296,7 +304,7 @@ class Observer:
         assert self._log is not None and self._trace is not None
         for step, *ranks in zip(steps, *gathered, strict=True):
             record = _align(step.iteration, ranks)
-            events = observe(record)
+            events = observe(record) + [line for rank in ranks for line in rank.events]
             self._log.write(events)
             self._trace.add(record)
             self._write_scalars(step.iteration, scalars(events))
@@ -326,6 +334,7 @@ class Observer:
             attention_area=step.area,
             longest_sequence=step.longest,
             spans=spans,
+            events=step.events,
             expert_tokens={layer: tokens.cpu().numpy() for layer, tokens in step.expert_tokens.items()},
         )
 

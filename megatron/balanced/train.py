@@ -13,6 +13,7 @@ from megatron.training.utils import print_rank_0
 from megatron.balanced import patches, step
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.data import forward_step, train_valid_test_datasets
+from megatron.balanced.experts import ExpertBalancer
 from megatron.balanced.failure import named_failures
 from megatron.balanced.model import model_config
 from megatron.balanced.observe import Observer
@@ -27,7 +28,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         return
     for line in patches.install(args, config):
         print_rank_0(f"> {line}")
-    model = model_config(args)
+    model = model_config(args, config.experts)
     forward = forward_step
     observer = None
     if config.balance_report is not None:
@@ -35,6 +36,10 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         model.post_wrap_hooks.append(observer.attach)
         step.callbacks.append(observer)
         forward = partial(forward_step, on_documents=observer.documents)
+    if config.experts.balance_experts:
+        balancer = ExpertBalancer(args, config.experts, observer.note if observer is not None else lambda event: None)
+        model.post_wrap_hooks.append(balancer.attach)
+        step.callbacks.append(balancer)
     try:
         with named_failures(args.rank, args.world_size):
             _pretrain(args, model, forward, observer)

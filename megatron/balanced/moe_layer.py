@@ -1,0 +1,182 @@
+"""Megatron-LM's MoE layer with replicas of hot experts (`--balance-experts`).
+
+Routing is untouched: the router, its losses and its expert bias see logical experts. Between router and dispatcher,
+logical maps become physical ones, [tokens, ranks x (homes + slots)], so Megatron's dispatchers work as they are. Home
+experts stay Megatron's parameters; replicas are leaves of autograd that `balancing.experts.apply` fills and empties, so
+that no optimizer, checkpoint or gradient norm ever sees them.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from balancing.experts.apply import ReplicaSlots
+from balancing.experts.placement import ReplicaPlacement, contiguous_homes
+from balancing.experts.split import Splitter
+from megatron.balanced.replay import Replays
+
+__all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP"]
+
+
+class _OnBackward(torch.autograd.Function):
+    """The identity. Its backward pass calls `act` before it hands the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
+        ctx.act = act
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.act()
+        return gradients[0], None
+
+
+class ReplicatedSequentialMLP(SequentialMLP):
+    """Megatron's sequence of experts, home experts first, then what is in the slots.
+
+    Parameters and checkpoints are upstream's: a slot runs a home expert's module on the replica's weights.
+    """
+
+    slots: ReplicaSlots | None = None  # set when the model is complete; None while nothing is replicated
+    position = 0  # of this layer among the MoE layers of its model chunk
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden states [tokens, hidden] sorted by physical local expert, and their counts -> outputs, no bias."""
+        counts = tokens_per_expert.tolist()
+        hidden = torch.split(permuted_local_hidden_states, counts)
+        probs = torch.split(permuted_probs, counts)
+        homes = self.num_local_experts
+        outputs = [
+            expert(tokens, weights)[0]
+            for expert, tokens, weights in zip(self.local_experts, hidden[:homes], probs[:homes], strict=True)
+        ]
+        if self.slots is not None and self.slots.is_used(self.position):
+            outputs += self._replicas(self.slots, hidden[homes:], probs[homes:])
+        return torch.cat(outputs), None
+
+    def _replicas(
+        self, slots: ReplicaSlots, hidden: tuple[torch.Tensor, ...], probs: tuple[torch.Tensor, ...]
+    ) -> list[torch.Tensor]:
+        """Outputs of the tokens in each slot. Empty slots run too: the backward pass must come by on every rank."""
+        position = self.position
+        slots.acquire(position, then=position + 1)
+        template = self.local_experts[0]
+        names = [name for name, _ in template.named_parameters()]
+        counts = [tokens.shape[0] for tokens in hidden]
+        # A gradient reaches the end of these tokens before, and their beginning after, it passed through the replicas.
+        tokens = _OnBackward.apply(torch.cat(hidden), lambda: slots.collect(position))
+        outputs = [
+            torch.func.functional_call(template, dict(zip(names, leaves, strict=True)), (part, weights))[0]
+            for leaves, part, weights in zip(slots.leaves(position), tokens.split(counts), probs, strict=True)
+        ]
+        return [_OnBackward.apply(torch.cat(outputs), lambda: slots.acquire(position, then=position - 1))]
+
+
+class BalancedMoELayer(MoELayer):
+    """A MoE layer whose dispatcher counts in physical experts."""
+
+    def __init__(self, *args: Any, slots: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.slots = slots
+        width = self.num_local_experts + slots
+        config = copy.copy(self.config)
+        config.num_moe_experts = self.ep_group.size() * width
+        first = self.ep_group.rank() * width
+        logical = self.token_dispatcher
+        self.token_dispatcher = type(logical)(
+            width, list(range(first, first + width)), config=config, pg_collection=_groups_of(logical)
+        )
+        if logical.shared_experts is not None:
+            self.token_dispatcher.set_shared_experts(logical.shared_experts)
+        self.loads: list[np.ndarray] = []  # [source_rank, expert] of each micro-batch of the iteration
+        self.served: list[np.ndarray] = []  # [rank], tokens after the split
+        self._splits: Replays[tuple[torch.Tensor, torch.Tensor]] = Replays()
+        experts = self.config.num_moe_experts
+        self.alone = ReplicaPlacement(
+            contiguous_homes(experts, self.ep_group.size()), np.full((self.ep_group.size(), slots), -1)
+        )
+        self.place(self.alone)
+
+    def place(self, placement: ReplicaPlacement) -> None:
+        """Use `placement` from the next forward pass on."""
+        self.placement = placement
+        self._splitter = Splitter(placement)
+        self._log_of_phys = torch.as_tensor(np.maximum(placement.phys2log, 0), device=torch.cuda.current_device())
+
+    def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
+        if self.training:
+            (first, last), _ = self._splits.decide(lambda: self._share(routing_map))
+            expert = self._log_of_phys
+        else:
+            (first, last), expert = self._home_share(routing_map)
+        ordinal = routing_map.cumsum(dim=0)[:, expert]  # tokens of an expert are numbered from 1
+        physical = routing_map[:, expert] & (ordinal > first) & (ordinal <= last)
+        self._logical_map = routing_map
+        return super().preprocess(hidden_states, probs[:, expert] * physical, physical)
+
+    def _share(self, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each physical expert, which of this rank's tokens of its logical expert it serves: from, to."""
+        local = routing_map.sum(dim=0, dtype=torch.int64)
+        group = self.token_dispatcher.tp_ep_group
+        tensor_ranks, experts = self.token_dispatcher.tp_size, local.shape[0]
+        counts = gather_from_sequence_parallel_region(local, group=group).view(-1, tensor_ranks, experts).cpu().numpy()
+        load = counts.sum(1)
+        served = self._splitter(load)  # [source_rank, physical]
+        self.loads.append(load)
+        self.served.append(served.sum(0).reshape(len(load), -1).sum(1))
+        # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
+        # of one source hold its tokens one after the other.
+        mine = served[self.ep_group.rank()]
+        first = self._before(mine)
+        passed = counts[self.ep_group.rank(), : self.token_dispatcher.tp_rank].sum(0)[self._log_of_phys.cpu().numpy()]
+        bounds = torch.as_tensor(np.stack([first, first + mine]) - passed, device=routing_map.device)
+        return bounds[0], bounds[1]
+
+    def _before(self, served: np.ndarray) -> np.ndarray:
+        """For each physical expert, tokens that go to lower numbered instances of the same logical expert."""
+        order = np.argsort(self.placement.phys2log, kind="stable")
+        expert, tokens = self.placement.phys2log[order], served[order]
+        total = np.cumsum(tokens) - tokens
+        start = np.concatenate([[True], expert[1:] != expert[:-1]])
+        before = np.empty_like(served)
+        before[order] = total - np.maximum.accumulate(np.where(start, total, 0))
+        return before
+
+    def _home_share(self, routing_map: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Outside training every token goes home."""
+        full = self.alone.phys2log >= 0
+        device = routing_map.device
+        last = torch.as_tensor(np.where(full, routing_map.shape[0], 0), device=device)
+        return (torch.zeros_like(last), last), torch.as_tensor(np.maximum(self.alone.phys2log, 0), device=device)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        dispatcher = self.token_dispatcher
+        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and self.config.moe_router_topk > 2:
+            # A token's outputs are summed in the order of rows, and sums of three and more depend on it. Rows come by
+            # physical expert and token; without replicas they would come by logical expert and token.
+            token = dispatcher.reversed_local_input_permutation_mapping
+            rows = torch.nonzero(dispatcher.routing_map.T)
+            order = torch.argsort(self._log_of_phys[rows[:, 0]] * len(self._logical_map) + rows[:, 1], stable=True)
+            dispatcher.reversed_local_input_permutation_mapping = token[order]
+            output = output[order]
+        return super().postprocess(output, shared_expert_output)
+
+
+def _groups_of(dispatcher: Any) -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection(ep=dispatcher.ep_group, expt_tp=dispatcher.tp_group, tp_ep=dispatcher.tp_ep_group)
