@@ -1,0 +1,286 @@
+"""What every pipeline rank does, in which order: Megatron's 1F1B and interleaved 1F1B schedules as pure functions.
+
+Whether moving a layer pays depends on when each rank waits for which other one, so a planner needs the schedule itself,
+not a formula that holds for equal stages only. This module writes down what one training step of megatron-core 0.19.2
+makes each rank do: compute, post sends and receives, wait. `balancing.layers.timeline` says when it happens.
+
+Ranks are counted along the pipeline. With V chunks a rank, chunk c of rank r is virtual stage c * P + r. Without
+interleaving a rank warms up with P - r - 1 forwards, then alternates one forward and one backward. With interleaving
+(Narayanan et al., arXiv 2104.04473, section 2.2) it takes micro-batches in groups, each group through all its chunks
+in turn, and warms up with 2 (P - r - 1) + (V - 1) * group forwards.
+
+How messages travel is part of the order, because a rank that waits to hand over a tensor computes nothing:
+
+- Not interleaved: after each forward a rank sends the output and waits for a gradient in one blocking exchange, and
+  after each backward the other way round. Only warm-up and cool-down have separate sends and receives.
+- Interleaved, not overlapped: forward and backward run back to back, then all four messages in one blocking exchange.
+- Interleaved, overlapped (Megatron's default): receives are posted one operation ahead and waited for just before use;
+  the wait for a gradient's send is put off to the next one, while an activation's send is waited for at once, since
+  training frees pipeline outputs.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+__all__ = ["Message", "Operation", "Step", "operations", "program"]
+
+Kind = Literal["forward", "backward"]
+
+
+class Operation(NamedTuple):
+    """One pass of one micro-batch through one chunk of the rank that runs it."""
+
+    kind: Kind
+    chunk: int
+    micro_batch: int
+
+
+class Message(NamedTuple):
+    """The tensor that an operation on rank `source` hands on: an activation to the next stage, or a gradient back."""
+
+    kind: Kind
+    source: int
+    chunk: int
+    micro_batch: int
+
+
+class Step(NamedTuple):
+    """One step of a rank's program: run an operation, post messages, or wait for messages; the rest is empty."""
+
+    compute: Operation | None = None
+    send: tuple[Message, ...] = ()
+    receive: tuple[Message, ...] = ()
+    wait: tuple[Message, ...] = ()
+
+
+def operations(
+    ranks: int, micro_batches: int, *, chunks: int = 1, group: int | None = None
+) -> tuple[tuple[Operation, ...], ...]:
+    """The order of forwards and backwards on each rank.
+
+    ranks: pipeline size P. micro_batches: per step and data-parallel replica. chunks: model chunks a rank (virtual
+    pipeline size); 1 is the schedule without interleaving. group: micro-batches that go through a chunk before the next
+    chunk's turn (Megatron's microbatch_group_size_per_vp_stage); P if None; only with chunks > 1.
+
+    Returns one tuple a rank, each with chunks * micro_batches forwards and as many backwards.
+    Raises ValueError for what Megatron refuses too: see `program`.
+    """
+    return tuple(
+        tuple(step.compute for step in program(rank, ranks, micro_batches, chunks=chunks, group=group) if step.compute)
+        for rank in range(ranks)
+    )
+
+
+@lru_cache(maxsize=1024)
+def program(
+    rank: int,
+    ranks: int,
+    micro_batches: int,
+    *,
+    chunks: int = 1,
+    group: int | None = None,
+    overlap: bool | None = None,
+) -> tuple[Step, ...]:
+    """Everything that pipeline rank `rank` of `ranks` does in one step, in order.
+
+    overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm); None takes Megatron's default, which
+    is yes with interleaving and no without. The other arguments are those of `operations`.
+
+    Raises ValueError for sizes below 1, interleaving on one rank, overlap without interleaving, a group that is
+    smaller than the pipeline or larger than the number of micro-batches, a last group smaller than the pipeline, and
+    interleaving without overlap on two ranks (both neighbours are then the same rank, and messages would be
+    confused).
+    """
+    group = ranks if group is None else group
+    overlap = chunks > 1 if overlap is None else overlap
+    _check(ranks, micro_batches, chunks, group, overlap)
+    assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
+    if ranks == 1:
+        alone = (Step(Operation(kind, 0, batch)) for batch in range(micro_batches) for kind in ("forward", "backward"))
+        return tuple(alone)
+    if chunks == 1:
+        return tuple(_plain(rank, ranks, micro_batches))
+    return tuple(_interleaved(_Interleaving(rank, ranks, micro_batches, chunks, group), overlap))
+
+
+def _check(ranks: int, micro_batches: int, chunks: int, group: int, overlap: bool) -> None:
+    for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, but a pipeline schedule needs at least 1")
+    if chunks == 1:
+        if overlap:
+            raise ValueError(
+                "overlap=True needs chunks > 1: the schedule without interleaving does not overlap messages"
+            )
+        return
+    if ranks == 1:
+        raise ValueError(f"chunks={chunks} needs at least 2 pipeline ranks; use chunks=1 on one rank")
+    if ranks == 2 and not overlap:
+        raise ValueError("interleaving without overlap needs at least 3 pipeline ranks; use overlap=True on 2")
+    if not ranks <= group <= micro_batches:
+        raise ValueError(
+            f"interleaving takes micro-batches in groups of {group}, which must lie between the pipeline size {ranks} "
+            f"and the number of micro-batches {micro_batches}; use more micro-batches or chunks=1"
+        )
+    if 0 < micro_batches % group < ranks:
+        raise ValueError(
+            f"{micro_batches} micro-batches in groups of {group} leave a last group of {micro_batches % group}, fewer "
+            f"than the {ranks} pipeline ranks; use a multiple of {group} micro-batches"
+        )
+
+
+def _exchange(send: tuple[Message, ...], receive: tuple[Message, ...]) -> Iterator[Step]:
+    """Post messages and wait for all of them."""
+    if send or receive:
+        yield Step(send=send, receive=receive)
+        yield Step(wait=send + receive)
+
+
+def _plain(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
+    """1F1B without interleaving, on at least two ranks."""
+    warm_up = min(ranks - rank - 1, micro_batches)
+    steady = micro_batches - warm_up
+
+    def activation_in(batch: int) -> tuple[Message, ...]:
+        return (Message("forward", rank - 1, 0, batch),) if rank > 0 else ()
+
+    def activation_out(batch: int) -> tuple[Message, ...]:
+        return (Message("forward", rank, 0, batch),) if rank < ranks - 1 else ()
+
+    def gradient_in(batch: int) -> tuple[Message, ...]:
+        return (Message("backward", rank + 1, 0, batch),) if rank < ranks - 1 else ()
+
+    def gradient_out(batch: int) -> tuple[Message, ...]:
+        return (Message("backward", rank, 0, batch),) if rank > 0 else ()
+
+    for batch in range(warm_up):
+        yield from _exchange((), activation_in(batch))
+        yield Step(Operation("forward", 0, batch))
+        yield from _exchange(activation_out(batch), ())
+    if steady:
+        yield from _exchange((), activation_in(warm_up))
+    for batch in range(steady):
+        yield Step(Operation("forward", 0, warm_up + batch))
+        yield from _exchange(activation_out(warm_up + batch), gradient_in(batch))
+        yield Step(Operation("backward", 0, batch))
+        more = activation_in(warm_up + batch + 1) if batch < steady - 1 else ()
+        yield from _exchange(gradient_out(batch), more)
+    for batch in range(steady, micro_batches):
+        yield from _exchange((), gradient_in(batch))
+        yield Step(Operation("backward", 0, batch))
+        yield from _exchange(gradient_out(batch), ())
+
+
+class _Interleaving:
+    """Which operation and which messages belong to the k-th forward and the k-th backward of a rank."""
+
+    def __init__(self, rank: int, ranks: int, micro_batches: int, chunks: int, group: int):
+        self.rank, self.ranks, self.chunks = rank, ranks, chunks
+        self.table = [
+            (chunk, batch)
+            for begin in range(0, micro_batches, group)
+            for chunk in range(chunks)
+            for batch in range(begin, min(begin + group, micro_batches))
+        ]
+        self.total = len(self.table)
+        self.warm_up = min(2 * (ranks - rank - 1) + (chunks - 1) * group, self.total)
+
+    def operation(self, k: int, kind: Kind) -> Operation:
+        chunk, batch = self.table[k]
+        return Operation(kind, chunk if kind == "forward" else self.chunks - 1 - chunk, batch)
+
+    def _first_rank(self, kind: Kind) -> int:
+        return 0 if kind == "forward" else self.ranks - 1
+
+    def sent(self, k: int, kind: Kind) -> tuple[Message, ...]:
+        """What leaves after operation k: nothing from the last virtual stage (of the first, for gradients)."""
+        operation = self.operation(k, kind)
+        final = self.chunks - 1 if kind == "forward" else 0
+        if self.rank == self.ranks - 1 - self._first_rank(kind) and operation.chunk == final:
+            return ()
+        return (Message(kind, self.rank, operation.chunk, operation.micro_batch),)
+
+    def received(self, k: int, kind: Kind) -> tuple[Message, ...]:
+        """The receive that goes with operation k: the input of operation k + 1; k = -1 is the receive before the first.
+
+        The rank where a pass begins gets its inputs from the rank where it ends, which runs ranks - 1 operations
+        behind, once that has anything to hand on.
+        """
+        if self.rank != self._first_rank(kind):
+            if k + 1 == self.total:
+                return ()
+            operation = self.operation(k + 1, kind)
+            source = self.rank - 1 if kind == "forward" else self.rank + 1
+            return (Message(kind, source, operation.chunk, operation.micro_batch),)
+        if k == self.total - 1 or k < self.ranks - 1:
+            return ()
+        operation = self.operation(k - (self.ranks - 1), kind)
+        if operation.chunk == (self.chunks - 1 if kind == "forward" else 0):
+            return ()
+        return (Message(kind, self.ranks - 1 - self.rank, operation.chunk, operation.micro_batch),)
+
+    def has_input(self, k: int, kind: Kind) -> bool:
+        """Whether operation k takes a tensor from another rank."""
+        first = 0 if kind == "forward" else self.chunks - 1
+        return self.rank != self._first_rank(kind) or self.operation(k, kind).chunk != first
+
+
+def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Step]:
+    """Interleaved 1F1B. The k-th backward of the steady phase follows forward warm_up + k."""
+    steady = at.total - at.warm_up
+    activations: list[Message] = []  # receives posted ahead, oldest first
+    gradients: list[Message] = []
+    gradient_sent: tuple[Message, ...] = ()  # overlapped send that nobody has waited for yet
+
+    yield from _exchange((), at.received(-1, "forward"))
+    for k in range(at.warm_up):
+        yield Step(at.operation(k, "forward"))
+        receive = at.received(k, "forward")
+        last = k == at.warm_up - 1 and steady > 0
+        if last and not overlap:
+            receive += at.received(-1, "backward")
+        yield from _exchange(at.sent(k, "forward"), receive)
+        if last and overlap and (ahead := at.received(-1, "backward")):
+            yield Step(receive=ahead)
+            gradients += ahead
+
+    for k in range(steady):
+        forward = at.warm_up + k
+        activation = at.received(forward, "forward") if k < steady - 1 else ()
+        gradient = at.received(k, "backward")
+        if not overlap:
+            yield Step(at.operation(forward, "forward"))
+            yield Step(at.operation(k, "backward"))
+            yield from _exchange(at.sent(forward, "forward") + at.sent(k, "backward"), activation + gradient)
+            continue
+        if at.has_input(forward, "forward") and activations:
+            yield Step(wait=(activations.pop(0),))
+        yield Step(at.operation(forward, "forward"))
+        send = at.sent(forward, "forward")
+        if send or activation:
+            yield Step(send=send, receive=activation)
+        activations += activation
+        if send:
+            yield Step(wait=send)
+        if at.has_input(k, "backward") and gradients:
+            yield Step(wait=(gradients.pop(0),))
+        yield Step(at.operation(k, "backward"))
+        send = at.sent(k, "backward")
+        if send or gradient:
+            yield Step(send=send, receive=gradient)
+        gradients += gradient
+        if gradient_sent:
+            yield Step(wait=gradient_sent)
+        gradient_sent = send
+
+    if not steady:
+        yield from _exchange((), at.received(-1, "backward"))
+    for k in range(steady, at.total):
+        if at.has_input(k, "backward") and gradients:
+            yield Step(wait=(gradients.pop(0),))
+        yield Step(at.operation(k, "backward"))
+        yield from _exchange(at.sent(k, "backward"), at.received(k, "backward"))
+    if gradient_sent:
+        yield Step(wait=gradient_sent)
+    assert not activations and not gradients, "a receive was posted that no operation waited for"

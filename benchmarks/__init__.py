@@ -1,0 +1,1 @@
+"""Every number we publish, one command each."""

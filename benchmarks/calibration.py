@@ -1,0 +1,243 @@
+"""Is the emulated cluster true? What it takes by the clock, against what it should take by arithmetic.
+
+    python -m benchmarks.calibration [--quick] [--json FILE] [--figure FILE.svg]
+
+- Megatron's own 1F1B schedule over gloo with paced stages, all equal: (m + P - 1) t. Within 5 %.
+- The same with one stage twice as slow, and the interleaved schedule with equal and with unequal chunks: the exact
+  simulation of `balancing.layers`. Within 5 %.
+- Both again on four nodes with messages that take a sixth of a stage's time. Within 5 %.
+- Messages over the limited network: bytes / rate, alone, in both directions, sharing a NIC, over two NICs. Within 10 %.
+  Messages within a node: less than a fifth of that.
+
+Each case is timed several times and the quickest counts: whatever else runs on the machine can only slow it down.
+Takes 3 to 4 minutes on two idle cores, with --quick less than one. Exit code 1 if a row is out of its bounds.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from balancing.layers import simulate_schedule
+from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.emulated.rate import format_rate, parse_rate
+
+__all__ = ["Row", "main", "pipelines", "transfers"]
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+_TIMEOUT = 300.0  # seconds for one launch of ranks
+_NIC = "25MB/s"
+_MEGABYTES = 10
+_FORWARD = 0.1  # seconds of a forward; with its backward a stage takes 0.3 s
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. measured, expected: seconds. low, high: the bounds of measured / expected."""
+
+    name: str
+    method: str
+    measured: float
+    expected: float
+    low: float
+    high: float
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.expected
+
+    @property
+    def within(self) -> bool:
+        return self.low <= self.ratio <= self.high
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    name: str
+    method: str
+    forward: np.ndarray  # [rank, chunk], seconds; a backward takes twice as long
+    micro_batches: int
+    overlap: bool | None = None
+    transfer: float = 0.0  # seconds a message takes
+
+    def job(self) -> dict[str, object]:
+        """The arguments of `benchmarks.emulated.paced.run_schedule`."""
+        seconds = {"forward": self.forward.tolist(), "backward": (2 * self.forward).tolist()}
+        size = {"message_bytes": round(self.transfer * parse_rate(_NIC))} if self.transfer else {}
+        return seconds | {"micro_batches": self.micro_batches, "overlap": self.overlap} | size
+
+    def expected(self) -> float:
+        if self.method == "formula":
+            return (self.micro_batches + len(self.forward) - 1) * 3 * float(self.forward.max())
+        return simulate_schedule(
+            self.forward, 2 * self.forward, self.micro_batches, overlap=self.overlap, transfer=self.transfer
+        ).step_time
+
+
+def _plain(ranks: int, micro_batches: int, transfer: float = 0.0) -> list[_Pipeline]:
+    equal = np.full((ranks, 1), _FORWARD)
+    slow = equal.copy()
+    slow[ranks // 3] *= 2
+    size = f"P={ranks} m={micro_batches}"
+    if transfer:
+        size += f", messages of {transfer:g} s"
+    return [
+        _Pipeline(
+            f"1F1B, equal, {size}", "simulation" if transfer else "formula", equal, micro_batches, None, transfer
+        ),
+        _Pipeline(f"1F1B, one stage 2x slower, {size}", "simulation", slow, micro_batches, None, transfer),
+    ]
+
+
+def _interleaved(ranks: int, micro_batches: int) -> list[_Pipeline]:
+    equal = np.full((ranks, 2), _FORWARD)
+    mixed = np.random.default_rng(0).uniform(0.5 * _FORWARD, 1.5 * _FORWARD, equal.shape)
+    size = f"P={ranks} m={micro_batches} v=2"
+    return [
+        _Pipeline(f"interleaved, equal, {size}", "simulation", equal, micro_batches),
+        _Pipeline(f"interleaved, all chunks differ, {size}", "simulation", mixed, micro_batches),
+        _Pipeline(f"same without overlap, {size}", "simulation", mixed, micro_batches, overlap=False),
+    ]
+
+
+def pipelines(cases: Sequence[_Pipeline], cluster: EmulatedCluster, repeats: int) -> list[Row]:
+    """Time Megatron's schedules with paced stages, one rank a stage. Raises RankFailed and RunTimeout."""
+    job = json.dumps([case.job() | {"repeats": repeats} for case in cases])
+    arguments = ["ignore", "-m", "benchmarks.emulated.paced", job]
+    run = cluster.run("-W", arguments, timeout=_TIMEOUT, environment=_ENVIRONMENT)
+    measured = json.loads(run.output[0][-1])
+    return [
+        Row(case.name, case.method, min(seconds), case.expected(), 0.95, 1.05)
+        for case, seconds in zip(cases, measured, strict=True)
+    ]
+
+
+def _all_pipelines(quick: bool) -> list[Row]:
+    with EmulatedCluster(1, 8) as cluster:
+        rows = pipelines(_plain(8, 8) + ([] if quick else _interleaved(8, 8)), cluster, repeats=1 if quick else 2)
+    if quick:
+        return rows
+    with EmulatedCluster(1, 16) as cluster:
+        rows += pipelines(_plain(16, 16), cluster, repeats=2)
+    with EmulatedCluster(4, 1, nic=_NIC) as cluster:
+        if cluster.shaped:
+            slow = 0.05
+            chunks = np.full((4, 2), _FORWARD)
+            name = f"interleaved, equal, P=4 m=8 v=2, messages of {slow:g} s"
+            cases = [*_plain(4, 8, slow), _Pipeline(name, "simulation", chunks, 8, transfer=slow)]
+            rows += pipelines(cases, cluster, repeats=2)
+    return rows
+
+
+# Two nodes of three ranks and two NICs: ranks 0 and 1 share NIC 0 of node 0, rank 2 has NIC 1; 3, 4 and 5 are the
+# same of node 1.
+_PATTERNS = {  # name: (messages that start together, how many of them the busiest NIC carries in one direction)
+    "one message": ("0-3", 1),
+    "both directions at once": ("0-3,3-0", 1),
+    "two ranks share a NIC": ("0-3,1-4", 2),
+    "two NICs side by side": ("0-3,2-5", 1),
+    "two NICs crosswise": ("0-5,2-3", 1),
+    "two NICs into one": ("0-3,2-4", 2),
+    "within a node, same NIC": ("0-1", 0),
+    "within a node, other NIC": ("0-2", 0),
+}
+
+
+def transfers(repeats: int) -> tuple[list[Row], str | None]:
+    """Time messages over limited NICs. Returns no rows and the reason where the network cannot be limited."""
+    size = _MEGABYTES * 10**6
+    alone = size / parse_rate(_NIC)
+    with EmulatedCluster(2, 3, nics_per_node=2, nic=_NIC) as cluster:
+        if not cluster.shaped:
+            return [], cluster.not_shaped_because
+        patterns = [pattern for pattern, _ in _PATTERNS.values()]
+        run = cluster.run(
+            "-m",
+            ["benchmarks.emulated.transfers", "--bytes", str(size), "--repeats", str(repeats), *patterns],
+            timeout=_TIMEOUT,
+            environment=_ENVIRONMENT,
+        )
+    seconds = json.loads(run.output[0][-1])
+    rows = []
+    for name, (pattern, load) in _PATTERNS.items():
+        bounds = (0.9, 1.1) if load else (0.0, 0.2)
+        title = f"{_MEGABYTES} MB at {format_rate(parse_rate(_NIC))}, {name}"
+        rows.append(Row(title, "bytes / rate", seconds[pattern], max(load, 1) * alone, *bounds))
+    return rows, None
+
+
+def _print(rows: Sequence[Row]) -> None:
+    width = max(len(row.name) for row in rows)
+    print(f"{'':{width}}  {'expected by':12}  measured  expected  ratio  bounds")
+    for row in rows:
+        bounds = f"{row.low:.2f}-{row.high:.2f}" + ("" if row.within else "  OUT OF BOUNDS")
+        times = f"{row.measured:6.3f} s  {row.expected:6.3f} s  {row.ratio:5.3f}"
+        print(f"{row.name:{width}}  {row.method:12}  {times}  {bounds}")
+
+
+def _draw(rows: Sequence[Row], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [row for row in rows if row.low > 0]
+    free = [row for row in rows if row.low == 0]
+    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")
+    for place, row in enumerate(shown):
+        axes.barh(place, row.high - row.low, left=row.low, height=0.6, color="#dbe7f3", zorder=1)
+        axes.plot(row.ratio, place, "o", color="#1f5a99" if row.within else "#c0392b", zorder=3)
+        axes.annotate(f"{row.ratio:.3f}", (row.ratio, place), (7, 0), textcoords="offset points", va="center", size=8)
+    axes.axvline(1, color="0.35", linewidth=1, zorder=2)
+    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("measured time / expected time (the band is what is allowed)")
+    axes.set_title("The emulated cluster against arithmetic", loc="left")
+    if free:
+        text = ", ".join(f"{row.ratio:.3f} ({row.name.rpartition(', ')[2]})" for row in free)
+        figure.supxlabel(f"Within a node, against the time over a NIC: {text}", size=8, color="0.35", x=0.01, ha="left")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.calibration",
+        description="Compare what the emulated cluster takes by the clock with what it should take by arithmetic.",
+    )
+    parser.add_argument("--quick", action="store_true", help="8 ranks, fewer cases, fewer repeats; under a minute")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument(
+        "--figure", metavar="FILE", help="draw the ratios there; the ending says the format, as in .svg"
+    )
+    options = parser.parse_args(arguments)
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; emulated cluster on the CPU", flush=True)
+    try:
+        rows, reason = transfers(repeats=2 if options.quick else 3)
+        if reason is not None:
+            print(f"no transfers: the network cannot be limited ({reason})", flush=True)
+        rows = _all_pipelines(options.quick) + rows
+    except (RankFailed, RunTimeout) as error:
+        print(f"calibration: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
+        return 1
+    _print(rows)
+    if options.json:
+        table = [asdict(row) | {"ratio": row.ratio, "within": row.within} for row in rows]
+        Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n")
+    if options.figure:
+        _draw(rows, options.figure)
+    return 0 if all(row.within for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

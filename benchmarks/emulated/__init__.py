@@ -1,0 +1,14 @@
+"""A cluster in slow motion on one machine: balancing measured end to end, by the clock, without a cluster.
+
+Real processes run the real schedules, collectives and balancers over gloo. What is emulated is the hardware: the
+network cards by veth links with a token-bucket limit (`network`), and the GPUs by timed waits (`paced`). Both are
+slowed down alike, so that many ranks fit on a few cores and the proportions stay.
+
+    python -m benchmarks.emulated --nodes 4 --ranks-per-node 4 --nics-per-node 2 --nic 25MB/s -- script.py args
+"""
+
+from benchmarks.emulated.cluster import EmulatedCluster, Run
+from benchmarks.emulated.processes import RankFailed, RunTimeout
+from benchmarks.emulated.rate import parse_rate
+
+__all__ = ["EmulatedCluster", "RankFailed", "Run", "RunTimeout", "parse_rate"]
