@@ -1,0 +1,67 @@
+"""What all tests share: the pool of gloo ranks, a small corpus, and a time limit on every test."""
+
+import faulthandler
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from corpus import heavy_tailed, write_documents
+from pool import Pool
+
+DEFAULT_SECONDS = 300.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"limit(seconds): the time limit of a test, {DEFAULT_SECONDS:.0f} s by default")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    workers = Pool()
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that train on a few hundred documents of heavy-tailed length."""
+    return write_documents(tmp_path_factory.mktemp("corpus") / "documents", heavy_tailed(400))
+
+
+@contextmanager
+def _limit(item: pytest.Item) -> Iterator[None]:
+    """Raise in the test when its time is over; where Python cannot raise, show all stacks and end the run."""
+    marker = item.get_closest_marker("limit")
+    seconds = float(marker.args[0]) if marker else DEFAULT_SECONDS
+
+    def over(*unused: object) -> None:
+        raise TimeoutError(f"{item.nodeid} did not end within {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + 30, exit=True)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with _limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with _limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    with _limit(item):
+        return (yield)

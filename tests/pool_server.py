@@ -1,0 +1,173 @@
+"""The process behind `pool.py`: Megatron-LM imported once on the CPU device, and a fork of it for every rank of a job.
+
+Importing torch and Megatron costs seconds; a fork costs milliseconds and starts from the state just after the import,
+so that no job can see what another left behind. The fork is safe because this process runs no threads: it never opens a
+process group, and the math libraries are held to one thread.
+
+Jobs come over stdin and answers go over stdout, both pickled. Results and output of the ranks are files in the job's
+folder. When the test run goes away, stdin ends and so does everything here.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Imported on the way through a training run and a checkpoint: paid once here instead of in every rank.
+PRELOAD = (
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.optim",
+    "torch.utils.tensorboard",
+    "megatron.training.training",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.balanced.data",
+    "megatron.balanced.model",
+    "megatron.balanced.patches",
+    "megatron.balanced.train",
+)
+GRACE_SECONDS = 3.0  # after one rank failed, the others may say why they did
+
+
+@dataclass(frozen=True)
+class Job:
+    """One function on every rank of a world."""
+
+    call: bytes  # pickled (function, args, kwargs); unpickled by the ranks, never here
+    world_size: int
+    environment: dict[str, str]
+    folder: Path
+    timeout: float  # seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended. `error` is the exception where it can be pickled, `report` its traceback."""
+
+    value: Any = None
+    error: BaseException | None = None
+    report: str | None = None
+    at: float = 0.0  # time.monotonic()
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.result"
+
+
+def output_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.output"
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+
+
+def _call(job: Job) -> Outcome:
+    try:
+        function, args, kwargs = pickle.loads(job.call)
+        return Outcome(value=function(*args, **kwargs), at=time.monotonic())
+    except BaseException as error:
+        report = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return Outcome(report=report, at=time.monotonic())
+        return Outcome(error=error, report=report, at=time.monotonic())
+
+
+def _run_rank(job: Job, rank: int, server: int) -> None:
+    """The whole life of one rank. Does not return."""
+    os.setpgid(0, 0)
+    die_with_parent()
+    if os.getppid() != server:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    output = os.open(output_file(job.folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    outcome = _call(job)
+    try:
+        data = pickle.dumps(outcome)
+    except Exception:
+        data = pickle.dumps(Outcome(report=f"the result cannot be pickled\n{traceback.format_exc()}"))
+    result = result_file(job.folder, rank)
+    result.with_suffix(".partial").write_bytes(data)
+    result.with_suffix(".partial").rename(result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if outcome.report is None else 1)
+
+
+def _end(pids: list[int]) -> None:
+    """Kill ranks and what they started, such as data loader workers."""
+    for pid in pids:
+        for kill in (os.kill, os.killpg):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+
+
+def _run(job: Job, server: int) -> dict[int, int]:
+    """Run a job to its end or its timeout. Returns the exit status of each rank that ended by itself."""
+    ranks: dict[int, int] = {}
+    for rank in range(job.world_size):
+        pid = os.fork()
+        if pid == 0:
+            _run_rank(job, rank, server)
+        ranks[pid] = rank
+    started, ended = list(ranks), {}
+    deadline = time.monotonic() + job.timeout
+    while ranks and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in ranks:
+            code = os.waitstatus_to_exitcode(status)
+            ended[ranks.pop(pid)] = code
+            if code:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        elif pid == 0 and select.select([sys.stdin], [], [], 0.01)[0]:
+            break  # nothing is sent while a job runs: the test run went away
+    _end(started)
+    for pid in ranks:
+        os.waitpid(pid, 0)
+    return ended
+
+
+def main() -> None:
+    server = os.getpid()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which then ends this process
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    from megatron.balanced.device import use_cpu
+
+    use_cpu()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is not installed; the same on every import
+        for module in PRELOAD:
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # or a collection in a rank would copy every page of this process
+    pickle.dump("ready", answers)
+    answers.flush()
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(_run(job, server), answers)
+        answers.flush()

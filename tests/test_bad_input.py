@@ -1,0 +1,217 @@
+"""Bad input is refused at the start with one line that names the value and the way out, once for all ranks."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpus import heavy_tailed, write_documents
+from pool import single_threaded
+from training import MOCK_DATA, MODEL
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127"]
+
+
+def _parse(argv: list[str]) -> tuple[object, str]:
+    """Parse a command line on this rank. Returns the exit code, "none" when it was accepted, and stderr."""
+    from megatron.balanced.arguments import parse_arguments
+
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            parse_arguments(argv)
+        except SystemExit as stop:
+            return stop.code, stderr.getvalue()
+    return "none", stderr.getvalue()
+
+
+def _assert_refused(pool, argv: list[str], *words: str) -> None:
+    (code, said), (other_code, other_said) = pool.run(2, _parse, argv)
+    assert (code, other_code) == (2, 2), f"accepted; on stderr: {said!r}"
+    *warnings, line = said.splitlines()  # Megatron may have warned of other flags before
+    assert line.startswith("pretrain_gpt.py: error: ")
+    assert not any("error" in warning or "Traceback" in warning for warning in warnings), said
+    assert "error" not in other_said, "each rank says it again"
+    for word in words:
+        assert word in line, line
+
+
+# flags, and the words that the line must have: the value, and the way out
+FLAGS = {
+    "unknown": ("--num-layer 4", "--num-layer", "did you mean --num-layers?"),
+    "unknown, like none": ("--qqqq", "--qqqq", "--help"),
+    "not a number": ("--hidden-size wide", "--hidden-size", "wide"),
+    "not a choice": ("--position-embedding-type sinusoid", "sinusoid", "rope"),
+    "device": ("--device tpu", "--device tpu", "auto, cuda or cpu"),
+    "two precisions": ("--bf16 --fp16", "fp16", "bf16"),
+    "float64 and bf16": ("--fp64 --bf16", "--fp64", "--bf16", "drop one"),
+    "report interval": ("--balance-report-interval 0", "--balance-report-interval 0", "at least 1"),
+    "no save interval": ("--save somewhere", "--save-interval"),
+    "tensor parallel": ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3", "2 rank", "multiple of 3"),
+    "pipeline parallel": ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 4", "multiple of 4"),
+    "no pipeline": ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0", "at least 1"),
+    "expert parallel": (
+        "--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+        "--expert-tensor-parallel-size 2",
+        "--expert-model-parallel-size 2",
+        "multiple of 4",
+    ),
+    "batch": ("--global-batch-size 7", "--global-batch-size 7", "--micro-batch-size 1 x 2", "multiple"),
+    "layers": ("--num-layers 3 --pipeline-model-parallel-size 2", "layers", "pipeline-model-parallel"),
+    "context parallel": ("--context-parallel-size 2", "--context-parallel-size 2", "Transformer Engine"),
+    "flex": ("--num-experts 4 --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
+    "packed micro-batches": (
+        "--dataloader-inter-document-masking --micro-batch-size 2 --pipeline-model-parallel-size 2",
+        "--micro-batch-size 2",
+        "use --micro-batch-size 1",
+    ),
+    "two sources of data": ("--data-path corpus", "--mock-data", "corpus", "drop one"),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_flags(pool, case):
+    if case == "context parallel" and importlib.util.find_spec("transformer_engine"):
+        pytest.skip("Transformer Engine is installed, which has context-parallel attention")
+    flags, *words = FLAGS[case]
+    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], *words)
+
+
+def test_the_same_flags_without_the_fault_are_accepted(pool):
+    results = pool.run(2, _parse, [*MODEL, *MOCK_DATA])
+    assert [code for code, _ in results] == ["none", "none"]
+
+
+class Damage:
+    """A whole corpus, and what can happen to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.whole = folder / "whole"
+        write_documents(self.whole, heavy_tailed(20))
+
+    def copy(self, name: str) -> tuple[Path, Path, Path]:
+        paths = [Path(f"{self.whole}{end}") for end in (".bin", ".idx")]
+        copies = [self.folder / f"{name}{path.suffix}" for path in paths]
+        for path, copy in zip(paths, copies, strict=True):
+            shutil.copy(path, copy)
+        return self.folder / name, *copies
+
+    def cut(self, name: str, end: str, keep: float) -> Path:
+        prefix, *files = self.copy(name)
+        file = next(file for file in files if file.suffix == end)
+        os.truncate(file, int(file.stat().st_size * keep))
+        return prefix
+
+
+def test_damaged_corpora(pool, tmp_path):
+    damage = Damage(tmp_path)
+
+    def refused(prefix: Path | str, *words: str) -> None:
+        _assert_refused(pool, [*MODEL, *TOKENIZER, "--data-path", str(prefix)], *words)
+
+    refused(tmp_path / "nowhere", f"{tmp_path}/nowhere.idx does not exist", "prepare_data.py")
+    refused(f"{damage.whole}.bin", "does not exist", "without .bin or .idx")
+
+    prefix, tokens, _ = damage.copy("no tokens")
+    tokens.unlink()
+    refused(prefix, f"{tokens} does not exist")
+    refused(damage.cut("half index", ".idx", 0.5), "half index.idx is truncated")
+    refused(damage.cut("head of an index", ".idx", 0.1), "head of an index.idx is truncated")
+    refused(damage.cut("empty index", ".idx", 0), "empty index.idx is empty")
+    refused(damage.cut("half the tokens", ".bin", 0.5), "half the tokens.bin is truncated", "write the pair again")
+    refused(damage.cut("empty tokens", ".bin", 0), "empty tokens.bin is empty")
+
+    prefix, _, index = damage.copy("text")
+    index.write_text("It was a dark and stormy night, and no index was to be seen anywhere at all.")
+    refused(prefix, "text.idx is not an index")
+
+    write_documents(tmp_path / "no documents", [])
+    refused(tmp_path / "no documents", "empty corpus")
+    write_documents(tmp_path / "blank", [np.array([], dtype=np.int64)] * 3)
+    refused(tmp_path / "blank", "empty corpus", "3 documents")
+
+    # One bad part of a blend is found, wherever it stands.
+    _assert_refused(
+        pool,
+        [*MODEL, *TOKENIZER, "--data-path", "50", str(damage.whole), "50", str(tmp_path / "nowhere")],
+        "nowhere.idx does not exist",
+    )
+    assert pool.run(1, _parse, [*MODEL, *TOKENIZER, "--data-path", str(damage.whole)])[0][0] == "none"
+
+
+def test_no_data(pool):
+    _assert_refused(pool, [*MODEL, *TOKENIZER], "--data-path", "--mock-data")
+
+
+@pytest.mark.parametrize("flags", ["--balance-report", "--save-interval 1 --save", "--tensorboard-dir"])
+def test_folders_that_cannot_be_written(pool, tmp_path, flags):
+    """Below a regular file: what holds for root too, who may write where the permissions say no."""
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "folder"
+    flag = flags.split()[-1]
+    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split(), str(folder)], f"{flag} {folder}", "Not a directory")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the datasets package is installed")
+def test_sft_without_its_packages(pool):
+    flags = "--sft --data-path conversations.jsonl"
+    _assert_refused(pool, [*MODEL, *TOKENIZER, *flags.split()], "--sft needs datasets", "pip install")
+
+
+def _command(argv: list[str], rank: int = 0, world_size: int = 1, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "pretrain_gpt.py", *argv],
+        cwd=REPOSITORY,
+        env=single_threaded()
+        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "CUDA_VISIBLE_DEVICES": ""}
+        | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _said(process: subprocess.Popen) -> list[str]:
+    """The lines on stderr when the process has ended with code 2, without torch's own log lines."""
+    try:
+        _, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 2, stderr
+    return [line for line in stderr.splitlines() if not re.match(r"[IWE]\d{4} ", line)]
+
+
+def test_as_a_user_meets_it(tmp_path):
+    """The command itself, for what happens before or while Megatron is imported."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\nPATCH = 0\n")
+    argv = [*MODEL, *MOCK_DATA]
+    at = argv.index("--device")
+    older = os.pathsep.join([str(tmp_path), single_threaded()["PYTHONPATH"]])
+    processes = [
+        _command([*argv, "--num-layer", "4"], rank=0, world_size=2),
+        _command([*argv, "--num-layer", "4"], rank=1, world_size=2),
+        _command([*argv[:at], "--device", "cuda", *argv[at + 2 :]]),
+        _command(argv, PYTHONPATH=older),
+    ]
+    unknown, again, cuda, version = (_said(process) for process in processes)
+    assert unknown == [
+        "pretrain_gpt.py: error: unrecognized arguments: --num-layer 4; did you mean --num-layers?",
+    ]
+    assert again == []
+    assert cuda == [
+        "pretrain_gpt.py: error: --device cuda was asked for, but torch finds no CUDA device; use --device cpu or auto"
+    ]
+    assert len(version) == 1
+    assert "megatron-core 0.15.0" in version[0]
+    assert "pip install megatron-core==" in version[0]

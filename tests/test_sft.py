@@ -1,0 +1,81 @@
+"""--sft: conversations packed into sequences, with Megatron's own dataset and tokenizer, on every pipeline stage."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from training import EXACT, MODEL, differences, train
+
+pytest.importorskip("datasets", reason="--sft reads conversations with the datasets package, which is not installed")
+pytest.importorskip("transformers", reason="--sft needs a Hugging Face tokenizer, and transformers is not installed")
+
+ROLES = ("system", "user", "assistant")
+CONVERSATIONS = [
+    ("be brief", "two and two?", "four"),
+    ("be kind", "hello", "hello, good to see you"),
+    ("be brief", "a colour?", "blue"),
+    ("rhyme", "a cat", "sat on a mat"),
+    ("be brief", "first month?", "january"),
+    ("answer", "the sea?", "deep and wide"),
+    ("be brief", "up or down?", "up"),
+    ("count", "three", "one, two, three"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """A byte-level tokenizer with the special tokens that the prompt format names."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"]
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def _write(path: Path, conversations_per_line: int) -> Path:
+    messages = [
+        [{"role": role, "content": content} for role, content in zip(ROLES, conversation, strict=True)]
+        for conversation in CONVERSATIONS
+    ]
+    lines = [messages[i : i + conversations_per_line] for i in range(0, len(messages), conversations_per_line)]
+    path.write_text("".join(json.dumps({"messages": list(chain(*line))}) + "\n" for line in lines))
+    return path
+
+
+def _base(tokenizer: Path, data: Path) -> list[str]:
+    flags = "--sft --sft-tokenizer-prompt-format nemotron-nano-v2 --tokenizer-type SFTTokenizer --split 100,0,0"
+    size = "--seq-length 256 --max-position-embeddings 256 --init-method-std 0.1 --calculate-per-token-loss"
+    files = ["--tokenizer-model", str(tokenizer), "--data-path", str(data)]
+    return [*MODEL, *flags.split(), *size.split(), *EXACT, *files]
+
+
+def test_pipeline_stages_agree(pool, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base = _base(tokenizer, _write(tmp_path / "packed.jsonl", conversations_per_line=2))
+    start = f"--load {tmp_path} --finetune --no-load-optim --no-load-rng"
+    train(pool, 1, f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1", base=base)
+    alone = train(pool, 1, start, base=base, parameters=True)
+    assert alone.losses[-1] < alone.losses[0] - 0.05
+    for stages in (2, 4):
+        layout = f"--pipeline-model-parallel-size {stages}"
+        losses, parameters = differences(train(pool, stages, f"{start} {layout}", base=base, parameters=True), alone)
+        assert losses <= 1e-12
+        assert parameters <= 1e-12
+
+
+def test_packed_conversations_do_not_see_each_other(pool, tokenizer, tmp_path):
+    """The loss over all conversations is the same with one or with four of them in a sequence."""
+    first_losses = []
+    for per_line in (1, 4):
+        base = _base(tokenizer, _write(tmp_path / f"{per_line}.jsonl", per_line))
+        flags = f"--global-batch-size {len(CONVERSATIONS) // per_line} --train-iters 1"
+        first_losses += train(pool, 1, flags, base=base).losses
+    assert first_losses[1] == pytest.approx(first_losses[0], rel=1e-12)

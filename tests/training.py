@@ -1,0 +1,196 @@
+"""Train on the pool's ranks as `pretrain_gpt.py` would, and keep what two runs are compared by.
+
+Losses are kept as the training step returns them, in full precision. Parameters are put together from all ranks under
+the names a checkpoint has for them, which do not depend on the layout, so that runs of different layouts can be
+compared tensor by tensor.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# A model small enough for a CPU, with every kind of parameter: tied embeddings, biases, norms.
+MODEL = (
+    "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 "
+    "--eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --distributed-timeout-minutes 1"
+).split()
+MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127".split()
+# Nothing in Megatron is rounded to float32 then, but the norm that clipping divides by.
+EXACT = "--fp64 --clip-grad 0 --attention-dropout 0 --hidden-dropout 0".split()
+MOE = "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48".split()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of one parameter: where it lies in the whole, and whether another rank holds it too."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: np.ndarray
+    is_replica: bool
+
+
+@dataclass
+class RankRun:
+    """What one rank saw of a run."""
+
+    losses: list[float] = field(default_factory=list)  # only on the last pipeline stage
+    grad_norms: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole run: the loss of each iteration and, if asked for, the final parameters by name."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    validation: list[float]
+    parameters: dict[str, np.ndarray]
+
+
+def _pieces(model: list[Any]) -> dict[str, list[Piece]]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.utils import unwrap_model
+
+    pieces: dict[str, list[Piece]] = {}
+
+    def collect(node: Any) -> None:
+        if isinstance(node, ShardedTensor):
+            if not node.key.endswith("_extra_state"):
+                values = node.data.detach().double().numpy().copy()
+                values = values.reshape((1,) * node.prepend_axis_num + values.shape)
+                whole = tuple(node.global_shape), tuple(node.global_offset)
+                is_replica = any(node.replica_id) if isinstance(node.replica_id, tuple) else bool(node.replica_id)
+                pieces.setdefault(node.key, []).append(Piece(*whole, values, is_replica))
+        elif isinstance(node, dict):
+            for value in node.values():
+                collect(value)
+        elif isinstance(node, (list, tuple)):
+            for value in node:
+                collect(value)
+
+    for chunk in model:
+        state = unwrap_model(chunk).sharded_state_dict()
+        apply_factories(state)
+        collect(state)
+    return pieces
+
+
+def train_rank(argv: list[str], keep_parameters: bool) -> RankRun:
+    """The body of one rank. Runs in a process of its own, so what it replaces in Megatron needs no undoing."""
+    from megatron.balanced.arguments import parse_arguments
+
+    args, config = parse_arguments(argv)
+
+    from megatron.balanced.train import train
+
+    finish = watch(keep_parameters)
+    train(args, config)
+    return finish()
+
+
+def watch(keep_parameters: bool) -> Callable[[], RankRun]:
+    """Record what Megatron's training loop returns from now on. Returns what gives the record at the end."""
+    from megatron.training import training
+
+    run = RankRun()
+    models: list[Any] = []
+    build, step, evaluate = training.setup_model_and_optimizer, training.train_step, training.evaluate
+
+    @functools.wraps(build)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        built = build(*args, **kwargs)
+        models.append(built[0])
+        return built
+
+    @functools.wraps(step)  # its signature is checked before it is patched
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if "lm loss" in result[0]:
+            run.losses.append(result[0]["lm loss"].item())
+        run.grad_norms.append(result[5])
+        return result
+
+    @functools.wraps(evaluate)
+    def evaluate_(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        if result[0] and "lm loss" in result[0]:
+            run.validation.append(float(result[0]["lm loss"]))
+        return result
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    training.train_step = train_step
+    training.evaluate = evaluate_
+
+    def finish() -> RankRun:
+        if keep_parameters:
+            run.pieces = _pieces(models[0])
+        return run
+
+    return finish
+
+
+def _assemble(name: str, pieces: list[Piece]) -> np.ndarray:
+    """The whole tensor. Raises AssertionError when a part is missing or replicas differ."""
+    whole = np.full(pieces[0].shape, np.nan)
+    for piece in sorted(pieces, key=lambda piece: piece.is_replica):
+        where = tuple(slice(start, start + n) for start, n in zip(piece.offset, piece.values.shape, strict=True))
+        if piece.is_replica and not np.isnan(whole[where]).any():
+            assert np.array_equal(whole[where], piece.values), f"replicas of {name} differ"
+        else:
+            whole[where] = piece.values
+    assert not np.isnan(whole).any(), f"a part of {name} is on no rank"
+    return whole
+
+
+def join(ranks: list[RankRun]) -> Run:
+    """Put together what the ranks of one run saw. Ranks that saw the same thing must agree bit for bit."""
+    pieces: dict[str, list[Piece]] = {}
+    for rank in ranks:
+        for name, parts in rank.pieces.items():
+            pieces.setdefault(name, []).extend(parts)
+
+    def agreed(seen: list[list[float]]) -> list[float]:
+        told = [values for values in seen if values]
+        assert all(values == told[0] for values in told), f"ranks disagree: {told}"
+        return told[0] if told else []
+
+    return Run(
+        losses=agreed([rank.losses for rank in ranks]),
+        grad_norms=agreed([rank.grad_norms for rank in ranks]),
+        validation=agreed([rank.validation for rank in ranks]),
+        parameters={name: _assemble(name, parts) for name, parts in pieces.items()},
+    )
+
+
+def train(
+    pool: Any, world_size: int, flags: str = "", *, base: list[str] | None = None, parameters: bool = False
+) -> Run:
+    """Train on `world_size` ranks of the pool. `base` replaces the model and the mock data."""
+    argv = [*(MODEL + MOCK_DATA if base is None else base), *flags.split()]
+    return join(pool.run(world_size, train_rank, argv, parameters))
+
+
+def differences(run: Run, reference: Run) -> tuple[float, float]:
+    """The largest relative difference of a loss, and of a parameter tensor in norm."""
+    assert len(run.losses) == len(reference.losses) > 0
+    assert run.parameters.keys() == reference.parameters.keys()
+    losses = max(abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True))
+    norm = np.linalg.norm
+    tensors = [norm(run.parameters[name] - whole) / norm(whole) for name, whole in reference.parameters.items()]
+    return losses, max(tensors, default=0.0)
+
+
+def assert_same(run: Run, reference: Run) -> None:
+    """Bit for bit: losses, gradient norms and parameters."""
+    assert run.losses == reference.losses
+    assert run.grad_norms == reference.grad_norms
+    assert run.parameters.keys() == reference.parameters.keys()
+    for name, whole in reference.parameters.items():
+        assert np.array_equal(run.parameters[name], whole), name
