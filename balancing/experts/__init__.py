@@ -1,0 +1,44 @@
+"""Experts that get more tokens than others: copies of them on other ranks, so that every rank computes equally long.
+
+In expert-parallel training the rank with the hottest experts sets the pace. `plan_replicas` decides from an expected
+load which experts get replicas on which ranks, `Splitter` divides the tokens that really came over the instances, and
+weights and gradients travel under other compute. Routing, losses and checkpoints stay what they are.
+"""
+
+from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, slots_that_fit
+from balancing.experts.load import LoadHistory, rank_load, total_variation
+from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
+from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
+from balancing.experts.repair import repair
+from balancing.experts.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
+from balancing.experts.split import Splitter, split_tokens, traffic
+from balancing.experts.trace import LoadTrace, read_load_trace, read_routing_trace, write_load_trace
+
+__all__ = [
+    "METHODS",
+    "BlockSeconds",
+    "Copy",
+    "ExpertShape",
+    "LayerCost",
+    "LoadHistory",
+    "LoadTrace",
+    "ReplicaPlacement",
+    "Splitter",
+    "break_even_tokens",
+    "contiguous_homes",
+    "exposed_seconds",
+    "iteration_schedule",
+    "layer_cost",
+    "plan_replicas",
+    "plan_replicas_layers",
+    "rank_load",
+    "read_load_trace",
+    "read_routing_trace",
+    "render",
+    "repair",
+    "slots_that_fit",
+    "split_tokens",
+    "total_variation",
+    "traffic",
+    "write_load_trace",
+]

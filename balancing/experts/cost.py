@@ -1,0 +1,249 @@
+"""What a layer of experts costs in seconds, and when a replica pays for its copy.
+
+Pro-Prophet's performance model (arXiv 2411.10003, section IV, Eq. 1 to 8) knows one bandwidth, the mean over all links.
+Machines have two: ranks of a node talk over NVLink or PCIe, nodes over NICs, which some ranks may share. Here every
+exchange is a table of bytes from rank to rank, and takes as long as its busiest link; within one node of equal links
+that is the paper's model. A layer takes four all-to-alls (two forward, two backward), expert compute forward and twice
+that backward, and the transfers of replicas: weights out (Trans) and gradients home (Agg), as far as nothing hides
+them.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.experts.placement import ReplicaPlacement
+
+__all__ = [
+    "ExpertShape",
+    "LayerCost",
+    "agg_seconds",
+    "break_even_tokens",
+    "exchange_seconds",
+    "layer_cost",
+    "paper_seconds",
+    "slots_that_fit",
+    "trans_seconds",
+]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The size of one expert: an MLP from `hidden` to `ffn_hidden` and back.
+
+    bytes_per_parameter: of weights and of activations as they travel, 2 for bf16.
+    gated: with a third matrix, as in SwiGLU.
+    gradient_bytes: bytes per parameter of gradients as they travel home, 4 for float32.
+
+    Raises ValueError for what is not positive.
+    """
+
+    hidden: int
+    ffn_hidden: int
+    bytes_per_parameter: float
+    gated: bool = True
+    gradient_bytes: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "ffn_hidden", "bytes_per_parameter", "gradient_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be positive")
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one expert, biases left out."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn_hidden
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one expert's weights."""
+        return self.parameters * self.bytes_per_parameter
+
+    @property
+    def slot_bytes(self) -> float:
+        """Bytes of a slot: weights, and the gradients gathered for them."""
+        return self.weight_bytes + self.parameters * self.gradient_bytes
+
+    def forward_seconds(self, cluster: Cluster) -> float:
+        """Seconds one rank computes for one token, forward. Backward takes twice as long."""
+        return 2 * self.parameters / cluster.flops
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of one MoE layer and micro-batch, forward and backward, on the rank or link that takes longest.
+
+    all_to_all: one of the four exchanges of tokens. forward: expert compute; backward is twice that. trans, agg:
+    transfers of replicas' weights and gradients; trans_exposed, agg_exposed: what of them nothing hides. micro_batches:
+    how many one transfer serves.
+    """
+
+    all_to_all: float
+    forward: float
+    trans: float
+    agg: float
+    trans_exposed: float
+    agg_exposed: float
+    micro_batches: int = 1
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of transfers that nothing hides, as far as this micro-batch has to bear them."""
+        return (self.trans_exposed + self.agg_exposed) / self.micro_batches
+
+    @property
+    def total(self) -> float:
+        """Eq. 6 where transfers are exposed, Eq. 8 where compute hides them."""
+        return 4 * self.all_to_all + 3 * self.forward + self.exposed
+
+
+def layer_cost(
+    tokens: np.ndarray,
+    placement: ReplicaPlacement,
+    cluster: Cluster,
+    shape: ExpertShape,
+    *,
+    hidden_under: float | None = None,
+    micro_batches: int = 1,
+    relayed: bool = True,
+) -> LayerCost:
+    """The cost of one layer and micro-batch.
+
+    tokens: int [source_rank, rank], how many go where (`balancing.experts.split.traffic`). Rank i of the placement is
+    rank i of the cluster.
+    hidden_under: seconds of forward compute other than the experts' that run while replicas travel (T_FNEC; twice that
+    backward). The experts' own compute hides transfers too then (Eq. 8). None if transfers wait (Eq. 6).
+    micro_batches: how many one transfer serves; more than one where slots stay resident through an iteration.
+    relayed: as in `trans_seconds`.
+    """
+    forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
+    trans = trans_seconds(placement, cluster, shape, relayed=relayed)
+    agg = agg_seconds(placement, cluster, shape, relayed=relayed)
+    window = 0.0 if hidden_under is None else forward + hidden_under
+    return LayerCost(
+        all_to_all=exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster),
+        forward=forward,
+        trans=trans,
+        agg=agg,
+        trans_exposed=max(0.0, trans - window),
+        agg_exposed=max(0.0, agg - 2 * window),
+        micro_batches=micro_batches,
+    )
+
+
+def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
+    """Seconds to bring all replicas' weights from their homes.
+
+    relayed: ranks hand weights on along `ReplicaPlacement.chain`, in pieces, so that a home sends each expert once
+    however many replicas it has. Otherwise the home sends every replica itself.
+    """
+    return exchange_seconds(_copy_table(placement, relayed) * shape.weight_bytes, cluster)
+
+
+def agg_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
+    """Seconds to bring all replicas' gradients home, along the way the weights came."""
+    return exchange_seconds(_copy_table(placement, relayed).T * (shape.parameters * shape.gradient_bytes), cluster)
+
+
+def _copy_table(placement: ReplicaPlacement, relayed: bool) -> np.ndarray:
+    table = np.zeros((placement.num_ranks, placement.num_ranks))
+    for expert in sorted(set(placement.slot_expert[placement.slot_expert >= 0].tolist())):
+        chain = placement.chain(expert)
+        np.add.at(table, (chain[:-1] if relayed else chain[0], chain[1:]), 1)
+    return table
+
+
+def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
+    """Seconds until all bytes have arrived, links working at the same time: the paper's Eq. 1 on two levels.
+
+    table: float [source_rank, rank], bytes; the diagonal costs nothing. A rank's link within its node and a NIC carry
+    both directions at once. Raises ValueError where the table has more ranks than the cluster.
+    """
+    inside, nics = _links(cluster, len(table))
+    near, far = table * inside, table * ~(inside | np.eye(len(table), dtype=bool))
+    busiest = max(near.sum(0).max(), near.sum(1).max())
+    crossing = max((far.sum(1) @ nics).max(), (far.sum(0) @ nics).max())
+    return float(max(busiest / cluster.intra_node_bandwidth, crossing / cluster.nic_bandwidth))
+
+
+@lru_cache(maxsize=32)
+def _links(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which pairs of ranks share a node [rank, rank], and the part each NIC has in a rank's traffic [rank, nic]."""
+    if ranks > cluster.world_size:
+        raise ValueError(
+            f"{ranks} ranks do not fit a cluster of {cluster.world_size}; describe the nodes that the expert-parallel "
+            "group runs on, for instance with Cluster.relabel(nodes, ranks_per_node)"
+        )
+    node = np.arange(ranks) // cluster.ranks_per_node
+    inside = (node[:, None] == node[None, :]) & ~np.eye(ranks, dtype=bool)
+    nics = np.zeros((ranks, cluster.nodes * cluster.nics_per_node))
+    for rank in range(ranks):
+        own = cluster.nics(rank)
+        nics[rank, list(own)] = 1 / len(own)
+    return inside, nics
+
+
+def break_even_tokens(
+    cluster: Cluster,
+    shape: ExpertShape,
+    *,
+    same_node: bool,
+    backward: bool = True,
+    sends: int | None = None,
+    hidden_under: float = 0.0,
+    micro_batches: int = 1,
+) -> float:
+    """Tokens a micro-batch that a replica must take over so that the compute they save outlasts its exposed copy.
+
+    same_node: whether the copy stays in the node. backward: whether the layer is trained; then the gradients come home
+    too. sends: how often the weights travel; by default twice in training (slots shared by layers are filled again for
+    the backward) and once without. hidden_under: seconds of other compute in one pass, forward and, doubled, backward,
+    under which copies travel; 0 for exposed copies. What remains for hidden copies is 0 once they fit. A rank's
+    replicas share the window: pass the part of one. micro_batches: how many one copy serves.
+    """
+    sends = (2 if backward else 1) if sends is None else sends
+    bandwidth = cluster.intra_node_bandwidth if same_node else cluster.nic_bandwidth * len(cluster.nics(0))
+    copied = sends * shape.weight_bytes + (shape.parameters * shape.gradient_bytes if backward else 0)
+    window = hidden_under * (3 if backward else 1)
+    saved = (3 if backward else 1) * micro_batches * shape.forward_seconds(cluster)
+    return max(0.0, copied / bandwidth - window) / saved
+
+
+def slots_that_fit(shape: ExpertShape, free_bytes: float, *, layers: int, shared: bool) -> int:
+    """How many slots a rank has memory for.
+
+    free_bytes: memory left on the rank. layers: MoE layers on the rank. shared: two buffers serve all layers in turn,
+    so that one is filled while the other is used; otherwise every layer has its own slots.
+    """
+    return max(0, int(free_bytes // (shape.slot_bytes * (2 if shared else max(1, layers)))))
+
+
+def paper_seconds(
+    received: np.ndarray,
+    computed: np.ndarray,
+    copies: int,
+    *,
+    bandwidth: float,
+    throughput: float,
+    input_bytes: float,
+    parameter_bytes: float,
+    gradient_bytes: float,
+    hidden_under: float | None = None,
+) -> float:
+    """The paper's T', Eq. 6, or Eq. 8 with `hidden_under`: seconds of a layer on D devices with one bandwidth.
+
+    received, computed: [device], inputs that a device receives from others, and computes. copies: s (D - n), the number
+    of devices that experts are sent to, summed over experts. bandwidth: bytes/s. throughput: inputs/s of expert compute
+    on one device. hidden_under: seconds of other forward compute in the block, T_FNEC; twice that backward.
+    """
+    devices = len(computed)
+    all_to_all = float(np.max(received)) * input_bytes / bandwidth  # Eq. 1
+    forward = float(np.max(computed)) / throughput  # Eq. 2; Eq. 3 is twice that
+    trans = copies * parameter_bytes / (devices * bandwidth)  # Eq. 4
+    agg = copies * gradient_bytes / (devices * bandwidth)  # Eq. 5
+    if hidden_under is not None:
+        trans = max(0.0, trans - forward - hidden_under)
+        agg = max(0.0, agg - 2 * forward - 2 * hidden_under)
+    return 4 * all_to_all + 3 * forward + trans + agg

@@ -1,0 +1,134 @@
+"""Which experts get replicas on which ranks: a load in, a `ReplicaPlacement` out, for every planner alike.
+
+Everything here is pure and deterministic: all ranks call it with the same load and get the same placement. The planners
+are "quota" (ours, see `balancing.experts.quota`), "prophet" (Pro-Prophet), "shadow" (FasterMoE), "eplb" (DeepSeek) and
+"none"; a placement remembers how its planner's tokens choose among instances, so `split_tokens` serves them all.
+"""
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.cluster import Cluster
+from balancing.experts.cost import ExpertShape
+from balancing.experts.eplb import eplb_slots
+from balancing.experts.placement import ReplicaPlacement, SplitRule, contiguous_homes
+from balancing.experts.prophet import prophet_slots
+from balancing.experts.quota import QuotaPlanner
+from balancing.experts.shadow import shadow_slots
+
+__all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers"]
+
+Method = Literal["none", "quota", "prophet", "shadow", "eplb"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+_SPLIT: dict[str, SplitRule] = {"none": "level", "quota": "level", "prophet": "own", "shadow": "own", "eplb": "even"}
+
+
+def plan_replicas(
+    load: ArrayLike,
+    cluster: Cluster,
+    *,
+    slots: int,
+    shape: ExpertShape | None = None,
+    home: ArrayLike | None = None,
+    method: Method = "quota",
+    hidden_under: float | None = None,
+    micro_batches: int = 1,
+    **options: Any,
+) -> ReplicaPlacement:
+    """Plan the replicas of one layer.
+
+    load: int [source_rank, expert], tokens of each expert that start on each rank; predictions may be fractional.
+    cluster: its first ranks are the expert-parallel group; Cluster.relabel describes a group that is laid out
+    otherwise.
+    slots: most replicas a rank may host; 0 is legal. shape: size of an expert, for costs: a plan that gains less than
+    it costs is not made then, and an empty one is returned. Without it plans balance load alone.
+    home: int [expert], each expert's home rank; contiguous blocks by default. method: one of `METHODS`.
+    hidden_under: seconds of forward compute, besides the experts' own, that run while replicas travel, so that
+    transfers cost only what sticks out; None if they hold everything up. micro_batches: how many one transfer serves.
+    options: for "prophet", its `excluded` and `alpha` (`balancing.experts.prophet`).
+
+    Raises ValueError for a load that is not two-dimensional, negative or not finite, for experts that do not divide by
+    the ranks, more ranks than the cluster has, negative slots, and an unknown method or option.
+    """
+    loads, homes = _checked(np.asarray(load)[None], cluster, slots, home, method)
+    return _plan(loads, homes, cluster, slots, shape, method, hidden_under, micro_batches, options)[0]
+
+
+def plan_replicas_layers(
+    load: ArrayLike,
+    cluster: Cluster,
+    *,
+    slots: int,
+    shape: ExpertShape | None = None,
+    home: ArrayLike | None = None,
+    method: Method = "quota",
+    hidden_under: float | None = None,
+    micro_batches: int = 1,
+    **options: Any,
+) -> tuple[ReplicaPlacement, ...]:
+    """`plan_replicas` for many layers at once: load int [layer, source_rank, expert], one placement a layer."""
+    loads, homes = _checked(np.asarray(load), cluster, slots, home, method)
+    return tuple(_plan(loads, homes, cluster, slots, shape, method, hidden_under, micro_batches, options))
+
+
+def _checked(
+    load: np.ndarray, cluster: Cluster, slots: int, home: ArrayLike | None, method: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The load as float64 [layer, source_rank, expert], and the homes."""
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    if isinstance(slots, bool) or not isinstance(slots, int | np.integer) or slots < 0:
+        raise ValueError(f"slots={slots!r} must be a whole number of at least 0")
+    if load.ndim != 3 or 0 in load.shape or load.dtype.kind not in "iuf":
+        raise ValueError(f"load must be numbers [source_rank, expert], not {load.dtype} of shape {load.shape[1:]}")
+    counts = load.astype(np.float64)
+    if not np.isfinite(counts).all() or (counts < 0).any():
+        raise ValueError("load must be finite token counts that are not negative")
+    ranks, experts = counts.shape[1:]
+    if ranks > cluster.world_size:
+        raise ValueError(
+            f"a load from {ranks} ranks does not fit a cluster of {cluster.world_size}; describe the nodes that the "
+            "expert-parallel group runs on, for instance with Cluster.relabel(nodes, ranks_per_node)"
+        )
+    blocks = contiguous_homes(experts, ranks)
+    homes = blocks if home is None else np.asarray(home)
+    if homes.shape != blocks.shape:
+        raise ValueError(f"home has shape {homes.shape}, but the load has {experts} experts")
+    return counts, ReplicaPlacement(homes, np.full((ranks, 0), -1)).home
+
+
+def _plan(
+    loads: np.ndarray,
+    home: np.ndarray,
+    cluster: Cluster,
+    slots: int,
+    shape: ExpertShape | None,
+    method: Method,
+    hidden_under: float | None,
+    micro_batches: int,
+    options: dict[str, Any],
+) -> list[ReplicaPlacement]:
+    if unknown := set(options) - ({"excluded", "alpha"} if method == "prophet" else set()):
+        raise ValueError(f"method {method!r} has no option {', '.join(sorted(unknown))}")
+    ranks = loads.shape[1]
+    per_node = min(ranks, cluster.ranks_per_node)
+
+    def placement(slot_expert: np.ndarray) -> ReplicaPlacement:
+        return ReplicaPlacement(home, slot_expert, _SPLIT[method], per_node)
+
+    nothing = np.full((ranks, slots), -1)
+    if method == "none" or slots == 0 or ranks == 1:
+        return [placement(nothing) for _ in loads]
+    if method == "quota":
+        return QuotaPlanner(cluster, home, slots, shape, hidden_under, micro_batches)(loads)
+    if method == "prophet":
+        options = {**options, "shape": shape, "hidden_under": hidden_under}
+        plans = [prophet_slots(load, home, cluster, slots, **options) for load in loads]
+    elif method == "shadow":
+        plans = [shadow_slots(load, home, cluster, slots, shape=shape) for load in loads]
+    else:
+        plans = [eplb_slots(load, home, slots) for load in loads]
+    return [placement(plan) for plan in plans]

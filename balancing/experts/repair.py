@@ -1,0 +1,111 @@
+"""A few copies more, at once, where the placement that was prepared turns out not to fit the load.
+
+Placements come from predictions, and predictions fail: early in training an expert can become hot within a few steps.
+When the counts of the current micro-batch show that even the best split over the prepared placement is uneven, copying
+a hot expert while everybody waits may still pay. That is the only transfer on the critical path, so it is bounded in
+number, and made only if the time it saves exceeds the time it takes.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.cluster import Cluster
+from balancing.experts.cost import ExpertShape, exchange_seconds
+from balancing.experts.placement import ReplicaPlacement
+from balancing.experts.split import Splitter, check_counts
+
+__all__ = ["repair"]
+
+
+def repair(
+    load: ArrayLike,
+    placement: ReplicaPlacement,
+    cluster: Cluster,
+    *,
+    shape: ExpertShape | None = None,
+    tolerance: float = 0.05,
+    copies: int = 4,
+    evict: bool = True,
+    micro_batches: int = 1,
+) -> ReplicaPlacement:
+    """The placement, or a better one that differs by a few copies.
+
+    load: int [source_rank, expert], the current counts. shape: size of an expert, to weigh the copies' time, all of it
+    exposed, against the time saved; without it any gain counts. tolerance: nothing is done while the fullest rank is
+    within this part of the mean. copies: most new replicas. evict: whether a replica may make place for another; not
+    where slots hold gradients that are still wanted. micro_batches: how many will use the new copies.
+
+    Returns `placement` itself if nothing is to gain. Raises ValueError for a load of another shape, negative bounds,
+    and a placement whose tokens are not split by level, which would not use new replicas as this assumes.
+    """
+    if placement.split != "level":
+        raise ValueError(f"a placement with split={placement.split!r} cannot be repaired; plan with method='quota'")
+    if tolerance < 0 or copies < 0:
+        raise ValueError(f"tolerance={tolerance} and copies={copies} must not be negative")
+    counts = check_counts(load, placement)
+    if not placement.slots:
+        return placement
+    candidate, best = placement, placement
+    served = _served(counts, candidate)
+    least = start = _seconds(served, shape, cluster)
+    for _ in range(copies):
+        if served.sum(1).max() <= (1 + tolerance) * counts.sum() / placement.num_ranks:
+            break
+        changed = _one_more(candidate, served, evict)
+        if changed is None:
+            break
+        candidate = ReplicaPlacement(placement.home, changed, "level", placement.ranks_per_node)
+        served = _served(counts, candidate)
+        seconds = _seconds(served, shape, cluster) + _exposed(placement, candidate, shape, cluster) / micro_batches
+        if seconds < least:
+            best, least = candidate, seconds
+    return best if least < start else placement
+
+
+def _served(counts: np.ndarray, placement: ReplicaPlacement) -> np.ndarray:
+    """Tokens of each instance: int64 [rank, local]."""
+    return Splitter(placement)(counts).sum(0).reshape(placement.num_ranks, -1)
+
+
+def _seconds(served: np.ndarray, shape: ExpertShape | None, cluster: Cluster) -> float:
+    """Expert compute, forward and backward, on the fullest rank; its tokens where sizes are not known."""
+    fullest = int(served.sum(1).max())
+    return float(fullest) if shape is None else 3 * fullest * shape.forward_seconds(cluster)
+
+
+def _exposed(old: ReplicaPlacement, new: ReplicaPlacement, shape: ExpertShape | None, cluster: Cluster) -> float:
+    """Seconds to send new replicas' weights from their homes, and their gradients back."""
+    if shape is None:
+        return 0.0
+    known, table = {copy[:3] for copy in old.copies()}, np.zeros((new.num_ranks, new.num_ranks))
+    for copy in new.copies():
+        if copy[:3] not in known:
+            table[copy.source, copy.rank] += 1
+    weights, gradients = shape.weight_bytes, shape.parameters * shape.gradient_bytes
+    return exchange_seconds(table * weights, cluster) + exchange_seconds(table.T * gradients, cluster)
+
+
+def _one_more(placement: ReplicaPlacement, served: np.ndarray, evict: bool) -> np.ndarray | None:
+    """The slots with one more replica of an expert of the fullest rank, or None if no rank can take one."""
+    load, experts = served.sum(1), placement.phys2log.reshape(served.shape)
+    fullest, mean = int(load.argmax()), load.mean()
+    node = np.arange(len(load)) // placement.ranks_per_node
+    in_slots = served[:, placement.homes_per_rank :]
+    # The slot that would be used on each rank: an empty one, else the one with the fewest tokens.
+    keep = np.where(placement.slot_expert < 0, -1, in_slots if evict else np.iinfo(np.int64).max)
+    slot = keep.argmin(1)
+    lost = keep[np.arange(len(load)), slot]
+    for local in np.argsort(-served[fullest], kind="stable").tolist():
+        expert, tokens = int(experts[fullest, local]), int(served[fullest, local])
+        if tokens <= 0:
+            break
+        # What the slot serves now goes back to the other instances, so it must be less than what the copy takes over.
+        open_to = (placement.log2phys[expert] < 0) & (lost < tokens) & (load < mean)
+        if not open_to.any():
+            continue
+        near = open_to & (node == node[fullest])
+        target = int(np.where(near if near.any() else open_to, load, np.inf).argmin())
+        slots = placement.slot_expert.copy()
+        slots[target, slot[target]] = expert
+        return slots
+    return None

@@ -1,0 +1,274 @@
+"""Which instance serves which tokens: the exact split of the current load over a placement made from an older one.
+
+Pro-Prophet and its peers decide from an old load both where replicas are and who serves what, and live with the error.
+Here only the placement is old. The counts of the current micro-batch are known before any token is sent, so the split
+is solved on them: experts take turns, each pouring its tokens onto its instances like water into connected vessels,
+given what the other experts have put there (block coordinate descent on the sum of squared rank loads, whose minimum
+also has the least maximum). Experts without a rank in common take their turn at once, and a few rounds reach the
+optimum.
+
+All of it is integer arithmetic with a fixed number of steps, so that every rank computes the same split whatever its
+hardware, and the same code runs on NumPy arrays and, without waiting for the device, on torch tensors.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from balancing.experts.placement import ReplicaPlacement
+
+__all__ = ["Splitter", "check_counts", "split_tokens", "traffic"]
+
+_TURNS = 40  # of all classes together: leaves well under 1 % over the optimum, see benchmarks/experts.py
+_FULL = 1 << 40  # a vessel no water flows into; sums of 2^20 of them stay below 2^63
+
+
+def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | None = None) -> np.ndarray:
+    """How many tokens each instance serves: int64 [source_rank, expert, rank]; sums over rank give `load` back.
+
+    load: int [source_rank, expert], tokens of each expert that start on each rank. The counts are as level over ranks
+    as the placement allows, and then as local: a token stays on its rank or its node where an instance there has room.
+    sweeps: rounds of levelling, by default as many as fit the time (more where few experts have replicas). A caller
+    that splits many loads makes a `Splitter` and takes its compact form.
+
+    Raises ValueError for a load of another shape, one that is not integer, or has negative counts.
+    """
+    counts = check_counts(load, placement)
+    served = _splitter(placement, sweeps)(counts)
+    full = np.flatnonzero(placement.phys2log >= 0)
+    tokens = np.zeros((placement.num_ranks, placement.experts, placement.num_ranks), dtype=np.int64)
+    tokens[:, placement.phys2log[full], full // (placement.homes_per_rank + placement.slots)] = served[:, full]
+    return tokens
+
+
+def traffic(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
+    """Tokens from rank to rank: int64 [source_rank, rank]. The sum over sources is what each rank computes."""
+    served = _splitter(placement, None)(check_counts(load, placement))
+    return served.reshape(placement.num_ranks, placement.num_ranks, -1).sum(2)
+
+
+def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
+    """`load` as int64 [source_rank, expert]; ValueError where it does not belong to the placement."""
+    counts = np.asarray(load)
+    if counts.shape != (placement.num_ranks, placement.experts):
+        raise ValueError(
+            f"load of shape {counts.shape} does not belong to a placement of {placement.experts} experts on "
+            f"{placement.num_ranks} ranks; it must be [source_rank, expert]"
+        )
+    if counts.dtype.kind not in "iu" or (counts.size and counts.min() < 0):
+        raise ValueError("load must be token counts: whole numbers that are not negative")
+    return counts.astype(np.int64)
+
+
+class Splitter:
+    """Splits load after load over one placement. Making it takes about a millisecond, calling it less.
+
+    device: None for NumPy arrays, or the torch device on which loads are and counts are wanted. A call then only queues
+    kernels: nothing it does depends on values, and it never waits for the device.
+    """
+
+    def __init__(self, placement: ReplicaPlacement, *, sweeps: int | None = None, device: Any = None) -> None:
+        if sweeps is not None and sweeps < 1:
+            raise ValueError(f"sweeps={sweeps} must be at least 1")
+        self.placement = placement
+        self._xp: Any = np if device is None else torch
+        self._device = device
+        self._build()
+        self._sweeps = sweeps or min(16, max(4, _TURNS // max(1, len(self._classes))))
+
+    def __call__(self, load: Any) -> Any:
+        """Tokens of each source that each instance serves: int64 [source_rank, physical], physical as in `phys2log`.
+
+        load: int64 [source_rank, expert], not checked.
+        """
+        starting = self._transposed(load)  # [expert, source]: gathers below then take whole rows of memory
+        served = self._zeros(starting, len(self.placement.phys2log), self.placement.num_ranks)
+        served[self._home_only] = starting[self._expert_home_only]
+        if not self._classes:
+            return served.T
+        if self.placement.split == "own":
+            return self._serve_own(starting, served).T
+        totals = starting.sum(1)
+        share = self._even(totals)
+        if self.placement.split == "level":
+            self._level(totals, share)
+        quota = self._xp.concatenate([x.reshape(-1) for x in share])[self._full_cells]
+        served[self._physical] = self._by_source(starting, quota)
+        return served.T
+
+    def _build(self) -> None:
+        """Index tables. Rows are experts with replicas, in classes without a common rank; ranks are in chain order."""
+        place = self.placement
+        replicated = sorted(set(place.slot_expert[place.slot_expert >= 0].tolist()))
+        chains = {expert: place.chain(expert) for expert in replicated}
+        home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, replicated))
+        self._home_only, self._expert_home_only = self._array(home_only), self._array(place.phys2log[home_only])
+        members = _disjoint(sorted(replicated, key=lambda expert: (-len(chains[expert]), expert)), chains)
+        rows = np.array([expert for experts in members for expert in experts], dtype=np.int64)
+        self._rows = self._array(rows)
+        self._build_classes(members, chains)
+        if not len(rows):
+            return
+        row = np.repeat(np.arange(len(rows)), [len(chains[expert]) for expert in rows])
+        rank = np.concatenate([chains[expert] for expert in rows])
+        self._row, self._rank, self._expert = self._array(row), self._array(rank), self._array(rows[row])
+        self._instance = self._array(np.arange(len(row)))
+        self._physical = self._array(place.log2phys[rows[row], rank])
+        self._home = self._array(place.log2phys[rows, place.home[rows]])
+        self._replica = self._array((place.home[rows[row]] != rank).astype(np.int64))
+        self._nodes = -(-place.num_ranks // place.ranks_per_node)
+        self._padding = self._nodes * place.ranks_per_node - place.num_ranks
+        self._node = self._array(rank // place.ranks_per_node)
+        self._row_start = self._array(_starts(row))
+        self._row_end = self._array(np.flatnonzero(np.append(row[1:] != row[:-1], True)))
+        self._node_start = self._array(_starts(row * self._nodes + rank // place.ranks_per_node))
+
+    def _build_classes(self, members: list[list[int]], chains: dict[int, tuple[int, ...]]) -> None:
+        """Of each class a table [row, place in the chain]; all classes' cells one after another are numbered too."""
+        nowhere = self.placement.num_ranks
+        self._classes, cells = [], []
+        for experts in members:
+            most = max(len(chains[expert]) for expert in experts)
+            ranks = np.full((len(experts), most), nowhere)
+            for row, expert in enumerate(experts):
+                ranks[row, : len(chains[expert])] = chains[expert]
+            tables = np.array(experts), ranks, np.arange(1, most + 1)
+            self._classes.append(tuple(self._array(table) for table in tables))
+            count = np.repeat((ranks < nowhere).sum(1), most)
+            cells.append([np.repeat(experts, most), count, np.tile(np.arange(most), len(experts))])
+        if cells:
+            expert, count, position = np.concatenate(cells, axis=1)
+            self._full_cells = self._array(np.flatnonzero(position < count))
+            self._cell_expert, self._cell_count = self._array(expert), self._array(count)
+            self._cell_position = self._array(position)
+
+    def _even(self, totals: Any) -> list[Any]:
+        """Equal shares of each instance, what does not divide to the first ones: one [row, instance] for each class."""
+        total, position, count = totals[self._cell_expert], self._cell_position, self._cell_count
+        share = total // count * (position < count) + (position < total % count)
+        cuts = np.cumsum([0] + [ranks.shape[0] * ranks.shape[1] for _, ranks, _ in self._classes])
+        return [share[a:b].reshape(t[1].shape) for a, b, t in zip(cuts, cuts[1:], self._classes, strict=False)]
+
+    def _level(self, totals: Any, share: list[Any]) -> None:
+        """Move the shares, in place, until ranks are level."""
+        xp, place = self._xp, self.placement
+        load = self._zeros(totals, place.num_ranks + 1)
+        load[-1] = _FULL
+        alone = self._zeros(totals, len(place.phys2log))
+        alone[self._home_only] = totals[self._expert_home_only]
+        load[:-1] = alone.reshape(place.num_ranks, -1).sum(1)
+        for x, (_, ranks, _) in zip(share, self._classes, strict=True):
+            load[ranks] = load[ranks] + x
+        total = [totals[expert][:, None] for expert, _, _ in self._classes]
+        for sweep in range(1, self._sweeps + 1):
+            for at, (_, ranks, numbers) in enumerate(self._classes):
+                others = load[ranks] - share[at]
+                height = self._least((xp.cumsum(self._sort(others), 1) + total[at]) // numbers)
+                poured = self._positive(height - others)
+                rest = total[at] - poured.sum(1)[:, None]  # fewer tokens than instances that the water reaches
+                if sweep < self._sweeps:
+                    poured[:, :1] += rest
+                else:
+                    reached = others <= height
+                    poured = poured + reached * (xp.cumsum(reached, 1) <= rest)
+                share[at] = poured
+                load[ranks] = others + poured
+
+    def _serve_own(self, starting: Any, served: Any) -> Any:
+        """Replicas serve the tokens of their own rank, the home serves the rest."""
+        own = starting[self._expert, self._rank] * self._replica
+        kept = self._zeros(starting, *starting.shape)
+        kept[self._expert, self._rank] = own
+        served[self._physical, self._rank] = own
+        served[self._home] = (starting - kept)[self._rows]
+        return served
+
+    def _by_source(self, starting: Any, quota: Any) -> Any:
+        """Divide quotas over sources, first on the rank itself, then in its node: int64 [instance, source_rank]."""
+        xp = self._xp
+        own = xp.minimum(starting[self._expert, self._rank], quota)
+        supply = starting[self._rows]
+        supply[self._row, self._rank] -= own
+        quota = quota - own
+        served = self._zeros(starting, len(own), supply.shape[1])
+        if self._nodes > 1:
+            # Tokens and instances of an expert in a node are matched in order, as far as both go.
+            inside = supply
+            if self._padding:
+                inside = xp.concatenate([supply, self._zeros(supply, len(supply), self._padding)], 1)
+            inside = inside.reshape(-1, self.placement.ranks_per_node)
+            local = self._overlap(inside, self._row * self._nodes + self._node, quota, self._node_start)
+            given = self._zeros(starting, len(own), self._nodes, self.placement.ranks_per_node)
+            given[self._instance, self._node] = local
+            served = given.reshape(len(own), -1)[:, : supply.shape[1]]
+            quota = quota - local.sum(1)
+            supply = supply - self._per_row(served)
+        served = served + self._overlap(supply, self._row, quota, self._row_start)
+        served[self._instance, self._rank] += own
+        return served
+
+    def _overlap(self, supply: Any, at: Any, quota: Any, start: Any) -> Any:
+        """Lay intervals of supply [group, source] and of demand [instance] end to end and match them in order.
+
+        at: the group of each instance. start: the first instance of each instance's group.
+        """
+        upper = self._xp.cumsum(supply, 1)
+        end = self._xp.cumsum(quota, 0)
+        begin = end - quota
+        offset = begin[start]
+        low, high = (begin - offset)[:, None], (end - offset)[:, None]
+        shared = self._xp.minimum(upper[at], high) - self._xp.maximum((upper - supply)[at], low)
+        return self._positive(shared)
+
+    def _per_row(self, given: Any) -> Any:
+        """Sum [instance, source] over the instances of each row."""
+        upto = self._xp.cumsum(given, 0)[self._row_end]
+        upto[1:] = upto[1:] - upto[:-1]
+        return upto
+
+    def _array(self, values: np.ndarray) -> Any:
+        return values if self._xp is np else torch.as_tensor(values, device=self._device)
+
+    def _zeros(self, like: Any, *shape: int) -> Any:
+        return np.zeros(shape, dtype=np.int64) if self._xp is np else like.new_zeros(shape)
+
+    def _least(self, values: Any) -> Any:
+        return values.min(1)[:, None] if self._xp is np else values.amin(1)[:, None]
+
+    def _positive(self, values: Any) -> Any:
+        return np.maximum(values, 0) if self._xp is np else values.clamp_min(0)
+
+    def _transposed(self, values: Any) -> Any:
+        return np.ascontiguousarray(values.T) if self._xp is np else values.T.contiguous()
+
+    def _sort(self, values: Any) -> Any:
+        return np.sort(values, axis=1) if self._xp is np else self._xp.sort(values, 1).values
+
+
+def _disjoint(order: list[int], chains: dict[int, tuple[int, ...]]) -> list[list[int]]:
+    """Experts in classes within which no two share a rank, first fit in the given order."""
+    members: list[list[int]] = []
+    taken: list[set[int]] = []
+    for expert in order:
+        ranks = set(chains[expert])
+        at = next((at for at, used in enumerate(taken) if used.isdisjoint(ranks)), len(taken))
+        if at == len(taken):
+            members.append([])
+            taken.append(set())
+        members[at].append(expert)
+        taken[at] |= ranks
+    return members
+
+
+def _starts(group: np.ndarray) -> np.ndarray:
+    """For each position, the first position of its run of equal values."""
+    first = np.concatenate([[True], group[1:] != group[:-1]])
+    return np.maximum.accumulate(np.where(first, np.arange(len(group)), 0))
+
+
+@lru_cache(maxsize=32)
+def _splitter(placement: ReplicaPlacement, sweeps: int | None) -> Splitter:
+    return Splitter(placement, sweeps=sweeps)

@@ -1,0 +1,210 @@
+"""Recorded loads, to replay a run against planners: a compact .npz file, or what Megatron-LM's routers wrote.
+
+Megatron-LM's `--moe-routing-trace-path DIR` writes one file a rank, router_trace_rank<R>.jsonl, with a line for each
+time a router ran: step, block, layer, rank, and the chosen experts of each token. The line does not say which
+micro-batch it belongs to, and under activation recomputation a router runs twice and writes twice. Both follow from the
+order of lines: a layer sees micro-batches in order, and a repetition has the same choices as its original. What cannot
+be explained that way (evaluation between steps, chunks of an interleaved pipeline, which share layer numbers) is
+refused.
+"""
+
+import json
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["LoadTrace", "read_load_trace", "read_routing_trace", "write_load_trace"]
+
+_COUNTS = ("record", "source_rank", "layer", "micro_batch", "expert")
+
+
+@dataclass(frozen=True)
+class LoadTrace:
+    """Loads of a recorded run.
+
+    counts: int [record, source_rank, layer, micro_batch, expert], tokens. iteration: int [record], which training
+    iteration each record is. layer: int [layer], their numbers in the model. Raises ValueError where shapes do not
+    agree.
+    """
+
+    counts: np.ndarray
+    iteration: np.ndarray
+    layer: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.counts.ndim != len(_COUNTS) or self.counts.dtype.kind not in "iu" or not self.counts.size:
+            raise ValueError(
+                f"counts must be whole numbers [{', '.join(_COUNTS)}], "
+                f"not {self.counts.dtype} of shape {self.counts.shape}"
+            )
+        if self.counts.min() < 0:
+            raise ValueError(f"counts must not be negative, but one is {self.counts.min()}")
+        for name, axis in (("iteration", 0), ("layer", 2)):
+            if getattr(self, name).shape != (self.counts.shape[axis],):
+                raise ValueError(f"{name} has shape {getattr(self, name).shape} for {self.counts.shape[axis]} {name}s")
+
+    def on_ranks(self, ranks: int) -> np.ndarray:
+        """Counts as if tokens started on `ranks` ranks: int64 [record, rank, layer, micro_batch, expert].
+
+        Neighbouring sources are merged, or each is split into equal parts. Raises ValueError if neither number divides
+        the other.
+        """
+        counts, sources = self.counts.astype(np.int64), self.counts.shape[1]
+        if ranks < 1 or (sources % ranks and ranks % sources):
+            raise ValueError(f"the trace has {sources} source ranks, not a multiple or a part of {ranks}")
+        if ranks <= sources:
+            return counts.reshape(len(counts), ranks, sources // ranks, *counts.shape[2:]).sum(2)
+        parts = ranks // sources
+        ends = counts[:, :, None] * np.arange(1, parts + 1).reshape(1, 1, parts, 1, 1, 1) // parts
+        split = np.diff(ends, axis=2, prepend=0)
+        return split.reshape(len(counts), ranks, *counts.shape[2:])
+
+
+def read_load_trace(path: str | PathLike[str]) -> LoadTrace:
+    """Read a .npz file with `counts`, and optionally `iteration` and `layer`, as in `LoadTrace`.
+
+    Raises ValueError, one line that names the file, where it is missing, cut short, or has other contents.
+    """
+    path = Path(path)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if "counts" not in file:
+                raise ValueError(f"no array 'counts' [{', '.join(_COUNTS)}], only {', '.join(file) or 'nothing'}")
+            counts = file["counts"]
+            records, layers = (counts.shape[axis] if counts.ndim == len(_COUNTS) else 0 for axis in (0, 2))
+            return LoadTrace(
+                counts,
+                file["iteration"] if "iteration" in file else np.arange(records),
+                file["layer"] if "layer" in file else np.arange(layers),
+            )
+    except OSError as error:
+        raise ValueError(f"load trace {path} cannot be read: {error.strerror or error}") from error
+    except (EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"load trace {path} is cut short or not an .npz file: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"load trace {path}: {error}") from error
+
+
+def write_load_trace(trace: LoadTrace, path: str | PathLike[str]) -> None:
+    """Write the file that `read_load_trace` reads, counts in the smallest type that holds them."""
+    kind = np.min_scalar_type(int(trace.counts.max()))
+    np.savez_compressed(path, counts=trace.counts.astype(kind), iteration=trace.iteration, layer=trace.layer)
+
+
+def read_routing_trace(
+    directory: str | PathLike[str], *, experts: int, micro_batches: int, stages: int = 1
+) -> LoadTrace:
+    """Read what `--moe-routing-trace-path` wrote.
+
+    experts: of a layer; the files name only those that were chosen. micro_batches: an iteration's, on each rank (global
+    batch size / (micro batch size x data-parallel size)). stages: pipeline stages, which number their layers from 0
+    each; ranks are taken to fill stages in order, and layers are numbered on through them. Only decoder layers are
+    read.
+
+    The source ranks of a layer are the ranks of its stage; if they are several expert-parallel groups, take apart
+    `counts`. Iterations are those that all files have. Raises ValueError, one line that names the file, for files that
+    are missing, cut short, disagree, or cannot be divided into micro-batches.
+    """
+    directory = Path(directory)
+    for name, value in (("experts", experts), ("micro_batches", micro_batches), ("stages", stages)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    paths = _rank_files(directory)
+    if len(paths) % stages:
+        raise ValueError(f"routing trace {directory}: {len(paths)} ranks do not divide into {stages} stages")
+    loads = [_read_rank(path, experts, micro_batches) for path in paths]
+    steps = sorted(set.intersection(*({step for step, _ in load} for load in loads)))
+    if not steps:
+        raise ValueError(f"routing trace {directory} has no step that is in the files of all {len(paths)} ranks")
+    per_stage, columns = len(paths) // stages, []
+    names: list[int] = []
+    for stage in range(stages):
+        own = loads[stage * per_stage : (stage + 1) * per_stage]
+        layers = sorted({layer for load in own for _, layer in load})
+        for layer in layers:
+            try:
+                columns.append(np.array([[load[step, layer] for load in own] for step in steps]))
+            except KeyError as error:
+                raise ValueError(
+                    f"routing trace {directory}: no record of layer {layer} in step {error.args[0][0]} on some rank of "
+                    f"stage {stage}; with several pipeline stages pass their number"
+                ) from None
+        first = names[-1] + 1 if stage else 0
+        names += [first + layer for layer in layers]
+    return LoadTrace(np.stack(columns, axis=2), np.array(steps), np.array(names))
+
+
+def _rank_files(directory: Path) -> list[Path]:
+    """The files of ranks 0, 1, 2 and so on."""
+    numbered = {}
+    for path in directory.glob("router_trace_rank*.jsonl"):
+        if match := re.fullmatch(r"router_trace_rank(\d+)\.jsonl", path.name):
+            numbered[int(match[1])] = path
+    if not numbered:
+        raise ValueError(f"no router_trace_rank<R>.jsonl in {directory}; give the folder of --moe-routing-trace-path")
+    if missing := sorted(set(range(max(numbered) + 1)) - set(numbered)):
+        raise ValueError(f"routing trace {directory} has no file of rank {missing[0]}, but one of rank {max(numbered)}")
+    return [numbered[rank] for rank in sorted(numbered)]
+
+
+def _read_rank(path: Path, experts: int, micro_batches: int) -> dict[tuple[int, int], np.ndarray]:
+    """One rank's loads: int64 [micro_batch, expert] for each step and layer."""
+    runs: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
+    for number, record in _lines(path):
+        try:
+            if record.get("block", "decoder") != "decoder":
+                continue
+            at = int(record["step"]), int(record["layer"])
+            chosen = np.asarray(record["top_indices"], dtype=np.int64)
+            tokens, width = int(record["num_tokens"]), int(record["topk"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path}:{number} is not a record of a router: {error!r}") from error
+        if chosen.shape != (tokens, width) and not (tokens == 0 and chosen.size == 0):
+            raise ValueError(f"{path}:{number} has choices of shape {chosen.shape} for {tokens} tokens and top-{width}")
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts:
+            wrong = chosen.max() if chosen.max() >= experts else chosen.min()
+            raise ValueError(f"{path}:{number} names expert {wrong}, but experts={experts}")
+        load = np.bincount(chosen.reshape(-1), minlength=experts)
+        runs.setdefault(at, []).append((hash(chosen.tobytes()), load))
+    if not runs:
+        raise ValueError(f"{path} has no record of a decoder layer")
+    return {at: _by_micro_batch(path, at, run, micro_batches) for at, run in runs.items()}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers from 1 and their objects."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                cut = "is cut short" if not line.endswith("\n") else "is not JSON"
+                raise ValueError(f"{path}:{number} {cut}: {error}") from error
+
+
+def _by_micro_batch(
+    path: Path, at: tuple[int, int], run: list[tuple[int, np.ndarray]], micro_batches: int
+) -> np.ndarray:
+    """The loads of one step and layer in the order of micro-batches, each run once or, under recomputation, twice."""
+    if len(run) == micro_batches:
+        return np.array([load for _, load in run])
+    if len(run) == 2 * micro_batches:
+        runs, seen, originals = Counter(choices for choices, _ in run), Counter[int](), []
+        for choices, load in run:
+            seen[choices] += 1
+            if 2 * seen[choices] <= runs[choices]:  # equal micro-batches look like each other's repetition
+                originals.append(load)
+        if all(number % 2 == 0 for number in runs.values()):
+            return np.array(originals)
+    step, layer = at
+    raise ValueError(
+        f"{path}: layer {layer} ran {len(run)} times in step {step}, neither {micro_batches} micro-batches nor these "
+        "recomputed; check micro_batches, and record without evaluation and without an interleaved pipeline"
+    )

@@ -1,0 +1,181 @@
+"""The cost model: the paper's equations by hand, links of two speeds, and when a copy pays."""
+
+import math
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from balancing.cluster import Cluster
+from balancing.experts import ExpertShape, ReplicaPlacement, break_even_tokens, layer_cost, slots_that_fit, traffic
+from balancing.experts.cost import agg_seconds, exchange_seconds, paper_seconds, trans_seconds
+
+SHAPE = ExpertShape(hidden=1000, ffn_hidden=500, bytes_per_parameter=2)
+# NVLink 4 and InfiniBand at their data-sheet rates, and what an H200 reaches in bf16.
+H200 = Cluster(2, 8, 8, 450e9, 50e9, 790e12, 141e9)
+
+
+def nodes(count, per_node, nics=1, inside=100.0, across=10.0):
+    """Slow links with round numbers."""
+    return Cluster(count, per_node, nics, inside, across, 1e9, 1e9)
+
+
+def test_an_expert_has_two_or_three_matrices():
+    assert SHAPE.parameters == 3 * 1000 * 500
+    assert ExpertShape(1000, 500, 2, gated=False).parameters == 2 * 1000 * 500
+    assert SHAPE.weight_bytes == 3e6
+    assert SHAPE.slot_bytes == 3e6 + 6e6
+    # Multiply and add for each parameter.
+    assert SHAPE.forward_seconds(nodes(1, 2)) == pytest.approx(2 * 1.5e6 / 1e9)
+
+
+class TestBreakEven:
+    """Figures known for H200: 2 bytes and 2 FLOP a parameter forward; 8 bytes and 6 FLOP with backward."""
+
+    def tokens(self, shape=SHAPE, **options):
+        return break_even_tokens(H200, shape, **options)
+
+    def test_forward_only_over_nvlink(self):
+        assert self.tokens(same_node=True, backward=False) == pytest.approx(1750, rel=0.01)
+
+    def test_training_over_nvlink(self):
+        """Weights travel twice, gradients once in float32."""
+        assert self.tokens(same_node=True) == pytest.approx(2340, rel=0.01)
+
+    def test_between_nodes(self):
+        assert self.tokens(same_node=False, backward=False) == pytest.approx(16_000, rel=0.02)
+        assert self.tokens(same_node=False) == pytest.approx(21_000, rel=0.01)
+
+    def test_it_does_not_depend_on_the_size_of_the_expert(self):
+        large = ExpertShape(7168, 2048, 2, gated=False)
+        assert self.tokens(large, same_node=True) == pytest.approx(self.tokens(same_node=True))
+
+    def test_hidden_copies_pay_at_once(self):
+        copy = 8 * SHAPE.parameters / H200.intra_node_bandwidth
+        assert self.tokens(same_node=True, hidden_under=copy / 3) == 0
+        assert self.tokens(same_node=True, hidden_under=copy / 6) == pytest.approx(2340 / 2, rel=0.01)
+
+    def test_copies_that_serve_several_micro_batches(self):
+        assert self.tokens(same_node=True, micro_batches=8) == pytest.approx(2340 / 8, rel=0.01)
+
+    def test_a_rank_with_two_nics_copies_twice_as_fast(self):
+        two = Cluster(2, 8, 16, 450e9, 50e9, 790e12, 141e9)
+        assert break_even_tokens(two, SHAPE, same_node=False) == pytest.approx(self.tokens(same_node=False) / 2)
+
+
+class TestExchange:
+    def test_one_node_is_equation_1(self):
+        """The busiest receiver: rank 0 gets 30 + 20 bytes at 100 a second."""
+        table = np.array([[99, 10, 0], [30, 99, 0], [20, 5, 99]])
+        assert exchange_seconds(table, nodes(1, 3)) == pytest.approx(50 / 100)
+
+    def test_a_sender_can_be_the_busiest(self):
+        table = np.array([[0, 40, 40], [0, 0, 0], [0, 0, 0]])
+        assert exchange_seconds(table, nodes(1, 3)) == pytest.approx(80 / 100)
+
+    def test_ranks_share_their_nic(self):
+        """Two nodes of two: each rank sends 10 bytes to the other node, 20 through the one NIC, at 10 a second."""
+        table = np.zeros((4, 4))
+        table[[0, 1], [2, 3]] = 10
+        assert exchange_seconds(table, nodes(2, 2)) == pytest.approx(2.0)
+        assert exchange_seconds(table, nodes(2, 2, nics=2)) == pytest.approx(1.0)
+        assert exchange_seconds(table, nodes(2, 2, nics=4)) == pytest.approx(0.5)
+
+    def test_links_and_nics_work_at_once(self):
+        table = np.zeros((4, 4))
+        table[0, 1], table[0, 2] = 300, 10
+        assert exchange_seconds(table, nodes(2, 2)) == pytest.approx(3.0)
+
+    def test_nothing_takes_no_time(self):
+        assert exchange_seconds(np.eye(4) * 1e9, nodes(2, 2)) == 0
+        assert exchange_seconds(np.eye(2) * 1e9, Cluster(2, 1, 1, math.inf, 10.0, 1e9, 1e9)) == 0
+
+    def test_more_ranks_than_the_cluster(self):
+        with pytest.raises(ValueError, match="8 ranks do not fit a cluster of 4"):
+            exchange_seconds(np.zeros((8, 8)), nodes(2, 2))
+
+
+class TestTransfers:
+    """Expert 0 of rank 0 on ranks 1, 2 and 3, in two nodes of two."""
+
+    placement = ReplicaPlacement(np.arange(4), [[-1], [0], [0], [0]], ranks_per_node=2)
+
+    def test_handing_on_enters_a_node_once(self):
+        weight = SHAPE.weight_bytes
+        assert trans_seconds(self.placement, nodes(2, 2), SHAPE) == pytest.approx(weight / 10)
+        assert trans_seconds(self.placement, nodes(2, 2), SHAPE, relayed=False) == pytest.approx(2 * weight / 10)
+
+    def test_one_node_takes_one_copy_or_one_for_each_replica(self):
+        weight = SHAPE.weight_bytes
+        assert trans_seconds(self.placement, nodes(1, 4), SHAPE) == pytest.approx(weight / 100)
+        assert trans_seconds(self.placement, nodes(1, 4), SHAPE, relayed=False) == pytest.approx(3 * weight / 100)
+
+    def test_gradients_are_float32(self):
+        trans, agg = (each(self.placement, nodes(2, 2), SHAPE) for each in (trans_seconds, agg_seconds))
+        assert agg == pytest.approx(2 * trans)
+
+
+class TestEquations:
+    """Four devices; s = 2 experts to all but n = 1, so 2 (4 - 1) = 6."""
+
+    given: ClassVar = {
+        "received": np.array([6, 2, 0, 1]),
+        "computed": np.array([10, 4, 3, 3]),
+        "copies": 6,
+        "bandwidth": 5.0,
+        "throughput": 2.0,
+        "input_bytes": 10.0,
+        "parameter_bytes": 20.0,
+        "gradient_bytes": 40.0,
+    }
+
+    def test_equation_6(self):
+        all_to_all, forward, trans, agg = 6 * 10 / 5, 10 / 2, 6 * 20 / (4 * 5), 6 * 40 / (4 * 5)
+        assert paper_seconds(**self.given) == pytest.approx(4 * all_to_all + 3 * forward + trans + agg)
+
+    def test_equation_8(self):
+        """Trans of 6 s under 5 + 0.5 s, Agg of 12 s under 10 + 1 s."""
+        assert paper_seconds(**self.given, hidden_under=0.5) == pytest.approx(4 * 12 + 3 * 5 + 0.5 + 1)
+        assert paper_seconds(**self.given, hidden_under=9) == pytest.approx(4 * 12 + 3 * 5)
+
+    def test_one_node_of_ours_is_the_papers(self):
+        load = np.array([[30, 2, 3], [25, 10, 2], [20, 3, 10]])
+        cluster, placement = nodes(1, 3), ReplicaPlacement(np.arange(3), np.full((3, 1), -1))
+        moved = traffic(load, placement)
+        paper = paper_seconds(
+            moved.sum(0) - np.diag(moved),
+            moved.sum(0),
+            0,
+            bandwidth=100.0,
+            throughput=1 / SHAPE.forward_seconds(cluster),
+            input_bytes=SHAPE.hidden * 2,
+            parameter_bytes=SHAPE.weight_bytes,
+            gradient_bytes=4 * SHAPE.parameters,
+        )
+        assert layer_cost(moved, placement, cluster, SHAPE).total == pytest.approx(paper)
+
+    def test_what_hides_and_what_sticks_out(self):
+        placement = ReplicaPlacement(np.arange(2), [[-1], [0]])
+        cluster, tokens = nodes(1, 2, inside=1e6), np.array([[100, 0], [0, 100]])
+        forward = 100 * 3e6 / 1e9
+        trans, agg = 3e6 / 1e6, 6e6 / 1e6
+        exposed = layer_cost(tokens, placement, cluster, SHAPE)
+        assert exposed.exposed == pytest.approx(trans + agg)
+        assert exposed.total == pytest.approx(3 * forward + trans + agg)
+        hidden = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=1.0)
+        assert hidden.trans_exposed == pytest.approx(trans - forward - 1.0)
+        assert hidden.agg_exposed == pytest.approx(agg - 2 * forward - 2.0)
+        assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).exposed == 0
+        shared = layer_cost(tokens, placement, cluster, SHAPE, micro_batches=4)
+        assert shared.total == pytest.approx(3 * forward + (trans + agg) / 4)
+
+
+def test_slots_that_fit():
+    assert slots_that_fit(SHAPE, 9e6 * 24, layers=12, shared=False) == 2
+    assert slots_that_fit(SHAPE, 9e6 * 24, layers=12, shared=True) == 12
+    assert slots_that_fit(SHAPE, 1e6, layers=12, shared=True) == 0
+
+
+def test_a_size_that_is_none():
+    with pytest.raises(ValueError, match="ffn_hidden=0 must be positive"):
+        ExpertShape(1000, 0, 2)

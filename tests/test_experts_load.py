@@ -1,0 +1,299 @@
+"""Loads over time, recorded and made up: drift, prediction, and trace files, whole and broken."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.moe.router_trace import RouterTracer
+
+from balancing.experts import (
+    LoadHistory,
+    LoadTrace,
+    contiguous_homes,
+    rank_load,
+    read_load_trace,
+    read_routing_trace,
+    total_variation,
+    write_load_trace,
+)
+from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+
+
+class TestDrift:
+    def test_total_variation(self):
+        assert total_variation([[10, 0]], [[0, 5]]) == 1
+        assert total_variation([[10, 10]], [[3, 3]]) == 0
+        assert total_variation([[30, 10], [10, 30]], [[80, 0], [0, 0]]) == pytest.approx(0.5)
+        assert total_variation([[0, 0]], [[0, 0]]) == 0
+        assert total_variation([[0, 0]], [[0, 1]]) == 1
+        assert total_variation(np.ones((3, 2, 4)), np.ones((3, 2, 4))).shape == (3,)
+
+    def test_what_ranks_compute(self):
+        load = np.array([[1, 2, 3, 4], [10, 20, 30, 40]])
+        assert rank_load(load, contiguous_homes(4, 2)).tolist() == [33, 77]
+        assert rank_load(load, [1, 0, 1, 0]).tolist() == [66, 44]
+        assert rank_load(np.stack([load, load]), [1, 0, 1, 0]).shape == (2, 2)
+
+
+class TestHistory:
+    def test_the_first_load_predicts_itself(self):
+        history = LoadHistory()
+        with pytest.raises(ValueError, match="no load is recorded"):
+            history.predict()
+        assert history.record([[3, 4], [5, 6]]) == 0
+        assert history.predict().tolist() == [[3, 4], [5, 6]]
+        assert len(history) == 1 and history.interval(0.1) == 1
+
+    def test_a_load_that_moves_on_is_predicted_from_the_last(self):
+        """A hot expert that is another one every few steps: averages lag behind."""
+        history = LoadHistory()
+        for step in range(24):
+            load = np.full((2, 8), 10)
+            load[:, step // 4] = 500
+            history.record(load)
+        assert np.array_equal(history.predict(), load)
+
+    def test_a_load_that_only_fluctuates_is_predicted_from_an_average(self):
+        generator, history = np.random.default_rng(0), LoadHistory()
+        popularity = zipf_popularity(32, 8, 2, generator)
+        errors, last = {"predicted": [], "last": []}, None
+        for step in range(60):
+            load = sampled_load(popularity, 8, 40, generator)
+            if step > 10:
+                errors["predicted"].append(total_variation(history.predict(), load))
+                errors["last"].append(total_variation(last, load))
+            history.record(load)
+            last = load
+        assert np.mean(errors["predicted"]) < 0.9 * np.mean(errors["last"])
+
+    def test_layers_are_predicted_each_in_its_own_way(self):
+        generator, together, alone = np.random.default_rng(1), LoadHistory(), [LoadHistory(), LoadHistory()]
+        popularity = zipf_popularity(16, 4, 2, generator)
+        for step in range(30):
+            moving = np.full((4, 16), 5)
+            moving[:, step // 3] = 400
+            layers = np.stack([moving, sampled_load(popularity, 4, 30, generator)])
+            drift = together.record(layers)
+            assert drift == pytest.approx([float(each.record(load)) for each, load in zip(alone, layers, strict=True)])
+        assert np.array_equal(together.predict(), np.stack([each.predict() for each in alone]))
+        assert together.drift.shape == together.error.shape == (2,)
+        assert np.array_equal(alone[0].predict(), moving), "this layer follows the last load"
+        assert not np.array_equal(alone[1].predict(), layers[1]), "and this one an average"
+
+    def test_a_plan_may_grow_old_where_loads_are_local(self):
+        steady, restless = LoadHistory(), LoadHistory()
+        generator = np.random.default_rng(2)
+        popularity = zipf_popularity(32, 8, 2, generator)
+        for _ in range(10):
+            steady.record(1000 * np.ones((8, 32)))
+            popularity = drifted(popularity, 0.04, generator)
+            restless.record(100_000 * np.tile(popularity, (8, 1)))
+        assert steady.interval(0.1, most=50) == 50
+        assert restless.interval(0.1) == 2
+        assert restless.interval(0.01) == 1
+        assert restless.error == pytest.approx(0.04, rel=0.05)
+
+    @pytest.mark.parametrize("load", [[1, 2], [[-1, 2]], [[np.nan, 1]]])
+    def test_bad_loads(self, load):
+        with pytest.raises(ValueError, match="source_rank, expert"):
+            LoadHistory().record(load)
+
+    def test_a_load_of_another_shape(self):
+        history = LoadHistory()
+        history.record(np.ones((2, 4)))
+        with pytest.raises(ValueError, match=r"\(2, 8\) follows loads of shape \(2, 4\)"):
+            history.record(np.ones((2, 8)))
+
+
+class TestSynthetic:
+    @settings(max_examples=30, deadline=None)
+    @given(st.sampled_from([(16, 4), (64, 8), (128, 64)]), st.floats(1.0, 3.5), st.integers(0, 999))
+    def test_imbalance_is_as_asked(self, shape, imbalance, seed):
+        experts, ranks = shape
+        popularity = zipf_popularity(experts, ranks, imbalance, np.random.default_rng(seed))
+        assert popularity.sum() == pytest.approx(1) and popularity.min() >= 0
+        assert popularity.reshape(ranks, -1).sum(1).max() * ranks == pytest.approx(imbalance, rel=1e-6)
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.floats(1.0, 4), st.floats(0, 0.5), st.integers(0, 999))
+    def test_drift_is_as_asked(self, imbalance, variation, seed):
+        generator = np.random.default_rng(seed)
+        popularity = zipf_popularity(64, 8, imbalance, generator)
+        moved = drifted(popularity, variation, generator)
+        assert total_variation(popularity[None], moved[None]) == pytest.approx(variation, abs=1e-6)
+
+    def test_every_rank_has_as_many_tokens(self):
+        load = sampled_load(zipf_popularity(16, 4, 2, np.random.default_rng(0)), 4, 123, np.random.default_rng(0))
+        assert load.sum(1).tolist() == [123] * 4
+
+    def test_bad_input(self):
+        generator = np.random.default_rng(0)
+        with pytest.raises(ValueError, match=r"rank_imbalance=0\.5"):
+            zipf_popularity(16, 4, 0.5, generator)
+        with pytest.raises(ValueError, match="rank_imbalance=4"):
+            zipf_popularity(16, 4, 4, generator)
+        with pytest.raises(ValueError, match=r"variation=1\.5"):
+            drifted(np.ones(4) / 4, 1.5, generator)
+
+
+class TestLoadTrace:
+    trace = LoadTrace(np.arange(2 * 4 * 3 * 2 * 8).reshape(2, 4, 3, 2, 8), np.array([10, 20]), np.array([0, 2, 4]))
+
+    def test_what_is_written_is_read(self, tmp_path):
+        write_load_trace(self.trace, tmp_path / "loads.npz")
+        found = read_load_trace(tmp_path / "loads.npz")
+        assert np.array_equal(found.counts, self.trace.counts)
+        assert found.iteration.tolist() == [10, 20] and found.layer.tolist() == [0, 2, 4]
+
+    def test_sources_are_merged_or_split(self):
+        merged, split = self.trace.on_ranks(2), self.trace.on_ranks(8)
+        assert np.array_equal(merged[:, 0], self.trace.counts[:, 0] + self.trace.counts[:, 1])
+        assert np.array_equal(split[:, 0::2] + split[:, 1::2], self.trace.counts)
+        assert np.abs(split[:, 0::2] - split[:, 1::2]).max() <= 1
+        with pytest.raises(ValueError, match="4 source ranks, not a multiple or a part of 6"):
+            self.trace.on_ranks(6)
+
+    def test_a_file_that_is_cut_short(self, tmp_path):
+        path = tmp_path / "loads.npz"
+        write_load_trace(self.trace, path)
+        content = path.read_bytes()
+        for length in (0, 50, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:length])
+            with pytest.raises(ValueError, match=r"loads\.npz"):
+                read_load_trace(path)
+
+    def test_files_with_other_contents(self, tmp_path):
+        path = tmp_path / "loads.npz"
+        cases = [
+            ({"loads": np.ones(3)}, "no array 'counts'"),
+            ({"counts": np.ones((2, 3), dtype=int)}, "must be whole numbers"),
+            ({"counts": np.ones((1, 2, 1, 1, 4))}, "must be whole numbers"),
+            ({"counts": np.full((1, 2, 1, 1, 4), -1)}, "negative"),
+            ({"counts": np.ones((2, 2, 1, 1, 4), dtype=int), "iteration": np.arange(3)}, "iteration has shape"),
+            ({"counts": np.ones((2, 0, 1, 1, 4), dtype=int)}, "must be whole numbers"),
+            ({"counts": np.array([{}], dtype=object)}, "allow_pickle"),
+        ]
+        for content, named in cases:
+            np.savez(path, **content)
+            with pytest.raises(ValueError, match=named) as error:
+                read_load_trace(path)
+            assert str(path) in str(error.value) and "\n" not in str(error.value)
+        path.write_text("not an archive")
+        with pytest.raises(ValueError, match=r"loads\.npz"):
+            read_load_trace(path)
+        with pytest.raises(ValueError, match="No such file"):
+            read_load_trace(tmp_path / "none.npz")
+
+
+class TestRoutingTrace:
+    """Files as Megatron-LM's own tracer writes them: 2 ranks, 2 layers, 3 micro-batches, 2 steps, 8 experts, top-2."""
+
+    ranks, layers, micro_batches, steps = 2, 2, 3, 2
+
+    def choices(self):
+        """Chosen experts [step, rank, layer, micro_batch, token, 2], and the counts they make."""
+        generator = np.random.default_rng(0)
+        shape = (self.steps, self.ranks, self.layers, self.micro_batches, 5)
+        first = generator.integers(0, 8, shape)
+        chosen = np.stack([first, (first + generator.integers(1, 8, shape)) % 8], axis=-1)
+        counts = (chosen.reshape(*shape[:-1], -1, 1) == np.arange(8)).sum(-2)
+        return chosen, counts
+
+    def write(self, folder, order, ranks=2):
+        """Have the tracer record (layer, micro-batch) in the given order, for every rank and step."""
+        chosen, counts = self.choices()
+        for rank in range(ranks):
+            tracer = RouterTracer(str(folder), max_steps=10, rank=rank, training_mode=True)
+            for step in range(self.steps):
+                for layer, micro_batch in order:
+                    indices = torch.from_numpy(chosen[step, rank % 2, layer, micro_batch])
+                    tracer.record_indices([indices], layer_ids=[layer])
+                tracer.advance_step(100 + step)
+        return counts
+
+    def read(self, folder, **options):
+        return read_routing_trace(folder, **{"experts": 8, "micro_batches": 3, **options})
+
+    def forward_backward(self, recompute):
+        order = []
+        for batch in range(3):
+            order += [(layer, batch) for layer in range(2)]
+            order += [(layer, batch) for layer in reversed(range(2)) if recompute]
+        return order
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_micro_batches_follow_from_the_order(self, tmp_path, recompute):
+        counts = self.write(tmp_path, self.forward_backward(recompute))
+        trace = self.read(tmp_path)
+        assert np.array_equal(trace.counts, counts)
+        assert trace.iteration.tolist() == [100, 101] and trace.layer.tolist() == [0, 1]
+
+    def test_recomputation_along_a_pipeline(self, tmp_path):
+        """The first of two stages runs two forwards before its first backward."""
+        order = [0, 1, 0, 2, 1, 2]
+        counts = self.write(tmp_path, [(layer, batch) for batch in order for layer in range(2)])
+        assert np.array_equal(self.read(tmp_path).counts, counts)
+
+    def test_stages_number_their_layers_from_zero(self, tmp_path):
+        counts = self.write(tmp_path, self.forward_backward(False), ranks=4)
+        trace = self.read(tmp_path, stages=2)
+        assert np.array_equal(trace.counts, np.concatenate([counts, counts], axis=2))
+        assert trace.layer.tolist() == [0, 1, 2, 3]
+        assert self.read(tmp_path).counts.shape[1] == 4
+
+    def test_equal_micro_batches_recomputed(self, tmp_path):
+        """Which of equal choices is original and which repetition does not matter for counts."""
+        counts = self.write(tmp_path, [(0, 0), (0, 0), (0, 1), (0, 0), (0, 0), (0, 1)])
+        trace = self.read(tmp_path)
+        assert np.array_equal(trace.counts[:, :, 0], counts[:, :, 0, [0, 0, 1]])
+
+    def test_what_cannot_be_explained_is_refused(self, tmp_path):
+        self.write(tmp_path, self.forward_backward(False))
+        with pytest.raises(ValueError, match="ran 3 times in step 100, neither 2 micro-batches nor these recomputed"):
+            self.read(tmp_path, micro_batches=2)
+        # Two chunks of an interleaved pipeline: twice as many runs, but no repetitions.
+        self.write(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)])
+        with pytest.raises(ValueError, match="ran 2 times"):
+            self.read(tmp_path, micro_batches=1)
+
+    def test_broken_files(self, tmp_path):
+        with pytest.raises(ValueError, match="no router_trace_rank"):
+            self.read(tmp_path)
+        self.write(tmp_path, self.forward_backward(False))
+        path = tmp_path / "router_trace_rank1.jsonl"
+        whole = path.read_text()
+        lines = whole.splitlines()
+
+        def refused(text, named, **options):
+            path.write_text(text)
+            with pytest.raises(ValueError, match=named) as error:
+                self.read(tmp_path, **options)
+            assert "\n" not in str(error.value)
+
+        refused(whole[: len(whole) // 2 + 3], r"rank1\.jsonl:\d+ is cut short")
+        refused("\n".join(lines[:-1]) + "\n", "ran 2 times in step 101")
+        refused("{nonsense\n" + whole, "rank1.jsonl:1 is not JSON")
+        refused("[1, 2]\n" + whole, "rank1.jsonl:1 is not a record")
+        wrong = json.loads(lines[0])
+        refused(json.dumps({**wrong, "num_tokens": 4}) + "\n", r"shape \(5, 2\) for 4 tokens")
+        refused(json.dumps({**wrong, "top_indices": [[1, 2], [3]]}) + "\n", "is not a record")
+        refused(whole, r"names expert [4-7], but experts=4", experts=4)
+        refused(whole.replace('"step": 10', '"step": 99'), "no step that is in the files of all 2 ranks")
+        refused(whole.replace('"layer": 1', '"layer": 2'), "no record of layer 1")
+        refused("", "no record of a decoder layer")
+        refused(whole, "2 ranks do not divide into 3 stages", stages=3)
+        refused(whole, "micro_batches=0", micro_batches=0)
+        path.rename(tmp_path / "router_trace_rank5.jsonl")
+        with pytest.raises(ValueError, match="no file of rank 1"):
+            self.read(tmp_path)
+
+    def test_other_blocks_are_left_out(self, tmp_path):
+        counts = self.write(tmp_path, self.forward_backward(False))
+        for path in tmp_path.glob("*.jsonl"):
+            first = json.loads(path.read_text().splitlines()[0])
+            with path.open("a") as file:
+                file.write(json.dumps({**first, "block": "mtp", "mtp_idx": 0}) + "\n")
+        assert np.array_equal(self.read(tmp_path).counts, counts)

@@ -1,0 +1,471 @@
+"""Placements of replicas by every planner: what must hold for any load, and how level the result is."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balancing.cluster import Cluster
+from balancing.experts import (
+    METHODS,
+    ExpertShape,
+    ReplicaPlacement,
+    contiguous_homes,
+    plan_replicas,
+    plan_replicas_layers,
+    repair,
+    split_tokens,
+    traffic,
+)
+from balancing.experts.eplb import rebalance_experts
+from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+
+quick = settings(max_examples=60, deadline=None)
+H200 = Cluster.preset("h200-8x400g", nodes=8)
+SHAPE = ExpertShape(4096, 1536, 2)
+
+
+def machine(ranks, per_node=None):
+    """As many nodes as the ranks need."""
+    per_node = per_node or ranks
+    return H200.relabel(-(-ranks // per_node), per_node)
+
+
+def largest_over_mean(load, placement):
+    tokens = traffic(load, placement).sum(0)
+    return tokens.max() / tokens.mean()
+
+
+def optimum(total, placement):
+    """The least possible tokens of the fullest rank: the densest set of ranks, by what can be served nowhere else."""
+    held = [set(placement.ranks(expert)) for expert in range(placement.experts)]
+    densest = 0.0
+    for size in range(1, placement.num_ranks + 1):
+        for ranks in combinations(range(placement.num_ranks), size):
+            bound = sum(int(tokens) for tokens, own in zip(total, held, strict=True) if own <= set(ranks))
+            densest = max(densest, bound / size)
+    return densest
+
+
+@st.composite
+def loads(draw, most_ranks=6):
+    """A load [source_rank, expert]: even, uneven, or hostile."""
+    ranks, per_rank = draw(st.integers(1, most_ranks)), draw(st.integers(1, 4))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    experts = ranks * per_rank
+    kind = draw(st.sampled_from(["random", "skewed", "one expert", "an idle rank", "few", "none", "cold experts"]))
+    load = generator.integers(0, 2000, (ranks, experts))
+    if kind == "skewed":
+        load = (load * np.arange(1, experts + 1.0) ** -1.5).astype(np.int64)
+    elif kind == "one expert":
+        load[:, np.arange(experts) != generator.integers(experts)] = 0
+    elif kind == "an idle rank":
+        load[generator.integers(ranks)] = 0
+    elif kind == "few":
+        load = generator.integers(0, 3, (ranks, experts))
+    elif kind == "none":
+        load[:] = 0
+    elif kind == "cold experts":
+        load[:, generator.random(experts) < 0.7] = 0
+    return load
+
+
+@st.composite
+def homes(draw, load):
+    """Contiguous blocks, or any other even distribution."""
+    blocks = contiguous_homes(load.shape[1], len(load))
+    return draw(st.one_of(st.none(), st.permutations(blocks.tolist())))
+
+
+@quick
+@given(st.data(), loads(), st.sampled_from(METHODS), st.integers(0, 3), st.integers(1, 6), st.booleans())
+def test_every_plan_keeps_homes_and_slots_and_every_token(data, load, method, slots, per_node, costs):
+    ranks, experts = load.shape
+    home = data.draw(homes(load))
+    options = {"slots": slots, "home": home, "method": method, "shape": SHAPE if costs else None}
+    placement = plan_replicas(load, machine(ranks, min(per_node, ranks)), **options)
+    assert placement == plan_replicas(load.copy(), machine(ranks, min(per_node, ranks)), **options)
+    assert placement.slot_expert.shape == (ranks, slots)
+    expected = contiguous_homes(experts, ranks) if home is None else home
+    for expert in range(experts):
+        held = placement.ranks(expert)
+        assert held[0] == expected[expert]
+        assert len(set(held)) == len(held)
+        assert placement.chain(expert)[0] == held[0] and set(placement.chain(expert)) == set(held)
+    if not load.any() or ranks == 1:
+        assert placement.replicas == 0 or method == "eplb"
+
+    split = split_tokens(load, placement)
+    assert split.shape == (ranks, experts, ranks)
+    assert split.min() >= 0
+    assert np.array_equal(split.sum(2), load)
+    held = placement.log2phys >= 0
+    assert not split[:, ~held].any(), "a token went to a rank that does not hold its expert"
+    assert np.array_equal(split, split_tokens(load, placement))
+    assert np.array_equal(traffic(load, placement), split.sum(1))
+
+
+@quick
+@given(loads(), st.integers(0, 3), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_the_split_is_as_level_as_the_placement_allows(load, slots, per_node, seed):
+    """Over any placement, not only good ones, and on a load it was not made for."""
+    ranks, experts = load.shape
+    generator, home = np.random.default_rng(seed), contiguous_homes(experts, ranks)
+    placed = np.full((ranks, slots), -1)
+    for rank in range(ranks):
+        others = generator.permutation(np.flatnonzero(home != rank))[: generator.integers(0, slots + 1)]
+        placed[rank, : len(others)] = others
+    placement = ReplicaPlacement(home, placed, ranks_per_node=min(per_node, ranks))
+    fullest = split_tokens(load, placement, sweeps=300).sum((0, 1)).max()
+    best = optimum(load.sum(0), placement)
+    # Whole tokens: an instance may be off by less than one, and a rank has a few.
+    assert best - 1e-9 <= fullest <= best + placement.homes_per_rank + slots
+    assert fullest <= traffic(load, ReplicaPlacement(home, np.full((ranks, 0), -1))).sum(0).max()
+
+
+@quick
+@given(loads(), st.integers(1, 3))
+def test_quota_as_shipped_is_near_the_optimum_of_its_placement(load, slots):
+    """With the number of sweeps that training uses."""
+    placement = plan_replicas(load, machine(len(load)), slots=slots)
+    fullest = traffic(load, placement).sum(0).max()
+    assert fullest <= 1.03 * optimum(load.sum(0), placement) + placement.homes_per_rank + slots
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(32, 8), (128, 16), (256, 64)])
+@pytest.mark.parametrize("imbalance", [1.0, 1.3, 2, 4])
+def test_quota_levels_what_was_predicted_and_what_drifted(experts, ranks, imbalance):
+    generator = np.random.default_rng(experts + ranks)
+    popularity = zipf_popularity(experts, ranks, imbalance, generator)
+    load = sampled_load(popularity, ranks, 16384, generator)
+    placement = plan_replicas(load, machine(ranks, 8), slots=2)
+    assert largest_over_mean(load, placement) <= 1.01
+    drift = [sampled_load(drifted(popularity, 0.03, generator), ranks, 16384, generator) for _ in range(5)]
+    assert np.mean([largest_over_mean(each, placement) for each in drift]) <= 1.015
+    if imbalance > 1.1:
+        unmoved = plan_replicas(load, machine(ranks, 8), slots=2, method="none")
+        assert largest_over_mean(load, unmoved) == pytest.approx(imbalance, rel=0.1)
+
+
+def test_one_slot_still_levels_a_prediction():
+    generator = np.random.default_rng(3)
+    for imbalance in (1.3, 3, 6):
+        load = sampled_load(zipf_popularity(32, 8, imbalance, generator), 8, 16384, generator)
+        assert largest_over_mean(load, plan_replicas(load, machine(8), slots=1)) <= 1.05
+
+
+def test_planners_rank_as_they_should_on_a_hot_load():
+    """Each planner fixes what the ones before it leave: none, then FasterMoE's, Pro-Prophet's, EPLB's and ours."""
+    generator, after = np.random.default_rng(0), {method: [] for method in METHODS}
+    for _ in range(10):
+        load = sampled_load(zipf_popularity(64, 16, 4, generator), 16, 16384, generator)
+        for method in METHODS:
+            after[method].append(largest_over_mean(load, plan_replicas(load, machine(16, 8), slots=2, method=method)))
+    mean = {method: np.mean(values) for method, values in after.items()}
+    assert mean["none"] > mean["shadow"] > mean["prophet"] > mean["quota"]
+    assert mean["none"] > mean["eplb"] > mean["quota"]
+    assert mean["quota"] <= 1.01
+
+
+def test_layers_at_once_are_the_layers_one_by_one():
+    generator = np.random.default_rng(5)
+    load = np.stack(
+        [sampled_load(zipf_popularity(32, 8, 1 + layer, generator), 8, 999, generator) for layer in range(6)]
+    )
+    for method in METHODS:
+        together = plan_replicas_layers(load, machine(8), slots=2, method=method)
+        assert together == tuple(plan_replicas(each, machine(8), slots=2, method=method) for each in load)
+
+
+def test_a_prediction_may_be_fractional():
+    load = np.full((2, 4), 10.5)
+    load[:, 0] = 99.25
+    assert plan_replicas(load, machine(2), slots=1).replicas == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_zero_slots_are_legal(method):
+    load = np.random.default_rng(0).integers(0, 99, (4, 8))
+    placement = plan_replicas(load, machine(4), slots=0, method=method)
+    assert placement.replicas == 0 and placement.phys2log.tolist() == list(range(8))
+    assert np.array_equal(split_tokens(load, placement).sum(2), load)
+
+
+class TestPhysicalNumbers:
+    """Physical = rank * (homes + slots) + local, as a token dispatcher counts."""
+
+    placement = ReplicaPlacement([0, 0, 1, 1, 2, 2], [[5, -1], [-1, 0], [0, 3]], ranks_per_node=2)
+
+    def test_tables(self):
+        assert self.placement.phys2log.tolist() == [0, 1, 5, -1, 2, 3, -1, 0, 4, 5, 0, 3]
+        assert self.placement.log2phys[0].tolist() == [0, 7, 10]
+        assert self.placement.log2phys[4].tolist() == [-1, -1, 8]
+
+    def test_who_holds_what(self):
+        assert self.placement.ranks(0) == (0, 1, 2)
+        assert self.placement.ranks(5) == (2, 0)
+        assert self.placement.slots_of(1) == (-1, 0)
+        assert [tuple(copy) for copy in self.placement.copies()] == [
+            (5, 2, 0, 0),
+            (0, 0, 1, 1),
+            (0, 0, 2, 0),
+            (3, 1, 2, 1),
+        ]
+
+    def test_a_chain_stays_in_the_node_first(self):
+        placement = ReplicaPlacement(np.arange(6), [[3], [3], [-1], [-1], [3], [3]], ranks_per_node=2)
+        assert placement.chain(3) == (3, 0, 1, 4, 5)
+        assert ReplicaPlacement(np.arange(6), [[3], [3], [3], [-1], [3], [3]], ranks_per_node=2).chain(3)[:2] == (3, 2)
+
+    def test_homes_that_are_not_blocks(self):
+        placement = ReplicaPlacement([1, 0, 1, 0], [[2], [-1]])
+        assert placement.phys2log.tolist() == [1, 3, 2, 0, 2, -1]
+
+    def test_a_hash_tells_plans_apart(self):
+        same = ReplicaPlacement(np.array([0, 0, 1, 1, 2, 2], dtype=np.int32), self.placement.slot_expert, "level", 2)
+        assert (
+            same == self.placement and hash(same) == hash(self.placement) and same.digest() == self.placement.digest()
+        )
+        others = [
+            ReplicaPlacement(self.placement.home, self.placement.slot_expert, "even", 2),
+            ReplicaPlacement(self.placement.home, self.placement.slot_expert, "level", 3),
+            ReplicaPlacement(self.placement.home, self.placement.slot_expert[:, :1], "level", 2),
+            ReplicaPlacement(self.placement.home, self.placement.slot_expert[:, ::-1], "level", 2),
+        ]
+        assert len({plan.digest() for plan in [self.placement, *others]}) == 5
+
+    def test_a_plan_cannot_be_changed(self):
+        with pytest.raises(ValueError):
+            self.placement.slot_expert[0, 0] = 3
+        with pytest.raises(AttributeError):
+            self.placement.home = None
+
+    @pytest.mark.parametrize(
+        ("home", "slots", "named"),
+        [
+            ([0, 0, 1, 1], [[0], [-1]], "expert 0 is twice on rank 0"),
+            ([0, 0, 1, 1], [[2, 2], [-1, -1]], "expert 2 is twice on rank 0"),
+            ([0, 0, 1, 1], [[4], [-1]], "names expert 4"),
+            ([0, 0, 1, 1], [[-2], [-1]], "names expert -2"),
+            ([0, 0, 0, 1], [[-1], [-1]], "rank 0 is home to 3"),
+            ([0, 0, 1, 2], [[-1], [-1]], "names rank 2"),
+            ([0, 0, 1], [[-1], [-1]], "3 experts do not divide"),
+            ([0, 0, 1, 1], [[0.5], [-1]], "whole numbers"),
+        ],
+    )
+    def test_nonsense_is_refused(self, home, slots, named):
+        with pytest.raises(ValueError, match=named):
+            ReplicaPlacement(home, slots)
+
+
+class TestProphet:
+    def test_replicas_serve_their_own_rank_only(self):
+        load = sampled_load(zipf_popularity(16, 8, 3, np.random.default_rng(1)), 8, 4096, np.random.default_rng(1))
+        for method in ("prophet", "shadow"):
+            placement = plan_replicas(load, machine(8), slots=2, method=method)
+            assert placement.replicas > 0
+            split = split_tokens(load, placement)
+            for copy in placement.copies():
+                assert split[copy.rank, copy.expert, copy.rank] == load[copy.rank, copy.expert]
+                assert split[np.arange(8) != copy.rank, copy.expert, copy.rank].sum() == 0
+
+    def test_by_hand(self):
+        """Three devices, one expert each, loads 60, 15, 15. Device 2 has the fewest tokens for expert 0 and stays out.
+
+        Device 1 keeps its own 25 then: 35, 40, 15. Now device 1 is the heaviest; of its expert's 15 tokens device 2 has
+        3 and device 0 has 2, so device 2 gets it and keeps those 3: 35, 37, 18. Device 1's expert is used, so it ends.
+        """
+        load = np.array([[25, 2, 3], [25, 10, 2], [10, 3, 10]])
+        placement = plan_replicas(load, machine(3), slots=1, method="prophet", excluded=1, alpha=0.1)
+        assert placement.ranks(0) == (0, 1)
+        assert placement.ranks(1) == (1, 2)
+        assert traffic(load, placement).sum(0).tolist() == [35, 37, 18]
+        everywhere = plan_replicas(load, machine(3), slots=1, method="prophet", excluded=0, alpha=0.1)
+        assert everywhere.ranks(0) == (0, 1, 2)
+        assert everywhere.ranks(1) == (1, 0), "device 2's only slot is taken"
+        assert traffic(load, everywhere).sum(0).tolist() == [27, 38, 25]
+
+    def test_alpha_is_when_it_stops(self):
+        """Loads 40 and 10; with expert 0 on both 20 and 30; with expert 1 on both too 25 and 25."""
+        load = np.array([[20, 5], [20, 5]])
+        for alpha, replicas in ((1.3, 0), (0.5, 1), (0.1, 2)):
+            assert plan_replicas(load, machine(2), slots=1, method="prophet", alpha=alpha).replicas == replicas
+
+    def test_a_planner_that_knows_the_scheduler_replicates_more(self):
+        """Eq. 8 against Eq. 6: where transfers are as long as the compute they can hide under, only the first pays."""
+        load = sampled_load(zipf_popularity(16, 8, 2, np.random.default_rng(2)), 8, 1500, np.random.default_rng(2))
+        exposed = plan_replicas(load, machine(8), slots=2, shape=SHAPE, method="prophet")
+        hidden = plan_replicas(load, machine(8), slots=2, shape=SHAPE, method="prophet", hidden_under=1e-3)
+        assert exposed.replicas < hidden.replicas
+        assert largest_over_mean(load, hidden) < largest_over_mean(load, exposed)
+
+    def test_bad_options(self):
+        load = np.ones((4, 4), dtype=int)
+        with pytest.raises(ValueError, match="excluded=3 must lie between 0 and 2"):
+            plan_replicas(load, machine(4), slots=1, method="prophet", excluded=3)
+        with pytest.raises(ValueError, match="alpha=-1"):
+            plan_replicas(load, machine(4), slots=1, method="prophet", alpha=-1)
+        with pytest.raises(ValueError, match="'quota' has no option alpha"):
+            plan_replicas(load, machine(4), slots=1, alpha=1)
+
+
+class TestShadow:
+    def test_by_hand(self):
+        """Expert 0 everywhere: from 120 tokens to 70. Expert 1 too: to 44. Expert 2 would bring rank 3 to 45: no."""
+        load = np.array([[30, 10, 1, 1]] * 4)
+        placement = plan_replicas(load, machine(4), slots=3, method="shadow")
+        assert placement.ranks(0) == (0, 1, 2, 3) and placement.ranks(1) == (1, 0, 2, 3)
+        assert placement.replicas == 6
+        assert traffic(load, placement).sum(0).tolist() == [40, 40, 44, 44]
+
+    def test_slots_bound_it(self):
+        load = np.array([[30, 30], [30, 30], [1, 1], [1, 1]]).repeat(2, axis=1)
+        assert plan_replicas(load, machine(4), slots=1, method="shadow").replicas <= 3
+
+
+class TestEplb:
+    def test_the_vector_of_its_readme(self):
+        load = np.array(
+            [
+                [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+                [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+            ]
+        )
+        instances, count = rebalance_experts(load, copies=16, groups=4, nodes=2, gpus=8)
+        assert instances.tolist() == [
+            [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+            [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+        ]
+        assert np.array_equal(count, [np.bincount(row, minlength=12) for row in instances])
+
+    def test_groups_that_do_not_divide_by_nodes_are_ignored(self):
+        load = np.random.default_rng(0).integers(1, 99, (1, 12))
+        one = rebalance_experts(load, copies=16, groups=3, nodes=2, gpus=4)[0]
+        assert np.array_equal(one, rebalance_experts(load, copies=16, groups=1, nodes=1, gpus=4)[0])
+
+    def test_numbers_that_do_not_divide(self):
+        with pytest.raises(ValueError, match="15 copies of 12 experts"):
+            rebalance_experts(np.ones((1, 12)), copies=15, groups=1, nodes=1, gpus=2)
+
+    def test_instances_are_used_evenly(self):
+        load = np.zeros((4, 4), dtype=int)
+        load[:, 0] = 1001
+        placement = plan_replicas(load, machine(4), slots=1, method="eplb")
+        assert placement.ranks(0) == (0, 1, 2, 3)
+        assert sorted(split_tokens(load, placement)[:, 0].sum(0)) == [1001] * 4
+        assert placement.split == "even"
+
+
+class TestCosts:
+    def hot(self, tokens, ranks=8):
+        generator = np.random.default_rng(7)
+        return sampled_load(zipf_popularity(4 * ranks, ranks, 3, generator), ranks, tokens, generator)
+
+    def test_a_level_load_gets_no_replica(self):
+        load = np.full((8, 32), 500)
+        assert plan_replicas(load, machine(8), slots=2, shape=SHAPE).replicas == 0
+
+    def test_exposed_copies_need_many_tokens(self):
+        few, many = self.hot(500), self.hot(200_000)
+        assert plan_replicas(few, machine(8), slots=2, shape=SHAPE).replicas == 0
+        exposed = plan_replicas(many, machine(8), slots=2, shape=SHAPE)
+        assert 0 < exposed.replicas <= 16
+        assert largest_over_mean(many, exposed) < 1.1
+
+    def test_hidden_copies_fill_all_slots(self):
+        assert plan_replicas(self.hot(500), machine(8), slots=2, shape=SHAPE, hidden_under=5e-3).replicas == 16
+
+    def test_a_copy_that_serves_many_micro_batches_pays_sooner(self):
+        load = self.hot(3000)
+        once = plan_replicas(load, machine(8), slots=2, shape=SHAPE)
+        often = plan_replicas(load, machine(8), slots=2, shape=SHAPE, micro_batches=64)
+        assert once.replicas < often.replicas
+
+    def test_what_is_uneven_within_nodes_is_levelled_within_nodes(self):
+        load = np.full((16, 64), 5000)
+        for node in (0, 1):  # each has a hot expert, which only its own ranks send to
+            load[:, 32 * node] = 0
+            load[8 * node : 8 * node + 8, 32 * node] = 120_000
+        placement = plan_replicas(load, machine(16, 8), slots=1, shape=SHAPE)
+        copies = list(placement.copies())
+        assert copies and all(copy.source // 8 == copy.rank // 8 for copy in copies)
+
+    def test_more_copies_stay_inside_than_chance_would_have(self):
+        load = self.hot(4096, ranks=32)
+        copies = list(plan_replicas(load, machine(32, 8), slots=2).copies())
+        inside = np.mean([copy.source // 8 == copy.rank // 8 for copy in copies])
+        assert inside > 0.4  # 7 of 31 other ranks are in the node: 0.23
+
+
+class TestRepair:
+    def test_an_expert_that_became_hot_is_copied(self):
+        load = np.full((8, 32), 100)
+        placement = plan_replicas(load, machine(8), slots=2)
+        surprise = load.copy()
+        cold = next(expert for expert in range(32) if len(placement.ranks(expert)) == 1)
+        surprise[:, cold] = 3000
+        better = repair(surprise, placement, machine(8), copies=4)
+        assert 1 <= len(set(better.copies()) - set(placement.copies())) <= 4
+        assert largest_over_mean(surprise, better) < 0.6 * largest_over_mean(surprise, placement)
+        enough = repair(surprise, placement, machine(8), copies=8)
+        assert largest_over_mean(surprise, enough) < 1.1
+
+    def test_nothing_is_done_without_need(self):
+        load = np.random.default_rng(0).integers(90, 110, (8, 32))
+        placement = plan_replicas(load, machine(8), slots=2)
+        assert repair(load, placement, machine(8)) is placement
+
+    def test_a_copy_that_does_not_pay_is_not_made(self):
+        load = np.full((8, 32), 2)
+        load[:, 5] = 60
+        placement = plan_replicas(load, machine(8), slots=2, method="none")
+        assert repair(load, placement, machine(8)) is not placement
+        assert repair(load, placement, machine(8), shape=SHAPE) is placement
+        assert repair(1000 * load, placement, machine(8), shape=SHAPE) is not placement
+
+    def test_replicas_stay_if_they_must(self):
+        generator = np.random.default_rng(4)
+        load = sampled_load(zipf_popularity(32, 8, 2, generator), 8, 4096, generator)
+        placement = plan_replicas(load, machine(8), slots=1)
+        other = sampled_load(zipf_popularity(32, 8, 4, generator), 8, 4096, generator)
+        assert repair(other, placement, machine(8), evict=False) is placement  # every slot is full
+        assert repair(other, placement, machine(8)) is not placement
+
+    @quick
+    @given(loads(), loads(), st.integers(0, 3), st.integers(0, 5))
+    def test_it_never_makes_it_worse(self, predicted, load, slots, copies):
+        if predicted.shape != load.shape:
+            return
+        placement = plan_replicas(predicted, machine(len(load)), slots=slots)
+        better = repair(load, placement, machine(len(load)), tolerance=0.0, copies=copies)
+        assert traffic(load, better).sum(0).max() <= traffic(load, placement).sum(0).max()
+        assert len(set(better.copies()) - set(placement.copies())) <= copies
+        assert np.array_equal(split_tokens(load, better).sum(2), load)
+
+    def test_only_level_splits_can_be_repaired(self):
+        load = np.full((4, 4), 9)
+        with pytest.raises(ValueError, match="split='own'"):
+            repair(load, plan_replicas(load, machine(4), slots=1, method="prophet"), machine(4))
+
+
+@pytest.mark.parametrize(
+    ("load", "options", "named"),
+    [
+        (np.ones((4, 6), dtype=int), {}, "6 experts do not divide"),
+        (np.ones((4, 8), dtype=int), {"slots": -1}, "slots=-1"),
+        (np.ones((4, 8), dtype=int), {"slots": 1.5}, "slots=1.5"),
+        (np.ones((4, 8), dtype=int), {"method": "best"}, "unknown method 'best'"),
+        (np.ones((4, 8), dtype=int), {"home": [0, 1]}, "home has shape"),
+        (np.ones((4, 8), dtype=int), {"home": [0] * 8}, "rank 0 is home to 8"),
+        (np.ones(8, dtype=int), {}, "source_rank, expert"),
+        (np.full((4, 8), -1), {}, "not negative"),
+        (np.full((4, 8), np.nan), {}, "finite"),
+        (np.full((4, 8), "a"), {}, "must be numbers"),
+        (np.ones((64, 64), dtype=int), {}, "does not fit a cluster of 4"),
+    ],
+)
+def test_bad_input(load, options, named):
+    with pytest.raises(ValueError, match=named):
+        plan_replicas(load, machine(4), **{"slots": 1, **options})

@@ -1,0 +1,136 @@
+"""The split of tokens over instances: local first, and alike on every kind of array."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes, split_tokens, traffic
+
+quick = settings(max_examples=50, deadline=None)
+
+
+@st.composite
+def cases(draw):
+    """A random placement and a load for it."""
+    ranks, per_rank, slots = draw(st.integers(2, 7)), draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    home = contiguous_homes(ranks * per_rank, ranks)
+    placed = np.full((ranks, slots), -1)
+    for rank in range(ranks):
+        others = generator.permutation(np.flatnonzero(home != rank))[:slots]
+        placed[rank, : len(others)] = np.where(generator.random(len(others)) < 0.8, others, -1)
+    split = draw(st.sampled_from(["level", "own", "even"]))
+    placement = ReplicaPlacement(home, placed, split, draw(st.integers(1, ranks)))
+    scale = draw(st.sampled_from([2, 50, 100_000]))
+    load = generator.integers(0, scale, (ranks, len(home))) * (generator.random((ranks, len(home))) < 0.7)
+    return load, placement
+
+
+@quick
+@given(cases())
+def test_torch_and_numpy_agree_to_the_token(case):
+    load, placement = case
+    expected = Splitter(placement)(load)
+    found = Splitter(placement, device="cpu")(torch.from_numpy(load))
+    assert found.dtype == torch.int64
+    assert np.array_equal(found.numpy(), expected)
+
+
+@quick
+@given(cases())
+def test_the_compact_form_is_the_split(case):
+    load, placement = case
+    compact, split = Splitter(placement)(load), split_tokens(load, placement)
+    for physical, expert in enumerate(placement.phys2log):
+        rank = physical // (placement.homes_per_rank + placement.slots)
+        assert np.array_equal(compact[:, physical], split[:, expert, rank] if expert >= 0 else np.zeros(len(load)))
+
+
+@quick
+@given(cases())
+def test_tokens_stay_where_their_instance_has_room(case):
+    """Of one expert, no rank sends tokens away while its own instance serves others; and the same of nodes."""
+    load, placement = case
+    split = split_tokens(load, placement)
+    if placement.split == "own":
+        return
+    ranks = np.arange(len(load))
+    own = split[ranks, :, ranks]
+    sent, received = load - own, split.sum(0).T - own
+    held = placement.log2phys.T >= 0
+    assert not ((sent > 0) & (received > 0) & held).any()
+    node = ranks // placement.ranks_per_node
+    inside = node[:, None] == node[None, :]
+    for number in set(node.tolist()):
+        members = node == number
+        away = (split * ~inside[:, None, :])[members].sum((0, 2))
+        taken = (split * ~inside[:, None, :])[:, :, members].sum((0, 2))
+        assert not ((away > 0) & (taken > 0)).any()
+
+
+def test_a_replicated_expert_is_served_at_home_everywhere():
+    """Everybody has it and everybody sends it equally much: nothing needs to travel."""
+    placement = ReplicaPlacement(np.arange(4), [[-1], [0], [0], [0]])
+    load = np.zeros((4, 4), dtype=int)
+    load[:, 0] = 100
+    assert np.array_equal(traffic(load, placement), 100 * np.eye(4, dtype=int))
+
+
+def test_by_hand():
+    """Expert 0 has 90 tokens on ranks 0 and 1, where 10 and 40 of other experts are: 60 and 30 level them at 70."""
+    placement = ReplicaPlacement([0, 1], [[-1], [0]])
+    load = np.array([[50, 40], [40, 0]])
+    split = split_tokens(load, placement)
+    assert split.sum((0, 1)).tolist() == [65, 65]
+    assert split[:, 0].sum(0).tolist() == [65, 25]
+    assert split[1, 0].tolist() == [15, 25], "rank 1 keeps as much as its replica may serve"
+
+
+def test_even_shares_differ_by_a_token_at_most():
+    placement = ReplicaPlacement(np.arange(4), [[-1], [0], [0], [-1]], "even")
+    load = np.zeros((4, 4), dtype=int)
+    load[:, 0] = [100, 0, 0, 1]
+    assert split_tokens(load, placement)[:, 0].sum(0).tolist() == [34, 34, 33, 0]
+
+
+def test_more_sweeps_are_never_worse_on_a_chain():
+    """Expert i on ranks i and i + 1, everything on the first: water has to flow through all ranks."""
+    ranks = 8
+    placement = ReplicaPlacement(np.arange(ranks), [[-1]] + [[rank - 1] for rank in range(1, ranks)])
+    load = np.full((ranks, ranks), 10)
+    load[:, 0] = 1000
+    fullest = [split_tokens(load, placement, sweeps=sweeps).sum((0, 1)).max() for sweeps in (1, 2, 4, 16, 200)]
+    assert fullest == sorted(fullest, reverse=True)
+    # The hot expert fits two ranks only, whatever else moves on.
+    assert fullest[-1] == 1000 * ranks // 2
+
+
+def test_many_ranks_and_large_counts():
+    generator = np.random.default_rng(0)
+    home = contiguous_homes(512, 256)
+    placed = np.stack([generator.permutation(np.flatnonzero(home != rank))[:4] for rank in range(256)])
+    placement = ReplicaPlacement(home, placed, ranks_per_node=8)
+    load = generator.integers(0, 2**31, (256, 512))
+    compact = Splitter(placement)(load)
+    assert compact.min() >= 0 and compact.sum() == load.sum()
+
+
+@pytest.mark.parametrize(
+    ("load", "named"),
+    [
+        (np.ones((3, 4), dtype=int), "shape"),
+        (np.ones((2, 4)), "whole numbers"),
+        (np.full((2, 4), -1), "not negative"),
+    ],
+)
+def test_bad_loads(load, named):
+    placement = ReplicaPlacement([0, 0, 1, 1], [[-1], [-1]])
+    with pytest.raises(ValueError, match=named):
+        split_tokens(load, placement)
+
+
+def test_no_sweeps():
+    with pytest.raises(ValueError, match="sweeps=0"):
+        Splitter(ReplicaPlacement([0, 1], [[-1], [-1]]), sweeps=0)

@@ -1,0 +1,96 @@
+"""Balanced expert parallelism trains the same model: losses and parameters against the run without replicas."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training import EXACT, MOCK_DATA, MODEL, Run, train
+
+EXPERTS = (
+    "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+)
+BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), "--train-iters", "20", "--num-layers", "2"]
+
+# ranks, layout flags
+LAYOUTS = {
+    "EP 2": (2, "--expert-model-parallel-size 2"),
+    "EP 4": (4, "--expert-model-parallel-size 4"),
+    "EP 2, PP 2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "EP 4, PP 2": (8, "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2"),
+}
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+OTHERS = {
+    "top-3": (2, "--expert-model-parallel-size 2 --moe-router-topk 3"),
+    "one home expert": (4, "--expert-model-parallel-size 4 --num-experts 4"),
+    "ETP 2": (
+        4,
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 "
+        "--sequence-parallel --make-vocab-size-divisible-by 64",
+    ),
+    "VPP 2": (
+        4,
+        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "MoE recompute": (2, "--expert-model-parallel-size 2 --recompute-granularity selective --recompute-modules moe"),
+    "full recompute": (
+        2,
+        "--expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "overlap": (4, f"--expert-model-parallel-size 2 {OVERLAP}"),
+    "overlap of gradients": (4, "--expert-model-parallel-size 2 --overlap-grad-reduce"),
+    "shared expert": (2, "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 32"),
+    "expert bias": (
+        2,
+        "--expert-model-parallel-size 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    ),
+    "capacity": (2, "--expert-model-parallel-size 2 --moe-expert-capacity-factor 1.0"),
+}
+
+
+def _balanced(pool, tmp_path: Path, ranks: int, flags: str, balance: str) -> Run:
+    balance = f"--balance-experts --balance-report {tmp_path} {balance}"
+    run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    moves = [line for line in lines if line["action"] == "replicate"]
+    assert len(moves) > 10, "hardly anything was replicated, so nothing was tested"
+    assert all(line["moved_bytes"] > 0 for line in moves)
+    assert np.mean([line["imbalance_after"] - line["imbalance_before"] for line in moves]) < 0
+    return run
+
+
+@cache
+def _reference(pool, ranks: int, flags: str) -> Run:
+    return train(pool, ranks, flags, base=BASE, parameters=True)
+
+
+def _assert_same(balanced: Run, reference: Run) -> None:
+    np.testing.assert_allclose(balanced.losses, reference.losses, rtol=1e-12, atol=0)
+    assert balanced.parameters.keys() == reference.parameters.keys()
+    for name, value in reference.parameters.items():
+        difference = np.linalg.norm(balanced.parameters[name] - value)
+        assert difference <= 1e-12 * np.linalg.norm(value), f"{name}: {difference / np.linalg.norm(value)}"
+
+
+@pytest.mark.parametrize("planner", ["quota", "prophet"])
+@pytest.mark.parametrize("mode", ["resident", "shared"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, planner):
+    ranks, flags = LAYOUTS[layout]
+    flags += f" --moe-token-dispatcher-type {dispatcher}"
+    balanced = _balanced(pool, tmp_path, ranks, flags, f"--expert-replica-mode {mode} --expert-planner {planner}")
+    _assert_same(balanced, _reference(pool, ranks, flags))
+
+
+@pytest.mark.parametrize("mode", ["resident", "shared"])
+@pytest.mark.parametrize("case", OTHERS)
+def test_replicas_with_everything_else(pool, tmp_path, case, mode):
+    ranks, flags = OTHERS[case]
+    flags += " --moe-token-dispatcher-type alltoall"
+    _assert_same(
+        _balanced(pool, tmp_path, ranks, flags, f"--expert-replica-mode {mode}"), _reference(pool, ranks, flags)
+    )
