@@ -38,7 +38,8 @@ OTHERS = {
     "MoE recompute": (2, "--expert-model-parallel-size 2 --recompute-granularity selective --recompute-modules moe"),
     "full recompute": (
         2,
-        "--expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
     ),
     "overlap": (4, f"--expert-model-parallel-size 2 {OVERLAP}"),
     "overlap of gradients": (4, "--expert-model-parallel-size 2 --overlap-grad-reduce"),

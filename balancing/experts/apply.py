@@ -118,8 +118,8 @@ class ReplicaSlots:
     def begin_step(self, placements: Sequence[np.ndarray], micro_batches: int) -> None:
         """The weights of this iteration are final. Start with the first layer's replicas.
 
-        placements: for each layer an int array [rank, slot] of experts, -1 where a slot is empty. micro_batches: backward
-        passes that each layer will make in this iteration.
+        placements: for each layer an int array [rank, slot] of experts, -1 where a slot is empty.
+        micro_batches: backward passes that each layer will make in this iteration.
         """
         assert not self._fetching and not self._reducing, "transfers of the last iteration are not finished"
         self._copies = [self._copies_of(placement) for placement in placements]
@@ -193,7 +193,7 @@ class ReplicaSlots:
     # Agg.
 
     def collect(self, layer: int) -> None:
-        """A backward pass through `layer`'s replicas has ended: take their gradients, and send them home if it is time."""
+        """A backward pass through `layer`'s replicas has ended: take their gradients, and send them home when due."""
         self._backwards[layer] += 1
         accumulated = self._accumulated[layer]
         for copy in self._copies[layer]:

@@ -11,7 +11,9 @@ class ExpertConfig:
 
     balance_experts: bool = field(
         default=False,
-        metadata={"help": "Give hot experts replicas on other expert-parallel ranks. Routing and losses do not change."},
+        metadata={
+            "help": "Give hot experts replicas on other expert-parallel ranks. Routing and losses do not change."
+        },
     )
     expert_replica_slots: int = field(
         default=2, metadata={"metavar": "N", "help": "Most replicas that a rank may host for one layer."}
@@ -20,16 +22,16 @@ class ExpertConfig:
         default="quota",
         metadata={
             "choices": ["quota", "prophet", "shadow", "eplb", "none"],
-            "help": "quota: replicas from the last load, tokens split exactly on the current one. prophet, shadow, eplb: "
-            "as Pro-Prophet, FasterMoE and DeepSeek's EPLB do it.",
+            "help": "quota: replicas from the last load, tokens split exactly on the current one. prophet, shadow, "
+            "eplb: as Pro-Prophet, FasterMoE and DeepSeek's EPLB do it.",
         },
     )
     expert_replica_mode: str = field(
         default="auto",
         metadata={
             "choices": ["auto", "resident", "shared"],
-            "help": "resident: slots for each layer, filled once an iteration. shared: two sets of slots for all layers, "
-            "filled again for each pass. auto: resident where it takes at most a quarter of the free memory.",
+            "help": "resident: slots for each layer, filled once an iteration. shared: two sets of slots for all "
+            "layers, filled again for each pass. auto: resident where it takes at most a quarter of the free memory.",
         },
     )
     expert_plan_interval: int = field(

@@ -1,7 +1,7 @@
 """What sequences cost a rank: linear layers pay for tokens, attention for the area under the causal mask.
 
-A document of l tokens has l (l + 1) / 2 query-key pairs, so one long document costs as much attention as many short ones
-with the same number of tokens together (Zeppelin, arXiv 2509.21841, section 2).
+A document of l tokens has l (l + 1) / 2 query-key pairs, so one long document costs as much attention as many short
+ones that have many more tokens together (Zeppelin, arXiv 2509.21841, section 2).
 """
 
 from collections.abc import Sequence

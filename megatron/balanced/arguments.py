@@ -19,12 +19,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
+from balancing.launch import detect_launch
 from megatron.balanced.checks import OnThisMachine, check_data, check_folders, check_layout, check_megatron
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
 
-__all__ = ["BalanceConfig", "parse_arguments"]
+__all__ = ["BalanceConfig", "machine_of", "parse_arguments"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,15 @@ class BalanceConfig:
             "metavar": "N",
             "help": "Gather and write the report's measurements of N iterations at a time. None is left out: N only "
             "says how many may be lost when the job is killed.",
+        },
+    )
+    cluster: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "metavar": "PRESET|FILE",
+            "help": "What this machine computes and moves in a second, for plans to weigh costs with: a800-4x200g, "
+            "h800-8x200g, h200-8x400g, or a file that python -m balancing.cluster --measure wrote. Without it plans "
+            "balance load and leave costs out.",
         },
     )
     balance_dry_run: bool = dataclasses.field(
@@ -162,6 +173,9 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
+    if config.balance_report is not None or config.experts.balance_experts:
+        detect_launch()  # who shares a node with whom must be known
+    machine_of(config, args.world_size)
     if config.balance_report_interval < 1:
         raise ValueError(f"--balance-report-interval {config.balance_report_interval} must be at least 1")
     packed = args.sft or args.dataloader_inter_document_masking
@@ -169,7 +183,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError(
             f"--micro-batch-size {args.micro_batch_size} with documents packed into sequences and "
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} is not supported: Megatron-LM "
-            "flattens the batch but not its pipeline messages; use --micro-batch-size 1 and the same --global-batch-size"
+            "flattens the batch but not its pipeline messages; use --micro-batch-size 1, --global-batch-size as it is"
         )
     if args.transformer_impl == "local" and args.context_parallel_size > 1:
         raise ValueError(
@@ -178,6 +192,13 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         )
     if device == "cpu" and args.moe_token_dispatcher_type == "flex":
         raise ValueError("--moe-token-dispatcher-type flex needs DeepEP on GPUs; use alltoall or allgather")
+
+
+def machine_of(config: BalanceConfig, world_size: int) -> Cluster | None:
+    """What `--cluster` says of the machine this job runs on. Raises ValueError where the two do not fit."""
+    if config.cluster is None:
+        return None
+    return Cluster.from_spec(config.cluster, world_size, ranks_per_node=detect_launch().ranks_per_node)
 
 
 def _use_float64(args: argparse.Namespace) -> None:

@@ -120,7 +120,7 @@ def _dataset_class(args: argparse.Namespace) -> type:
 
 
 def train_valid_test_datasets(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build the train, validation and test sets on the ranks that read them. `sizes` are samples, None for one epoch."""
+    """Build the train, validation and test sets on the ranks that read them. `sizes`: samples, None for an epoch."""
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
 

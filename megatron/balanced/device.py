@@ -171,7 +171,7 @@ class _Properties:
     """What `torch.cuda.get_device_properties` tells of this machine."""
 
     name = "CPU"
-    major, minor = 0, 0
+    major, minor = 8, 0  # the oldest that Megatron lets have grouped GEMM; nothing newer than that may be switched on
     multi_processor_count = os.cpu_count() or 1
     total_memory = _memory_total()
 
@@ -198,8 +198,8 @@ def _compile(model: Callable | None = None, **options: Any) -> Callable:
 
 
 def _loader_iter(original: Callable) -> Callable:
-    """A data loader draws its workers' seed from the CPU's generator. On a GPU that leaves the device's generator, and so
-    dropout, alone; here both are one, and only the first rank of a tensor-parallel group has a loader."""
+    """A data loader draws its workers' seed from the CPU's generator. On a GPU that leaves the device's generator,
+    and so dropout, alone; here both are one, and only the first rank of a tensor-parallel group has a loader."""
 
     @functools.wraps(original)
     def __iter__(self: torch.utils.data.DataLoader) -> Iterator:
@@ -245,14 +245,16 @@ class _OnCpu(TorchFunctionMode):
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizers tell the precision of a parameter by the name of its CUDA tensor type.
             return _CUDA_TYPE.get(args[0].dtype) or func(*args)
-        elif func is torch.Tensor.float and args[0].dtype is torch.float64 and torch.get_default_dtype() is torch.float64:
+        elif (
+            func is torch.Tensor.float and args[0].dtype is torch.float64 and torch.get_default_dtype() is torch.float64
+        ):
             return args[0]  # `float()` means "full precision" in Megatron; never lose a float64 oracle's digits
         return func(*args, **(kwargs or {}))
 
 
 def _run_backward(original: Callable) -> Callable:
-    """The mode is off while it handles a function, and `torch.autograd.backward` is one, within which recomputation runs
-    whole backward passes of Megatron's own functions: turn it on again for them."""
+    """The mode is off while it handles a function, and `torch.autograd.backward` is one, within which recomputation
+    runs whole backward passes of Megatron's own functions: turn it on again for them."""
 
     @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -294,7 +296,7 @@ def _replacements() -> dict[str, Any]:
         "torch.cuda.device": lambda device=None: null(),
         "torch.cuda.get_device_name": lambda device=None: _Properties.name,
         "torch.cuda.get_device_properties": lambda device=None: _Properties,
-        "torch.cuda.get_device_capability": lambda device=None: (0, 0),
+        "torch.cuda.get_device_capability": lambda device=None: (_Properties.major, _Properties.minor),
         "torch.cuda.check_error": _nothing,
         "torch.cuda.utilization": _nothing,
         "torch.accelerator.is_available": lambda: False,  # data loaders ask it whether to pin memory
@@ -347,7 +349,7 @@ def _replacements() -> dict[str, Any]:
 
 
 def _is_telling(record: logging.LogRecord) -> bool:
-    """False for the RNG tracker's warning that the host's generator moved inside a device context: both are one here."""
+    """False for the RNG tracker's warning that the host's generator moved in a device context: both are one here."""
     return "CPU RNG state changed" not in record.getMessage()
 
 
@@ -384,7 +386,6 @@ def use_cpu() -> None:
         return
     if "megatron.core.tensor_parallel.random" in sys.modules and not _is_cpu_build_of_megatron():
         raise RuntimeError("use_cpu() must be called before megatron.core is imported")
-    import torch._dynamo  # torch.optim imports it later; it indexes torch's functions, so let it see the real ones
 
     saved: list[tuple[Any, str, Any]] = []
     for dotted, replacement in _replacements().items():

@@ -21,10 +21,9 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
+from balancing.experts import ExpertShape, ReplicaPlacement, Splitter, plan_replicas
 from balancing.experts.apply import ReplicaSlots
 from balancing.experts.config import ExpertConfig
-from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.split import Splitter
 from balancing.launch import detect_launch
 from balancing.report import event, imbalance
 from megatron.balanced.moe_layer import BalancedMoELayer
@@ -84,12 +83,23 @@ class _Chunk:
 
 
 class ExpertBalancer:
-    """A `megatron.balanced.step.StepCallback`. One on each rank; ranks of an expert-parallel group plan alike."""
+    """A `megatron.balanced.step.StepCallback`. One on each rank; ranks of an expert-parallel group plan alike.
 
-    def __init__(self, args: argparse.Namespace, config: ExpertConfig, report: Callable[[dict[str, Any]], None]) -> None:
-        self.config, self._args, self._report = config, args, report
+    machine: what transfers and computation take, for plans to weigh; without it they balance load alone. report: is
+    given the events of a step.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: ExpertConfig,
+        machine: Cluster | None,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.config, self._args, self._machine, self._report = config, args, machine, report
         self._chunks: list[_Chunk] = []
-        self._cluster: Cluster | None = None
+        self._group: Cluster | None = None
+        self._shared = False
         self._iteration = 0
         self._plan_ms = 0.0
         self._model_config: Any = None
@@ -101,16 +111,16 @@ class ExpertBalancer:
         Raises ValueError when the slots do not fit into memory.
         """
         group = self._own_group()
-        self._cluster = _cluster_of(dist.get_process_group_ranks(group))
+        self._group = _group_of(dist.get_process_group_ranks(group), self._machine)
         layers = [[m for m in model.modules() if isinstance(m, BalancedMoELayer)] for model in unwrap_model(chunks)]
-        shared = self._is_shared([layer for chunk in layers for layer in chunk])
+        self._shared = self._is_shared([layer for chunk in layers for layer in chunk])
         for ddp, own in zip(chunks, layers, strict=True):
             if own:
-                self._chunks.append(_Chunk(ddp, own, group, shared))
+                self._chunks.append(_Chunk(ddp, own, group, self._shared))
         return chunks
 
     def _own_group(self) -> dist.ProcessGroup:
-        """A group of the same ranks as the expert-parallel one, so that transfers pass beside the tokens' all-to-all."""
+        """A group of the same ranks as the expert-parallel one, so that transfers pass beside the tokens."""
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, dist.get_process_group_ranks(mpu.get_expert_model_parallel_group()))
         timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
@@ -129,8 +139,8 @@ class ExpertBalancer:
         if need > free:
             fit = int(free // (need / slots))
             raise ValueError(
-                f"--expert-replica-slots {slots} needs {need / 2**30:.1f} GiB a rank and {free / 2**30:.1f} GiB are free; "
-                f"{fit} would fit" + ("" if shared else ", or more with --expert-replica-mode shared")
+                f"--expert-replica-slots {slots} needs {need / 2**30:.1f} GiB a rank and {free / 2**30:.1f} GiB are "
+                f"free; {fit} would fit" + ("" if shared else ", or more with --expert-replica-mode shared")
             )
         return shared
 
@@ -138,13 +148,13 @@ class ExpertBalancer:
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self._iteration = iteration
-        begin = time.perf_counter()
-        if iteration % self.config.expert_plan_interval == 0:
-            for layer in self._layers():
-                if layer.loads:
-                    layer.place(self._plan(layer))
-        self._plan_ms = (time.perf_counter() - begin) * 1e3
-        self._agree()
+        layers = self._layers()
+        if iteration % self.config.expert_plan_interval == 0 and all(layer.loads for layer in layers):
+            begin = time.perf_counter()
+            for layer in layers:
+                layer.place(self._plan(layer))
+            self._plan_ms = (time.perf_counter() - begin) * 1e3
+            self._agree()
         for layer in self._layers():
             layer.loads.clear()
             layer.served.clear()
@@ -163,7 +173,11 @@ class ExpertBalancer:
         self._model_config.finalize_model_grads_func = self._finalize
 
     def end_step(self) -> None:
-        if mpu.get_expert_model_parallel_rank() or mpu.get_expert_data_parallel_rank() or mpu.get_tensor_model_parallel_rank():
+        if (
+            mpu.get_expert_model_parallel_rank()
+            or mpu.get_expert_data_parallel_rank()
+            or mpu.get_tensor_model_parallel_rank()
+        ):
             return
         for chunk in self._chunks:
             traffic = chunk.slots.take_traffic()
@@ -198,14 +212,21 @@ class ExpertBalancer:
 
     def _plan(self, layer: BalancedMoELayer) -> ReplicaPlacement:
         """Where `layer`'s replicas go, from the loads of the last iteration."""
-        assert self._cluster is not None
-        from balancing.experts.plan import plan_replicas
-
         load = np.sum(layer.loads, axis=0)
+        assert self._group is not None
+        costs: dict[str, Any] = {}
+        if self._machine is not None:
+            costs["shape"] = _shape_of(layer)
+            costs["hidden_under"] = _attention_seconds(self._args, self._machine)
+            costs["micro_batches"] = 1 if self._shared else get_num_microbatches()
         placement = plan_replicas(
-            load, self._cluster, slots=self.config.expert_replica_slots, method=self.config.expert_planner
+            load // len(layer.loads),
+            self._group,
+            slots=self.config.expert_replica_slots,
+            method=self.config.expert_planner,
+            **costs,
         )
-        gain = 1 - _busiest(load, placement) / _busiest(load, layer.alone)
+        gain = 1 - _busiest(load, placement) / max(_busiest(load, layer.alone), 1)
         return placement if gain >= self.config.expert_min_gain else layer.alone
 
     def _agree(self) -> None:
@@ -222,11 +243,30 @@ def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:
     return int(Splitter(placement)(load).sum(0).reshape(len(load), -1).sum(1).max())
 
 
-def _cluster_of(ranks: list[int]) -> Cluster:
-    """The machine as one expert-parallel group sees it: its own ranks, in its own numbers."""
+def _shape_of(layer: BalancedMoELayer) -> ExpertShape:
+    """The part of an expert that one rank holds, as it travels."""
+    config = layer.config
+    return ExpertShape(
+        hidden=config.hidden_size,
+        ffn_hidden=config.moe_ffn_hidden_size // layer.token_dispatcher.tp_size,
+        bytes_per_parameter=torch.tensor([], dtype=config.params_dtype).element_size(),
+        gated=config.gated_linear_unit,
+    )
+
+
+def _attention_seconds(args: argparse.Namespace, machine: Cluster) -> float:
+    """What a layer's attention takes at least, forward: its four projections and the causal half of its scores."""
+    tokens = args.micro_batch_size * args.seq_length / args.tensor_model_parallel_size
+    return tokens * args.hidden_size * (8 * args.hidden_size + 2 * args.seq_length) / machine.flops
+
+
+def _group_of(ranks: list[int], machine: Cluster | None) -> Cluster:
+    """The machine as one expert-parallel group sees it: its own ranks, in its own numbers.
+
+    Without a description of the machine only who shares a node with whom is known, and speeds are any preset's.
+    """
     per_node = detect_launch().ranks_per_node
     nodes = len({rank // per_node for rank in ranks})
-    if len(ranks) % nodes:
+    if len(ranks) % nodes or ranks != sorted(ranks):
         nodes = 1
-    like = Cluster.preset("h200-8x400g")
-    return like.relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)
+    return (machine or Cluster.preset("h200-8x400g")).relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)

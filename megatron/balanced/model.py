@@ -8,6 +8,7 @@ import argparse
 import copy
 import dataclasses
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from balancing.experts.config import ExpertConfig
+from megatron.balanced.grouped_experts import GroupedMLP
 from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 
 __all__ = ["PackedDotProductAttention", "SequenceParallelNorm", "model_config"]
@@ -68,7 +70,7 @@ class PackedDotProductAttention(DotProductAttention):
             super(PackedDotProductAttention, self).forward(
                 query[start:stop, None], key[start:stop, None], value[start:stop, None], None, **kwargs
             )
-            for start, stop in zip(bounds, bounds[1:], strict=False)
+            for start, stop in pairwise(bounds)
             if stop > start
         ]
         return torch.cat(outputs).squeeze(1)
@@ -113,6 +115,8 @@ def model_config(args: argparse.Namespace, experts: ExpertConfig) -> GPTModelCon
     if experts.balance_experts:
         replacements[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)
         replacements[SequentialMLP] = ReplicatedSequentialMLP
+    if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:
+        replacements[SequentialMLP] = GroupedMLP
     if replacements and args.spec is None:
         # Named parameters, for Megatron looks at them.
         config.transformer_layer_spec = lambda config, vp_stage: _layer_spec(replacements, config, vp_stage)

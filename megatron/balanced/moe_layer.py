@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import mpu
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -57,33 +56,44 @@ class ReplicatedSequentialMLP(SequentialMLP):
     ) -> tuple[torch.Tensor, None]:
         """hidden states [tokens, hidden] sorted by physical local expert, and their counts -> outputs, no bias."""
         counts = tokens_per_expert.tolist()
-        hidden = torch.split(permuted_local_hidden_states, counts)
-        probs = torch.split(permuted_probs, counts)
         homes = self.num_local_experts
-        outputs = [
-            expert(tokens, weights)[0]
-            for expert, tokens, weights in zip(self.local_experts, hidden[:homes], probs[:homes], strict=True)
-        ]
-        if self.slots is not None and self.slots.is_used(self.position):
-            outputs += self._replicas(self.slots, hidden[homes:], probs[homes:])
-        return torch.cat(outputs), None
+        slots = self.slots
+        if slots is None or not self.training or not slots.is_used(self.position):
+            return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
+        parts = [sum(counts[:homes]), sum(counts[homes:])]
+        hidden, hidden_of_replicas = permuted_local_hidden_states.split(parts)
+        probs, probs_of_replicas = permuted_probs.split(parts)
+        at_home = self._run_homes(hidden, counts[:homes], probs)
+        return torch.cat([at_home, self._replicas(slots, hidden_of_replicas, counts[homes:], probs_of_replicas)]), None
 
     def _replicas(
-        self, slots: ReplicaSlots, hidden: tuple[torch.Tensor, ...], probs: tuple[torch.Tensor, ...]
-    ) -> list[torch.Tensor]:
-        """Outputs of the tokens in each slot. Empty slots run too: the backward pass must come by on every rank."""
+        self, slots: ReplicaSlots, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs of the tokens in the slots. Empty slots run too: the backward pass must come by on every rank."""
         position = self.position
         slots.acquire(position, then=position + 1)
+        # A gradient reaches the end of these tokens before, and their beginning after, it passed through the replicas.
+        tokens = _OnBackward.apply(hidden, lambda: slots.collect(position))
+        outputs = self._run_replicas(slots.leaves(position), tokens, counts, probs)
+        return _OnBackward.apply(outputs, lambda: slots.acquire(position, then=position - 1))
+
+    def _run_homes(self, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor) -> torch.Tensor:
+        parts = zip(self.local_experts, hidden.split(counts), probs.split(counts), strict=True)
+        return torch.cat([expert(tokens, weights)[0] for expert, tokens, weights in parts])
+
+    def _run_replicas(
+        self, replicas: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
+    ) -> torch.Tensor:
+        """`replicas`: for each slot the parameters of the expert in it, in the order of `parameters()`."""
         template = self.local_experts[0]
         names = [name for name, _ in template.named_parameters()]
-        counts = [tokens.shape[0] for tokens in hidden]
-        # A gradient reaches the end of these tokens before, and their beginning after, it passed through the replicas.
-        tokens = _OnBackward.apply(torch.cat(hidden), lambda: slots.collect(position))
-        outputs = [
-            torch.func.functional_call(template, dict(zip(names, leaves, strict=True)), (part, weights))[0]
-            for leaves, part, weights in zip(slots.leaves(position), tokens.split(counts), probs, strict=True)
-        ]
-        return [_OnBackward.apply(torch.cat(outputs), lambda: slots.acquire(position, then=position - 1))]
+        parts = zip(replicas, hidden.split(counts), probs.split(counts), strict=True)
+        return torch.cat(
+            [
+                torch.func.functional_call(template, dict(zip(names, leaves, strict=True)), (tokens, weights))[0]
+                for leaves, tokens, weights in parts
+            ]
+        )
 
 
 class BalancedMoELayer(MoELayer):

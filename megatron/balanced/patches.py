@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron.core
+import torch
 
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.step import with_callbacks
@@ -29,7 +30,7 @@ Condition = Callable[[argparse.Namespace, BalanceConfig], bool]
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced attribute of Megatron-LM. `replacement` is given the original and returns what stands in its place."""
+    """One replaced attribute of Megatron-LM. `replacement` is given the original and returns what replaces it."""
 
     target: str  # "package.module:attribute" or "package.module:Class.attribute"
     replacement: Callable[[Callable], Callable]
@@ -77,6 +78,22 @@ def _with_filled_state(original: Callable) -> Callable:
     return state_dict
 
 
+def _with_own_step(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        """Upstream has just given all parameters one and the same tensor to count their steps in, and each step of
+        torch's Adam would count in it once for each. Not every format has the step again, and float32 parameters are
+        leaves of the graph."""
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+        with torch.no_grad():
+            original(self, model_param, {**tensors, "step": None})
+
+    return _set_main_param_and_optimizer_states
+
+
 def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
@@ -99,8 +116,16 @@ PATCHES = (
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
         replacement=_with_filled_state,
-        why="without Transformer Engine and Apex, loading a distributed optimizer's checkpoint fails on its empty state",
+        why="without Transformer Engine and Apex, a distributed optimizer does not load its own checkpoint",
         signature=("self",),
+        versions=("0.19.2",),
+        needed=_loads_torch_adam,
+    ),
+    Patch(
+        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+        replacement=_with_own_step,
+        why="without Transformer Engine and Apex, a loaded distributed optimizer counts its steps wrong, or fails",
+        signature=("self", "model_param", "tensors"),
         versions=("0.19.2",),
         needed=_loads_torch_adam,
     ),
@@ -141,7 +166,9 @@ def check(patch: Patch) -> None:
         raise ValueError(f"{error.args[0]}; install megatron-core {patch.versions[-1]}") from error
     found = tuple(inspect.signature(inspect.getattr_static(owner, name)).parameters)
     if found != patch.signature:
-        raise ValueError(f"{patch.target} takes {found}, not {patch.signature}; install megatron-core {patch.versions[-1]}")
+        raise ValueError(
+            f"{patch.target} takes {found}, not {patch.signature}; install megatron-core {patch.versions[-1]}"
+        )
 
 
 def rows(args: argparse.Namespace, config: BalanceConfig) -> list[str]:

@@ -7,23 +7,20 @@ second.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 import torch
 
 __all__ = ["Replays"]
 
-T = TypeVar("T")
 
-
-class Replays(Generic[T]):
+class Replays[T]:
     """What the first passes of one module decided, until the passes that repeat them."""
 
     def __init__(self) -> None:
         self._waiting: deque[T] = deque()
 
     def decide(self, decide: Callable[[], T]) -> tuple[T, bool]:
-        """What `decide` gives in a first pass, or gave in the first pass that this one repeats, and whether it repeats."""
+        """What `decide` gives in a first pass or gave in the one that this pass repeats, and whether it repeats one."""
         if torch.is_grad_enabled() and self._waiting:
             return self._waiting.popleft(), True
         decided = decide()

@@ -11,7 +11,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
 from megatron.balanced import patches, step
-from megatron.balanced.arguments import BalanceConfig
+from megatron.balanced.arguments import BalanceConfig, machine_of
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.experts import ExpertBalancer
 from megatron.balanced.failure import named_failures
@@ -37,7 +37,9 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         step.callbacks.append(observer)
         forward = partial(forward_step, on_documents=observer.documents)
     if config.experts.balance_experts:
-        balancer = ExpertBalancer(args, config.experts, observer.note if observer is not None else lambda event: None)
+        machine = machine_of(config, args.world_size)
+        report = observer.note if observer is not None else lambda event: None
+        balancer = ExpertBalancer(args, config.experts, machine, report)
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
     try:
