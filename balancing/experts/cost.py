@@ -137,7 +137,7 @@ def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertSh
     """Seconds to bring all replicas' weights from their homes.
 
     relayed: ranks hand weights on along `ReplicaPlacement.chain`, in pieces, so that a home sends each expert once
-    however many replicas it has. Otherwise the home sends every replica itself.
+    however many replicas it has; `balancing.experts.apply` does so. Otherwise the home sends every replica itself.
     """
     return exchange_seconds(_copy_table(placement, relayed) * shape.weight_bytes, cluster)
 

@@ -23,7 +23,7 @@ from balancing.experts.placement import ReplicaPlacement
 __all__ = ["Splitter", "check_counts", "split_tokens", "traffic"]
 
 _TURNS = 40  # of all classes together: leaves well under 1 % over the optimum, see benchmarks/experts.py
-_FULL = 1 << 40  # a vessel no water flows into; sums of 2^20 of them stay below 2^63
+_FULL = 1 << 50  # a vessel no water flows into; the sum over a few thousand of them stays below 2^63
 
 
 def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | None = None) -> np.ndarray:
@@ -82,7 +82,7 @@ class Splitter:
     def __call__(self, load: Any) -> Any:
         """Tokens of each source that each instance serves: int64 [source_rank, physical], physical as in `phys2log`.
 
-        load: int64 [source_rank, expert], not checked.
+        load: int [source_rank, expert], not checked.
         """
         starting = self._transposed(load)  # [expert, source]: gathers below then take whole rows of memory
         served = self._zeros(starting, len(self.placement.phys2log), self.placement.num_ranks)
@@ -242,7 +242,9 @@ class Splitter:
         return np.maximum(values, 0) if self._xp is np else values.clamp_min(0)
 
     def _transposed(self, values: Any) -> Any:
-        return np.ascontiguousarray(values.T) if self._xp is np else values.T.contiguous()
+        if self._xp is np:
+            return np.ascontiguousarray(values.T, dtype=np.int64)
+        return values.T.to(torch.int64).contiguous()
 
     def _sort(self, values: Any) -> Any:
         return np.sort(values, axis=1) if self._xp is np else self._xp.sort(values, 1).values

@@ -27,9 +27,9 @@ _NAMESPACES = Path("/run/netns")
 _NAME = re.compile(r"emulated-(\d+)-(\d+)-.+")
 _COMMAND_TIMEOUT = 30.0  # seconds for one ip or tc command
 _MTU = 9000  # jumbo frames, as on cluster fabrics: headers take 0.7 % of the rate, not 4 %
-# The fabric does not drop, so TCP has no congestion to control: nothing that slows down to probe (BBR) or after a
-# pause.
-_TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+# The fabric does not drop, so TCP has no congestion to control and no loss to look for: nothing that slows down to
+# probe (BBR), after a pause, or because an acknowledgement is late.
+_TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_early_retrans": "0"}
 
 _numbers = itertools.count()  # of the networks of this process
 
@@ -105,7 +105,7 @@ class Network:
         device, address = self.interface(nic), self.address(node, nic)
         commands = [
             f"link set dev lo mtu {_MTU} up",
-            f"link set dev {device} mtu {_MTU} addrgenmode none up",
+            f"link set dev {device} mtu {_MTU} gso_max_size {self._segment()} addrgenmode none up",
             f"addr add {address}/16 dev {device}",
         ]
         if self.nics_per_node > 1:  # the node's other NICs, by a more specific route than the fabric's
@@ -117,12 +117,17 @@ class Network:
         _batch(["ip", "-n", self.namespace(node, nic)], commands)
         inside = self.namespace(node, nic)
         _batch(["tc", "-n", inside], [f"qdisc add dev {device} {self._limit()}"])
-        # A NIC holds little. With the kernel's megabytes a send would be over when the transfer has only begun, and
-        # acknowledgements would queue behind the data that goes the same way.
-        waiting = int(max(4 * _MTU, 0.005 * self.rate))
-        settings = _TCP | {"tcp_limit_output_bytes": f"{waiting}", "tcp_wmem": f"4096 {waiting} {waiting}"}
+        # A NIC holds little. With the kernel's megabytes above it (the socket's buffer) a send would be over when the
+        # transfer has only begun; with as much below it (its queue), acknowledgements would wait behind the data that
+        # goes the same way, and the two directions of a connection would slow each other down.
+        below, above = int(max(4 * _MTU, 0.001 * self.rate)), int(max(16 * _MTU, 0.005 * self.rate))
+        settings = _TCP | {"tcp_limit_output_bytes": f"{below}", "tcp_wmem": f"4096 {above} {above}"}
         writes = "; ".join(f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items())
         _run(["ip", "netns", "exec", inside, "sh", "-c", writes])
+
+    def _segment(self) -> int:
+        """Bytes that the kernel hands the NIC at once, 1 ms of them if that is in its range."""
+        return int(min(max(2 * _MTU, 0.001 * self.rate), 65536))
 
     def _limit(self) -> str:
         """The token bucket: a burst of 2 ms, at least two packets, and a queue that does not drop, as in a fabric with

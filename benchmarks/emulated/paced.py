@@ -49,7 +49,8 @@ class PacedStage(torch.nn.Module):
     """A chunk of a pipeline rank that takes modelled time, with what Megatron's schedules ask of a model.
 
     config: a megatron.core TransformerConfig. forward, backward: seconds of each micro-batch. chunk: its number on
-    the rank. message_bytes: the size of an activation, rounded up to positions of 64 bytes. log: where each pass leaves (kind, chunk, micro-batch, begin, end) in seconds of time.perf_counter.
+    the rank. message_bytes: the size of an activation, rounded up to positions of 64 bytes.
+    log: where each pass leaves (kind, chunk, micro-batch, begin, end) in seconds of time.perf_counter.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ def _config(ranks: int, chunks: int, overlap: bool) -> Any:
     )
 
 
-def _receives_first(operations: list) -> list:
+def _receives_first(operations: list[dist.P2POp]) -> list[dist.Work]:
     """`torch.distributed.batch_isend_irecv` with the receives posted before the sends.
 
     NCCL runs the messages of a batch together. gloo would queue the note that a receive is ready behind the data of a
@@ -141,8 +142,8 @@ def schedule_arguments(
 ) -> dict[str, Any]:
     """The keyword arguments with which Megatron's schedule runs one rank of a paced pipeline, process groups left out.
 
-    forward, backward: seconds as [rank, chunk] or [rank, chunk, micro_batch]. message_bytes, log: see PacedStage; one log
-    for all chunks.
+    forward, backward: seconds as [rank, chunk] or [rank, chunk, micro_batch]. message_bytes, log: see PacedStage; one
+    log for all chunks.
     """
     ranks, chunks = forward.shape[:2]
     config = _config(ranks, chunks, overlap)
@@ -207,7 +208,7 @@ def main() -> None:
     from megatron.balanced.device import use_cpu
 
     use_cpu()
-    dist.batch_isend_irecv = _receives_first
+    torch.distributed.batch_isend_irecv = _receives_first  # type: ignore[assignment]
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     measured = []
     for pipeline in json.loads(sys.argv[1]):

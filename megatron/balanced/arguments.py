@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import os
 import re
+import socket
 import sys
 import traceback
 import warnings
@@ -25,8 +26,9 @@ from balancing.installed import find_apex
 from balancing.launch import detect_launch
 from megatron.balanced.checks import OnThisMachine, check_data, check_folders, check_layout, check_megatron
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
+from megatron.balanced.expert_checks import check_experts
 
-__all__ = ["BalanceConfig", "machine_of", "parse_arguments"]
+__all__ = ["BalanceConfig", "machine_of", "parse_arguments", "stop"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +120,29 @@ def _defaults_of_this_machine() -> dict[str, object]:
     return defaults
 
 
+def _join_world() -> None:
+    """Started without a launcher, this process is the only rank. Raises ValueError when a launcher told half of it."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if "WORLD_SIZE" in os.environ and missing:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} not set; start with torchrun, or "
+            "with scripts/slurm under SLURM"
+        )
+    if "WORLD_SIZE" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        os.environ |= {name: str(value) for name, value in alone.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def _is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _stop(error: Exception) -> NoReturn:
+def stop(error: Exception) -> NoReturn:
     """End the process with one clear line, said once for all ranks, or once for each machine where machines may differ.
 
     Exit code 2, as argparse's own.
@@ -190,6 +210,10 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
             f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, which is not "
             "installed or not selected; use --context-parallel-size 1"
         )
+    if args.transformer_impl == "local" and args.multi_latent_attention:
+        raise ValueError(
+            "--multi-latent-attention needs Transformer Engine's attention, which is not installed or not selected; drop it"
+        )
     if device == "cpu" and args.moe_token_dispatcher_type == "flex":
         raise ValueError("--moe-token-dispatcher-type flex needs DeepEP on GPUs; use alltoall or allgather")
 
@@ -217,10 +241,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     sys.argv[1:] = argv  # Megatron's parser reads sys.argv
     try:
         check_megatron()
+        _join_world()
         device = _start_device(argv)
 
         from megatron.training.arguments import parse_args, validate_args
         from megatron.training.global_vars import set_global_variables
+
+        from megatron.balanced import patches
 
         args = parse_args(_add_balance_flags)
         config = _config_from(args, BalanceConfig)
@@ -232,15 +259,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             load_args_from_checkpoint(args)
         check_layout(args)
         check_data(args)
+        balanced, notes = check_experts(args, config.experts, fp64=config.fp64, device=device)
+        config = dataclasses.replace(config, experts=balanced)
+        if _is_first_rank():
+            print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
         if args.sft:  # its dataset makes none, and asserts that none is asked for
             args.create_attention_mask_in_dataloader = False
         validate_args(args)
         _refuse(args, config, device)
-        if not config.balance_dry_run:
+        if not config.balance_dry_run:  # which shows what does not fit instead
             check_folders(args)
+            patches.check_needed(args, config)
         if config.fp64:
             _use_float64(args)
         set_global_variables(args)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
-        _stop(error)
+        stop(error)
     return args, config

@@ -15,6 +15,7 @@ It must run before `megatron.core` is imported, since Megatron copies several of
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import resource
@@ -386,6 +387,8 @@ def use_cpu() -> None:
         return
     if "megatron.core.tensor_parallel.random" in sys.modules and not _is_cpu_build_of_megatron():
         raise RuntimeError("use_cpu() must be called before megatron.core is imported")
+    # torch.optim imports it later. It indexes torch's functions, so let it see the real ones.
+    importlib.import_module("torch._dynamo")
 
     saved: list[tuple[Any, str, Any]] = []
     for dotted, replacement in _replacements().items():

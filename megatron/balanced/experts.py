@@ -26,9 +26,14 @@ from balancing.experts.apply import ReplicaSlots
 from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
 from balancing.report import event, imbalance
+from megatron.balanced.device import is_cpu
 from megatron.balanced.moe_layer import BalancedMoELayer
 
-__all__ = ["ExpertBalancer"]
+__all__ = ["DoesNotFit", "ExpertBalancer"]
+
+
+class DoesNotFit(ValueError):
+    """The slots need more memory than is free. Raised on all ranks together."""
 
 
 class _Chunk:
@@ -108,12 +113,12 @@ class ExpertBalancer:
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Make the slots of a model that is complete and wrapped. Returns `chunks`, as Megatron's model hooks must.
 
-        Raises ValueError when the slots do not fit into memory.
+        Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
         """
         group = self._own_group()
         self._group = _group_of(dist.get_process_group_ranks(group), self._machine)
         layers = [[m for m in model.modules() if isinstance(m, BalancedMoELayer)] for model in unwrap_model(chunks)]
-        self._shared = self._is_shared([layer for chunk in layers for layer in chunk])
+        self._shared = self._agree_on_mode([layer for chunk in layers for layer in chunk])
         for ddp, own in zip(chunks, layers, strict=True):
             if own:
                 self._chunks.append(_Chunk(ddp, own, group, self._shared))
@@ -127,22 +132,34 @@ class ExpertBalancer:
         groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(r) for r in every})}
         return groups[tuple(every[dist.get_rank()])]
 
-    def _is_shared(self, layers: list[BalancedMoELayer]) -> bool:
-        if not layers:
-            return False
+    def _agree_on_mode(self, layers: list[BalancedMoELayer]) -> bool:
+        """True if layers share slots. Ranks may have more or less memory free; what they do must be the same."""
+        free = torch.cuda.mem_get_info()[0]
+        if is_cpu():
+            free //= detect_launch().ranks_per_node  # which all have the same memory
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, free)
+        shared, complaint = self._mode(layers, min(told)) if layers else (False, None)
+        dist.all_gather_object(told, complaint)
+        for text in told:
+            if text is not None:
+                raise DoesNotFit(text)
+        return shared
+
+    def _mode(self, layers: list[BalancedMoELayer], free: int) -> tuple[bool, str | None]:
+        """True for shared slots, and what to say if they do not fit into `free` bytes."""
         homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
         slots, mode = self.config.expert_replica_slots, self.config.expert_replica_mode
-        free = torch.cuda.mem_get_info()[0]
         resident = ReplicaSlots.bytes_needed(homes, slots, shared=False)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)
         need = ReplicaSlots.bytes_needed(homes, slots, shared=shared)
-        if need > free:
-            fit = int(free // (need / slots))
-            raise ValueError(
-                f"--expert-replica-slots {slots} needs {need / 2**30:.1f} GiB a rank and {free / 2**30:.1f} GiB are "
-                f"free; {fit} would fit" + ("" if shared else ", or more with --expert-replica-mode shared")
-            )
-        return shared
+        if need <= free:
+            return shared, None
+        more = "" if shared else ", or more with --expert-replica-mode shared"
+        return shared, (
+            f"--expert-replica-slots {slots} takes {need / 2**20:,.1f} MiB on a rank, where {free / 2**20:,.1f} MiB are "
+            f"free; {int(free // (need / slots))} would fit{more}"
+        )
 
     # Around a step.
 
@@ -182,9 +199,9 @@ class ExpertBalancer:
         for chunk in self._chunks:
             traffic = chunk.slots.take_traffic()
             for layer in chunk.layers:
-                self._report(self._event(layer, traffic, len(chunk.layers)))
+                self._report(self._event(layer, chunk, traffic.exposed_seconds / len(chunk.layers)))
 
-    def _event(self, layer: BalancedMoELayer, traffic: Any, layers: int) -> dict[str, Any]:
+    def _event(self, layer: BalancedMoELayer, chunk: _Chunk, exposed_seconds: float) -> dict[str, Any]:
         homes = layer.num_local_experts
         before = np.mean([imbalance(load.sum(0).reshape(-1, homes).sum(1)) for load in layer.loads])
         after = np.mean([imbalance(served) for served in layer.served])
@@ -196,8 +213,8 @@ class ExpertBalancer:
             imbalance_before=float(before),
             imbalance_after=float(after),
             plan_ms=self._plan_ms / len(self._layers()),
-            apply_ms=traffic.exposed_seconds * 1e3 / layers,
-            moved_bytes=(traffic.weight_bytes + traffic.gradient_bytes) // layers,
+            apply_ms=exposed_seconds * 1e3,
+            moved_bytes=chunk.slots.moved_bytes(layer.experts.position),
             action="replicate" if replicas else "keep",
             reason="" if replicas else "nothing to gain" if self._iteration else "no load seen yet",
             layer=layer.layer_number - 1,

@@ -5,6 +5,7 @@ takes the original of `torch.distributed` and returns one with the same signatur
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,14 +27,16 @@ class _Done:
 
 def make_group(original: Callable) -> Callable:
     """`init_process_group` or `new_group` on gloo: NCCL's options and device binding are dropped."""
+    parameters = inspect.signature(original)
 
     @functools.wraps(original)
     def group(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("pg_options", None)
-        kwargs.pop("device_id", None)
-        if kwargs.get("backend") not in (None, "fake"):
-            kwargs["backend"] = "gloo"
-        return original(*args, **kwargs)
+        given = parameters.bind(*args, **kwargs).arguments
+        given.pop("pg_options", None)
+        given.pop("device_id", None)
+        if given.get("backend") not in (None, "fake"):
+            given["backend"] = "gloo"
+        return original(**given)
 
     return group
 

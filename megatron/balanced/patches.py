@@ -23,7 +23,7 @@ import torch
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.step import with_callbacks
 
-__all__ = ["PATCHES", "Patch", "check", "install", "rows", "uninstall"]
+__all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
 
 Condition = Callable[[argparse.Namespace, BalanceConfig], bool]
 
@@ -172,8 +172,24 @@ def check(patch: Patch) -> None:
 
 
 def rows(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
-    """One line for each row of the table: whether this run needs it, and why it is there."""
-    return [f"{'patch' if p.needed(args, config) else 'no   '}  {p.target}: {p.why}" for p in PATCHES]
+    """One line for each row of the table: whether this run needs it, why it is there, and what stands against it."""
+    lines = []
+    for patch in PATCHES:
+        line = f"{'patch' if patch.needed(args, config) else 'no   '}  {patch.target}: {patch.why}"
+        try:
+            check(patch)
+        except ValueError as error:
+            line += f" (cannot be applied: {error})"
+        lines.append(line)
+    return lines
+
+
+def check_needed(args: argparse.Namespace, config: BalanceConfig) -> list[Patch]:
+    """The patches that this run needs. Raises ValueError when Megatron-LM is not what one of them was written for."""
+    wanted = [patch for patch in PATCHES if patch.needed(args, config)]
+    for patch in wanted:
+        check(patch)
+    return wanted
 
 
 def install(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
@@ -183,9 +199,7 @@ def install(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     """
     if _installed:
         return []
-    wanted = [patch for patch in PATCHES if patch.needed(args, config)]
-    for patch in wanted:
-        check(patch)
+    wanted = check_needed(args, config)
     for patch in wanted:
         owner, name = patch.owner()
         original = inspect.getattr_static(owner, name)

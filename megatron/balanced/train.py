@@ -11,9 +11,9 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
 from megatron.balanced import patches, step
-from megatron.balanced.arguments import BalanceConfig, machine_of
+from megatron.balanced.arguments import BalanceConfig, machine_of, stop
 from megatron.balanced.data import forward_step, train_valid_test_datasets
-from megatron.balanced.experts import ExpertBalancer
+from megatron.balanced.experts import DoesNotFit, ExpertBalancer
 from megatron.balanced.failure import named_failures
 from megatron.balanced.model import model_config
 from megatron.balanced.observe import Observer
@@ -28,7 +28,10 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         return
     for line in patches.install(args, config):
         print_rank_0(f"> {line}")
-    model = model_config(args, config.experts)
+    try:
+        model = model_config(args, config.experts)
+    except (ValueError, AssertionError) as error:  # what Megatron finds wrong with the model, the same on all ranks
+        stop(error)
     forward = forward_step
     observer = None
     if config.balance_report is not None:
@@ -54,6 +57,8 @@ def _pretrain(args: argparse.Namespace, model: GPTModelConfig, forward: Callable
     container = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, forward)
+    except DoesNotFit as error:
+        stop(error)
     except SystemExit:  # how Megatron ends early, on all ranks together: at --exit-interval, on a signal, ...
         if observer is not None:
             observer.close()

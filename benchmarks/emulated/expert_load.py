@@ -1,0 +1,168 @@
+"""What an emulated run of experts stands for: a machine, the sizes of a model, loads, and how all of it is scaled down.
+
+Modelled are nodes with A800s, two to a NIC of 200 Gbit/s (`Cluster.preset("a800-4x200g")`), experts of Mixtral 8x7B's
+size, 8192 tokens a rank and micro-batch, top-2, and attention with four square projections. Emulated is the same with
+
+- fewer bytes: one token stands for 32, with 64 float32 values for 32 x 4096 bf16 ones. That is a factor of 1024, and
+  weights (bf16) and gradients (float32) of experts shrink by it too;
+- more time: one factor on all compute, such that a rank's mean expert compute in a micro-batch and layer takes tens of
+  milliseconds. A NIC's rate is the modelled one over both factors.
+
+So compute, NIC time of tokens and NIC time of replicas keep their proportions.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.experts import ExpertShape, LoadTrace
+from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+
+__all__ = ["HIDDEN", "SHAPE", "TOP_K", "Loads", "Scale", "made_up_loads", "recorded_loads", "scaled_load"]
+
+SHAPE = ExpertShape(hidden=4096, ffn_hidden=14336, bytes_per_parameter=2)
+TOP_K = 2
+HIDDEN = 64  # emulated
+_TOKENS = 8192  # of a rank and micro-batch, one sequence
+_ASSIGNMENTS = 512  # emulated tokens x top-k of a rank and micro-batch
+_IMBALANCE = (1.5, 2.0, 3.0, 4.0)  # of made-up loads: the fullest rank over the mean, layer by layer
+_DRIFT = 0.05  # of made-up loads, from one iteration to the next
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The modelled machine and what becomes of it.
+
+    ranks: on two nodes. experts: of a layer. expert_seconds: emulated forward compute of a rank's mean load in one layer
+    and micro-batch. Raises ValueError for experts that are too many or do not divide by the ranks.
+    """
+
+    ranks: int
+    experts: int
+    expert_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.experts % self.ranks or self.experts > _ASSIGNMENTS:
+            raise ValueError(
+                f"{self.experts} experts cannot be emulated on {self.ranks} ranks: their number must divide by the ranks "
+                f"and be at most {_ASSIGNMENTS}"
+            )
+
+    @property
+    def cluster(self) -> Cluster:
+        """Two of the modelled nodes, or the part of them that the ranks use."""
+        return Cluster.preset("a800-4x200g").relabel(2, self.ranks // 2)
+
+    @property
+    def assignments(self) -> int:
+        """Emulated tokens x top-k of a rank and micro-batch, a multiple of the experts."""
+        return self.experts * (_ASSIGNMENTS // self.experts)
+
+    @property
+    def tokens(self) -> float:
+        """Modelled tokens for each emulated one."""
+        return _TOKENS * TOP_K / self.assignments
+
+    @property
+    def bytes(self) -> float:
+        """Modelled bytes for each emulated one."""
+        return self.tokens * SHAPE.hidden * SHAPE.bytes_per_parameter / (4 * HIDDEN)
+
+    @property
+    def time(self) -> float:
+        """Emulated seconds for each modelled one."""
+        return self.expert_seconds / (_TOKENS * TOP_K * SHAPE.forward_seconds(self.cluster))
+
+    @property
+    def attention_seconds(self) -> float:
+        """Modelled forward seconds of a layer's attention: four projections and the causal half of its scores."""
+        return _TOKENS * SHAPE.hidden * (8 * SHAPE.hidden + 2 * _TOKENS) / self.cluster.flops
+
+    @property
+    def nic(self) -> float:
+        """Emulated bytes/s of a NIC."""
+        return self.cluster.nic_bandwidth / (self.bytes * self.time)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Emulated tokens, int64 [step, source_rank, layer, micro_batch, expert]: those of each step, and those of the
+    iteration before it, from which replicas are placed."""
+
+    now: np.ndarray
+    before: np.ndarray
+
+    @property
+    def even(self) -> "Loads":
+        """As many tokens, the same for every expert."""
+        return Loads(_even(self.now), _even(self.before))
+
+
+def _even(load: np.ndarray) -> np.ndarray:
+    total = load.sum(-1, keepdims=True)
+    assert (total % load.shape[-1] == 0).all(), "the tokens do not divide by the experts"
+    return np.broadcast_to(total // load.shape[-1], load.shape).copy()
+
+
+def scaled_load(counts: np.ndarray, total: int, most: int) -> np.ndarray:
+    """`counts` [..., expert] in the same proportions with the sum `total`, none above `most`: int64, largest remainders.
+
+    Counts that are all zero become equal ones.
+    """
+    flat = np.asarray(counts, dtype=np.float64).reshape(-1, counts.shape[-1])
+    assert total <= most * flat.shape[1], "the limit leaves too little room"
+    scaled = np.empty(flat.shape, dtype=np.int64)
+    for at, row in enumerate(flat):
+        row = row if row.any() else np.ones_like(row)
+        share = row / row.sum() * total
+        whole = np.minimum(np.floor(share), most).astype(np.int64)
+        while missing := total - int(whole.sum()):
+            room = whole < most
+            order = np.argsort(-np.where(room, share - whole, -np.inf), kind="stable")
+            whole[order[: min(missing, int(room.sum()))]] += 1
+        scaled[at] = whole
+    return scaled.reshape(counts.shape)
+
+
+def recorded_loads(trace: LoadTrace, scale: Scale, layers: int, micro_batches: int, steps: int) -> Loads:
+    """Records from all over the trace that follow closely on the one before, and layers from all over the model.
+
+    Raises ValueError where the trace is too small, or its sources cannot be put on the ranks.
+    """
+    counts = trace.on_ranks(scale.ranks)
+    _, _, its_layers, its_batches, _ = counts.shape
+    apart = np.diff(trace.iteration)
+    following = 1 + np.flatnonzero(apart == apart.min()) if len(apart) else np.array([])
+    if len(following) < steps or its_layers < layers or its_batches < micro_batches:
+        raise ValueError(
+            f"the trace has {len(counts)} records of {its_layers} layers and {its_batches} micro-batches; it must have "
+            f"more than {steps} at equal distances, {layers} layers and {micro_batches} micro-batches"
+        )
+    now = following[_spread(len(following), steps)]
+    counts = counts[:, :, _spread(its_layers, layers), :micro_batches]
+    assignments, most = scale.assignments, scale.assignments // TOP_K
+    return Loads(*(scaled_load(counts[at], assignments, most) for at in (now, now - 1)))
+
+
+def _spread(length: int, number: int) -> np.ndarray:
+    """The middles of `number` equal parts of 0 to length - 1."""
+    return ((np.arange(number) + 0.5) * length / number).astype(int)
+
+
+def made_up_loads(scale: Scale, layers: int, micro_batches: int, steps: int) -> Loads:
+    """Loads from `balancing.experts.synthetic`: Zipf's law, each layer with another imbalance, drifting."""
+    rng = np.random.default_rng(0)
+    ranks = scale.ranks
+    popularity = [
+        zipf_popularity(scale.experts, ranks, min(_IMBALANCE[at % len(_IMBALANCE)], 0.9 * ranks), rng)
+        for at in range(layers)
+    ]
+    drawn = np.empty((steps + 1, ranks, layers, micro_batches, scale.experts))
+    for step, layer in np.ndindex(steps + 1, layers):
+        if step:
+            popularity[layer] = drifted(popularity[layer], _DRIFT, rng)
+        for batch in range(micro_batches):
+            drawn[step, :, layer, batch] = sampled_load(popularity[layer], ranks, _TOKENS * TOP_K, rng)
+    loads = scaled_load(drawn, scale.assignments, scale.assignments // TOP_K)
+    return Loads(loads[1:], loads[:-1])

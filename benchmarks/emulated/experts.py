@@ -1,0 +1,348 @@
+"""Layers of paced experts with real token exchanges and real replicas: one rank of `benchmarks.experts_emulated`.
+
+Megatron's MoE layer runs as it is: its alltoall dispatcher moves every token over gloo, and balanced ones come from
+`megatron.balanced.moe_layer`, with replicas that `balancing.experts.apply` fills and empties. Three parts are replaced.
+The router repeats recorded counts. An expert is the identity and occupies the device for as long as its tokens would
+(`balancing.clock.pace`), twice that in the backward pass. Attention is a timed wait too.
+
+    python -m benchmarks.emulated ... -- -m benchmarks.emulated.experts JOB
+
+JOB is a folder with job.json and loads.npz, which the launcher writes. Rank 0 prints one line of JSON for each step.
+Every step checks itself: tokens come back as they left, replicas had the weights of their experts, and every home expert
+has the gradient of all its tokens.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from balancing.clock import pace
+
+__all__ = ["Variant", "routing_map"]
+
+_TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the layers.
+
+    planned: which plans it follows, None for Megatron's own layer. even: tokens are spread evenly, whatever was
+    recorded. slots: a rank's. overlap: transfers run under compute. shared: slots are shared by layers.
+    """
+
+    name: str
+    planned: str | None = None
+    even: bool = False
+    slots: int = 2
+    overlap: bool = True
+    shared: bool = False
+
+
+@dataclass
+class _Device:
+    """Timed waits one after another. What one of them overran, as timers do, is taken off the next."""
+
+    late: float = field(default=0.0)
+
+    def run(self, seconds: float) -> None:
+        wait = seconds - self.late
+        if wait <= 0:
+            self.late -= seconds
+            return
+        begin = time.perf_counter()
+        pace(wait)
+        self.late = time.perf_counter() - begin - wait
+
+
+class _Compute(torch.autograd.Function):
+    """The identity on tokens [token, hidden], for `seconds`. Each element of the weight's gradient is their number.
+
+    A home expert counts its tokens, for its gradient is accumulated where it is; that of a replica has to travel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor | None, device: _Device, seconds: float) -> Any:
+        ctx.weight, ctx.device, ctx.seconds, ctx.count = weight, device, seconds, len(tokens)
+        device.run(seconds)
+        return tokens.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        ctx.device.run(2 * ctx.seconds)
+        weight, gradient = ctx.weight, None
+        if hasattr(weight, "tokens"):
+            weight.tokens += ctx.count
+        elif weight is not None:
+            gradient = torch.full_like(weight, ctx.count)
+        return gradients[0].clone(), gradient, None, None
+
+
+class _Expert(torch.nn.Module):
+    """Stands for one expert: all of its weights in one vector, each with the expert's number as its value."""
+
+    def __init__(self, device: _Device, expert: int, size: int, seconds_per_token: float) -> None:
+        super().__init__()
+        self._device, self._seconds = device, seconds_per_token
+        self.weight = torch.nn.Parameter(torch.full((size,), expert, dtype=torch.bfloat16))
+
+    def forward(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        output = _Compute.apply(tokens, self.weight, self._device, len(tokens) * self._seconds)
+        return output * probs.unsqueeze(-1), None
+
+
+class _Router(torch.nn.Module):
+    """Routes as it is told: `routing` is a bool map [token, expert]."""
+
+    def __init__(self, **unused: Any) -> None:
+        super().__init__()
+        self.routing: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.routing is not None, "no routing was given"
+        return self.routing / self.routing.sum(1, keepdim=True), self.routing
+
+
+def routing_map(counts: np.ndarray, top_k: int) -> torch.Tensor:
+    """A map [token, expert] with these counts [expert], `top_k` different experts for each token.
+
+    The counts sum to tokens * top_k, and none exceeds the tokens.
+    """
+    tokens = int(counts.sum()) // top_k
+    assert counts.sum() == tokens * top_k and counts.max() <= tokens, "no token can go twice to an expert"
+    expert = np.repeat(np.arange(len(counts)), counts)
+    routing = torch.zeros(tokens, len(counts), dtype=torch.bool)
+    routing[torch.arange(len(expert)) % tokens, torch.as_tensor(expert)] = True
+    return routing
+
+
+class _Model:
+    """The layers of one variant on this rank, and their slots."""
+
+    def __init__(self, variant: Variant, job: dict[str, Any], device: _Device, groups: Any) -> None:
+        from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+
+        from megatron.balanced.moe_layer import BalancedMoELayer
+
+        self.variant, self._device, self._attention = variant, device, float(job["attention_seconds"])
+        config = _config(job)
+        seconds = float(job["token_seconds"])
+
+        def experts(local: int, config: Any, *, pg_collection: Any, **unused: Any) -> torch.nn.Module:
+            first = dist.get_rank(groups.ep) * local
+            return _experts([_Expert(device, first + n, int(job["weights"]), seconds) for n in range(local)])
+
+        parts = MoESubmodules(experts=experts, router=_Router)
+        self.layers: list[Any] = [
+            MoELayer(config, parts, number + 1, groups)
+            if variant.planned is None
+            else BalancedMoELayer(config, parts, number + 1, groups, slots=variant.slots)
+            for number in range(job["layers"])
+        ]
+        self.slots: Any = None
+        for weight in self._home_weights():
+            weight.main_grad, weight.tokens = torch.zeros_like(weight, dtype=torch.float32), 0
+        if variant.planned is not None:
+            self.slots = _slots(self.layers, variant, groups.transfers, job["ranks_per_node"])
+
+    def _home_weights(self) -> list[Any]:
+        return [expert.weight for layer in self.layers for expert in layer.experts.local_experts]
+
+    def step(self, routing: Sequence[Sequence[torch.Tensor]], placements: Sequence[Any], plan_seconds: float) -> float:
+        """One iteration; returns its seconds. routing: [micro-batch][layer], maps. placements: [layer]."""
+        hidden = torch.ones(len(routing[0][0]), 1, self.layers[0].config.hidden_size)
+        for weight in self._home_weights():
+            weight.main_grad.zero_()
+            weight.tokens = 0
+        dist.barrier()
+        begin = time.perf_counter()
+        pace(plan_seconds)
+        if self.slots is not None:
+            for layer, placement in zip(self.layers, placements, strict=True):
+                layer.loads.clear()
+                layer.served.clear()
+                layer.place(placement)
+            self.slots.begin_step([placement.slot_expert for placement in placements], len(routing))
+        for maps in routing:
+            output = self._forward(hidden.clone().requires_grad_(), maps)
+            assert torch.equal(output, hidden), "tokens did not come back as they left"
+            output.sum().backward()
+        if self.slots is not None:
+            self.slots.end_step()
+        span = torch.tensor([-begin, time.perf_counter()], dtype=torch.float64)  # one clock for all ranks of a machine
+        dist.all_reduce(span, op=dist.ReduceOp.MAX)
+        return float(span.sum())
+
+    def _forward(self, hidden: torch.Tensor, maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        for layer, routing in zip(self.layers, maps, strict=True):
+            layer.router.routing = routing
+            hidden, _ = layer(_Compute.apply(hidden, None, self._device, self._attention))
+        return hidden
+
+    def check(self, load: np.ndarray, placements: Sequence[Any]) -> None:
+        """The last step was right. load: [source_rank, layer, micro_batch, expert]."""
+        expected = load.sum((0, 2)).reshape(len(self.layers), -1)
+        for number, layer in enumerate(self.layers):
+            for expert in layer.experts.local_experts:
+                weight, tokens = expert.weight, expected[number, int(expert.weight[0])]
+                # A replica's gradient is rounded to bfloat16 before it is added.
+                gradient = weight.main_grad + weight.tokens
+                torch.testing.assert_close(gradient, torch.full_like(gradient, tokens), rtol=0.01, atol=0.1)
+            if self.slots is not None and not self.variant.shared:
+                for expert, leaves in zip(
+                    placements[number].slots_of(dist.get_rank()), self.slots.leaves(number), strict=True
+                ):
+                    assert expert < 0 or (leaves[0] == expert).all(), f"slot of expert {expert} holds other weights"
+
+
+def _experts(local: list[_Expert]) -> torch.nn.Module:
+    """Megatron's sequence of experts with replicas, made of paced ones."""
+    from megatron.balanced.moe_layer import ReplicatedSequentialMLP
+
+    class PacedExperts(ReplicatedSequentialMLP):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.local_experts, self.num_local_experts = torch.nn.ModuleList(local), len(local)
+
+    return PacedExperts()
+
+
+def _slots(layers: Sequence[Any], variant: Variant, group: Any, ranks_per_node: int) -> Any:
+    from balancing.experts.apply import ReplicaSlots
+
+    class Exposed(ReplicaSlots):
+        """Every transfer is waited for where it is started."""
+
+        def begin_step(self, placements: Sequence[np.ndarray], micro_batches: int) -> None:
+            super().begin_step(placements, micro_batches)
+            self.acquire(0, then=-1)
+
+        def acquire(self, layer: int, then: int) -> None:
+            super().acquire(layer, then=-1)
+
+        def collect(self, layer: int) -> None:
+            super().collect(layer)
+            self._finish_reductions()
+
+    homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
+    slots = (ReplicaSlots if variant.overlap else Exposed)(
+        homes,
+        variant.slots,
+        group,
+        shared=variant.shared,
+        ranks_per_node=ranks_per_node,
+        gradient=lambda weight: weight.main_grad,
+        reduced=lambda layer: None,
+    )
+    for position, layer in enumerate(layers):
+        layer.experts.slots, layer.experts.position = slots, position
+    return slots
+
+
+def _config(job: dict[str, Any]) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=job["layers"],
+        hidden_size=job["hidden"],
+        num_attention_heads=1,
+        num_moe_experts=job["experts"],
+        moe_router_topk=job["top_k"],
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=dist.get_world_size(),
+        add_bias_linear=False,
+    )
+
+
+def _groups() -> Any:
+    """Expert parallelism over all ranks, everything else alone, and a group of all ranks for transfers."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection()
+    groups.ep = groups.tp_ep = dist.group.WORLD
+    for rank in range(dist.get_world_size()):
+        alone = dist.new_group([rank], timeout=_TIMEOUT)
+        if rank == dist.get_rank():
+            groups.tp = groups.expt_tp = groups.cp = groups.tp_cp = alone
+    groups.transfers = dist.new_group(list(range(dist.get_world_size())), timeout=_TIMEOUT)
+    return groups
+
+
+def _run(folder: Path) -> None:
+    job = json.loads((folder / "job.json").read_text())
+    loads = dict(np.load(folder / "loads.npz"))
+    rank, device, groups = dist.get_rank(), _Device(), _groups()
+    maps = {kind: [_maps(step[rank], job["top_k"]) for step in loads[kind]] for kind in ("recorded", "even")}
+    variants = [Variant(**each) for each in job["variants"]]
+    models = {variant.name: _Model(variant, job, device, groups) for variant in variants}
+    for at in [-1, *range(len(loads["recorded"]))]:
+        for variant in variants:
+            _step(at, variant, models[variant.name], job, loads, maps)
+
+
+def _maps(counts: np.ndarray, top_k: int) -> list[list[torch.Tensor]]:
+    """[micro-batch][layer], from counts [layer, micro_batch, expert]."""
+    return [[routing_map(layer, top_k) for layer in batch] for batch in counts.swapaxes(0, 1)]
+
+
+def _step(at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: dict, maps: dict) -> None:
+    from balancing.experts.placement import ReplicaPlacement, contiguous_homes
+
+    kind, warm_up, number = "even" if variant.even else "recorded", at < 0, max(at, 0)
+    load, ranks = loads[kind][number], dist.get_world_size()
+    placements, plan_seconds = [], 0.0
+    if variant.planned is not None:
+        plans, seconds = loads[f"slots of {variant.planned}"], loads[f"seconds of {variant.planned}"]
+        home, split, plan_seconds = (
+            contiguous_homes(job["experts"], ranks),
+            job["split"][variant.planned],
+            seconds[number],
+        )
+        placements = [ReplicaPlacement(home, plan, split, job["ranks_per_node"]) for plan in plans[number]]
+    routing = maps[kind][number][:1] if warm_up else maps[kind][number]
+    seconds = model.step(routing, placements, float(plan_seconds))
+    model.check(load[:, :, :1] if warm_up else load, placements)
+    traffic = model.slots.take_traffic() if model.slots is not None else None
+    if warm_up:
+        return
+    served = _served(model, load, ranks)
+    own = [traffic.exposed_seconds, traffic.weight_bytes + traffic.gradient_bytes] if traffic else [0.0] * 2
+    most = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        row = {"variant": variant.name, "step": at, "seconds": seconds, "plan": float(plan_seconds)}
+        row |= {"exposed": float(most[0]), "sent_bytes": float(most[1])}
+        row["imbalance"] = float(np.mean(served.max(-1) / served.mean(-1)))
+        print(json.dumps(row), flush=True)
+
+
+def _served(model: _Model, load: np.ndarray, ranks: int) -> np.ndarray:
+    """Tokens that each rank computed: [layer, micro_batch, rank]."""
+    if model.slots is not None:
+        return np.array([layer.served for layer in model.layers])
+    total = load.sum(0)
+    return total.reshape(*total.shape[:2], ranks, -1).sum(-1)
+
+
+def main() -> None:
+    from megatron.balanced.device import use_cpu
+
+    use_cpu()
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    with torch.random.fork_rng(devices=[]):
+        _run(Path(sys.argv[1]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""How level the planners of `balancing.experts` make expert-parallel ranks, and how long they take to think.
+
+    python -m benchmarks.experts [--quick] [--trace FILE] [--json FILE]
+
+- Replay: recorded loads, or made-up ones without --trace. A placement is made from one micro-batch and used for the
+  next, by every planner, at several expert-parallel sizes. Then the same with a placement that is one record old.
+- Grid: made-up loads of known imbalance, which drift by a known part after the placement is made.
+- Time: of one placement and one split, processor time of one thread, the quickest of several.
+
+The figure is the fullest rank over the mean. Each row has its ratio to no balancing (none) and to the limit, which is 1
+token more than the mean at most. Nothing is trained here; the emulated cluster has step times. Takes about 6 minutes on
+one core with the recorded loads, with --quick less than one. Exit code 1 if a row misses its target.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from balancing.cluster import Cluster
+from balancing.experts import (
+    LoadTrace,
+    ReplicaPlacement,
+    Splitter,
+    plan_replicas,
+    plan_replicas_layers,
+    read_load_trace,
+    read_routing_trace,
+    repair,
+    traffic,
+)
+from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+
+__all__ = ["Row", "grid", "replay", "times"]
+
+_CLUSTER = "h200-8x400g"
+_IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
+_REPAIR = "quota, repaired"  # with at most as many late copies as this
+_COPIES = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. figure: in `unit`, less is better. to_none, to_limit: the figure over that of no balancing, and
+    over what is possible. target: what the figure must not exceed, None if nothing is promised. more: other figures."""
+
+    section: str
+    case: str
+    method: str
+    figure: float
+    unit: str
+    to_none: float | None
+    to_limit: float
+    target: float | None = None
+    more: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        return self.target is None or self.figure <= self.target
+
+
+@dataclass
+class _Balance:
+    """What one planner made of many loads."""
+
+    fullest: list[float] = field(default_factory=list)  # over the mean
+    limit: list[float] = field(default_factory=list)
+    deviation: list[float] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
+    layer: list[int] = field(default_factory=list)
+
+    def add(self, load: np.ndarray, placement: ReplicaPlacement, layer: int = 0) -> None:
+        tokens = traffic(load, placement).sum(0)
+        mean = max(float(tokens.mean()), 1.0)
+        self.fullest.append(float(tokens.max()) / mean)
+        self.limit.append(float(np.ceil(mean)) / mean)
+        self.deviation.append(float(tokens.std()))
+        self.copies.append(placement.replicas)
+        self.layer.append(layer)
+
+    def deviation_by_layer(self) -> np.ndarray:
+        layers, deviation = np.array(self.layer), np.array(self.deviation)
+        return np.array([deviation[layers == layer].mean() for layer in sorted(set(self.layer))])
+
+
+def _rows(section: str, case: str, found: dict[str, _Balance], target: tuple[float, float] | None) -> Iterator[Row]:
+    """The mean and the 99th percentile of each method. target: of both, for quota."""
+    none, shadow = found["none"], found.get("shadow")
+    for method, balance in found.items():
+        more = {"copies": float(np.mean(balance.copies))}
+        if shadow is not None:
+            # Pro-Prophet's balance degree is the standard deviation over ranks; its figure is the ratio to shadowing.
+            # Less than a token counts as one.
+            ratio = shadow.deviation_by_layer() / np.maximum(balance.deviation_by_layer(), 1.0)
+            more |= {"rb_over_shadow_least": float(ratio.min()), "rb_over_shadow_most": float(ratio.max())}
+        for at, (unit, reduce) in enumerate((("mean", np.mean), ("p99", lambda values: np.percentile(values, 99)))):
+            figure = float(reduce(balance.fullest))
+            aim = target[at] if target and method == "quota" else None
+            baseline, limit = figure / float(reduce(none.fullest)), figure / float(reduce(balance.limit))
+            yield Row(section, case, method, figure, unit, baseline, limit, aim, more)
+
+
+def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progress) -> list[Row]:
+    """Plan on one micro-batch, balance the next; then plan on the last record. samples: most micro-batches a size."""
+    rows = []
+    for ranks in sizes:
+        counts, cluster = trace.on_ranks(ranks), _cluster(ranks)
+        records, _, layers, batches, experts = counts.shape
+        every = [
+            (record, layer, batch) for record in range(records) for layer in range(layers) for batch in range(batches)
+        ]
+        following = [at for at in every if at[2] > 0] or [at for at in every if at[0] > 0]
+        stale = [at for at in every if at[0] > 0 and at[2] == 0]
+        for slots in (1, 2):
+            case, target = f"EP {ranks}, {_slots(slots)}", (1.005, 1.02) if slots == 2 else None
+            found: dict[str, _Balance] = {}
+            plans = {
+                "none": (slots, "none"),
+                "shadow": (slots, "shadow"),
+                "shadow, any number": (experts, "shadow"),
+                "prophet": (slots, "prophet"),
+                "prophet, any number": (experts, "prophet"),
+                "eplb": (slots, "eplb"),
+                "quota": (slots, "quota"),
+            }
+            chosen = _thin(following, samples)
+            for record, layer, batch in progress.track(chosen, description=f"replay, {case}"):
+                before = counts[record, :, layer, batch - 1] if batch else counts[record - 1, :, layer, -1]
+                for name, (room, method) in plans.items():
+                    placement = plan_replicas(before, cluster, slots=room, method=method)
+                    found.setdefault(name, _Balance()).add(counts[record, :, layer, batch], placement, layer)
+            rows += _rows("replay, last micro-batch", case, found, target)
+            found = {}
+            chosen = _thin(stale, samples // 3)
+            for record, layer, batch in progress.track(chosen, description=f"replay, last record, {case}"):
+                before, now = counts[record - 1, :, layer, -1], counts[record, :, layer, batch]
+                for method in ("none", "prophet", "eplb", "quota"):
+                    placement = plan_replicas(before, cluster, slots=slots, method=method)
+                    found.setdefault(method, _Balance()).add(now, placement, layer)
+                repaired = repair(now, placement, cluster, copies=_COPIES)
+                found.setdefault(_REPAIR, _Balance()).add(now, repaired, layer)
+            rows += _rows("replay, last record", case, found, None) if chosen else ()
+    return rows
+
+
+def grid(draws: int, progress: Progress) -> list[Row]:
+    """Loads of 64 ranks and two slots, planned before they drift."""
+    ranks, slots, tokens, rows = 64, 2, 65536, []
+    cluster, methods = _cluster(ranks), ("none", "shadow", "prophet", "eplb", "quota")
+    cells = [(experts, imbalance) for experts in (128, 256) for imbalance in _IMBALANCE]
+    for experts, imbalance in progress.track(cells, description="grid"):
+        found: dict[float, dict[str, _Balance]] = {drift: {} for drift in _DRIFT}
+        for draw in range(draws):
+            generator = np.random.default_rng(1000 * experts + draw)
+            popularity = zipf_popularity(experts, ranks, imbalance, generator)
+            before = sampled_load(popularity, ranks, tokens, generator)
+            plans = {method: plan_replicas(before, cluster, slots=slots, method=method) for method in methods}
+            for drift in _DRIFT:
+                now = sampled_load(drifted(popularity, drift, generator), ranks, tokens, generator)
+                late = {
+                    _REPAIR: repair(now, plans["quota"], cluster, copies=_COPIES),
+                    "quota, load known": plan_replicas(now, cluster, slots=slots),
+                }
+                for method, placement in (plans | late).items():
+                    found[drift].setdefault(method, _Balance()).add(now, placement)
+        for drift in _DRIFT:
+            case = f"E {experts}, imbalance {imbalance:g}, drift {drift:g}"
+            rows += [row for row in _rows("grid", case, found[drift], None) if row.unit == "mean"]
+    return rows
+
+
+def times(repeats: int, progress: Progress) -> list[Row]:
+    """Milliseconds of one layer on 64 ranks, and of 32 layers together."""
+    ranks, experts, rows = 64, 256, []
+    cluster, generator = _cluster(ranks), np.random.default_rng(0)
+    load = sampled_load(zipf_popularity(experts, ranks, 2.0, generator), ranks, 65536, generator)
+    layers = np.stack([load] * 32)
+    for slots in progress.track((1, 2, 4), description="time"):
+        case, aims = f"E {experts}, EP {ranks}, {_slots(slots)}", (5.0, 1.0)
+        for method in ("shadow", "prophet", "eplb", "quota"):
+            figure = _milliseconds(lambda m=method, s=slots: plan_replicas(load, cluster, slots=s, method=m), repeats)
+            aim = aims[0] if method == "quota" and slots == 2 else None
+            rows.append(Row("time", f"placement, {case}", method, figure, "ms", None, figure / aims[0], aim))
+        figure = (
+            _milliseconds(lambda s=slots: plan_replicas_layers(layers, cluster, slots=s), max(1, repeats // 8)) / 32
+        )
+        rows.append(Row("time", f"placement, each of 32 layers, {case}", "quota", figure, "ms", None, figure / aims[0]))
+        placement = plan_replicas(load, cluster, slots=slots)
+        splitter = Splitter(placement)
+        aim = aims[1] if slots == 2 else None
+        for name, split, promised in (
+            ("split", lambda s=splitter: s(load), aim),
+            ("split, tables of a new placement", lambda p=placement: Splitter(p), None),
+        ):
+            figure = _milliseconds(split, repeats)
+            rows.append(Row("time", f"{name}, {case}", "quota", figure, "ms", None, figure / aims[1], promised))
+    return rows
+
+
+def _milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Processor time of this thread, the quickest of several, so that other work on the machine does not count."""
+    call()
+    spent = []
+    for _ in range(repeats):
+        begin = time.thread_time()
+        call()
+        spent.append(time.thread_time() - begin)
+    return min(spent) * 1e3
+
+
+def _cluster(ranks: int) -> Cluster:
+    return Cluster.preset(_CLUSTER).relabel(-(-ranks // 8), min(8, ranks))
+
+
+def _slots(number: int) -> str:
+    return "1 slot" if number == 1 else f"{number} slots"
+
+
+def _thin(items: Sequence, most: int) -> list:
+    """At most `most` of the items, evenly spaced."""
+    return list(items) if len(items) <= most else [items[int(at)] for at in np.linspace(0, len(items) - 1, most)]
+
+
+def _made_up_run(records: int) -> LoadTrace:
+    """Four layers from nearly level to very uneven, which drift by 1 % a micro-batch and 7 % a record."""
+    generator, sources, experts = np.random.default_rng(0), 32, 64
+    counts = np.zeros((records, sources, 4, 4, experts), dtype=np.int64)
+    for layer, imbalance in enumerate((1.2, 1.6, 2.2, 3.2)):
+        popularity = zipf_popularity(experts, 8, imbalance, generator)
+        for record in range(records):
+            for batch in range(4):
+                counts[record, :, layer, batch] = sampled_load(popularity, sources, 8192, generator)
+                popularity = drifted(popularity, 0.01, generator)
+            popularity = drifted(popularity, 0.07, generator)
+    return LoadTrace(counts, np.arange(records), np.arange(4))
+
+
+def _show(rows: Sequence[Row], console: Console) -> None:
+    for section in dict.fromkeys(row.section for row in rows):
+        own = [row for row in rows if row.section == section]
+        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
+        if section == "grid":
+            _fill_grid(table, own)
+        else:
+            _fill(table, own)
+        console.print(table, "")
+
+
+def _fill(table: Table, rows: Sequence[Row]) -> None:
+    by_case = {(row.case, row.method): {} for row in rows}
+    for row in rows:
+        by_case[row.case, row.method][row.unit] = row
+    timed = rows[0].unit == "ms"
+    heads = ["ms", "/ limit"] if timed else ["mean", "p99", "/ none", "/ limit", "replicas", "RB / shadow"]
+    for head in ("case", "method", *heads, "target"):
+        table.add_column(head, justify="left" if head in ("case", "method", "target") else "right", no_wrap=True)
+    for (case, method), found in by_case.items():
+        first = next(iter(found.values()))
+        target = ", ".join(("met" if row.met else "MISSED") for row in found.values() if row.target is not None)
+        if timed:
+            table.add_row(case, method, f"{first.figure:.3f}", f"{first.to_limit:.3f}", target)
+            continue
+        rb = (
+            f"{first.more['rb_over_shadow_least']:.1f}-{first.more['rb_over_shadow_most']:.1f}"
+            if len(first.more) > 1
+            else ""
+        )
+        table.add_row(
+            case,
+            method,
+            f"{first.figure:.4f}",
+            f"{found['p99'].figure:.4f}",
+            f"{first.to_none:.3f}",
+            f"{first.to_limit:.4f}",
+            f"{first.more['copies']:.1f}",
+            rb,
+            target,
+        )
+
+
+def _fill_grid(table: Table, rows: Sequence[Row]) -> None:
+    """One line for each planner and imbalance, drift from left to right."""
+    for head in ("E, imbalance", "method", *(f"drift {drift:g}" for drift in _DRIFT)):
+        table.add_column(head, justify="left" if head in ("E, imbalance", "method") else "right", no_wrap=True)
+    lines: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        lines.setdefault((row.case.rpartition(", drift")[0], row.method), []).append(row.figure)
+    for (case, method), figures in lines.items():
+        table.add_row(case, method, *(f"{figure:.3f}" for figure in figures))
+
+
+def _read(options: argparse.Namespace) -> LoadTrace:
+    if options.trace is None:
+        return _made_up_run(6 if options.quick else 20)
+    if not Path(options.trace).is_dir():
+        return read_load_trace(options.trace)
+    if options.experts is None or options.micro_batches is None:
+        raise ValueError(
+            f"--trace {options.trace} is a folder of routing traces, which needs --experts and --micro-batches"
+        )
+    return read_routing_trace(
+        options.trace, experts=options.experts, micro_batches=options.micro_batches, stages=options.stages
+    )
+
+
+def _sizes(trace: LoadTrace) -> list[int]:
+    """Expert-parallel sizes that the trace's experts and source ranks divide into."""
+    sources, experts = trace.counts.shape[1], trace.counts.shape[-1]
+    sizes = [size for size in (8, 16, 32) if experts % size == 0 and (sources % size == 0 or size % sources == 0)]
+    if not sizes:
+        raise ValueError(f"{experts} experts from {sources} source ranks fit none of 8, 16 or 32 expert-parallel ranks")
+    return sizes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experts", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer loads; under a minute")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="recorded loads: .npz, or the folder of --moe-routing-trace-path"
+    )
+    parser.add_argument("--experts", type=int, help="experts of a layer, for a folder of routing traces")
+    parser.add_argument("--micro-batches", type=int, help="micro-batches of an iteration, for the same")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages, for the same (default 1)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    options = parser.parse_args(arguments)
+    load = os.getloadavg()[0]
+    try:
+        trace = _read(options)
+        sizes = _sizes(trace)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            rows = replay(trace, sizes, 100 if options.quick else 2400, progress)
+            rows += grid(2 if options.quick else 6, progress)
+            rows += times(10 if options.quick else 40, progress)
+        if options.json:
+            table = [asdict(row) | {"met": row.met} for row in rows]
+            Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"experts: {error}", file=sys.stderr)
+        return 2
+    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; loads: {options.trace or 'made up'}\n")
+    _show(rows, Console(width=max(120, Console().width)))
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""How long does a training step take with hot experts, and how near does balancing come to the limit? Emulated.
+
+    python -m benchmarks.experts_emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE] [--figure FILE.svg]
+
+Four layers of attention and experts and four micro-batches a step, on 8 and on 16 processes of an emulated cluster of
+two nodes. Tokens, replicas' weights and their gradients really move, through Megatron's dispatcher and
+`balancing.experts.apply`; compute is a timed wait. `benchmarks.emulated.expert_load` says what machine and model this
+stands for and how it is scaled. Loads are a recorded run's (--trace, as `balancing.experts.trace` reads it) or made up.
+
+All methods take turns, step by step, so that they see the same machine. The limit, "forced balance", is Megatron's own
+layer with as many tokens spread evenly over experts; "none" is Megatron's own layer too. Replicas are placed from the
+record before and tokens split on the true counts, as in training. Every planner gets the same slots, handed on and
+overlapped transfers, and one transfer an iteration: what differs is the plan and the split. Planning is done before,
+timed, and added to the step, stretched like everything else.
+
+Not to scale: within a node bytes are not limited and cost what CPU they cost, as latencies and the host's work do, for
+all ranks on few cores; a NIC lets the first 2 ms of a burst pass at once. These weigh on all methods, most on those
+that do more on the host, so the distance to the limit is rather over- than understated.
+
+Takes about 8 minutes on two idle cores, with --quick less than one.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from balancing.experts import ReplicaPlacement, contiguous_homes, plan_replicas, read_load_trace, traffic
+from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.emulated.expert_load import HIDDEN, SHAPE, TOP_K, Loads, Scale, made_up_loads, recorded_loads
+from benchmarks.emulated.experts import Variant
+from benchmarks.emulated.rate import format_rate
+
+__all__ = ["CEILING", "VARIANTS", "Row", "measure"]
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+_TIMEOUT = 900.0  # seconds for one launch of ranks
+_EXPERT_SECONDS = {8: 0.04, 16: 0.06}  # by ranks: more ranks need more of the host for each layer
+_MIN_GAIN = 0.02  # of --expert-min-gain
+
+CEILING = "forced balance"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How placements are made. knows: nothing but "balance", costs with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8)."""
+
+    method: Any
+    slots: int = 2
+    knows: str = "hidden"
+    micro_batches: int | None = None  # that one transfer serves; None for all of an iteration
+    even: bool = False
+
+
+_PLANS = {
+    "shadow": _Plan("shadow", knows="exposed"),
+    "prophet": _Plan("prophet"),
+    "prophet 8": _Plan("prophet", slots=8),
+    "eplb": _Plan("eplb", knows="balance"),
+    "eplb 8": _Plan("eplb", slots=8, knows="balance"),
+    "quota": _Plan("quota"),
+    "quota shared": _Plan("quota", micro_batches=1),
+    "quota balance": _Plan("quota", knows="balance"),
+    "quota uncoupled": _Plan("quota", knows="exposed"),
+    "quota even": _Plan("quota", even=True),
+}
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(CEILING, even=True),
+        Variant("none"),
+        Variant("shadow", "shadow"),
+        Variant("prophet", "prophet"),
+        Variant("prophet, 8 slots", "prophet 8", slots=8),
+        Variant("eplb", "eplb"),
+        Variant("eplb, 8 slots", "eplb 8", slots=8),
+        Variant("quota", "quota"),
+        Variant("quota, shared slots", "quota shared", shared=True),
+        Variant("quota, costs unknown", "quota balance"),
+        Variant("quota: planner only", "quota uncoupled", overlap=False),
+        Variant("quota: + scheduler", "quota uncoupled"),
+        Variant("quota on even load", "quota even", even=True),
+    )
+}
+_QUICK = (CEILING, "none", "shadow", "prophet", "eplb", "quota")
+_NOTES = {
+    "quota: planner only": "transfers exposed",
+    "quota: + scheduler": "transfers overlapped; quota itself is this + coupling",
+    "quota on even load": "overhead where nothing is to gain",
+    "quota, costs unknown": "without --cluster",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one number of ranks; medians over steps.
+
+    seconds: of a step. speedup: none's seconds over these, step by step. of_ceiling: the ceiling's over these. exposed:
+    seconds for which the rank that waited longest waited for replicas' transfers. imbalance: tokens of the busiest rank
+    over the mean. planning: seconds on the modelled host, an iteration. sent_bytes: most that a rank sent of weights and
+    gradients, emulated.
+    """
+
+    ranks: int
+    method: str
+    seconds: float
+    speedup: float
+    of_ceiling: float
+    exposed: float
+    imbalance: float
+    planning: float
+    sent_bytes: float
+    steps: int
+
+
+def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np.ndarray, str]:
+    """Slots int [step, layer, rank, slot], seconds of planning [step], and how tokens are split."""
+    before = loads.even.before if plan.even else loads.before
+    costs: dict[str, Any] = {}
+    if plan.knows != "balance":
+        costs = {"shape": SHAPE, "micro_batches": plan.micro_batches or before.shape[3]}
+    if plan.knows == "hidden":
+        costs["hidden_under"] = scale.attention_seconds
+    alone = ReplicaPlacement(contiguous_homes(scale.experts, scale.ranks), np.full((scale.ranks, plan.slots), -1))
+    slots, seconds, split = [], [], "level"
+    for step in before:
+        begin = time.thread_time()
+        placed = []
+        for load in np.rint(step.mean(2) * scale.tokens).astype(np.int64).swapaxes(0, 1):
+            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, **costs)
+            split = each.split
+            gains = traffic(load, each).sum(0).max() <= (1 - _MIN_GAIN) * traffic(load, alone).sum(0).max()
+            placed.append(each.slot_expert if gains else alone.slot_expert)
+        seconds.append(time.thread_time() - begin)
+        slots.append(placed)
+    return np.array(slots), np.array(seconds), split
+
+
+def measure(
+    loads: Loads, scale: Scale, variants: Sequence[Variant], *, limited: bool = True, timeout: float = _TIMEOUT
+) -> tuple[list[Row], str | None]:
+    """Run the variants, among them the ceiling and "none"; returns a row for each, and why NICs were not limited.
+
+    limited: whether NICs shall be. Raises RankFailed and RunTimeout.
+    """
+    arrays = {"recorded": loads.now, "even": loads.even.now}
+    split, planning = {}, {}
+    for name in sorted({variant.planned for variant in variants if variant.planned}):
+        slots, planning[name], split[name] = _placements(_PLANS[name], loads, scale)
+        arrays |= {f"slots of {name}": slots, f"seconds of {name}": planning[name] * scale.time}
+    job = {
+        "layers": loads.now.shape[2],
+        "experts": scale.experts,
+        "top_k": TOP_K,
+        "hidden": HIDDEN,
+        "weights": round(SHAPE.parameters / scale.bytes),
+        "token_seconds": scale.expert_seconds / scale.assignments,
+        "attention_seconds": scale.attention_seconds * scale.time,
+        "ranks_per_node": scale.cluster.ranks_per_node,
+        "split": split,
+        "variants": [asdict(variant) for variant in variants],
+    }
+    shape = {"nics_per_node": scale.cluster.nics_per_node, "nic": scale.nic if limited else None}
+    with tempfile.TemporaryDirectory() as folder, EmulatedCluster(2, scale.ranks // 2, **shape) as cluster:
+        Path(folder, "job.json").write_text(json.dumps(job))
+        np.savez(Path(folder, "loads.npz"), **arrays)
+        program = ["ignore", "-m", "benchmarks.emulated.experts", folder]
+        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT)
+        reason = cluster.not_shaped_because
+    lines = [json.loads(line) for line in run.output[0] if line.startswith('{"variant"')]
+    return [_row(variant, lines, scale, planning) for variant in variants], reason
+
+
+def _row(variant: Variant, lines: list[dict[str, Any]], scale: Scale, planning: dict[str, np.ndarray]) -> Row:
+    def values(key: str, name: str = variant.name) -> np.ndarray:
+        return np.array([line[key] for line in lines if line["variant"] == name])
+
+    own = values("seconds")
+    return Row(
+        ranks=scale.ranks,
+        method=variant.name,
+        seconds=float(np.median(own)),
+        speedup=float(np.median(values("seconds", "none") / own)),
+        of_ceiling=float(np.median(values("seconds", CEILING) / own)),
+        exposed=float(np.median(values("exposed"))),
+        imbalance=float(np.mean(values("imbalance"))),
+        planning=float(np.median(planning[variant.planned])) if variant.planned else 0.0,
+        sent_bytes=float(np.median(values("sent_bytes"))),
+        steps=len(own),
+    )
+
+
+def _print(rows: Sequence[Row], scale: Scale, reason: str | None) -> None:
+    limited = "loopback, NICs not limited: " + reason if reason else f"NICs of {format_rate(scale.nic)}"
+    print(
+        f"\nemulated: 2 nodes x {scale.ranks // 2} ranks, {scale.cluster.nics_per_node} NICs a node; "
+        f"{scale.time:.2f} times slower than modelled, 1/{scale.bytes:.0f} of its bytes; {limited}"
+    )
+    print(f"{'method':20}  s/step  x none  of ceiling  max/mean    exposed   planning  steps")
+    for row in rows:
+        times = f"{row.exposed * 1e3:8.1f} ms {row.planning * 1e3:7.1f} ms"
+        figures = f"{row.seconds:6.3f}  {row.speedup:6.2f}  {row.of_ceiling:10.1%}  {row.imbalance:8.3f} {times}"
+        print(f"{row.method:20}  {figures}  {row.steps:5}  {_NOTES.get(row.method, '')}".rstrip(), flush=True)
+
+
+def _print_targets(rows: Sequence[Row]) -> None:
+    found = {row.method: row for row in rows}
+    quota, overhead = found["quota"], found.get("quota on even load")
+    checks = [
+        ("quota at 97 % of the ceiling or more", f"{quota.of_ceiling:.1%}", quota.of_ceiling >= 0.97),
+        ("quota ahead of prophet", f"{quota.seconds:.3f} s", quota.seconds < found["prophet"].seconds),
+        (
+            "prophet ahead of shadow",
+            f"{found['prophet'].seconds:.3f} s",
+            found["prophet"].seconds < found["shadow"].seconds,
+        ),
+    ]
+    if overhead:
+        cost = 1 / overhead.of_ceiling - 1
+        checks.append(("quota costs at most 0.5 % on an even load", f"{cost:.2%}", cost <= 0.005))
+    for text, value, met in checks:
+        print(f"  {'met   ' if met else 'MISSED'}  {text}: {value}")
+
+
+def _draw(rows: Sequence[Row], about: str, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    numbers = sorted({row.ranks for row in rows})
+    shown = [row for row in rows if row.method not in (CEILING, "quota on even load")]
+    height = 1.3 + 0.3 * len(shown) / len(numbers)
+    figure, panels = plt.subplots(1, len(numbers), figsize=(5.2 * len(numbers), height), squeeze=False, sharey=True)
+    for ranks, axes in zip(numbers, panels[0], strict=True):
+        own = [row for row in shown if row.ranks == ranks]
+        ceiling = next(row.seconds for row in rows if row.ranks == ranks and row.method == CEILING)
+        for place, row in enumerate(own):
+            color = "#1f5a99" if row.method == "quota" else "#9db8d6" if row.method.startswith("quota") else "#b9bcc2"
+            axes.barh(place, row.seconds, height=0.66, color=color, zorder=2)
+            label = f"{row.seconds:.2f} s, {row.of_ceiling:.0%} of the limit"
+            axes.annotate(label, (row.seconds, place), (4, 0), textcoords="offset points", va="center", size=8)
+        axes.axvline(ceiling, color="#c0392b", linewidth=1.2, zorder=3)
+        axes.annotate("forced balance", (ceiling, -0.62), (3, 0), textcoords="offset points", color="#c0392b", size=8)
+        axes.set_yticks(range(len(own)), [row.method for row in own])
+        axes.set_ylim(len(own) - 0.5, -1)
+        axes.set_xlim(0, 1.45 * max(row.seconds for row in own))
+        axes.set_title(f"{ranks} ranks on two nodes", loc="left", size=10)
+        axes.set_xlabel("seconds of a step (emulated)")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    figure.suptitle(f"Step time with hot experts, {about}", x=0.01, ha="left", size=11)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experts_emulated",
+        description="Step time with hot experts on an emulated cluster, method by method, against forced balance.",
+    )
+    parser.add_argument("--quick", action="store_true", help="8 ranks, fewer methods, layers and steps; under a minute")
+    parser.add_argument("--trace", metavar="FILE", help="recorded loads, an .npz file; made-up ones by default")
+    parser.add_argument("--ranks", type=int, choices=(8, 16), help="only that many; both by default")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--figure", metavar="FILE", help="draw the step times there; the ending says the format: .svg")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 where ranks failed, 2 for bad input."""
+    options = _parser().parse_args(arguments)
+    numbers = [options.ranks] if options.ranks else [8] if options.quick else [8, 16]
+    layers, micro_batches, steps = (2, 2, 1) if options.quick else (4, 4, 3)
+    variants = [VARIANTS[name] for name in _QUICK] if options.quick else list(VARIANTS.values())
+    about = "recorded loads" if options.trace else "made-up loads"
+    rows: list[Row] = []
+    scales: list[dict[str, float]] = []
+    load = os.getloadavg()[0]
+    print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start; {about}", flush=True)
+    try:
+        trace = read_load_trace(options.trace) if options.trace else None
+        for ranks in numbers:
+            scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, _EXPERT_SECONDS[ranks])
+            size = (scale, layers, micro_batches, steps)
+            found, reason = measure(recorded_loads(trace, *size) if trace else made_up_loads(*size), scale, variants)
+            _print(found, scale, reason)
+            _print_targets(found)
+            rows += found
+            scales.append({"ranks": ranks, "time": scale.time, "bytes": scale.bytes, "nic": scale.nic})
+    except ValueError as error:
+        print(f"experts_emulated: {error}", file=sys.stderr)
+        return 2
+    except (RankFailed, RunTimeout) as error:
+        print(f"experts_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
+        return 1
+    if options.json:
+        content = {
+            "emulated": True,
+            "loads": about,
+            "load": load,
+            "scales": scales,
+            "rows": [asdict(row) for row in rows],
+        }
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    if options.figure:
+        _draw(rows, f"{about}, emulated", options.figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Experts as two grouped GEMMs (`--moe-grouped-gemm`) where Transformer Engine is not there.
+
+Megatron-LM's grouped experts are Transformer Engine's; without it the flag silently runs one expert after the other,
+which leaves a GPU idle between many small products. Here all experts of a rank share two products on torch's own
+grouped GEMM. Parameters, checkpoints and the activation between the products are those of Megatron's sequential experts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+
+from megatron.balanced.moe_layer import ReplicatedSequentialMLP
+
+__all__ = ["GroupedMLP"]
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` [rows, columns] with the strides that grouped GEMM demands, which torch calls contiguous only if it is not
+    empty. Expanded gradients, as of a sum, have others."""
+    return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """rows [tokens, in], group after group; `ends` int32 [group]; a weight [out, in] for each -> [tokens, out].
+
+    Saves the weights themselves and stacks them again for the backward pass: a stack kept for each micro-batch in flight
+    would take as much memory as all experts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        rows = _rows(rows)
+        ctx.save_for_backward(rows, ends, *weights)
+        return torch.nn.functional.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, ends, *weights = ctx.saved_tensors
+        gradient = _rows(gradients[0])
+        of_rows: torch.Tensor | None = None
+        of_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_rows = torch.nn.functional.grouped_mm(gradient, torch.stack(weights), offs=ends)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = torch.nn.functional.grouped_mm(gradient.t(), rows, offs=ends).unbind()
+        return of_rows, None, *of_weights
+
+
+class _GroupedLinear(torch.nn.Module):
+    """One linear layer of many experts, for the length of one call. Its weights are no parameters of its own."""
+
+    def __init__(self, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._ends, self._weights = ends, tuple(weights)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _GroupedProduct.apply(rows, self._ends, *self._weights), None
+
+
+class _GroupedExperts(MLP):
+    """Megatron's MLP with other linear layers, so that what it does between them, it does here as well."""
+
+    def __init__(self, like: MLP, linear_fc1: torch.nn.Module, linear_fc2: torch.nn.Module) -> None:
+        torch.nn.Module.__init__(self)
+        self.config, self.activation_func = like.config, like.activation_func
+        self.linear_fc1, self.linear_fc2 = linear_fc1, linear_fc2
+
+
+class GroupedMLP(ReplicatedSequentialMLP):
+    """The experts of one layer on this rank, computed together. Needs experts without biases, in bf16, fp16 or fp32."""
+
+    def _run_homes(self, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor) -> torch.Tensor:
+        return self._grouped([list(expert.parameters()) for expert in self.local_experts], hidden, counts, probs)
+
+    def _run_replicas(
+        self, replicas: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
+    ) -> torch.Tensor:
+        return self._grouped(replicas, hidden, counts, probs)
+
+    def _grouped(
+        self, experts: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
+    ) -> torch.Tensor:
+        ends = torch.tensor(counts).cumsum(0).to(hidden.device, torch.int32)
+        # With expert tensor parallelism each rank has its part of both weights, and the dispatcher sums the outputs.
+        fc1, fc2 = zip(*experts, strict=True)
+        return _GroupedExperts(self.local_experts[0], _GroupedLinear(ends, fc1), _GroupedLinear(ends, fc2))(
+            hidden, probs
+        )[0]

@@ -1,0 +1,208 @@
+"""One MoE layer on the pool's ranks, with a routing, a placement of replicas and weights that the test chooses.
+
+The same layer can be run as Megatron-LM has it and balanced; what a rank saw of it is compared tensor by tensor.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+HIDDEN, FFN = 32, 48
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What to build. Numbers are float32 unless said otherwise.
+
+    chosen: for each rank an int array [token, k] of experts; k of -1 means that the token goes nowhere.
+    slot_expert: [rank, slot] of experts, -1 for an empty slot; None for Megatron's own layer.
+    """
+
+    experts: int
+    chosen: list[np.ndarray]
+    slot_expert: list[list[int]] | None = None
+    dispatcher: str = "alltoall"
+    dtype: str = "float32"
+    shared: bool = False
+    grouped: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and a backward pass, as one rank saw them. Gradients of weights by the expert's global number."""
+
+    output: np.ndarray
+    rows: list[int]  # of each expert this rank computed, home experts first
+    of_hidden: np.ndarray
+    of_probs: np.ndarray
+    of_weights: dict[tuple[int, str], np.ndarray]
+
+
+def _build(layer: Layer) -> Any:
+    import torch
+    from megatron.core.activations import squared_relu
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.balanced.grouped_experts import GroupedMLP
+    from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+
+    options: dict[str, Any] = {
+        "num_layers": 1,
+        "num_attention_heads": 4,
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": FFN,
+        "moe_ffn_hidden_size": FFN,
+        "num_moe_experts": layer.experts,
+        "moe_router_topk": layer.chosen[0].shape[1],
+        "moe_router_pre_softmax": True,
+        "moe_token_dispatcher_type": layer.dispatcher,
+        "expert_model_parallel_size": len(layer.chosen),
+        "expert_tensor_parallel_size": 1,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": True,
+        "params_dtype": getattr(torch, layer.dtype),
+        "bf16": layer.dtype == "bfloat16",
+    }
+    options |= layer.options
+    if isinstance(options["activation_func"], str):
+        options["activation_func"] = {"gelu": torch.nn.functional.gelu, "squared_relu": squared_relu}[
+            options["activation_func"]
+        ]
+    config = TransformerConfig(**options)
+    balanced = layer.slot_expert is not None
+    experts = GroupedMLP if layer.grouped else ReplicatedSequentialMLP if balanced else SequentialMLP
+    moe = partial(BalancedMoELayer, slots=len(layer.slot_expert[0])) if balanced else MoELayer
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    built = moe(config, MoESubmodules(experts=partial(experts, submodules=linears)), layer_number=1)
+    for expert, module in zip(built.local_expert_indices, built.experts.local_experts, strict=True):
+        random = torch.Generator().manual_seed(expert)
+        for parameter in module.parameters():
+            # Drawn in float64, so that runs in all precisions have the same weights.
+            values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            parameter.data.copy_(values / parameter.shape[1] ** 0.5)
+    return built
+
+
+def _start(world_size: int) -> int:
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=world_size)
+    model_parallel_cuda_manual_seed(1)
+    return dist.get_rank()
+
+
+def _fill_slots(built: Any, layer: Layer) -> Any:
+    import torch.distributed as dist
+
+    from balancing.experts.apply import ReplicaSlots
+    from balancing.experts.placement import ReplicaPlacement
+
+    slot_expert = np.array(layer.slot_expert).reshape(len(layer.chosen), -1)
+    built.place(ReplicaPlacement(built.alone.home, slot_expert))
+    homes = [[list(expert.parameters()) for expert in built.experts.local_experts]]
+    group = dist.new_group(list(range(len(layer.chosen))))
+    slots = ReplicaSlots(
+        homes,
+        slot_expert.shape[1],
+        group,
+        shared=layer.shared,
+        gradient=lambda parameter: parameter.grad,
+        reduced=lambda layer: None,
+    )
+    built.experts.slots = slots
+    return slots
+
+
+def pass_rank(layer: Layer) -> Pass:
+    """The body of one rank."""
+    import torch
+
+    rank = _start(len(layer.chosen))
+    dtype = getattr(torch, layer.dtype)
+    torch.set_default_dtype(torch.float64 if dtype is torch.float64 else torch.float32)
+    built = _build(layer)
+    slots = None if layer.slot_expert is None else _fill_slots(built, layer)
+
+    chosen = torch.as_tensor(layer.chosen[rank])
+    tokens = len(chosen)
+    chance = np.random.default_rng(rank)
+    hidden = torch.as_tensor(chance.normal(size=(tokens, 1, HIDDEN))).to(dtype).requires_grad_()
+    probs = torch.as_tensor(chance.uniform(0.2, 1.0, (tokens, layer.experts))).to(dtype).requires_grad_()
+    routing_map = torch.zeros(tokens, layer.experts + 1, dtype=torch.bool).scatter_(
+        1, chosen % (layer.experts + 1), True
+    )
+    routing_map = routing_map[:, :-1]
+    built.route = lambda hidden, padding_mask=None: (probs * routing_map, routing_map)
+
+    rows: list[int] = []
+    experts = built.experts.forward
+
+    def counted(hidden: Any, tokens_per_expert: Any, probs: Any) -> Any:
+        rows.extend(tokens_per_expert.tolist())
+        return experts(hidden, tokens_per_expert, probs)
+
+    built.experts.forward = counted
+    if slots is not None:
+        slots.begin_step([built.placement.slot_expert], 1)
+    output, bias = built(hidden)
+    assert bias is None
+    output.backward(torch.as_tensor(chance.normal(size=output.shape)).to(dtype))
+    if slots is not None:
+        slots.end_step()
+
+    def plain(tensor: torch.Tensor | None) -> np.ndarray:
+        assert tensor is not None
+        return (tensor.float() if dtype is torch.bfloat16 else tensor).detach().numpy().copy()
+
+    of_weights = {
+        (expert, name): plain(parameter.grad)
+        for expert, module in zip(built.local_expert_indices, built.experts.local_experts, strict=True)
+        for name, parameter in module.named_parameters()
+    }
+    return Pass(plain(output), rows, plain(hidden.grad), plain(probs.grad), of_weights)
+
+
+def run_layer(pool: Any, layer: Layer) -> list[Pass]:
+    """One forward and one backward pass of the layer, a rank for each row of `layer.chosen`."""
+    return pool.run(len(layer.chosen), pass_rank, layer)
+
+
+def skewed(ranks: int, tokens: int, experts: int, topk: int, *, seed: int = 0) -> list[np.ndarray]:
+    """For each rank [token, k] distinct experts, the first ones much more often than the last."""
+    weight = 1.0 / np.arange(1, experts + 1)
+    order = np.random.default_rng(seed).gumbel(size=(ranks, tokens, experts)) + np.log(weight)
+    return list(np.argsort(-order, axis=2)[:, :, :topk])
+
+
+def assert_alike(passes: list[Pass], reference: list[Pass], *, tolerance: float | None) -> None:
+    """Outputs and all gradients bit for bit, or within `tolerance` of the norm of each tensor."""
+
+    def check(value: np.ndarray, expected: np.ndarray, what: str) -> None:
+        assert value.shape == expected.shape
+        if tolerance is None:
+            assert np.array_equal(value, expected), f"{what} differs by {np.abs(value - expected).max()}"
+        else:
+            difference, norm = np.linalg.norm(value - expected), np.linalg.norm(expected)
+            assert difference <= tolerance * norm, f"{what} differs by {difference} from {norm}"
+
+    for rank, (ours, theirs) in enumerate(zip(passes, reference, strict=True)):
+        check(ours.output, theirs.output, f"output of rank {rank}")
+        check(ours.of_hidden, theirs.of_hidden, f"gradient of the input of rank {rank}")
+        check(ours.of_probs, theirs.of_probs, f"gradient of the probabilities of rank {rank}")
+        assert ours.of_weights.keys() == theirs.of_weights.keys()
+        for (expert, name), value in theirs.of_weights.items():
+            check(ours.of_weights[expert, name], value, f"gradient of expert {expert}'s {name}")

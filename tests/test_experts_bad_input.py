@@ -1,0 +1,158 @@
+"""Experts that cannot be balanced or grouped as asked: one line that names the value and the way out, on all ranks."""
+
+import contextlib
+import io
+
+import pytest
+from test_bad_input import _assert_refused, _parse
+from training import EXACT, MOCK_DATA, MODEL, train
+
+EXPERTS = (
+    "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --num-layers 2 "
+    "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --train-iters 3"
+).split()
+BASE = [*MODEL, *MOCK_DATA, *EXPERTS]
+BALANCE = "--balance-experts"
+
+# flags, and the words that the line must have: the value, and the way out
+REFUSED = {
+    "no experts": ("--num-experts 0", "--expert-model-parallel-size 2", "--num-experts"),
+    "experts over ranks": ("--num-experts 5", "--num-experts 5", "--expert-model-parallel-size 2", "use 6"),
+    "Transformer Engine": (f"{BALANCE} --transformer-impl transformer_engine", "transformer_engine", "local"),
+    "dispatcher": (f"{BALANCE} --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
+    "padding to capacity": (
+        f"{BALANCE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+        "--moe-pad-expert-input-to-capacity",
+        "--moe-expert-capacity-factor without it",
+    ),
+    "padding for quantization": (f"{BALANCE} --moe-router-padding-for-quantization", "-quantization", "drop it"),
+    "padding for fp8": (f"{BALANCE} --moe-router-padding-for-fp8", "--moe-router-padding-for-fp8", "drop it"),
+    "fused accumulation": (
+        f"{BALANCE} --no-gradient-accumulation-fusion-not",
+        "--no-gradient-accumulation-fusion",
+    ),
+    "probabilities on the input": (f"{BALANCE} --moe-apply-probs-on-input", "--moe-apply-probs-on-input", "drop it"),
+    "latent experts": (f"{BALANCE} --moe-latent-size 16", "--moe-latent-size 16", "Transformer Engine", "drop it"),
+    "permute fusion": (f"{BALANCE} --moe-permute-fusion", "--moe-permute-fusion", "drop it"),
+    "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8 e4m3", "use --bf16"),
+    "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
+    "batch overlap": (f"{BALANCE} --overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm", "drop"),
+    "delayed gradients": (f"{BALANCE} --delay-wgrad-compute", "--delay-wgrad-compute", "drop it"),
+    "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
+    "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
+    "slots": (f"{BALANCE} --expert-replica-slots -1", "--expert-replica-slots -1", "at least 0"),
+    "planner": (f"{BALANCE} --expert-planner best", "best", "quota"),
+    "mode": (f"{BALANCE} --expert-replica-mode mixed", "mixed", "resident"),
+    "plan interval": (f"{BALANCE} --expert-plan-interval 0", "--expert-plan-interval 0", "at least 1"),
+    "gain": (f"{BALANCE} --expert-min-gain 1.5", "--expert-min-gain 1.5", "below 1"),
+    "grouped in float64": ("--moe-grouped-gemm --fp64", "--fp64", "drop --moe-grouped-gemm"),
+    "grouped with odd rows": (
+        "--moe-grouped-gemm --bf16 --moe-ffn-hidden-size 36",
+        "a multiple of 8",
+        "--moe-ffn-hidden-size 36",
+    ),
+    "grouped, recomputed activation": (
+        "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act",
+        "--recompute-modules moe_act",
+        "use --recompute-modules moe",
+    ),
+    "grouped, probabilities on the input": (
+        "--moe-grouped-gemm --moe-apply-probs-on-input",
+        "--moe-apply-probs-on-input",
+        "drop --moe-grouped-gemm",
+    ),
+    "latent attention": (f"{BALANCE} --multi-latent-attention", "--multi-latent-attention", "Transformer Engine"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(pool, case):
+    flags, *words = REFUSED[case]
+    _assert_refused(pool, [*BASE, *flags.split()], *words)
+
+
+def test_grouped_experts_with_biases(pool):
+    argv = [flag for flag in BASE if flag != "--disable-bias-linear"]
+    _assert_refused(pool, [*argv, "--moe-grouped-gemm"], "biases", "add --disable-bias-linear")
+
+
+def test_the_same_flags_without_the_fault_are_accepted(pool):
+    for flags in (BALANCE, "--moe-grouped-gemm", f"{BALANCE} --moe-grouped-gemm --bf16"):
+        assert [code for code, _ in pool.run(2, _parse, [*BASE, *flags.split()])] == ["none", "none"]
+
+
+# ranks, flags, and why there is nothing to balance
+NOTHING = {
+    "EP 1": (2, [*EXPERTS, "--expert-model-parallel-size", "1"], "--expert-model-parallel-size 1"),
+    "dense": (1, ["--num-layers", "2", "--train-iters", "3"], "no experts"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_nothing_to_balance_is_said_and_runs(pool, case):
+    ranks, flags, why = NOTHING[case]
+    base = [*MODEL, *MOCK_DATA, *flags]
+    run = train(pool, ranks, BALANCE, base=base)
+    told = [line for output in pool.output for line in output.splitlines() if "nothing to balance" in line]
+    assert len(told) == 1
+    assert why in told[0]
+    assert run.losses == train(pool, ranks, base=base).losses
+    assert len(run.losses) == 3
+
+
+def test_experts_of_prediction_layers_are_left_out(pool):
+    """They run as they are, which is said, and change no number."""
+    base = [*BASE, *EXACT, "--mtp-num-layers", "1"]
+    balanced = train(pool, 2, BALANCE, base=base)
+    assert sum("leaves out the experts of --mtp-num-layers 1" in output for output in pool.output) == 1
+    reference = train(pool, 2, base=base)
+    assert max(abs(a - b) / b for a, b in zip(balanced.losses, reference.losses, strict=True)) <= 1e-12
+
+
+def _start(argv: list[str], free: dict[int, int]) -> tuple[object, str]:
+    """Start training on this rank with `free` bytes of memory, where given. Returns the exit code and stderr."""
+    import os
+
+    import torch
+
+    from megatron.balanced.arguments import parse_arguments
+
+    rank = int(os.environ["RANK"])
+    if rank in free:
+        torch.cuda.mem_get_info = lambda device=None: (free[rank], 2 * free[rank])
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            args, config = parse_arguments(argv)
+
+            from megatron.balanced.train import train
+
+            train(args, config)
+        except SystemExit as stop:
+            return stop.code, stderr.getvalue()
+    return "none", stderr.getvalue()
+
+
+def _assert_ends(pool, argv: list[str], free: dict[int, int], *words: str) -> None:
+    (code, said), (other_code, other_said) = pool.run(2, _start, argv, free)
+    assert (code, other_code) == (2, 2), said
+    lines = [line for line in (said + other_said).splitlines() if "error" in line]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("pretrain_gpt.py: error: ")
+    assert "Traceback" not in said + other_said
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def test_slots_that_do_not_fit(pool):
+    """On one rank alone: all stop together. A slot of these experts takes 36,864 bytes a layer with its gradient."""
+    argv = [*BASE, BALANCE, "--expert-replica-slots", "7"]
+    resident = [*argv, "--expert-replica-mode", "resident"]
+    # The ranks of this machine share its memory, so that half of it is a rank's.
+    words = ["--expert-replica-slots 7", "0.5 MiB", "0.3 MiB", "4 would fit", "--expert-replica-mode shared"]
+    _assert_ends(pool, resident, {1: 2 * 300_000}, *words)
+    _assert_ends(pool, argv, {0: 2 * 1_000}, "--expert-replica-slots 7", "0 would fit")
+
+
+def test_what_megatron_finds_wrong_with_the_model(pool):
+    _assert_ends(pool, [*BASE, BALANCE, "--moe-router-topk", "1"], {}, "--moe-router-pre-softmax")

@@ -1,0 +1,107 @@
+"""Grouped GEMM experts compute what Megatron's experts compute one after the other."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from one_layer import Layer, assert_alike, run_layer, skewed
+from training import MOCK_DATA, MODEL, RankRun, join, train_rank
+
+EXPERTS = 8
+SLOTS = [[5, -1], [0, 1]]
+# Both sum in float32 and in an order of their own: a few units of rounding, of float32 or of the bfloat16 that each
+# product and the activation between them is rounded to.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("slot_expert", [None, SLOTS], ids=["alone", "replicas"])
+def test_grouped_is_the_loop_over_experts(pool, dtype, slot_expert):
+    loop = Layer(EXPERTS, skewed(2, 64, EXPERTS, 2), slot_expert, dtype=dtype)
+    reference, grouped = run_layer(pool, loop), run_layer(pool, replace(loop, grouped=True))
+    assert [seen.rows for seen in grouped] == [seen.rows for seen in reference]
+    assert_alike(grouped, reference, tolerance=TOLERANCE[dtype])
+    assert_alike(run_layer(pool, replace(loop, grouped=True)), grouped, tolerance=None)
+
+
+ACTIVATIONS = {
+    "swiglu, not fused": {"bias_activation_fusion": False},
+    "swiglu, clamped": {"bias_activation_fusion": False, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
+    "gelu": {"bias_activation_fusion": False, "gated_linear_unit": False, "activation_func": "gelu"},
+    "squared relu": {"bias_activation_fusion": False, "gated_linear_unit": False, "activation_func": "squared_relu"},
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_of_megatron(pool, name):
+    loop = Layer(EXPERTS, skewed(2, 32, EXPERTS, 2), SLOTS, options=ACTIVATIONS[name])
+    assert_alike(run_layer(pool, replace(loop, grouped=True)), run_layer(pool, loop), tolerance=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["resident", "shared"])
+def test_experts_and_ranks_without_tokens(pool, shared):
+    """Groups of no rows, and products of no rows at all: on rank 0 all experts stay idle, then on both ranks."""
+    for chosen in (np.full((16, 2), [4, 6]), np.full((16, 2), -1)):
+        loop = Layer(EXPERTS, [chosen] * 2, [[-1, -1], [3, 1]], shared=shared, options={"moe_expert_capacity_factor": 8.0})
+        reference, grouped = run_layer(pool, loop), run_layer(pool, replace(loop, grouped=True))
+        assert sum(grouped[0].rows) == 0
+        assert_alike(grouped, reference, tolerance=TOLERANCE["float32"])
+
+
+MOE = (
+    "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --num-layers 2 "
+    "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --train-iters 6"
+).split()
+
+
+def _train_and_count(argv: list[str]) -> tuple[RankRun, int]:
+    """On one rank: the run, and how many grouped products it took."""
+    import torch
+
+    product, count = torch.nn.functional.grouped_mm, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return product(*args, **kwargs)
+
+    torch.nn.functional.grouped_mm = counted
+    return train_rank(argv, False), count
+
+
+# ranks, layout, more flags of the grouped run
+RUNS = {
+    "alone": (2, "", ""),
+    "distributed optimizer, overlap": (2, "", "--balance-experts --use-distributed-optimizer --overlap-grad-reduce"),
+    "shared slots, recompute": (
+        2,
+        "",
+        "--balance-experts --expert-replica-mode shared --recompute-granularity selective --recompute-modules moe",
+    ),
+    "ETP 2": (
+        4,
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --sequence-parallel "
+        "--make-vocab-size-divisible-by 64",
+        "--balance-experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_with_grouped_experts(pool, tmp_path, case):
+    """Losses to the accuracy of float32 against sequential experts without replicas; twice the same, bit for bit."""
+    ranks, layout, more = RUNS[case]
+    base = [*MODEL, *MOCK_DATA, *MOE, *layout.split()]
+    more = ["--moe-grouped-gemm", *more.split(), "--balance-report", str(tmp_path)]
+    reference = join(pool.run(ranks, train_rank, base, False))
+    seen = pool.run(ranks, _train_and_count, [*base, *more])
+    assert all(count > 0 for _, count in seen), "the experts were not grouped"
+    grouped = join([run for run, _ in seen])
+    np.testing.assert_allclose(grouped.losses, reference.losses, rtol=2e-6)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert ("--balance-experts" in more) == any(event["action"] == "replicate" for event in events)
+    again = join(pool.run(ranks, train_rank, [*base, *more], False))
+    assert again.losses == grouped.losses
+    assert again.grad_norms == grouped.grad_norms

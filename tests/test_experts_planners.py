@@ -1,0 +1,201 @@
+"""Each planner by hand: the paper's and its peers', ours when copies cost time, and late repairs."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_experts_plan import SHAPE, largest_over_mean, loads, machine, quick
+
+from balancing.experts import plan_replicas, repair, split_tokens, traffic
+from balancing.experts.eplb import rebalance_experts
+from balancing.experts.synthetic import sampled_load, zipf_popularity
+
+
+class TestProphet:
+    def test_replicas_serve_their_own_rank_only(self):
+        load = sampled_load(zipf_popularity(16, 8, 3, np.random.default_rng(1)), 8, 4096, np.random.default_rng(1))
+        for method in ("prophet", "shadow"):
+            placement = plan_replicas(load, machine(8), slots=2, method=method)
+            assert placement.replicas > 0
+            split = split_tokens(load, placement)
+            for copy in placement.copies():
+                assert split[copy.rank, copy.expert, copy.rank] == load[copy.rank, copy.expert]
+                assert split[np.arange(8) != copy.rank, copy.expert, copy.rank].sum() == 0
+
+    def test_by_hand(self):
+        """Three devices, one expert each, loads 60, 15, 15. Device 2 has the fewest tokens for expert 0 and stays out.
+
+        Device 1 keeps its own 25 then: 35, 40, 15. Now device 1 is the heaviest; of its expert's 15 tokens device 2 has
+        3 and device 0 has 2, so device 2 gets it and keeps those 3: 35, 37, 18. Device 1's expert is used, so it ends.
+        """
+        load = np.array([[25, 2, 3], [25, 10, 2], [10, 3, 10]])
+        placement = plan_replicas(load, machine(3), slots=1, method="prophet", excluded=1, alpha=0.1)
+        assert placement.ranks(0) == (0, 1)
+        assert placement.ranks(1) == (1, 2)
+        assert traffic(load, placement).sum(0).tolist() == [35, 37, 18]
+        everywhere = plan_replicas(load, machine(3), slots=1, method="prophet", excluded=0, alpha=0.1)
+        assert everywhere.ranks(0) == (0, 1, 2)
+        assert everywhere.ranks(1) == (1, 0), "device 2's only slot is taken"
+        assert traffic(load, everywhere).sum(0).tolist() == [27, 38, 25]
+
+    def test_alpha_is_when_it_stops(self):
+        """Loads 40 and 10; with expert 0 on both 20 and 30; with expert 1 on both too 25 and 25."""
+        load = np.array([[20, 5], [20, 5]])
+        for alpha, replicas in ((1.3, 0), (0.5, 1), (0.1, 2)):
+            assert plan_replicas(load, machine(2), slots=1, method="prophet", alpha=alpha).replicas == replicas
+
+    def test_a_planner_that_knows_the_scheduler_replicates_more(self):
+        """Eq. 8 against Eq. 6: where transfers are as long as the compute they can hide under, only the first pays."""
+        load = sampled_load(zipf_popularity(16, 8, 2, np.random.default_rng(2)), 8, 1500, np.random.default_rng(2))
+        exposed = plan_replicas(load, machine(8), slots=2, shape=SHAPE, method="prophet")
+        hidden = plan_replicas(load, machine(8), slots=2, shape=SHAPE, method="prophet", hidden_under=1e-3)
+        assert exposed.replicas < hidden.replicas
+        assert largest_over_mean(load, hidden) < largest_over_mean(load, exposed)
+
+    def test_bad_options(self):
+        load = np.ones((4, 4), dtype=int)
+        with pytest.raises(ValueError, match="excluded=3 must lie between 0 and 2"):
+            plan_replicas(load, machine(4), slots=1, method="prophet", excluded=3)
+        with pytest.raises(ValueError, match="alpha=-1"):
+            plan_replicas(load, machine(4), slots=1, method="prophet", alpha=-1)
+        with pytest.raises(ValueError, match="'quota' has no option alpha"):
+            plan_replicas(load, machine(4), slots=1, alpha=1)
+
+
+class TestShadow:
+    def test_by_hand(self):
+        """Expert 0 everywhere: from 120 tokens to 70. Expert 1 too: to 44. Expert 2 would bring rank 3 to 45: no."""
+        load = np.array([[30, 10, 1, 1]] * 4)
+        placement = plan_replicas(load, machine(4), slots=3, method="shadow")
+        assert placement.ranks(0) == (0, 1, 2, 3) and placement.ranks(1) == (1, 0, 2, 3)
+        assert placement.replicas == 6
+        assert traffic(load, placement).sum(0).tolist() == [40, 40, 44, 44]
+
+    def test_slots_bound_it(self):
+        load = np.array([[30, 30], [30, 30], [1, 1], [1, 1]]).repeat(2, axis=1)
+        assert plan_replicas(load, machine(4), slots=1, method="shadow").replicas <= 3
+
+
+class TestEplb:
+    def test_the_vector_of_its_readme(self):
+        load = np.array(
+            [
+                [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+                [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+            ]
+        )
+        instances, count = rebalance_experts(load, copies=16, groups=4, nodes=2, gpus=8)
+        assert instances.tolist() == [
+            [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+            [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+        ]
+        assert np.array_equal(count, [np.bincount(row, minlength=12) for row in instances])
+
+    def test_groups_that_do_not_divide_by_nodes_are_ignored(self):
+        load = np.random.default_rng(0).integers(1, 99, (1, 12))
+        one = rebalance_experts(load, copies=16, groups=3, nodes=2, gpus=4)[0]
+        assert np.array_equal(one, rebalance_experts(load, copies=16, groups=1, nodes=1, gpus=4)[0])
+
+    def test_numbers_that_do_not_divide(self):
+        with pytest.raises(ValueError, match="15 copies of 12 experts"):
+            rebalance_experts(np.ones((1, 12)), copies=15, groups=1, nodes=1, gpus=2)
+
+    def test_instances_are_used_evenly(self):
+        load = np.zeros((4, 4), dtype=int)
+        load[:, 0] = 1001
+        placement = plan_replicas(load, machine(4), slots=1, method="eplb")
+        assert placement.ranks(0) == (0, 1, 2, 3)
+        assert sorted(split_tokens(load, placement)[:, 0].sum(0)) == [1001] * 4
+        assert placement.split == "even"
+
+
+class TestCosts:
+    def hot(self, tokens, ranks=8):
+        generator = np.random.default_rng(7)
+        return sampled_load(zipf_popularity(4 * ranks, ranks, 3, generator), ranks, tokens, generator)
+
+    def test_a_level_load_gets_no_replica(self):
+        load = np.full((8, 32), 500)
+        assert plan_replicas(load, machine(8), slots=2, shape=SHAPE).replicas == 0
+
+    def test_exposed_copies_need_many_tokens(self):
+        few, many = self.hot(500), self.hot(200_000)
+        assert plan_replicas(few, machine(8), slots=2, shape=SHAPE).replicas == 0
+        exposed = plan_replicas(many, machine(8), slots=2, shape=SHAPE)
+        assert 0 < exposed.replicas <= 16
+        assert largest_over_mean(many, exposed) < 1.1
+
+    def test_hidden_copies_fill_all_slots(self):
+        assert plan_replicas(self.hot(500), machine(8), slots=2, shape=SHAPE, hidden_under=5e-3).replicas == 16
+
+    def test_a_copy_that_serves_many_micro_batches_pays_sooner(self):
+        load = self.hot(3000)
+        once = plan_replicas(load, machine(8), slots=2, shape=SHAPE)
+        often = plan_replicas(load, machine(8), slots=2, shape=SHAPE, micro_batches=64)
+        assert once.replicas < often.replicas
+
+    def test_what_is_uneven_within_nodes_is_levelled_within_nodes(self):
+        load = np.full((16, 64), 5000)
+        for node in (0, 1):  # each has a hot expert, which only its own ranks send to
+            load[:, 32 * node] = 0
+            load[8 * node : 8 * node + 8, 32 * node] = 120_000
+        placement = plan_replicas(load, machine(16, 8), slots=1, shape=SHAPE)
+        copies = list(placement.copies())
+        assert copies and all(copy.source // 8 == copy.rank // 8 for copy in copies)
+
+    def test_more_copies_stay_inside_than_chance_would_have(self):
+        load = self.hot(4096, ranks=32)
+        copies = list(plan_replicas(load, machine(32, 8), slots=2).copies())
+        inside = np.mean([copy.source // 8 == copy.rank // 8 for copy in copies])
+        assert inside > 0.4  # 7 of 31 other ranks are in the node: 0.23
+
+
+class TestRepair:
+    def test_an_expert_that_became_hot_is_copied(self):
+        load = np.full((8, 32), 100)
+        placement = plan_replicas(load, machine(8), slots=2)
+        surprise = load.copy()
+        cold = next(expert for expert in range(32) if len(placement.ranks(expert)) == 1)
+        surprise[:, cold] = 3000
+        better = repair(surprise, placement, machine(8), copies=4)
+        assert 1 <= len(set(better.copies()) - set(placement.copies())) <= 4
+        assert largest_over_mean(surprise, better) < 0.6 * largest_over_mean(surprise, placement)
+        enough = repair(surprise, placement, machine(8), copies=8)
+        assert largest_over_mean(surprise, enough) < 1.1
+
+    def test_nothing_is_done_without_need(self):
+        load = np.random.default_rng(0).integers(90, 110, (8, 32))
+        placement = plan_replicas(load, machine(8), slots=2)
+        assert repair(load, placement, machine(8)) is placement
+
+    def test_a_copy_that_does_not_pay_is_not_made(self):
+        load = np.full((8, 32), 2)
+        load[:, 5] = 60
+        placement = plan_replicas(load, machine(8), slots=2, method="none")
+        assert repair(load, placement, machine(8)) is not placement
+        assert repair(load, placement, machine(8), shape=SHAPE) is placement
+        assert repair(1000 * load, placement, machine(8), shape=SHAPE) is not placement
+
+    def test_replicas_stay_if_they_must(self):
+        generator = np.random.default_rng(4)
+        load = sampled_load(zipf_popularity(32, 8, 2, generator), 8, 4096, generator)
+        placement = plan_replicas(load, machine(8), slots=1)
+        other = sampled_load(zipf_popularity(32, 8, 4, generator), 8, 4096, generator)
+        assert repair(other, placement, machine(8), evict=False) is placement  # every slot is full
+        assert repair(other, placement, machine(8)) is not placement
+
+    @quick
+    @given(loads(), loads(), st.integers(0, 3), st.integers(0, 5))
+    def test_it_never_makes_it_worse(self, predicted, load, slots, copies):
+        if predicted.shape != load.shape:
+            return
+        placement = plan_replicas(predicted, machine(len(load)), slots=slots)
+        better = repair(load, placement, machine(len(load)), tolerance=0.0, copies=copies)
+        assert traffic(load, better).sum(0).max() <= traffic(load, placement).sum(0).max()
+        assert len(set(better.copies()) - set(placement.copies())) <= copies
+        assert np.array_equal(split_tokens(load, better).sum(2), load)
+
+    def test_only_level_splits_can_be_repaired(self):
+        load = np.full((4, 4), 9)
+        with pytest.raises(ValueError, match="split='own'"):
+            repair(load, plan_replicas(load, machine(4), slots=1, method="prophet"), machine(4))

@@ -1,0 +1,197 @@
+"""The patch table: each row fits the installed Megatron-LM, goes on and comes off, and does not go on where it does not
+fit."""
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import MOCK_DATA, MODEL, train_rank
+
+# What needs the rows one by one. The row of the compiled helper depends on the machine, not on flags.
+NEEDS = {
+    "DistributedOptimizer": "--load nowhere --use-distributed-optimizer",
+    "training:train_step": "--balance-report nowhere --balance-dry-run",
+}
+
+
+def _parsed(flags: str = "") -> tuple[Any, Any]:
+    from megatron.balanced.arguments import parse_arguments
+
+    return parse_arguments([*MODEL, *MOCK_DATA, *flags.split()])
+
+
+def _contract() -> dict[str, str | None]:
+    """Target -> what is wrong with it, None when nothing is."""
+    from megatron.balanced import patches
+
+    found: dict[str, str | None] = {}
+    for patch in patches.PATCHES:
+        try:
+            patches.check(patch)
+            owner, name = patch.owner()
+            original = inspect.getattr_static(owner, name)
+            replaced = tuple(inspect.signature(patch.replacement(original)).parameters)
+            assert callable(original), "not a function"
+            assert replaced == patch.signature, f"the replacement takes {replaced}"
+            assert len(patch.why) > 20, "no reason given"
+            found[patch.target] = None
+        except (ValueError, AssertionError) as error:
+            found[patch.target] = str(error)
+    return found
+
+
+def test_every_row_fits_the_installed_megatron(pool):
+    (found,) = pool.run(1, _contract)
+    assert len(found) >= 3
+    assert found == dict.fromkeys(found)
+
+
+def test_the_versions_are_those_of_the_package():
+    setup = (Path(__file__).resolve().parent.parent / "setup.py").read_text()
+    from megatron.balanced.checks import MEGATRON_VERSIONS
+
+    assert tuple(re.findall(r'"megatron-core==([\d.]+)"', setup)) == MEGATRON_VERSIONS
+
+
+def _installs() -> list[str]:
+    from megatron.balanced import patches
+
+    args, config = _parsed(" ".join(NEEDS.values()))
+    owners = [patch.owner() for patch in patches.PATCHES]
+
+    def state() -> list[Any]:
+        return [inspect.getattr_static(owner, name) for owner, name in owners]
+
+    originals = state()
+    lines = patches.install(args, config)
+    replaced = state()
+    assert all(new is not old for new, old in zip(replaced, originals, strict=True))
+    assert patches.install(args, config) == []
+    assert all(new is old for new, old in zip(state(), replaced, strict=True)), "installed twice"
+    patches.uninstall()
+    assert all(new is old for new, old in zip(state(), originals, strict=True)), "not put back"
+    patches.uninstall()
+    assert patches.install(args, config) == lines
+    patches.uninstall()
+    assert all(new is old for new, old in zip(state(), originals, strict=True)), "not put back the second time"
+    assert [line.split(": ")[0] for line in lines] == [f"patched {patch.target}" for patch in patches.PATCHES]
+    return lines
+
+
+def test_rows_go_on_once_and_come_off(pool):
+    pool.run(1, _installs)
+
+
+def _needed(flags: str) -> list[str]:
+    from megatron.balanced import patches
+
+    args, config = _parsed(flags)
+    return [patch.target for patch in patches.PATCHES if patch.needed(args, config)]
+
+
+def test_only_what_is_needed_is_patched(pool):
+    (without,) = pool.run(1, _needed, "")
+    assert without in (["megatron.core.datasets.utils:compile_helpers"], [])
+    for row, flags in NEEDS.items():
+        (needed,) = pool.run(1, _needed, flags)
+        assert all(row in target for target in set(needed) - set(without)), needed
+        assert len(needed) > len(without), row
+
+
+def _refusal(fault: str) -> str:
+    """Install a table whose last row has a fault. Returns what is said of it; nothing may be installed then."""
+    from megatron.balanced import patches
+
+    args, config = _parsed()
+    good = dataclasses.replace(patches.PATCHES[-1], needed=lambda args, config: True)
+    changes = {
+        "module": {"target": "megatron.core.nowhere:step"},
+        "attribute": {"target": "megatron.training.training:no_such_function"},
+        "method": {"target": "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.no_such_method"},
+        "signature": {"signature": (*good.signature[:-1], "another")},
+        "version": {"versions": ("0.15.0",)},
+    }
+    bad = dataclasses.replace(good, **changes[fault])
+    patches.PATCHES = (good, bad)
+    owner, name = good.owner()
+    original = inspect.getattr_static(owner, name)
+    (_, shown) = patches.rows(args, config)
+    with pytest.raises(ValueError) as refused:
+        patches.install(args, config)
+    assert str(refused.value) in shown, "the dry run keeps it to itself"
+    assert inspect.getattr_static(owner, name) is original
+    assert patches._installed == []
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("module", ["megatron.core.nowhere:step", "does not exist", "install megatron-core 0."]),
+        ("attribute", ["no_such_function", "does not exist", "install megatron-core 0."]),
+        ("method", ["no_such_method", "does not exist", "install megatron-core 0."]),
+        ("signature", ["train_step", "another", "p2p_communicator", "install megatron-core 0."]),
+        ("version", ["megatron-core", "is installed", "0.15.0", "install that version"]),
+    ],
+)
+def test_a_row_that_does_not_fit_stops_the_run(pool, fault, words):
+    (said,) = pool.run(1, _refusal, fault)
+    for word in words:
+        assert word in said, said
+
+
+def _wrong_signature_at_start() -> None:
+    from megatron.balanced import patches
+
+    patches.PATCHES = (
+        dataclasses.replace(patches.PATCHES[-1], needed=lambda args, config: True, signature=("something",)),
+    )
+    with pytest.raises(SystemExit) as stopped:
+        _parsed()
+    assert stopped.value.code == 2
+
+
+def test_it_is_found_before_anything_is_built(pool):
+    pool.run(1, _wrong_signature_at_start)
+    assert "pretrain_gpt.py: error: megatron.training.training:train_step takes" in pool.output[0]
+
+
+def _trains_and_leaves_nothing() -> None:
+    from megatron.balanced import patches
+
+    originals = [inspect.getattr_static(*patch.owner()) for patch in patches.PATCHES[:-1]]
+    train_rank([*MODEL, *MOCK_DATA, "--train-iters", "1"], False)
+    assert [inspect.getattr_static(*patch.owner()) for patch in patches.PATCHES[:-1]] == originals
+    assert patches._installed == []
+
+
+def test_training_leaves_nothing_patched(pool):
+    pool.run(1, _trains_and_leaves_nothing)
+
+
+def test_dry_run_shows_the_rows_and_trains_nothing(pool, tmp_path):
+    folders = {name: tmp_path / name for name in ("save", "report", "tensorboard")}
+    flags = (
+        f"--balance-dry-run --save {folders['save']} --save-interval 1 --balance-report {folders['report']} "
+        "--load nowhere --use-distributed-optimizer"
+    )
+    runs = pool.run(2, train_rank, [*MODEL, *MOCK_DATA, *flags.split()], False)
+    assert all(run.losses == [] and run.grad_norms == [] for run in runs)
+    first, second = pool.run(2, _dry_run_output, [*MODEL, *MOCK_DATA, *flags.split()])
+    for target in pool.run(1, _contract)[0]:
+        assert len(re.findall(rf"^(patch|no   )  {re.escape(target)}: ", first, re.M)) == 1
+        assert target not in second, "each rank says it"
+    assert re.search(r"^patch  megatron\.training\.training:train_step: ", first, re.M)
+    assert not any(folder.exists() for folder in folders.values())
+
+
+def _dry_run_output(argv: list[str]) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train_rank(argv, False)
+    return said.getvalue()

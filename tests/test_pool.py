@@ -1,0 +1,216 @@
+"""The pool of ranks: what it promises the other tests."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pool import Hang, Pool, single_threaded
+from training import EXACT, MOCK_DATA, MODEL, MOE, assert_same, join, train, train_rank
+
+TESTS = Path(__file__).resolve().parent
+
+
+def _sum_of_ranks(offset: float) -> tuple[int, float]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank() + offset)
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def _environment() -> tuple[str, ...]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    return tuple(os.environ[name] for name in names)
+
+
+def _fail_on_rank(which: int) -> None:
+    print("before the failure", flush=True)
+    if int(os.environ["RANK"]) == which:
+        raise KeyError("the reason")
+    time.sleep(60)
+
+
+class NotPicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+
+def _raise_strangely() -> None:
+    raise NotPicklable
+
+
+def _leave(code: int) -> None:
+    sys.exit(code)
+
+
+def _die() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def _sleep(seconds: float) -> None:
+    print("sleeping", flush=True)
+    time.sleep(seconds)
+
+
+def _return_a_function() -> Any:
+    return lambda: None
+
+
+def _wreck() -> None:
+    """Leave behind all that a careless job could."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.training import global_vars, training
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    global_vars._GLOBAL_ARGS = object()
+    training.train_step = None
+    os.environ["NVTE_FUSED_ATTN"] = "1"
+    os.chdir("/")
+    sys.argv[1:] = ["--nonsense"]
+
+
+def test_results_are_in_the_order_of_ranks(pool):
+    assert pool.run(3, _sum_of_ranks, 1.0) == [(0, 6.0), (1, 6.0), (2, 6.0)]
+    assert pool.run(1, _sum_of_ranks, 1.0) == [(0, 1.0)]
+    assert pool.run(8, _sum_of_ranks, 0.0) == [(rank, 28.0) for rank in range(8)]
+
+
+def test_environment(pool):
+    assert pool.run(2, _environment) == [("0", "0", "2", "127.0.0.1", "1"), ("1", "1", "2", "127.0.0.1", "1")]
+
+
+def test_an_exception_comes_back_with_its_rank(pool):
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="the reason") as failed:
+        pool.run(3, _fail_on_rank, 2)
+    assert time.monotonic() - start < 30, "waited for the ranks that sleep"
+    notes = "\n".join(failed.value.__notes__)
+    assert "rank 2 of 3 in _fail_on_rank" in notes
+    assert 'raise KeyError("the reason")' in notes
+    assert "--- output of rank 2 ---\nbefore the failure" in notes
+
+
+def test_other_ends(pool):
+    with pytest.raises(RuntimeError, match="NotPicklable"):
+        pool.run(1, _raise_strangely)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        pool.run(1, _leave, 3)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 died, exit code -9"):
+        pool.run(2, _die)
+    with pytest.raises(RuntimeError, match="cannot be pickled"):
+        pool.run(1, _return_a_function)
+    assert pool.run(1, _sum_of_ranks, 1.0) == [(0, 1.0)]
+
+
+def test_a_hang_is_ended(pool):
+    with pytest.raises(Hang, match=r"ranks \[0, 1\] of 2 did not end within 1.0 s") as hung:
+        pool.run(2, _sleep, 60, timeout=1.0)
+    assert "sleeping" in str(hung.value)
+    assert pool.run(1, _sum_of_ranks, 1.0) == [(0, 1.0)]
+
+
+def test_nothing_is_left_from_other_jobs(pool):
+    """A run after other runs, and after a job that wrecks what it can, is the run of a new process bit for bit."""
+    argv = [*MODEL, *MOCK_DATA, *"--train-iters 2".split()]
+    code = """
+import pickle, sys
+from megatron.balanced.device import use_cpu
+use_cpu()
+from training import train_rank
+run = train_rank(sys.argv[1:], True)
+sys.stderr.write("RUN " + pickle.dumps(run).hex() + "\\n")
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *argv],
+        env=single_threaded(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    import pickle
+
+    alone = join([pickle.loads(bytes.fromhex(done.stderr.rpartition("RUN ")[2]))])
+    train(pool, 2, f"{' '.join(EXACT)} {' '.join(MOE)} --expert-model-parallel-size 2")
+    pool.run(2, _wreck)
+    assert_same(join(pool.run(1, train_rank, argv, True)), alone)
+
+
+def _ranks_of(process: psutil.Process) -> list[psutil.Process]:
+    return [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def _wait_until_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_test_run(tmp_path, end):
+    """However it ends: a pool in a process of its own, killed in the middle of a job."""
+    code = "import test_pool; from pool import Pool; Pool().run(2, test_pool._sleep, 300, timeout=300)"
+    process = subprocess.Popen([sys.executable, "-c", code], env=single_threaded(), stderr=subprocess.DEVNULL)
+    try:
+        run = psutil.Process(process.pid)
+        deadline = time.monotonic() + 120
+        while len(ranks := _ranks_of(run)) < 3:  # the server and two ranks
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(end)
+        process.wait(timeout=30)
+        _wait_until_gone(ranks)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_that_dies_is_replaced():
+    workers = Pool()
+    try:
+        assert workers.run(1, _sum_of_ranks, 1.0) == [(0, 1.0)]
+        workers._server.kill()
+        with pytest.raises(RuntimeError, match="server process died"):
+            workers.run(1, _sum_of_ranks, 1.0)
+        assert workers.run(1, _sum_of_ranks, 1.0) == [(0, 1.0)]
+        server = psutil.Process(workers._server.pid)
+    finally:
+        workers.stop()
+    _wait_until_gone([server])
+
+
+def test_the_time_limit_of_a_test(tmp_path):
+    """The limit ends a test that waits for ranks, and the next test finds a pool that works."""
+    (tmp_path / "test_slow.py").write_text(
+        "import pytest\nfrom test_pool import _sleep, _environment\n"
+        "@pytest.fixture(scope='module')\ndef ready(pool):\n    pool.run(1, _environment)\n    return pool\n"
+        "@pytest.mark.limit(2)\ndef test_slow(ready):\n    ready.run(1, _sleep, 300)\n"
+        "def test_next(ready):\n    assert ready.run(1, _environment)[0][0] == '0'\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        f"import sys; sys.path.insert(0, {str(TESTS)!r})\nfrom tests_conftest import *"
+    )
+    (tmp_path / "tests_conftest.py").write_text((TESTS / "conftest.py").read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        env=single_threaded(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "TimeoutError: test_slow.py::test_slow did not end within 2 s" in done.stdout
