@@ -69,7 +69,7 @@ else
         --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95
         --eval-interval 60 --eval-iters 2 --log-interval 10
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 60 --ckpt-format torch_dist
-        --tensorboard-dir "$run/tensorboard" --balance-report "$run/report"
+        --tensorboard-dir "$run/tensorboard" --balance-report "$run/report" --balance-experts
     )
     # What of Megatron's log is shown here; all of it is in the file.
     essentials='
