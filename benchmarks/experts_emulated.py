@@ -52,12 +52,16 @@ CEILING = "forced balance"
 
 @dataclass(frozen=True)
 class _Plan:
-    """How placements are made. knows: nothing but "balance", costs with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8)."""
+    """How placements are made.
+
+    knows: "balance" alone, or costs too, with transfers "exposed" (Eq. 6) or "hidden" (Eq. 8). micro_batches: how many
+    one transfer serves, None for all of an iteration. even: from even loads.
+    """
 
     method: Any
     slots: int = 2
     knows: str = "hidden"
-    micro_batches: int | None = None  # that one transfer serves; None for all of an iteration
+    micro_batches: int | None = None
     even: bool = False
 
 
@@ -106,8 +110,8 @@ class Row:
 
     seconds: of a step. speedup: none's seconds over these, step by step. of_ceiling: the ceiling's over these. exposed:
     seconds for which the rank that waited longest waited for replicas' transfers. imbalance: tokens of the busiest rank
-    over the mean. planning: seconds on the modelled host, an iteration. sent_bytes: most that a rank sent of weights and
-    gradients, emulated.
+    over the mean. planning: seconds on the modelled host, an iteration. sent_bytes: the most that a rank sent of
+    weights and gradients, emulated.
     """
 
     ranks: int

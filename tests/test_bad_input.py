@@ -116,7 +116,7 @@ def test_damaged_corpora(pool, tmp_path):
     damage = Damage(tmp_path)
 
     def refused(prefix: Path | str, *words: str) -> None:
-        _assert_refused(pool, [*MODEL, *TOKENIZER, "--data-path", str(prefix)], *words)
+        _assert_refused(pool, [*MODEL, *TOKENIZER, "--split", "100,0,0", "--data-path", str(prefix)], *words)
 
     refused(tmp_path / "nowhere", f"{tmp_path}/nowhere.idx does not exist", "prepare_data.py")
     refused(f"{damage.whole}.bin", "does not exist", "without .bin or .idx")
@@ -139,13 +139,32 @@ def test_damaged_corpora(pool, tmp_path):
     write_documents(tmp_path / "blank", [np.array([], dtype=np.int64)] * 3)
     refused(tmp_path / "blank", "empty corpus", "3 documents")
 
+    whole = [*TOKENIZER, "--split", "100,0,0", "--data-path"]
     # One bad part of a blend is found, wherever it stands.
     _assert_refused(
         pool,
-        [*MODEL, *TOKENIZER, "--data-path", "50", str(damage.whole), "50", str(tmp_path / "nowhere")],
+        [*MODEL, *whole, "50", str(damage.whole), "50", str(tmp_path / "nowhere")],
         "nowhere.idx does not exist",
     )
-    assert pool.run(1, _parse, [*MODEL, *TOKENIZER, "--data-path", str(damage.whole)])[0][0] == "none"
+    assert pool.run(1, _parse, [*MODEL, *whole, str(damage.whole)])[0][0] == "none"
+
+
+SPLITS = {
+    "no training": ("0,100,0", "", "--split 0,100,0", "nothing to train on"),
+    "no validation": ("100,0,0", "--eval-iters 1", "--split 100,0,0", "--eval-iters 1", "--eval-iters 0"),
+    "not a split": ("most", "", "--split most", "try --split 98,2,0"),
+    "empty test set": ("969,30,1", "", "20 document(s)", "--split 969,30,1", "test set"),
+    "empty validation set": ("99,1,0", "", "20 document(s)", "--split 99,1,0", "validation set"),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_splits(pool, tmp_path, case):
+    """Where a set has no documents, Megatron would look for samples without end."""
+    split, flags, *words = SPLITS[case]
+    data = write_documents(tmp_path / "documents", heavy_tailed(20))
+    data[data.index("--split") + 1] = split
+    _assert_refused(pool, [*MODEL, *data, *flags.split()], *words)
 
 
 def test_no_data(pool):

@@ -1,11 +1,15 @@
 """Experts that cannot be balanced or grouped as asked: one line that names the value and the way out, on all ranks."""
 
+import argparse
 import contextlib
 import io
 
 import pytest
 from test_bad_input import _assert_refused, _parse
 from training import EXACT, MOCK_DATA, MODEL, train
+
+from balancing.experts.config import ExpertConfig
+from megatron.balanced.expert_checks import check_experts
 
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --num-layers 2 "
@@ -27,10 +31,6 @@ REFUSED = {
     ),
     "padding for quantization": (f"{BALANCE} --moe-router-padding-for-quantization", "-quantization", "drop it"),
     "padding for fp8": (f"{BALANCE} --moe-router-padding-for-fp8", "--moe-router-padding-for-fp8", "drop it"),
-    "fused accumulation": (
-        f"{BALANCE} --no-gradient-accumulation-fusion-not",
-        "--no-gradient-accumulation-fusion",
-    ),
     "probabilities on the input": (f"{BALANCE} --moe-apply-probs-on-input", "--moe-apply-probs-on-input", "drop it"),
     "latent experts": (f"{BALANCE} --moe-latent-size 16", "--moe-latent-size 16", "Transformer Engine", "drop it"),
     "permute fusion": (f"{BALANCE} --moe-permute-fusion", "--moe-permute-fusion", "drop it"),
@@ -69,6 +69,23 @@ REFUSED = {
 def test_refused(pool, case):
     flags, *words = REFUSED[case]
     _assert_refused(pool, [*BASE, *flags.split()], *words)
+
+
+def test_fused_accumulation():
+    """The default where Apex is installed, which the command line can only switch off."""
+    args = argparse.Namespace(
+        transformer_impl="local",
+        num_experts=4,
+        expert_model_parallel_size=2,
+        moe_grouped_gemm=False,
+        moe_token_dispatcher_type="alltoall",
+        mtp_num_layers=None,
+        gradient_accumulation_fusion=True,
+    )
+    with pytest.raises(ValueError, match="--no-gradient-accumulation-fusion"):
+        check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")
+    args.gradient_accumulation_fusion = False
+    assert check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")[1] == []
 
 
 def test_grouped_experts_with_biases(pool):

@@ -44,7 +44,9 @@ def test_every_activation_of_megatron(pool, name):
 def test_experts_and_ranks_without_tokens(pool, shared):
     """Groups of no rows, and products of no rows at all: on rank 0 all experts stay idle, then on both ranks."""
     for chosen in (np.full((16, 2), [4, 6]), np.full((16, 2), -1)):
-        loop = Layer(EXPERTS, [chosen] * 2, [[-1, -1], [3, 1]], shared=shared, options={"moe_expert_capacity_factor": 8.0})
+        loop = Layer(
+            EXPERTS, [chosen] * 2, [[-1, -1], [3, 1]], shared=shared, options={"moe_expert_capacity_factor": 8.0}
+        )
         reference, grouped = run_layer(pool, loop), run_layer(pool, replace(loop, grouped=True))
         assert sum(grouped[0].rows) == 0
         assert_alike(grouped, reference, tolerance=TOLERANCE["float32"])

@@ -43,6 +43,12 @@ OTHERS = {
     ),
     "overlap": (4, f"--expert-model-parallel-size 2 {OVERLAP}"),
     "overlap of gradients": (4, "--expert-model-parallel-size 2 --overlap-grad-reduce"),
+    "PP 2, overlap": (4, f"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 {OVERLAP}"),
+    "VPP 2, overlap": (
+        4,
+        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+        f"--num-layers-per-virtual-pipeline-stage 1 {OVERLAP}",
+    ),
     "shared expert": (2, "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 32"),
     "expert bias": (
         2,

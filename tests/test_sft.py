@@ -1,11 +1,13 @@
 """--sft: conversations packed into sequences, with Megatron's own dataset and tokenizer, on every pipeline stage."""
 
 import json
+import os
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from training import EXACT, MODEL, differences, train
+from pool import Pool
+from training import EXACT, MODEL, RankRun, Run, differences, join, train_rank
 
 pytest.importorskip("datasets", reason="--sft reads conversations with the datasets package, which is not installed")
 pytest.importorskip("transformers", reason="--sft needs a Hugging Face tokenizer, and transformers is not installed")
@@ -57,16 +59,25 @@ def _base(tokenizer: Path, data: Path) -> list[str]:
     return [*MODEL, *flags.split(), *size.split(), *EXACT, *files]
 
 
-def test_pipeline_stages_agree(pool, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def _train_rank(argv: list[str], cache: str) -> RankRun:
+    os.environ["HF_DATASETS_CACHE"] = cache  # before the datasets package is imported
+    return train_rank(argv, True)
+
+
+def _train(pool: Pool, world_size: int, argv: list[str], cache: Path) -> Run:
+    return join(pool.run(world_size, _train_rank, argv, str(cache)))
+
+
+def test_pipeline_stages_agree(pool, tokenizer, tmp_path):
     base = _base(tokenizer, _write(tmp_path / "packed.jsonl", conversations_per_line=2))
-    start = f"--load {tmp_path} --finetune --no-load-optim --no-load-rng"
-    train(pool, 1, f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1", base=base)
-    alone = train(pool, 1, start, base=base, parameters=True)
+    first = f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1"
+    _train(pool, 1, [*base, *first.split()], tmp_path)
+    base += f"--load {tmp_path} --finetune --no-load-optim --no-load-rng".split()
+    alone = _train(pool, 1, base, tmp_path)
     assert alone.losses[-1] < alone.losses[0] - 0.05
     for stages in (2, 4):
-        layout = f"--pipeline-model-parallel-size {stages}"
-        losses, parameters = differences(train(pool, stages, f"{start} {layout}", base=base, parameters=True), alone)
+        argv = [*base, "--pipeline-model-parallel-size", str(stages)]
+        losses, parameters = differences(_train(pool, stages, argv, tmp_path), alone)
         assert losses <= 1e-12
         assert parameters <= 1e-12
 
@@ -77,5 +88,5 @@ def test_packed_conversations_do_not_see_each_other(pool, tokenizer, tmp_path):
     for per_line in (1, 4):
         base = _base(tokenizer, _write(tmp_path / f"{per_line}.jsonl", per_line))
         flags = f"--global-batch-size {len(CONVERSATIONS) // per_line} --train-iters 1"
-        first_losses += train(pool, 1, flags, base=base).losses
+        first_losses += _train(pool, 1, [*base, *flags.split()], tmp_path).losses
     assert first_losses[1] == pytest.approx(first_losses[0], rel=1e-12)

@@ -34,8 +34,8 @@ _DRIFT = 0.05  # of made-up loads, from one iteration to the next
 class Scale:
     """The modelled machine and what becomes of it.
 
-    ranks: on two nodes. experts: of a layer. expert_seconds: emulated forward compute of a rank's mean load in one layer
-    and micro-batch. Raises ValueError for experts that are too many or do not divide by the ranks.
+    ranks: on two nodes. experts: of a layer. expert_seconds: emulated forward compute of a rank's mean load in one
+    layer and micro-batch. Raises ValueError for experts that are too many or do not divide by the ranks.
     """
 
     ranks: int
@@ -45,8 +45,8 @@ class Scale:
     def __post_init__(self) -> None:
         if self.experts % self.ranks or self.experts > _ASSIGNMENTS:
             raise ValueError(
-                f"{self.experts} experts cannot be emulated on {self.ranks} ranks: their number must divide by the ranks "
-                f"and be at most {_ASSIGNMENTS}"
+                f"{self.experts} experts cannot be emulated on {self.ranks} ranks: their number must divide by the "
+                f"ranks and be at most {_ASSIGNMENTS}"
             )
 
     @property
@@ -106,9 +106,9 @@ def _even(load: np.ndarray) -> np.ndarray:
 
 
 def scaled_load(counts: np.ndarray, total: int, most: int) -> np.ndarray:
-    """`counts` [..., expert] in the same proportions with the sum `total`, none above `most`: int64, largest remainders.
+    """`counts` [..., expert] in the same proportions with the sum `total` and none above `most`: int64.
 
-    Counts that are all zero become equal ones.
+    By largest remainders. Counts that are all zero become equal ones.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, counts.shape[-1])
     assert total <= most * flat.shape[1], "the limit leaves too little room"

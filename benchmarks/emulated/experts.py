@@ -8,8 +8,8 @@ The router repeats recorded counts. An expert is the identity and occupies the d
     python -m benchmarks.emulated ... -- -m benchmarks.emulated.experts JOB
 
 JOB is a folder with job.json and loads.npz, which the launcher writes. Rank 0 prints one line of JSON for each step.
-Every step checks itself: tokens come back as they left, replicas had the weights of their experts, and every home expert
-has the gradient of all its tokens.
+Every step checks itself: tokens come back as they left, replicas had the weights of their experts, and every home
+expert has the gradient of all its tokens.
 """
 
 import json

@@ -24,7 +24,8 @@ from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
 from balancing.launch import detect_launch
-from megatron.balanced.checks import OnThisMachine, check_data, check_folders, check_layout, check_megatron
+from megatron.balanced.checks import OnThisMachine, check_folders, check_layout, check_megatron
+from megatron.balanced.data_checks import check_data
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.expert_checks import check_experts
 
@@ -212,7 +213,8 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         )
     if args.transformer_impl == "local" and args.multi_latent_attention:
         raise ValueError(
-            "--multi-latent-attention needs Transformer Engine's attention, which is not installed or not selected; drop it"
+            "--multi-latent-attention needs Transformer Engine's attention, which is not installed or not selected; "
+            "drop it"
         )
     if device == "cpu" and args.moe_token_dispatcher_type == "flex":
         raise ValueError("--moe-token-dispatcher-type flex needs DeepEP on GPUs; use alltoall or allgather")

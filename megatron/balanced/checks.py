@@ -4,22 +4,16 @@ Megatron-LM meets most of it minutes later, on one of many ranks, as an assertio
 """
 
 import argparse
-import importlib.util
 import math
 import os
-import struct
 import tempfile
 from pathlib import Path
 
 from balancing.installed import find_megatron
 
-__all__ = ["MEGATRON_VERSIONS", "OnThisMachine", "check_data", "check_folders", "check_layout", "check_megatron"]
+__all__ = ["MEGATRON_VERSIONS", "OnThisMachine", "check_folders", "check_layout", "check_megatron"]
 
 MEGATRON_VERSIONS = ("0.19.2",)
-
-# The head of an .idx file: a magic word, the format's version, the code of the token type, sequences, documents + 1.
-_INDEX_HEAD = struct.Struct("<9sQBQQ")
-_MAGIC = b"MMIDIDX\x00\x00"
 
 
 class OnThisMachine(ValueError):
@@ -82,80 +76,6 @@ def check_folders(args: argparse.Namespace) -> None:
     for name in ("balance_report", "save", "tensorboard_dir", "data_cache_path"):
         if getattr(args, name):
             _check_writable(f"--{name.replace('_', '-')} {getattr(args, name)}", getattr(args, name))
-
-
-def check_data(args: argparse.Namespace) -> None:
-    """Raise ValueError for data that is not there or cannot be read. Before Megatron validates `args`."""
-    from megatron.training.utils import get_blend_and_blend_per_split
-
-    blend, per_split = get_blend_and_blend_per_split(args)
-    blends = [part for part in (blend, *(per_split or ())) if part]
-    if args.mock_data and blends:
-        raise ValueError(f"--mock-data contradicts the data path {blends[0][0][0]}; drop one of them")
-    if not args.mock_data and not blends:
-        raise ValueError("there is no data to train on: give --data-path PREFIX, or --mock-data to try without")
-    if args.sft:
-        missing = [name for name in ("datasets", "transformers") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(f"--sft needs {' and '.join(missing)}; pip install {' '.join(missing)}")
-    for paths, _ in blends:
-        for path in paths:
-            if "://" in path:  # in an object store, which Megatron reads by itself
-                continue
-            if args.sft:
-                _check_file(Path(path), "one conversation a line, as JSON")
-            else:
-                _check_indexed(path)
-
-
-def _check_file(path: Path, content: str) -> int:
-    """Size in bytes. Raises OnThisMachine when there is no such file or nothing in it."""
-    if not path.is_file():
-        hint = "; --data-path takes the name without .bin or .idx" if path.stem.endswith((".bin", ".idx")) else ""
-        raise OnThisMachine(f"{path} does not exist: it should hold {content}{hint}")
-    size = path.stat().st_size
-    if size == 0:
-        raise OnThisMachine(f"{path} is empty: it should hold {content}")
-    return size
-
-
-def _check_indexed(prefix: str) -> None:
-    """A pair of .bin and .idx that belong together and are whole, judged by its ends, however large it is."""
-    from megatron.core.datasets.indexed_dataset import DType
-
-    index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    again = "write the pair again with scripts/prepare_data.py"
-    index_size = _check_file(index, "the index of a tokenized corpus (scripts/prepare_data.py writes it)")
-    with index.open("rb") as file:
-        head = file.read(_INDEX_HEAD.size)
-        if not head.startswith(_MAGIC[: len(head)]):
-            raise OnThisMachine(f"{index} is not an index of tokenized data; {again}")
-        if len(head) < _INDEX_HEAD.size:
-            raise OnThisMachine(f"{index} is truncated: it has {index_size} bytes; {again}")
-        _, version, code, sequences, documents = _INDEX_HEAD.unpack(head)
-        if version != 1 or code not in {kind.value for kind in DType}:
-            raise OnThisMachine(
-                f"{index} has format version {version} and token type {code}, which are unknown; {again}"
-            )
-        lengths_end = _INDEX_HEAD.size + 4 * sequences
-        pointers_end = lengths_end + 8 * sequences
-        needed = pointers_end + 8 * documents
-        if index_size < needed:
-            raise OnThisMachine(f"{index} is truncated: it has {index_size} bytes of {needed}; {again}")
-        if sequences == 0:
-            raise OnThisMachine(f"{prefix} is an empty corpus: its index counts no documents; train on another")
-        file.seek(lengths_end - 4)
-        (last_length,) = struct.unpack("<i", file.read(4))
-        file.seek(pointers_end - 8)
-        (last_start,) = struct.unpack("<q", file.read(8))
-    needed = last_start + last_length * DType.size(code)
-    if needed == 0:
-        raise OnThisMachine(f"{prefix} is an empty corpus: its {sequences} documents have no tokens; train on another")
-    size = _check_file(tokens, "the tokens of a corpus (scripts/prepare_data.py writes them)")
-    if size < needed:
-        raise OnThisMachine(
-            f"{tokens} is truncated or belongs to another index: it has {size} bytes of {needed}; {again}"
-        )
 
 
 def _check_writable(what: str, folder: str) -> None:

@@ -55,9 +55,10 @@ _CONTRADICTIONS = (
 def check_experts(
     args: argparse.Namespace, experts: ExpertConfig, *, fp64: bool, device: str
 ) -> tuple[ExpertConfig, list[str]]:
-    """How experts will be balanced, and what the user should know of it, one line each. Before Megatron validates `args`.
+    """How experts will be balanced, and what the user should know of it, one line each.
 
-    Where there is nothing to balance, it is switched off. Raises ValueError for what cannot be done.
+    To be called before Megatron validates `args`. Where there is nothing to balance, balancing is switched off. Raises
+    ValueError for what cannot be done.
     """
     _check_numbers(args)
     if args.transformer_impl == "local" and args.num_experts and args.moe_grouped_gemm:
@@ -89,11 +90,15 @@ def _check_grouped(args: argparse.Namespace, *, fp64: bool) -> None:
     if fp64:
         raise ValueError(f"--moe-grouped-gemm has no float64, which --fp64 asks for; {alone}")
     if args.add_bias_linear:
-        raise ValueError(f"--moe-grouped-gemm without Transformer Engine has no biases; add --disable-bias-linear or {alone}")
+        raise ValueError(
+            f"--moe-grouped-gemm without Transformer Engine has no biases; add --disable-bias-linear or {alone}"
+        )
     if args.moe_apply_probs_on_input:
         raise ValueError(f"--moe-apply-probs-on-input needs Transformer Engine for --moe-grouped-gemm; {alone}")
     if "moe_act" in (args.recompute_modules or []):
-        raise ValueError(f"--recompute-modules moe_act needs Transformer Engine; use --recompute-modules moe or {alone}")
+        raise ValueError(
+            f"--recompute-modules moe_act needs Transformer Engine; use --recompute-modules moe or {alone}"
+        )
     unit = 8 if args.bf16 or args.fp16 else 4  # numbers in 16 bytes, which each row must be a multiple of
     tensor_ranks = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     ffn = ("--moe-ffn-hidden-size", args.moe_ffn_hidden_size)
@@ -102,7 +107,9 @@ def _check_grouped(args: argparse.Namespace, *, fp64: bool) -> None:
     for (flag, size), ranks in ((("--hidden-size", args.hidden_size), 1), (ffn, tensor_ranks)):
         if size is not None and size % (unit * ranks):
             over = f" over {ranks} tensor-parallel ranks" if ranks > 1 else ""
-            raise ValueError(f"--moe-grouped-gemm needs a multiple of {unit * ranks}, not {flag} {size}{over}; or {alone}")
+            raise ValueError(
+                f"--moe-grouped-gemm needs a multiple of {unit * ranks}, not {flag} {size}{over}; or {alone}"
+            )
 
 
 def _nothing_to_balance(args: argparse.Namespace) -> str | None:

@@ -58,6 +58,17 @@ class _Chunk:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
             for bucket_group in {ddp.param_to_bucket_group[p] for p in self._position}:
                 bucket_group.register_grad_ready = self._deferred(bucket_group)
+            ddp.start_grad_sync = self._after_backward(ddp.start_grad_sync)
+
+    def _after_backward(self, start_grad_sync: Callable) -> Callable:
+        """With pipeline stages gradients are not reduced parameter by parameter, but all together at a moment
+        that the schedule chooses, when this chunk's backward passes are over."""
+
+        def start(*unused: Any) -> None:
+            self.end_backward()
+            start_grad_sync()
+
+        return start
 
     def _deferred(self, bucket_group: Any) -> Callable:
         """Data parallelism must not reduce a home expert's gradient before the replicas' gradients are in it."""
@@ -157,8 +168,8 @@ class ExpertBalancer:
             return shared, None
         more = "" if shared else ", or more with --expert-replica-mode shared"
         return shared, (
-            f"--expert-replica-slots {slots} takes {need / 2**20:,.1f} MiB on a rank, where {free / 2**20:,.1f} MiB are "
-            f"free; {int(free // (need / slots))} would fit{more}"
+            f"--expert-replica-slots {slots} takes {need / 2**20:,.1f} MiB on a rank, where {free / 2**20:,.1f} MiB "
+            f"are free; {int(free // (need / slots))} would fit{more}"
         )
 
     # Around a step.
@@ -172,13 +183,16 @@ class ExpertBalancer:
                 layer.place(self._plan(layer))
             self._plan_ms = (time.perf_counter() - begin) * 1e3
             self._agree()
+        self._model_config = config
+
+    def begin_schedule(self) -> None:
         for layer in self._layers():
             layer.loads.clear()
             layer.served.clear()
         for chunk in self._chunks:
             chunk.begin_step()
-        self._model_config, self._finalize = config, config.finalize_model_grads_func
-        config.finalize_model_grads_func = self._finalize_gradients
+        self._finalize = self._model_config.finalize_model_grads_func
+        self._model_config.finalize_model_grads_func = self._finalize_gradients
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> Any:
         assert self._finalize is not None

@@ -2,7 +2,7 @@
 
 Megatron-LM's grouped experts are Transformer Engine's; without it the flag silently runs one expert after the other,
 which leaves a GPU idle between many small products. Here all experts of a rank share two products on torch's own
-grouped GEMM. Parameters, checkpoints and the activation between the products are those of Megatron's sequential experts.
+grouped GEMM. Parameters, checkpoints and the activation between the products are those of the sequential experts.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ __all__ = ["GroupedMLP"]
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` [rows, columns] with the strides that grouped GEMM demands, which torch calls contiguous only if it is not
-    empty. Expanded gradients, as of a sum, have others."""
+    """`tensor` [rows, columns] with the strides that grouped GEMM demands. A gradient that was expanded, as that of a
+    sum is, does not have them, and one without rows need not, although torch calls it contiguous."""
     return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
 
 
 class _GroupedProduct(torch.autograd.Function):
     """rows [tokens, in], group after group; `ends` int32 [group]; a weight [out, in] for each -> [tokens, out].
 
-    Saves the weights themselves and stacks them again for the backward pass: a stack kept for each micro-batch in flight
-    would take as much memory as all experts.
+    Saves the weights themselves and stacks them again for the backward pass: a stack kept for each micro-batch in
+    flight would take as much memory as all experts.
     """
 
     @staticmethod

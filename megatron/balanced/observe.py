@@ -261,8 +261,10 @@ class Observer:
     def begin_step(self, iteration: int, config: Any) -> None:
         self._config = config
         config.timers = _TappedTimers(config.timers, self)
-        self.micro_batch.clear()
         self.step = _Step(iteration, time.time(), self.clock.mark())
+
+    def begin_schedule(self) -> None:
+        self.micro_batch.clear()
 
     def end_schedule(self) -> None:
         self._step_begin = self.clock.mark()

@@ -18,6 +18,10 @@ class StepCallback(Protocol):
     def begin_step(self, iteration: int, config: Any) -> None:
         """Before iteration `iteration` (from 0). `config` is the model's config, which the schedule reads."""
 
+    def begin_schedule(self) -> None:
+        """Before the first forward pass. When a loss looks wrong, Megatron runs the iteration's schedule a second time
+        to see whether it was the machine; then the schedule begins and ends twice within the step."""
+
     def end_schedule(self) -> None:
         """After the last backward pass and gradient reduction, before the optimizer's step."""
 
@@ -44,6 +48,8 @@ def with_callbacks(original: Callable) -> Callable:
         **groups: Any,
     ) -> Any:
         def schedule(*args: Any, **kwargs: Any) -> Any:
+            for callback in callbacks:
+                callback.begin_schedule()
             losses = forward_backward_func(*args, **kwargs)
             for callback in reversed(callbacks):
                 callback.end_schedule()

@@ -1,0 +1,178 @@
+"""Replicas leave nothing behind: in no checkpoint, in no evaluation, and not when a rank dies while they move."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plain import train_plainly
+from pool import free_port, single_threaded
+from training import EXACT, MODEL, RankRun, Run, differences, join, train, train_rank
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPERTS = (
+    "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --num-layers 2 "
+    "--moe-token-dispatcher-type alltoall --init-method-std 0.1 --ckpt-format torch_dist"
+).split()
+EP2 = "--expert-model-parallel-size 2"
+BALANCE = "--balance-experts"
+
+
+def _assert_replicated(report: Path, iteration: int) -> None:
+    events = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
+    replicated = [event["iteration"] for event in events if event["action"] == "replicate"]
+    assert replicated, "no replica in the whole run"
+    assert min(replicated) <= iteration, f"nothing was replicated before iteration {iteration + 1}"
+
+
+def _keys(checkpoint: Path) -> dict[str, object]:
+    """The name of everything in a checkpoint, with the shape of what is a tensor."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    stored = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    return {name: tuple(getattr(value, "size", ())) for name, value in stored.items()}
+
+
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --expert-replica-mode shared"])
+def test_a_checkpoint_has_the_keys_it_always_has(pool, corpus, tmp_path, more):
+    base = [*MODEL, *corpus, *EXPERTS, "--train-iters", "3"]
+    optimizer = "--use-distributed-optimizer" if "--use-distributed-optimizer" in more else ""
+    save = f"{EP2} --save-interval 3 --save {tmp_path}"
+    balanced = f"{save}/balanced {BALANCE} {more} --balance-report {tmp_path}/report"
+    train(pool, 2, balanced, base=base)
+    train(pool, 2, f"{save}/unbalanced {optimizer}", base=base)
+    _assert_replicated(tmp_path / "report", 3)
+    saved, usual = (_keys(tmp_path / name / "iter_0000003") for name in ("balanced", "unbalanced"))
+    assert saved == usual
+    assert sum("experts" in name for name in saved) > 0
+
+
+def test_goes_on_without_our_package_and_back(pool, corpus, tmp_path):
+    """Iterations 1 to 3 balanced, the 4th by Megatron-LM alone, the 5th and 6th balanced, against six balanced ones."""
+    base = [*MODEL, *corpus, *EXPERTS, "--train-iters", "6"]
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    save = f"--save {ours} --save-interval 3 --balance-report {tmp_path}"
+    whole = train(pool, 2, f"{EP2} {BALANCE} {save}", base=base)
+    _assert_replicated(tmp_path, 3)
+    fourth = f"{EP2} --load {ours} --ckpt-step 3 --save {theirs} --save-interval 1"
+    without = train_plainly(pool, 2, [*base, *fourth.split()], tmp_path)
+    rest = train(pool, 2, f"{EP2} {BALANCE} --load {theirs} --ckpt-step 4", base=base)
+    np.testing.assert_allclose(without.losses, whole.losses[3:], rtol=1e-5)
+    np.testing.assert_allclose(rest.losses, whole.losses[4:], rtol=1e-5)
+
+
+def test_weights_load_without_our_package_on_any_number_of_ranks(pool, corpus, tmp_path):
+    base = [*MODEL, *corpus, *EXPERTS]
+    save = f"--train-iters 3 --save {tmp_path / 'save'} --save-interval 3 --balance-report {tmp_path}"
+    ours = train(pool, 2, f"{EP2} {BALANCE} --use-distributed-optimizer {save}", base=base, parameters=True)
+    _assert_replicated(tmp_path, 3)
+    weights = f"--load {tmp_path / 'save'} --finetune --no-load-optim --no-load-rng --lr 0 --train-iters 1"
+    for ranks in (1, 4):
+        layout = f"--expert-model-parallel-size {ranks}"
+        theirs = train_plainly(pool, ranks, [*base, *weights.split(), *layout.split()], tmp_path)
+        assert theirs.parameters.keys() == ours.parameters.keys()
+        for name, values in ours.parameters.items():
+            assert np.array_equal(theirs.parameters[name], values), f"{name} on {ranks} ranks"
+
+
+def test_evaluation_in_between(pool, corpus, tmp_path):
+    """It runs on home experts alone, and training goes on as without it."""
+    base = [*MODEL, *corpus, *EXACT, *EXPERTS, *EP2.split(), "--split", "80,20,0", "--train-iters", "5"]
+    evaluated = "--eval-interval 2 --eval-iters 2"
+    reference = train(pool, 2, evaluated, base=base, parameters=True)
+    for mode in ("resident", "shared"):
+        balance = f"{BALANCE} --expert-replica-mode {mode} --balance-report {tmp_path / mode}"
+        balanced = train(pool, 2, f"{evaluated} {balance}", base=base, parameters=True)
+        _assert_replicated(tmp_path / mode, 2)
+        assert max(differences(balanced, reference)) <= 1e-12
+        np.testing.assert_allclose(balanced.validation, reference.validation, rtol=1e-12)
+    assert len(reference.validation) >= 2
+
+
+def _train_each_step_twice(argv: list[str]) -> RankRun:
+    """As Megatron does when a loss looks wrong: the schedule again within the same step, and its gradients count."""
+    from megatron.training import training
+
+    original = training.train_step
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        forward_step, data, model, *rest, schedule = args
+
+        def twice(*passed: Any, **named: Any) -> Any:
+            schedule(*passed, **named)
+            for chunk in model:
+                chunk.zero_grad_buffer()
+            return schedule(*passed, **named)
+
+        return original(forward_step, data, model, *rest, twice, **kwargs)
+
+    training.train_step = train_step
+    return train_rank(argv, True)
+
+
+@pytest.mark.parametrize("more", ["--overlap-grad-reduce", "--expert-replica-mode shared"])
+def test_a_schedule_that_is_repeated(pool, corpus, tmp_path, more):
+    base = [*MODEL, *corpus, *EXACT, *EXPERTS, *EP2.split(), "--train-iters", "4"]
+    balance = [BALANCE, *more.split(), "--balance-report", str(tmp_path)]
+    balanced = join(pool.run(2, _train_each_step_twice, [*base, *balance]))
+    _assert_replicated(tmp_path, 2)
+    assert max(differences(balanced, join(pool.run(2, _train_each_step_twice, base)))) <= 1e-12
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool, corpus) -> Run:
+    return train(pool, 2, f"{EP2} {BALANCE} --train-iters 6", base=[*MODEL, *corpus, *EXACT, *EXPERTS])
+
+
+class Job:
+    """Ranks started by hand: a launcher would stop the others itself, before they can speak."""
+
+    def __init__(self, folder: Path, argv: list[str]) -> None:
+        port = free_port()
+        self.logs = [folder / f"rank-{rank}.log" for rank in range(2)]
+        self.ranks = []
+        for rank, log in enumerate(self.logs):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            with log.open("wb") as output:
+                self.ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, ROOT / "tests" / "killed_in_transfer.py", *argv],
+                        env=single_threaded() | {name: str(value) for name, value in place.items()},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        cwd=folder,
+                    )
+                )
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.parametrize("method", ["prefetch", "_start_reduction"], ids=["Trans", "Agg"])
+def test_a_rank_killed_while_replicas_move(pool, corpus, tmp_path, uninterrupted, method):
+    """Everybody stops, one line names it, and the last checkpoint goes on as if nothing had happened."""
+    victim, base = 1, [*MODEL, *corpus, *EXACT, *EXPERTS, *EP2.split(), BALANCE, "--train-iters", "6"]
+    save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
+    job = Job(tmp_path, [method, "4", str(victim), *base, *save])
+    try:
+        assert job.ranks[victim].wait(timeout=150) == -signal.SIGKILL
+        assert job.ranks[1 - victim].wait(timeout=90) not in (0, -signal.SIGKILL)
+    finally:
+        job.end()
+    told = job.logs[1 - victim].read_text()
+    assert told.count("pretrain_gpt.py: error:") == 1, told[-3000:]
+    assert f"rank {victim} died or stopped answering" in told
+    assert os.listdir(tmp_path / "save")
+    resumed = train(pool, 2, f"--load {tmp_path / 'save'}", base=base)
+    np.testing.assert_allclose(resumed.losses, uninterrupted.losses[4:], rtol=1e-12)
+    assert len(resumed.losses) == 2
