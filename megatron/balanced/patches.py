@@ -155,7 +155,8 @@ _installed: list[tuple[Any, str, Any]] = []
 
 def check(patch: Patch) -> None:
     """Raise ValueError unless the installed Megatron-LM is what this patch was written for."""
-    if megatron.core.__version__ not in patch.versions:
+    # Megatron adds "+COMMIT" where it lies in a git repository, be it only an environment inside of one.
+    if megatron.core.__version__.partition("+")[0] not in patch.versions:
         raise ValueError(
             f"megatron-core {megatron.core.__version__} is installed, but the patch of {patch.target} was written for "
             f"{' or '.join(patch.versions)}; install that version"
