@@ -119,8 +119,9 @@ class Network:
         _batch(["tc", "-n", inside], [f"qdisc add dev {device} {self._limit()}"])
         # A NIC holds little. With the kernel's megabytes above it (the socket's buffer) a send would be over when the
         # transfer has only begun; with as much below it (its queue), acknowledgements would wait behind the data that
-        # goes the same way, and the two directions of a connection would slow each other down.
-        below, above = int(max(4 * _MTU, 0.001 * self.rate)), int(max(16 * _MTU, 0.005 * self.rate))
+        # goes the same way, and the two directions of a connection would slow each other down. 20 ms above bridge the
+        # waits of a sender's thread for a busy core.
+        below, above = int(max(4 * _MTU, 0.001 * self.rate)), int(max(16 * _MTU, 0.02 * self.rate))
         settings = _TCP | {"tcp_limit_output_bytes": f"{below}", "tcp_wmem": f"4096 {above} {above}"}
         writes = "; ".join(f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items())
         _run(["ip", "netns", "exec", inside, "sh", "-c", writes])
