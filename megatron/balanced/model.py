@@ -1,7 +1,8 @@
 """The GPT model as Megatron-LM builds it, with the modules it lacks where Transformer Engine is not there.
 
 Megatron's local spec (its own modules, no Transformer Engine) refuses sequence parallelism, for want of a norm, and
-packed documents, for want of an attention. Both are filled in through the layer spec; nothing is patched.
+packed documents, for want of an attention, and runs `--moe-grouped-gemm` one expert after the other. What lacks is
+filled in through the layer spec, as are experts with replicas; nothing is patched.
 """
 
 import argparse
