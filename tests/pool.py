@@ -33,7 +33,7 @@ class Hang(RuntimeError):
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """A TCP port that nobody listens on, for ranks that are started without the pool."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -53,9 +53,13 @@ def single_threaded() -> dict[str, str]:
 
 
 class Pool:
-    """Starts its server at the first job, and again after a job that had to be abandoned."""
+    """Starts its server at the first job, and again after a job that had to be abandoned.
 
-    def __init__(self) -> None:
+    Without `preload` it starts at once, for jobs that need neither torch nor Megatron.
+    """
+
+    def __init__(self, preload: bool = True) -> None:
+        self._preload = preload
         self._server: subprocess.Popen | None = None
         self.output: list[str] = []  # what each rank of the last job printed
 
@@ -71,7 +75,9 @@ class Pool:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            # The store that the ranks meet in is the server's, as under torchrun.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         try:
@@ -128,7 +134,7 @@ class Pool:
             pickle.dump(job, self._server.stdin)
             self._server.stdin.flush()
             return pickle.load(self._server.stdout)
-        except EOFError as error:
+        except (EOFError, BrokenPipeError) as error:
             self.stop()
             raise RuntimeError("the pool's server process died; see its output above") from error
         except BaseException:  # a test's time limit, Ctrl-C: what still runs must not meet the next job
@@ -137,7 +143,7 @@ class Pool:
 
     def _start(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-c", "import pool_server; pool_server.main()"],
+            [sys.executable, "-c", "import pool_server; pool_server.main()", *(["preload"] if self._preload else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=single_threaded(),

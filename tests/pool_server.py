@@ -121,8 +121,36 @@ def _end(pids: list[int]) -> None:
                 kill(pid, signal.SIGKILL)
 
 
+def _start_store(server: int) -> tuple[int, int]:
+    """A process with the key-value store that the ranks meet in, as torchrun has one. Returns its id and its port.
+
+    The kernel gives the port, so that no other program can take it between choosing and using it.
+    """
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        die_with_parent()
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(tell, str(store.port).encode())
+        os.close(tell)
+        while os.getppid() == server:
+            time.sleep(1)
+        os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as pipe:
+        return pid, int(pipe.read())
+
+
 def _run(job: Job, server: int) -> dict[int, int]:
     """Run a job to its end or its timeout. Returns the exit status of each rank that ended by itself."""
+    others = []
+    if "torch" in sys.modules:
+        store, port = _start_store(server)
+        others.append(store)
+        job.environment["MASTER_PORT"] = str(port)
     ranks: dict[int, int] = {}
     for rank in range(job.world_size):
         pid = os.fork()
@@ -140,19 +168,14 @@ def _run(job: Job, server: int) -> dict[int, int]:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         elif pid == 0 and select.select([sys.stdin], [], [], 0.01)[0]:
             break  # nothing is sent while a job runs: the test run went away
-    _end(started)
-    for pid in ranks:
-        os.waitpid(pid, 0)
+    _end([*started, *others])
+    for pid in (*ranks, *others):
+        with contextlib.suppress(ChildProcessError):  # it ended before
+            os.waitpid(pid, 0)
     return ended
 
 
-def main() -> None:
-    server = os.getpid()
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which then ends this process
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-
+def _preload() -> None:
     from megatron.balanced.device import use_cpu
 
     use_cpu()
@@ -162,6 +185,17 @@ def main() -> None:
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or a collection in a rank would copy every page of this process
+
+
+def main() -> None:
+    server = os.getpid()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which then ends this process
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    if sys.argv[1:] == ["preload"]:
+        _preload()
     pickle.dump("ready", answers)
     answers.flush()
     while True:

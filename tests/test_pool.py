@@ -158,10 +158,10 @@ def _wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_outlives_the_test_run(tmp_path, end):
     """However it ends: a pool in a process of its own, killed in the middle of a job."""
-    code = "import test_pool; from pool import Pool; Pool().run(2, test_pool._sleep, 300, timeout=300)"
+    code = "import test_pool; from pool import Pool; Pool(preload=False).run(2, test_pool._sleep, 300, timeout=300)"
     process = subprocess.Popen([sys.executable, "-c", code], env=single_threaded(), stderr=subprocess.DEVNULL)
     try:
         run = psutil.Process(process.pid)
@@ -178,13 +178,14 @@ def test_nothing_outlives_the_test_run(tmp_path, end):
 
 
 def test_a_server_that_dies_is_replaced():
-    workers = Pool()
+    workers = Pool(preload=False)
     try:
-        assert workers.run(1, _sum_of_ranks, 1.0) == [(0, 1.0)]
+        assert workers.run(1, _environment)[0][0] == "0"
         workers._server.kill()
+        workers._server.wait()
         with pytest.raises(RuntimeError, match="server process died"):
-            workers.run(1, _sum_of_ranks, 1.0)
-        assert workers.run(1, _sum_of_ranks, 1.0) == [(0, 1.0)]
+            workers.run(1, _environment)
+        assert workers.run(1, _environment)[0][0] == "0"
         server = psutil.Process(workers._server.pid)
     finally:
         workers.stop()
@@ -194,7 +195,9 @@ def test_a_server_that_dies_is_replaced():
 def test_the_time_limit_of_a_test(tmp_path):
     """The limit ends a test that waits for ranks, and the next test finds a pool that works."""
     (tmp_path / "test_slow.py").write_text(
-        "import pytest\nfrom test_pool import _sleep, _environment\n"
+        "import pytest\nfrom pool import Pool\nfrom test_pool import _sleep, _environment\n"
+        "@pytest.fixture(scope='module')\ndef pool():\n"
+        "    workers = Pool(preload=False)\n    yield workers\n    workers.stop()\n"
         "def test_first(pool):\n    pool.run(1, _environment)\n"
         "@pytest.mark.limit(2)\ndef test_slow(pool):\n    pool.run(1, _sleep, 300)\n"
         "def test_next(pool):\n    assert pool.run(1, _environment)[0][0] == '0'\n"

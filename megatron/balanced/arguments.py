@@ -11,7 +11,6 @@ import difflib
 import importlib.util
 import os
 import re
-import socket
 import sys
 import traceback
 import warnings
@@ -131,12 +130,8 @@ def _join_world() -> None:
             "with scripts/slurm under SLURM"
         )
     if "WORLD_SIZE" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        os.environ |= {name: str(value) for name, value in alone.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port, for nobody else needs to know it
 
 
 def _is_first_rank() -> bool:
