@@ -25,7 +25,7 @@ COLORS = {"none": "#9aa0a6", "shadow": "#c9a227", "prophet": "#d9733a", "eplb": 
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars of mean rank max / mean, grouped by expert-parallel size, on a logarithmic axis that begins at the ideal, 1."""
+    """Bars of mean rank max / mean by expert-parallel size, on a logarithmic axis from the ideal, 1, upwards."""
     found = {(r["case"], r["method"]): r["figure"] for r in rows if r["section"] == SECTION and r["unit"] == "mean"}
     figure, axes = plt.subplots(figsize=(8, 3.4))
     width = 0.8 / len(LABELS)
