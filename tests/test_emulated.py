@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -362,3 +363,22 @@ def test_a_paced_stage_is_the_identity_and_takes_its_seconds():
         (kind, 1, batch) for batch in (0, 1) for kind in ("forward", "backward")
     ]
     assert stage.log[0][4] - stage.log[0][3] >= 0.02 and stage.log[1][4] - stage.log[1][3] >= 0.03
+
+
+def test_receives_are_posted_before_sends(monkeypatch):
+    import torch.distributed as dist
+
+    from benchmarks.emulated import paced
+
+    monkeypatch.setattr(paced, "_batch_isend_irecv", lambda operations: [each.tag for each in operations])
+    batch = [SimpleNamespace(op=op, tag=tag) for tag, op in enumerate((dist.isend, dist.irecv, dist.isend, dist.irecv))]
+    assert paced._receives_first(batch) == [1, 3, 0, 2]
+
+
+def test_megatrons_schedule_runs_paced_stages():
+    pipeline = {"forward": [[0.02], [0.04]], "backward": [[0.04], [0.08]], "micro_batches": 3, "message_bytes": 5000}
+    with EmulatedCluster(1, 2) as cluster:
+        module = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps([pipeline | {"repeats": 2}])]
+        run = cluster.run("-W", module, timeout=3 * WAIT, environment={"PYTHONPATH": str(ROOT)})
+    (seconds,) = json.loads(run.output[0][-1])
+    assert len(seconds) == 2 and min(seconds) >= 0.02 + 3 * 0.12 + 0.04  # noise only makes it slower
