@@ -1,0 +1,72 @@
+"""What a plan of layers is: which pipeline stage computes which layers.
+
+Layers keep their order along the pipeline. With `virtual` chunks a stage, chunk v of stage s comes after chunk v of
+stage s - 1, and chunk v of stage 0 after chunk v - 1 of the last stage, as in Megatron's interleaved schedule.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["StagePlan"]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The layers of every stage.
+
+    chunks[stage][virtual]: global layer numbers, 0-based, ascending. method: the planner that made it.
+
+    Raises ValueError when the chunks, read along the pipeline, are not 0, 1, 2, ... each once and in order, or when
+    stages have different numbers of chunks.
+    """
+
+    chunks: tuple[tuple[tuple[int, ...], ...], ...]
+    method: str = "given"
+
+    def __post_init__(self) -> None:
+        if not self.chunks or not self.chunks[0]:
+            raise ValueError("a plan needs at least one stage with at least one chunk")
+        if len({len(stage) for stage in self.chunks}) > 1:
+            raise ValueError(f"stages have {[len(stage) for stage in self.chunks]} chunks; all need the same number")
+        along = [layer for chunk in self.order for layer in chunk]
+        for expected, layer in enumerate(along):
+            if layer != expected:
+                raise ValueError(f"layer {layer} stands where layer {expected} has to be; layers keep their order")
+
+    @classmethod
+    def from_counts(cls, counts: tuple[tuple[int, ...], ...], method: str = "given") -> "StagePlan":
+        """The plan with counts[stage][virtual] layers in each chunk."""
+        stages, virtual = len(counts), len(counts[0])
+        chunks: list[list[tuple[int, ...]]] = [[] for _ in range(stages)]
+        first = 0
+        for v in range(virtual):
+            for s in range(stages):
+                chunks[s].append(tuple(range(first, first + counts[s][v])))
+                first += counts[s][v]
+        return cls(tuple(tuple(stage) for stage in chunks), method)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.chunks)
+
+    @property
+    def virtual(self) -> int:
+        """Chunks a stage."""
+        return len(self.chunks[0])
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return sum(len(chunk) for chunk in self.order)
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], ...]:
+        """All chunks as the pipeline runs through them."""
+        return tuple(stage[v] for v in range(self.virtual) for stage in self.chunks)
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage that computes each layer."""
+        found = {layer: s for s, stage in enumerate(self.chunks) for chunk in stage for layer in chunk}
+        return tuple(found[layer] for layer in range(len(found)))

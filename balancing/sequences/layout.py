@@ -1,0 +1,181 @@
+"""What a plan of sequences is: which rank holds which tokens, in attention and in linear layers.
+
+A batch is a list of sequences (documents) of different length. A layout cuts it into shards, contiguous pieces of one
+sequence, each on one rank. Attention and linear layers may want different layouts: attention costs the area under the
+causal mask, linear layers cost tokens (Zeppelin, arXiv 2509.21841, section 3). Where the two differ, tokens are remapped
+between them.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from balancing.sequences.load import causal_area
+
+__all__ = ["AttentionShape", "Exchange", "SequencePlan", "Shard"]
+
+Exchange = Literal["local", "ring", "gather"]
+
+
+class Shard(NamedTuple):
+    """Tokens [start, stop) of sequence number `sequence`, held by `rank`."""
+
+    sequence: int
+    start: int
+    stop: int
+    rank: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the shard has."""
+        return self.stop - self.start
+
+    @property
+    def area(self) -> int:
+        """Query-key pairs of its tokens as queries: each sees its sequence from the beginning to itself."""
+        return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one transformer model, for costs.
+
+    hidden: model width. heads, kv_heads: query and key-value heads (kv_heads < heads is grouped-query attention).
+    layers: transformer layers. ffn_hidden: width of the feed-forward layer. head_size: hidden / heads unless given.
+    Raises ValueError for sizes below 1, heads that kv_heads does not divide, and hidden that heads does not divide.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    layers: int
+    ffn_hidden: int
+    head_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "heads", "kv_heads", "layers", "ffn_hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if not self.head_size:
+            if self.hidden % self.heads:
+                raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}; or give head_size")
+            object.__setattr__(self, "head_size", self.hidden // self.heads)
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Where every token of a batch is, and how keys and values reach the queries that need them.
+
+    lengths: tokens of each sequence. ranks: of the balancing domain. method: the planner that made it.
+    attention, linear: the two layouts. A rank's tokens stand in the order of its shards in the tuple. With equal
+    layouts (`remapped` is False) nothing moves between attention and linear layers.
+    exchange: per sequence, how its keys and values travel: "local", all of it on one rank; "ring", the ranks that hold
+    it pass their share round, in the order of `ring(sequence)`; "gather", each rank receives what its queries see.
+
+    Raises ValueError when a layout does not hold every token exactly once, a rank is outside, a "local" sequence is on
+    several ranks, or `capacity` (tokens a rank may hold in attention; None for no limit) is exceeded.
+    """
+
+    lengths: tuple[int, ...]
+    ranks: int
+    method: str
+    attention: tuple[Shard, ...]
+    linear: tuple[Shard, ...]
+    exchange: tuple[Exchange, ...]
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.exchange) != len(self.lengths):
+            raise ValueError(f"{len(self.exchange)} ways of exchange for {len(self.lengths)} sequences")
+        unknown = set(self.exchange) - set(get_args(Exchange))
+        if unknown:
+            raise ValueError(f"exchange {sorted(unknown)[0]!r} is none of {', '.join(get_args(Exchange))}")
+        for name, shards in (("attention", self.attention), ("linear", self.linear)):
+            _check_layout(name, shards, self.lengths, self.ranks)
+        for sequence, exchange in enumerate(self.exchange):
+            if exchange == "local" and len(self.ring(sequence)) > 1:
+                raise ValueError(f"sequence {sequence} is local, but lies on ranks {self.ring(sequence)}")
+        assert int(self.area.sum()) == causal_area(self.lengths), "areas of the shards do not add up"
+        if self.capacity is not None and len(self.tokens) and int(self.tokens.max()) > self.capacity:
+            rank = int(self.tokens.argmax())
+            raise ValueError(f"rank {rank} holds {self.tokens[rank]} tokens, over its capacity of {self.capacity}")
+
+    @property
+    def remapped(self) -> bool:
+        """Whether tokens move between attention and linear layers."""
+        return self.attention != self.linear
+
+    def shards(self, rank: int, *, linear: bool = False) -> tuple[Shard, ...]:
+        """The shards of `rank`, in the order in which its tokens stand."""
+        return self._by_rank[linear][rank]
+
+    def ring(self, sequence: int) -> tuple[int, ...]:
+        """Ranks that hold `sequence` in attention, each once, in order of their first shard."""
+        return self._rings[sequence]
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """int [rank]: tokens in attention."""
+        return self._sum(self.attention, "tokens")
+
+    @cached_property
+    def linear_tokens(self) -> np.ndarray:
+        """int [rank]: tokens in linear layers."""
+        return self._sum(self.linear, "tokens")
+
+    @cached_property
+    def area(self) -> np.ndarray:
+        """int [rank]: query-key pairs whose queries are on the rank."""
+        return self._sum(self.attention, "area")
+
+    @cached_property
+    def digest(self) -> str:
+        """The same on two ranks exactly when their plans are the same."""
+        said = (self.lengths, self.ranks, self.attention, self.linear, self.exchange)
+        return hashlib.sha256(repr(said).encode()).hexdigest()
+
+    def _sum(self, shards: Iterable[Shard], what: str) -> np.ndarray:
+        total = np.zeros(self.ranks, dtype=np.int64)
+        for shard in shards:
+            total[shard.rank] += getattr(shard, what)
+        return total
+
+    @cached_property
+    def _by_rank(self) -> tuple[tuple[tuple[Shard, ...], ...], ...]:
+        found: list[list[list[Shard]]] = [[[] for _ in range(self.ranks)] for _ in range(2)]
+        for kind, shards in enumerate((self.attention, self.linear)):
+            for shard in shards:
+                found[kind][shard.rank].append(shard)
+        return tuple(tuple(tuple(own) for own in kind) for kind in found)
+
+    @cached_property
+    def _rings(self) -> tuple[tuple[int, ...], ...]:
+        found: list[dict[int, None]] = [{} for _ in self.lengths]
+        for shard in self.attention:
+            found[shard.sequence][shard.rank] = None
+        return tuple(tuple(ranks) for ranks in found)
+
+
+def _check_layout(name: str, shards: Sequence[Shard], lengths: Sequence[int], ranks: int) -> None:
+    """Every token of every sequence exactly once, on ranks that exist."""
+    expected = [0] * len(lengths)
+    for sequence, start, stop, rank in sorted(shards):
+        if not 0 <= sequence < len(lengths):
+            raise ValueError(f"the {name} layout has a shard of sequence {sequence}; there are {len(lengths)}")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"the {name} layout puts sequence {sequence} on rank {rank} of {ranks}")
+        if start != expected[sequence] or stop <= start:
+            raise ValueError(
+                f"the {name} layout of sequence {sequence} goes on with tokens {start} to {stop}, where "
+                f"{expected[sequence]} comes next"
+            )
+        expected[sequence] = stop
+    for sequence, (held, length) in enumerate(zip(expected, lengths, strict=True)):
+        if held != length:
+            raise ValueError(f"the {name} layout holds {held} of the {length} tokens of sequence {sequence}")
