@@ -2,8 +2,8 @@
 
 A batch is a list of sequences (documents) of different length. A layout cuts it into shards, contiguous pieces of one
 sequence, each on one rank. Attention and linear layers may want different layouts: attention costs the area under the
-causal mask, linear layers cost tokens (Zeppelin, arXiv 2509.21841, section 3). Where the two differ, tokens are remapped
-between them.
+causal mask, linear layers cost tokens (Zeppelin, arXiv 2509.21841, section 3). Where the two differ, tokens are
+remapped between them.
 """
 
 import hashlib
