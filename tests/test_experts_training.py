@@ -102,3 +102,27 @@ def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     _assert_same(
         _balanced(pool, tmp_path, ranks, flags, f"--expert-replica-mode {mode}"), _reference(pool, ranks, flags)
     )
+
+
+FAST_LINKS = {  # on which a copy pays for itself at once
+    "nodes": 1,
+    "ranks_per_node": 4,
+    "nics_per_node": 1,
+    "intra_node_bandwidth": 1e15,
+    "nic_bandwidth": 1e15,
+    "flops": 1e6,
+    "memory": 1e12,
+}
+
+
+@pytest.mark.parametrize("mode", ["resident", "shared"])
+def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
+    """Without a plan for 20 iterations, what replicas there are come from the first micro-batch of each."""
+    ranks, flags = LAYOUTS["EP 2, PP 2"]
+    flags += " --moe-token-dispatcher-type alltoall"
+    (tmp_path / "cluster.json").write_text(json.dumps(FAST_LINKS))
+    never = f"--expert-replica-mode {mode} --expert-plan-interval 100 --cluster {tmp_path / 'cluster.json'}"
+    balanced = _balanced(pool, tmp_path, ranks, flags, never)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(line.get("added", 0) for line in lines) > 10
+    _assert_same(balanced, _reference(pool, ranks, flags))
