@@ -98,8 +98,8 @@ def main() -> None:
     print(f"{'balancing':>9} {'step, ms':>9} {'/ off':>6} {'max / mean':>10} {'steps':>6}")
     for row in rows:
         print(
-            f"{row['method']:>9} {row['step_ms']:>9.1f} {row['ratio_to_baseline']:>6.3f} {row['ratio_to_limit']:>10.3f} "
-            f"{row['steps']:>6}"
+            f"{row['method']:>9} {row['step_ms']:>9.1f} {row['ratio_to_baseline']:>6.3f} "
+            f"{row['ratio_to_limit']:>10.3f} {row['steps']:>6}"
         )
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
