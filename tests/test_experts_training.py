@@ -12,19 +12,19 @@ EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
 )
-BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), "--train-iters", "20", "--num-layers", "2"]
+BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--train-iters 20 --num-layers 2 --global-batch-size 4".split()]
 
-# ranks, layout flags
+# ranks, layout flags; two micro-batches for every data-parallel rank
 LAYOUTS = {
     "EP 2": (2, "--expert-model-parallel-size 2"),
-    "EP 4": (4, "--expert-model-parallel-size 4"),
+    "EP 4": (4, "--expert-model-parallel-size 4 --global-batch-size 8"),
     "EP 2, PP 2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "EP 4, PP 2": (8, "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2"),
+    "EP 4, PP 2": (8, "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --global-batch-size 8"),
 }
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 OTHERS = {
     "top-3": (2, "--expert-model-parallel-size 2 --moe-router-topk 3"),
-    "one home expert": (4, "--expert-model-parallel-size 4 --num-experts 4"),
+    "one home expert": (4, "--expert-model-parallel-size 4 --num-experts 4 --global-batch-size 8"),
     "ETP 2": (
         4,
         "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 "
@@ -41,8 +41,8 @@ OTHERS = {
         "--expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
     ),
-    "overlap": (4, f"--expert-model-parallel-size 2 {OVERLAP}"),
-    "overlap of gradients": (4, "--expert-model-parallel-size 2 --overlap-grad-reduce"),
+    "overlap": (4, f"--expert-model-parallel-size 2 --global-batch-size 8 {OVERLAP}"),
+    "overlap of gradients": (4, "--expert-model-parallel-size 2 --global-batch-size 8 --overlap-grad-reduce"),
     "PP 2, overlap": (4, f"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 {OVERLAP}"),
     "VPP 2, overlap": (
         4,
