@@ -1,8 +1,11 @@
 """Balanced expert parallelism trains the same model: losses and parameters against the run without replicas."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,10 +86,19 @@ def _assert_same(balanced: Run, reference: Run) -> None:
         assert difference <= 1e-12 * np.linalg.norm(value), f"{name}: {difference / np.linalg.norm(value)}"
 
 
-@pytest.mark.parametrize("planner", ["quota", "prophet"])
-@pytest.mark.parametrize("mode", ["resident", "shared"])
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+DISPATCHERS, MODES, PLANNERS = ("alltoall", "allgather"), ("resident", "shared"), ("quota", "prophet")
+
+
+def _combinations() -> Iterator[Any]:
+    """Every combination. The sample has all pairs of dispatcher, mode and planner, and each layout with two of them."""
+    for number, layout in enumerate(LAYOUTS):
+        for choices in itertools.product(range(2), repeat=3):
+            rest = [names[choice] for names, choice in zip((DISPATCHERS, MODES, PLANNERS), choices, strict=True)]
+            sampled = sum(choices) % 2 == 0 and choices[0] == number % 2
+            yield pytest.param(layout, *rest, marks=[] if sampled else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("layout, dispatcher, mode, planner", list(_combinations()))
 def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, planner):
     ranks, flags = LAYOUTS[layout]
     flags += f" --moe-token-dispatcher-type {dispatcher}"
@@ -94,8 +106,14 @@ def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, pla
     _assert_same(balanced, _reference(pool, ranks, flags))
 
 
-@pytest.mark.parametrize("mode", ["resident", "shared"])
-@pytest.mark.parametrize("case", OTHERS)
+def _others() -> Iterator[Any]:
+    """Each case with both modes, of which one is the sample."""
+    for number, case in enumerate(OTHERS):
+        for choice, mode in enumerate(MODES):
+            yield pytest.param(case, mode, marks=[] if choice == number % 2 else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("case, mode", list(_others()))
 def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     ranks, flags = OTHERS[case]
     flags += " --moe-token-dispatcher-type alltoall"
