@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from balancing.cluster import Cluster
 from balancing.sequences.layout import Shard
 
 __all__ = ["level_chunks"]
@@ -23,28 +24,50 @@ __all__ = ["level_chunks"]
 # What cutting at a multiple of the chunk may cost, as part of a rank's area. The error is spread over later ranks.
 _TOLERANCE = 0.002
 
+_Piece = tuple[int, int, int]  # sequence, start, stop
 
-def level_chunks(lengths: Sequence[int], quotas: Sequence[int], *, chunk: int) -> list[Shard]:
+
+def level_chunks(lengths: Sequence[int], quotas: Sequence[int], cluster: Cluster, *, chunk: int) -> list[Shard]:
     """Shards with exactly quotas[rank] tokens on each rank, and areas in proportion to them.
 
-    lengths: tokens of each sequence; quotas: tokens of each rank, of the same sum. chunk: what a rank takes from the
-    end of a sequence is a multiple of this many tokens where the areas allow it, else of half as many, and so on.
+    lengths: tokens of each sequence; quotas: tokens of each rank, of the same sum. Nodes are filled first, then the
+    ranks of each, so that few sequences lie on several nodes. chunk: what a rank takes from the end of a sequence is a
+    multiple of this many tokens where the areas allow it, else of half as many, and so on.
     """
-    pool = _Pool(lengths)
-    shards: list[Shard] = []
-    tokens, area = sum(lengths), sum(_area(0, length) for length in lengths)
-    for rank, quota in enumerate(quotas):
-        if not quota:
-            continue
-        own = _fill(pool, quota, area * quota / tokens, chunk)
-        for sequence, start, stop in sorted(own):
-            tokens, area = tokens - (stop - start), area - _area(start, stop)
-            if shards and shards[-1][0] == sequence and shards[-1][2:] == (start, rank):
-                shards[-1] = shards[-1]._replace(stop=stop)  # the two ends met
-            else:
-                shards.append(Shard(sequence, start, stop, rank))
-    assert not tokens, f"{tokens} tokens found no rank"
+    size = cluster.ranks_per_node
+    nodes = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
+    whole = [(sequence, 0, length) for sequence, length in enumerate(lengths)]
+    by_node = _deal(whole, [sum(quotas[rank] for rank in node) for node in nodes], chunk)
+    shards = []
+    for node, pieces in zip(nodes, by_node, strict=True):
+        for rank, own in zip(node, _deal(pieces, [quotas[rank] for rank in node], chunk), strict=True):
+            shards += [Shard(*piece, rank) for piece in own]
     return shards
+
+
+def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[list[_Piece]]:
+    """Deal pieces out so that bucket i has quotas[i] tokens and as large a part of the area as of the tokens."""
+    pool = _Pool(pieces)
+    tokens, area = sum(quotas), sum(_area(start, stop) for _, start, stop in pieces)
+    dealt: list[list[_Piece]] = []
+    for quota in quotas:
+        own = _joined(_fill(pool, quota, area * quota / tokens, chunk)) if quota else []
+        tokens -= quota
+        area -= sum(_area(start, stop) for _, start, stop in own)
+        dealt.append(own)
+    assert not pool.cut and pool.low == pool.high, "pieces are left over"
+    return dealt
+
+
+def _joined(pieces: list[_Piece]) -> list[_Piece]:
+    """The same tokens, by sequence and start, in as few pieces as they make."""
+    joined: list[_Piece] = []
+    for sequence, start, stop in sorted(pieces):
+        if joined and joined[-1][0] == sequence and joined[-1][2] == start:
+            joined[-1] = (sequence, joined[-1][1], stop)
+        else:
+            joined.append((sequence, start, stop))
+    return joined
 
 
 @dataclass(eq=False)
@@ -75,7 +98,7 @@ class _Rest:
         """Twice the area of one of its first so many tokens."""
         return 2 * self.start + min(tokens, self.tokens)
 
-    def take(self, first: int, last: int) -> list[tuple[int, int, int]]:
+    def take(self, first: int, last: int) -> list[_Piece]:
         """Take so many tokens from each end: (sequence, start, stop) of what is taken."""
         start, stop = self.start, self.stop
         self.start, self.stop = start + first, stop - last
@@ -84,15 +107,17 @@ class _Rest:
 
 
 class _Pool:
-    """Sequences that no rank has yet, order[low:high], shortest first, and the rests of those that are cut."""
+    """What no bucket has yet: whole sequences, or beginnings of some, order[low:high], shortest first, and the rests of
+    those that are cut."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.order = sorted(range(len(lengths)), key=lambda sequence: (lengths[sequence], sequence))
-        self.lengths = [lengths[sequence] for sequence in self.order]
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        whole = sorted((stop, sequence) for sequence, start, stop in pieces if not start)
+        self.order = [sequence for _, sequence in whole]
+        self.lengths = [length for length, _ in whole]
         self.tokens_to = [0, *accumulate(self.lengths)]
         self.area_to = [0, *accumulate(_area(0, length) for length in self.lengths)]
-        self.low, self.high = 0, len(lengths)
-        self.cut: list[_Rest] = []
+        self.low, self.high = 0, len(whole)
+        self.cut = [_Rest(*piece) for piece in pieces if piece[1]]
 
     def shortest(self) -> _Rest:
         """Open the shortest whole sequence."""
@@ -148,9 +173,9 @@ class _Pool:
         return rest
 
 
-def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[tuple[int, int, int]]:
+def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
     """(sequence, start, stop) of the pieces of one rank, taken out of the pool."""
-    own: list[tuple[int, int, int]] = []
+    own: list[_Piece] = []
     tolerance = _TOLERANCE * area
     while tokens:
         dear = pool.dearest(tokens, area)

@@ -1,0 +1,142 @@
+"""Zeppelin's partitioner: short sequences stay on a rank, middling ones in a node, long ones go over nodes.
+
+Zeppelin (arXiv 2509.21841, section 3.1, algorithms 1 and 2) puts sequences into buckets of nodes, then each node's into
+buckets of ranks, longest first. A sequence that is split becomes a ring of G ranks, cut zig-zag in 2G pieces, which is
+level in tokens and area. The paper's pseudo code was not available when this was written; the following is built from
+descriptions of it:
+
+- Where zones begin. A sequence is split where it must be, because its area or its tokens are more than a node's or a
+  rank's share, and where it may be, because it is so long that a ring hides its communication (the crossing of compute
+  and transfer, `cost.hidden_tokens`).
+- Into how many. As many as bring a piece to half the mean area if their transfers stay hidden, so that buckets fill
+  evenly, else as few as bring it to the mean.
+- When tokens overflow a bucket, the longest sequence that was to stay whole is split too, and the pass starts again.
+
+The layout is level in area only; for linear layers tokens are remapped (`leveling`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+from balancing.cluster import Cluster
+from balancing.sequences.cost import hidden_tokens
+from balancing.sequences.layout import AttentionShape, Shard
+from balancing.sequences.zigzag import zigzag
+
+__all__ = ["zone_layout"]
+
+
+@dataclass
+class _Buckets:
+    """Nodes, or the ranks of one: what each has been given."""
+
+    room: list[int]  # tokens
+    area: list[float]
+
+    def emptiest(self, number: int, tokens: int) -> list[int]:
+        """The `number` buckets of least area that have room for so many tokens; fewer where there are not as many."""
+        fitting = [at for at, room in enumerate(self.room) if room >= tokens]
+        return sorted(sorted(fitting, key=lambda at: (self.area[at], at))[:number])
+
+    def put(self, at: int, tokens: int, area: float) -> None:
+        self.room[at] -= tokens
+        self.area[at] += area
+
+
+@dataclass
+class _Split:
+    """Which sequences are whole in a bucket and which are in pieces: sequence -> buckets."""
+
+    whole: dict[int, int] = field(default_factory=dict)
+    pieces: dict[int, list[int]] = field(default_factory=dict)
+
+
+def zone_layout(
+    lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int
+) -> list[Shard] | None:
+    """The layout for attention, by sequence and start; None where no rank may hold more than `capacity` tokens and
+    sequences do not pack so tightly. Cut evenly over all ranks they always do."""
+    ranks = cluster.ranks_per_node
+    hidden_far = hidden_tokens(cluster, shape, cluster.nic_bandwidth) * ranks  # tokens of a node's ranks
+    hidden_near = hidden_tokens(cluster, shape, cluster.intra_node_bandwidth)
+    nodes = _Buckets([ranks * capacity] * cluster.nodes, [0.0] * cluster.nodes)
+    by_node = _partition(range(len(lengths)), lengths, nodes, ranks * capacity, hidden_far)
+    if by_node is None:
+        return None
+    rooms = [capacity] * cluster.world_size
+    areas = [0.0] * cluster.world_size
+    shards: list[Shard] = []
+    for sequence, held in by_node.pieces.items():
+        members = [node * ranks + local for node in held for local in range(ranks)]
+        shards += _ring(sequence, lengths[sequence], members, rooms, areas)
+    for node in range(cluster.nodes):
+        own = slice(node * ranks, (node + 1) * ranks)
+        buckets = _Buckets(rooms[own], areas[own])
+        inside = [sequence for sequence, at in by_node.whole.items() if at == node]
+        split = _partition(inside, lengths, buckets, capacity, hidden_near)
+        if split is None:
+            return None
+        for sequence, at in split.whole.items():
+            shards.append(Shard(sequence, 0, lengths[sequence], node * ranks + at))
+            rooms[node * ranks + at] -= lengths[sequence]
+        for sequence, held in split.pieces.items():
+            members = [node * ranks + at for at in held]
+            shards += _ring(sequence, lengths[sequence], members, rooms, areas)
+    return sorted(shards) if min(rooms) >= 0 else None
+
+
+def _partition(
+    sequences: Sequence[int], lengths: Sequence[int], buckets: _Buckets, capacity: int, hidden: float
+) -> _Split | None:
+    """Put sequences into buckets, whole or in equal pieces, level in area; None where they do not fit.
+
+    buckets: with what they hold already; capacity: tokens that one holds at most. hidden: tokens that a piece must have
+    for its transfers to hide.
+    """
+    order = sorted(sequences, key=lambda sequence: (-lengths[sequence], sequence))
+    area = {sequence: lengths[sequence] * (lengths[sequence] + 1) / 2 for sequence in order}
+    number = len(buckets.room)
+    share = (sum(buckets.area) + sum(area.values())) / number
+    forced = 0  # so many of the longest are split whatever they cost
+    while True:
+        trial, split = _Buckets(buckets.room[:], buckets.area[:]), _Split()
+        for place, sequence in enumerate(order):
+            length = lengths[sequence]
+            least = max(ceil(area[sequence] / share), ceil(length / capacity), 2 if place < forced else 1)
+            most = min(ceil(2 * area[sequence] / share), int(length / hidden) if hidden else number)
+            held = _place(length, min(max(least, most), number), trial)
+            if held is None:
+                if forced == len(order) or number == 1:
+                    return None
+                forced = max(forced, place) + 1
+                break
+            for at in held:
+                trial.put(at, ceil(length / len(held)), area[sequence] / len(held))
+            if len(held) == 1:
+                split.whole[sequence] = held[0]
+            else:
+                split.pieces[sequence] = held
+        else:
+            return split
+
+
+def _place(length: int, pieces: int, buckets: _Buckets) -> list[int] | None:
+    """Buckets for so many equal pieces, more where the rooms left are small; None where there is no room."""
+    for number in range(pieces, len(buckets.room) + 1) if pieces > 1 else (1,):
+        held = buckets.emptiest(number, ceil(length / number))
+        if len(held) == number:
+            return held
+    return None
+
+
+def _ring(sequence: int, length: int, members: list[int], rooms: list[int], areas: list[float]) -> list[Shard]:
+    """Cut a sequence over ranks; what does not divide goes where most room is. Alters rooms and areas."""
+    base, more = divmod(length, len(members))
+    counts = [base] * len(members)
+    for at in sorted(range(len(members)), key=lambda at: (-rooms[members[at]], at))[:more]:
+        counts[at] += 1
+    for rank, count in zip(members, counts, strict=True):
+        rooms[rank] -= count
+        areas[rank] += length * (length + 1) / 2 / len(members)
+    return zigzag(sequence, members, counts)
