@@ -130,22 +130,30 @@ class _Pool:
         return self._opened(self.high)
 
     def dearest(self, tokens: int, area: float) -> _Rest:
-        """The cut sequence that ends last, or the longest whole one where the cut one cannot bring so much area."""
-        rest = max(self.cut, key=lambda rest: rest.stop, default=None)
+        """The cut sequence of which the last so many tokens are dearest, or the longest whole one where the cut one and
+        another cannot bring so much area."""
+        rest = max(self.cut, key=lambda rest: 2 * rest.stop - min(tokens, rest.tokens), default=None)
         if self.low == self.high:
-            assert rest is not None, "the pool is empty before the last rank is full"
+            assert rest is not None, "the pool is empty before the last bucket is full"
             return rest
+        longest = self.lengths[self.high - 1]
         if rest is None:
             return self.longest()
-        missing, longest = max(0, tokens - rest.tokens), self.lengths[self.high - 1]
-        more = _area(longest - missing, longest) if missing <= longest else area
-        return self.longest() if rest.last(min(tokens, rest.tokens)) + more < area else rest
+        if longest <= rest.stop:
+            return rest
+        missing = max(0, tokens - rest.tokens)
+        others = [other.last(missing) for other in self.cut if other is not rest and other.tokens >= missing]
+        more = max([_area(longest - missing, longest) if missing <= longest else area, *others])
+        return self.longest() if rest.last(tokens - missing) + more < area else rest
 
     def cheapest(self, but: _Rest, tokens: int, area: float) -> _Rest | None:
         """Another cut sequence, of which so many tokens are cheapest, or the shortest whole one if that is too dear."""
         rest = min((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens), default=None)
-        dear = rest is None or rest.first(min(tokens, rest.tokens)) > area
-        return self.shortest() if dear and self.low < self.high else rest
+        if rest is not None:
+            taken = min(tokens, rest.tokens)
+            if area - rest.first(taken) >= self.least_area(tokens - taken, rest):
+                return rest
+        return self.shortest() if self.low < self.high else rest
 
     def least_area(self, tokens: int, but: _Rest) -> float:
         """The least area that so many tokens can have without those of `but`: the beginning of one sequence, or whole

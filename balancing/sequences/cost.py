@@ -13,6 +13,7 @@ Latency of messages and of kernels is not in the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,9 @@ from balancing.sequences.load import causal_area
 __all__ = [
     "StepCost",
     "attention_seconds",
+    "hidden_seconds",
     "hidden_tokens",
+    "kv_bytes",
     "kv_traffic",
     "limit_seconds",
     "linear_seconds",
@@ -68,9 +71,8 @@ def step_cost(
     linear layers use the plan's linear layout; otherwise they use attention's, and nothing is remapped. Raises
     ValueError where the plan has more ranks than the cluster.
     """
-    token = 2 * shape.kv_heads * shape.head_size * _BYTES
-    exchange = _seconds(kv_traffic(plan) * token, cluster, routed)
-    compute = float(tile_area(plan).max(initial=0.0)) * _pair_flops(shape) / (cluster.flops * _ATTENTION_ACHIEVED)
+    exchange = _seconds(kv_traffic(plan) * kv_bytes(shape), cluster, routed)
+    compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
     exposed = max(0.0, exchange - compute)
     exposed += max(0.0, _KV_BACKWARD * exchange - _ATTENTION_BACKWARD * compute)
     remap = 0.0
@@ -97,8 +99,17 @@ def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShap
 
 def attention_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
     """Seconds one rank computes so many query-key pairs in all layers, forward and backward."""
-    forward = pairs * _pair_flops(shape) / (cluster.flops * _ATTENTION_ACHIEVED)
-    return shape.layers * (1 + _ATTENTION_BACKWARD) * forward
+    return shape.layers * (1 + _ATTENTION_BACKWARD) * hidden_seconds(pairs, cluster, shape)
+
+
+def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds one rank computes so many query-key pairs in one layer, forward: as much transfer is hidden under it."""
+    return pairs * _pair_flops(shape) / (cluster.flops * _ATTENTION_ACHIEVED)
+
+
+def kv_bytes(shape: AttentionShape) -> int:
+    """Bytes of one token's keys and values in one layer, in bf16. Grouped queries make them fewer."""
+    return 2 * shape.kv_heads * shape.head_size * _BYTES
 
 
 def linear_seconds(tokens: float, cluster: Cluster, shape: AttentionShape) -> float:
@@ -124,20 +135,19 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
 
     Where a sequence goes round a ring, every round's keys are tiles of their own, which short sequences do not fill.
     """
-    area = np.zeros(plan.ranks)
     sequence, start, stop, rank = _columns(plan.attention)
-    on_ring = np.array([exchange == "ring" for exchange in plan.exchange], dtype=bool)[sequence]
     rows = -(-(stop - start) // TILE)
     # Rows of tiles end at start + 128, start + 256 and so on, the last one at stop, and reach back to key 0.
     tiles = (rows - 1) * -(-start // TILE) + rows * (rows - 1) // 2 + -(-stop // TILE)
-    np.add.at(area, rank[~on_ring], tiles[~on_ring] * float(TILE**2))
-    for number in np.unique(sequence[on_ring]).tolist():
-        own = np.bincount(rank[sequence == number], (stop - start)[sequence == number], minlength=plan.ranks)
-        members = len(plan.ring(number))
-        keys = np.ceil(max(1.0, plan.lengths[number] / (2 * members)) / TILE)  # half of a rank's keys, each round
-        rows = np.ceil(own / TILE)
-        area += (rows * (rows + 1) / 2 + (members - 1) * rows * keys) * TILE**2
-    return area
+    whole = ~_on_ring(plan)[sequence]
+    area = np.bincount(rank[whole], tiles[whole], minlength=plan.ranks)
+    held = _held_on_rings(plan)
+    members = np.bincount(held.sequence, minlength=len(plan.lengths))
+    keys = np.array(plan.lengths) / np.maximum(2 * members, 1)  # half of what a rank holds: what it sees in a round
+    rows = np.ceil(held.tokens / TILE)
+    rounds = (members - 1)[held.sequence] * np.ceil(keys[held.sequence] / TILE)
+    area = area + np.bincount(held.rank, rows * (rows + 1) / 2 + rounds * rows, minlength=plan.ranks)
+    return area * float(TILE**2)
 
 
 def kv_traffic(plan: SequencePlan) -> np.ndarray:
@@ -147,25 +157,49 @@ def kv_traffic(plan: SequencePlan) -> np.ndarray:
     every token that its last query sees and it does not hold, the keys and values from the rank that holds them.
     """
     traffic = np.zeros((plan.ranks, plan.ranks), dtype=np.int64)
+    held = _held_on_rings(plan)
+    if len(held.rank):
+        ends = np.append(held.sequence[1:] != held.sequence[:-1], True)
+        begins = np.flatnonzero(np.append(True, ends[:-1]))
+        following = np.arange(1, len(held.rank) + 1)
+        following[ends] = begins
+        handed = np.array(plan.lengths)[held.sequence] - held.tokens[following]
+        np.add.at(traffic, (held.rank, held.rank[following]), handed)
     sequence, start, stop, rank = _columns(sorted(plan.attention))
     first = np.searchsorted(sequence, np.arange(len(plan.lengths) + 1))
     for number, exchange in enumerate(plan.exchange):
-        if exchange == "local":
-            continue
-        own = slice(first[number], first[number + 1])
-        holders, begin, end = rank[own], start[own], stop[own]
-        if exchange == "ring":
-            ring = np.array(plan.ring(number))
-            held = np.bincount(holders, end - begin, minlength=plan.ranks)[ring]
-            following = np.roll(np.arange(len(ring)), -1)
-            traffic[ring, ring[following]] += plan.lengths[number] - held[following].astype(np.int64)
-            continue
-        needs, last = np.unique(holders[::-1], return_index=True)
-        sees = end[::-1][last]  # shards are in order, so a rank's last one ends last
-        seen = np.clip(np.minimum(end[:, None], sees) - begin[:, None], 0, None)
-        np.add.at(traffic, (holders[:, None], needs[None, :]), seen)
+        if exchange == "gather":
+            own = slice(first[number], first[number + 1])
+            holders, begin, end = rank[own], start[own], stop[own]
+            needs, last = np.unique(holders[::-1], return_index=True)
+            sees = end[::-1][last]  # shards are in order, so a rank's last one ends last
+            seen = np.clip(np.minimum(end[:, None], sees) - begin[:, None], 0, None)
+            np.add.at(traffic, (holders[:, None], needs[None, :]), seen)
     np.fill_diagonal(traffic, 0)
     return traffic
+
+
+class _Held(NamedTuple):
+    """int64 [member of a ring], by sequence, then in the order of its ring."""
+
+    sequence: np.ndarray
+    rank: np.ndarray
+    tokens: np.ndarray
+
+
+def _held_on_rings(plan: SequencePlan) -> _Held:
+    sequence, start, stop, rank = _columns(plan.attention)
+    chosen = _on_ring(plan)[sequence]
+    key = sequence[chosen] * plan.ranks + rank[chosen]
+    member, first, which = np.unique(key, return_index=True, return_inverse=True)
+    tokens = np.bincount(which, (stop - start)[chosen], minlength=len(member)).astype(np.int64)
+    order = np.lexsort((first, member // plan.ranks))
+    member = member[order]
+    return _Held(member // plan.ranks, member % plan.ranks, tokens[order])
+
+
+def _on_ring(plan: SequencePlan) -> np.ndarray:
+    return np.array([exchange == "ring" for exchange in plan.exchange], dtype=bool)
 
 
 def remap_traffic(plan: SequencePlan) -> np.ndarray:

@@ -15,7 +15,8 @@ from balancing.cluster import Cluster
 from balancing.sequences.baselines import Scheduler, even_layout, hybrid_layout
 from balancing.sequences.chunks import level_chunks
 from balancing.sequences.cost import step_cost
-from balancing.sequences.layout import AttentionShape, Exchange, SequencePlan, Shard
+from balancing.sequences.exchange import choose_exchange, same_exchange
+from balancing.sequences.layout import AttentionShape, SequencePlan, Shard
 from balancing.sequences.leveling import level_tokens
 from balancing.sequences.zigzag import token_quotas
 from balancing.sequences.zones import zone_layout
@@ -50,7 +51,8 @@ def plan_sequences(
     hybrid, as in `baselines.hybrid_groups`.
 
     method:
-    - "chunks": one layout, level in tokens and in area; each rank receives the keys and values that its queries see.
+    - "chunks": one layout, level in tokens and in area; a cut sequence's keys and values
+      are gathered, or go round a ring between nodes where that is less to send and is not hidden.
     - "zones": Zeppelin's, level in area, with tokens remapped for linear layers. Without a capacity a rank holds at most
       1.5 times the mean in attention. Where sequences do not pack into a tight capacity, they are cut over all ranks.
     - "ring", "gather": every sequence over all ranks. "hybrid": the layout of Megatron-LM's scheduler; its groups run
@@ -106,34 +108,25 @@ class _Planner:
         return min(plans, key=lambda plan: step_cost(plan, self.cluster, self.shape).total)
 
     def plan(self, method: str) -> SequencePlan:
-        ranks, capacity, exchange = self.cluster.world_size, self.capacity, "ring"
+        ranks, capacity = self.cluster.world_size, self.capacity
         if method == "chunks":
-            attention, exchange = level_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk), "chunks"
+            attention = level_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk)
         elif method == "zones":
-            room = max(self.quotas) * _ZONES_ROOM if capacity is None else capacity
-            zones = zone_layout(self.lengths, self.cluster, self.shape, int(room))
+            room = int(max(self.quotas) * _ZONES_ROOM) if capacity is None else capacity
+            zones = zone_layout(self.lengths, self.cluster, self.shape, room)
             attention = even_layout(self.lengths, ranks) if zones is None else zones
         elif method == "hybrid":
             most = max(self.quotas) if capacity is None else capacity
             attention, capacity = hybrid_layout(self.lengths, ranks, most, self.scheduler), None
         else:
             attention = even_layout(self.lengths, ranks)
-            exchange = "gather" if method == "gather" else "ring"
-        layout = tuple(sorted(attention, key=lambda shard: (shard.rank, shard.sequence, shard.start)))
-        remapped = method in ("zones", "hybrid")
-        linear = tuple(level_tokens(layout, self.quotas, self.cluster)) if remapped else layout
-        return SequencePlan(self.lengths, ranks, method, layout, linear, self._exchange(layout, exchange), capacity)
-
-    def _exchange(self, layout: Sequence[Shard], shared: str) -> tuple[Exchange, ...]:
-        holder: dict[int, int] = {}
-        found: list[Exchange] = ["local"] * len(self.lengths)
-        size=self.cluster.ranks_per_node
-        for shard in layout:
-            first = holder.setdefault(shard.sequence, shard.rank)
-            if first // size != shard.rank // size and shared=='chunks': found[shard.sequence] = "ring"
-            elif first!=shard.rank and found[shard.sequence]=='local':
-                found[shard.sequence] = "gather" if shared in ("gather",'chunks') else "ring"
-        return tuple(found)
+        attention = sorted(attention, key=lambda shard: (shard.rank, shard.sequence, shard.start))
+        linear = level_tokens(attention, self.quotas, self.cluster) if method in ("zones", "hybrid") else attention
+        if method == "chunks":
+            exchange = choose_exchange(attention, self.lengths, self.cluster, self.shape)
+        else:
+            exchange = same_exchange(attention, self.lengths, "gather" if method == "gather" else "ring")
+        return SequencePlan(self.lengths, ranks, method, tuple(attention), tuple(linear), exchange, capacity)
 
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:

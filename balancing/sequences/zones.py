@@ -17,7 +17,7 @@ The layout is level in area only; for linear layers tokens are remapped (`leveli
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_tokens
@@ -25,6 +25,10 @@ from balancing.sequences.layout import AttentionShape, Shard
 from balancing.sequences.zigzag import zigzag
 
 __all__ = ["zone_layout"]
+
+# Pieces are at most a bucket's share of the area over a grain. Finer ones level buckets better and travel more, so the
+# first grain is taken that leaves the fullest rank at most so far over the mean.
+_GRAINS, _LEVEL = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 1.15
 
 
 @dataclass
@@ -57,42 +61,53 @@ def zone_layout(
 ) -> list[Shard] | None:
     """The layout for attention, by sequence and start; None where no rank may hold more than `capacity` tokens and
     sequences do not pack so tightly. Cut evenly over all ranks they always do."""
+    best, best_fullest = None, inf
+    for grain in _GRAINS:
+        shards, area = _layout(lengths, cluster, shape, capacity, grain)
+        fullest = max(area) * len(area) / sum(area) if shards else inf
+        if fullest < best_fullest:
+            best, best_fullest = shards, fullest
+        if best_fullest <= _LEVEL:
+            break
+    return best
+
+
+def _layout(
+    lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int, grain: float
+) -> tuple[list[Shard] | None, list[float]]:
+    """The layout, and the area of each rank."""
     ranks = cluster.ranks_per_node
     hidden_far = hidden_tokens(cluster, shape, cluster.nic_bandwidth) * ranks  # tokens of a node's ranks
     hidden_near = hidden_tokens(cluster, shape, cluster.intra_node_bandwidth)
+    rooms, areas = [capacity] * cluster.world_size, [0.0] * cluster.world_size
     nodes = _Buckets([ranks * capacity] * cluster.nodes, [0.0] * cluster.nodes)
-    by_node = _partition(range(len(lengths)), lengths, nodes, ranks * capacity, hidden_far)
+    by_node = _partition(range(len(lengths)), lengths, nodes, ranks * capacity, hidden_far, grain)
     if by_node is None:
-        return None
-    rooms = [capacity] * cluster.world_size
-    areas = [0.0] * cluster.world_size
+        return None, areas
     shards: list[Shard] = []
     for sequence, held in by_node.pieces.items():
         members = [node * ranks + local for node in held for local in range(ranks)]
         shards += _ring(sequence, lengths[sequence], members, rooms, areas)
     for node in range(cluster.nodes):
         own = slice(node * ranks, (node + 1) * ranks)
-        buckets = _Buckets(rooms[own], areas[own])
         inside = [sequence for sequence, at in by_node.whole.items() if at == node]
-        split = _partition(inside, lengths, buckets, capacity, hidden_near)
+        split = _partition(inside, lengths, _Buckets(rooms[own], areas[own]), capacity, hidden_near, grain)
         if split is None:
-            return None
+            return None, areas
         for sequence, at in split.whole.items():
-            shards.append(Shard(sequence, 0, lengths[sequence], node * ranks + at))
-            rooms[node * ranks + at] -= lengths[sequence]
+            shards += _ring(sequence, lengths[sequence], [node * ranks + at], rooms, areas)
         for sequence, held in split.pieces.items():
-            members = [node * ranks + at for at in held]
-            shards += _ring(sequence, lengths[sequence], members, rooms, areas)
-    return sorted(shards) if min(rooms) >= 0 else None
+            shards += _ring(sequence, lengths[sequence], [node * ranks + at for at in held], rooms, areas)
+    return (sorted(shards) if min(rooms) >= 0 else None), areas
 
 
 def _partition(
-    sequences: Sequence[int], lengths: Sequence[int], buckets: _Buckets, capacity: int, hidden: float
+    sequences: Sequence[int], lengths: Sequence[int], buckets: _Buckets, capacity: int, hidden: float, grain: float
 ) -> _Split | None:
     """Put sequences into buckets, whole or in equal pieces, level in area; None where they do not fit.
 
     buckets: with what they hold already; capacity: tokens that one holds at most. hidden: tokens that a piece must have
-    for its transfers to hide.
+    for its transfers to hide. grain: pieces are at most a bucket's share of the area over this.
     """
     order = sorted(sequences, key=lambda sequence: (-lengths[sequence], sequence))
     area = {sequence: lengths[sequence] * (lengths[sequence] + 1) / 2 for sequence in order}
@@ -103,9 +118,9 @@ def _partition(
         trial, split = _Buckets(buckets.room[:], buckets.area[:]), _Split()
         for place, sequence in enumerate(order):
             length = lengths[sequence]
-            least = max(ceil(area[sequence] / share), ceil(length / capacity), 2 if place < forced else 1)
-            most = min(ceil(2 * area[sequence] / share), int(length / hidden) if hidden else number)
-            held = _place(length, min(max(least, most), number), trial)
+            least = max(ceil(grain * area[sequence] / share), ceil(length / capacity), 2 if place < forced else 1)
+            free = min(ceil(2 * area[sequence] / share), int(length / hidden) if hidden else number)
+            held = _place(length, min(max(least, free), number), trial)
             if held is None:
                 if forced == len(order) or number == 1:
                     return None
