@@ -10,13 +10,14 @@ descriptions of it:
   and transfer, `cost.hidden_tokens`).
 - Into how many. As many as bring a piece to half the mean area if their transfers stay hidden, so that buckets fill
   evenly, else as few as bring it to the mean.
-- When tokens overflow a bucket, the longest sequence that was to stay whole is split too, and the pass starts again.
+- When tokens overflow every bucket, the sequence at hand, which is the longest that is left, is split too.
 
 The layout is level in area only; for linear layers tokens are remapped (`leveling`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, nsmallest
 from math import ceil, inf
 
 from balancing.cluster import Cluster
@@ -31,21 +32,41 @@ __all__ = ["zone_layout"]
 _GRAINS, _LEVEL = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 1.15
 
 
-@dataclass
 class _Buckets:
     """Nodes, or the ranks of one: what each has been given."""
 
-    room: list[int]  # tokens
-    area: list[float]
+    def __init__(self, room: list[int], area: list[float]) -> None:
+        self.room, self.area = room[:], area[:]  # tokens that still fit, query-key pairs
+        self.queue = [(held, at) for at, held in enumerate(area)]
+        heapify(self.queue)
 
-    def emptiest(self, number: int, tokens: int) -> list[int]:
-        """The `number` buckets of least area that have room for so many tokens; fewer where there are not as many."""
-        fitting = [at for at, room in enumerate(self.room) if room >= tokens]
-        return sorted(sorted(fitting, key=lambda at: (self.area[at], at))[:number])
+    def place(self, length: int, pieces: int) -> list[int] | None:
+        """Buckets of least area for so many equal pieces, more pieces where rooms are small; None if none fit."""
+        if pieces == 1 and (one := self._emptiest(length)) is not None:
+            return [one]
+        for number in range(max(2, pieces), len(self.room) + 1):
+            fitting = [at for at, room in enumerate(self.room) if room >= ceil(length / number)]
+            if len(fitting) >= number:
+                return sorted(nsmallest(number, fitting, key=lambda at: (self.area[at], at)))
+        return None
 
-    def put(self, at: int, tokens: int, area: float) -> None:
-        self.room[at] -= tokens
-        self.area[at] += area
+    def put(self, held: list[int], length: int, area: float) -> None:
+        """Put a sequence's equal pieces into these buckets."""
+        for at in held:
+            self.room[at] -= ceil(length / len(held))
+            self.area[at] += area / len(held)
+            heappush(self.queue, (self.area[at], at))
+
+    def _emptiest(self, tokens: int) -> int | None:
+        full, found = [], None
+        while self.queue and found is None:
+            area, at = heappop(self.queue)
+            if area == self.area[at]:  # else an entry from before the bucket got more
+                full.append((area, at))
+                found = at if self.room[at] >= tokens else None
+        for entry in full:
+            heappush(self.queue, entry)
+        return found
 
 
 @dataclass
@@ -110,39 +131,23 @@ def _partition(
     for its transfers to hide. grain: pieces are at most a bucket's share of the area over this.
     """
     order = sorted(sequences, key=lambda sequence: (-lengths[sequence], sequence))
-    area = {sequence: lengths[sequence] * (lengths[sequence] + 1) / 2 for sequence in order}
+    area = [lengths[sequence] * (lengths[sequence] + 1) / 2 for sequence in order]
     number = len(buckets.room)
-    share = (sum(buckets.area) + sum(area.values())) / number
-    forced = 0  # so many of the longest are split whatever they cost
-    while True:
-        trial, split = _Buckets(buckets.room[:], buckets.area[:]), _Split()
-        for place, sequence in enumerate(order):
-            length = lengths[sequence]
-            least = max(ceil(grain * area[sequence] / share), ceil(length / capacity), 2 if place < forced else 1)
-            free = min(ceil(2 * area[sequence] / share), int(length / hidden) if hidden else number)
-            held = _place(length, min(max(least, free), number), trial)
-            if held is None:
-                if forced == len(order) or number == 1:
-                    return None
-                forced = max(forced, place) + 1
-                break
-            for at in held:
-                trial.put(at, ceil(length / len(held)), area[sequence] / len(held))
-            if len(held) == 1:
-                split.whole[sequence] = held[0]
-            else:
-                split.pieces[sequence] = held
+    share = (sum(buckets.area) + sum(area)) / number
+    split = _Split()
+    for sequence, own in zip(order, area, strict=True):
+        length = lengths[sequence]
+        least = max(ceil(grain * own / share), ceil(length / capacity))
+        free = min(ceil(2 * own / share), int(length / hidden) if hidden else number)
+        held = buckets.place(length, min(max(least, free), number))
+        if held is None:
+            return None
+        buckets.put(held, length, own)
+        if len(held) == 1:
+            split.whole[sequence] = held[0]
         else:
-            return split
-
-
-def _place(length: int, pieces: int, buckets: _Buckets) -> list[int] | None:
-    """Buckets for so many equal pieces, more where the rooms left are small; None where there is no room."""
-    for number in range(pieces, len(buckets.room) + 1) if pieces > 1 else (1,):
-        held = buckets.emptiest(number, ceil(length / number))
-        if len(held) == number:
-            return held
-    return None
+            split.pieces[sequence] = held
+    return split
 
 
 def _ring(sequence: int, length: int, members: list[int], rooms: list[int], areas: list[float]) -> list[Shard]:
