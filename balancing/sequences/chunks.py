@@ -206,7 +206,9 @@ def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
         else:
             cheap = dear
         if cheap is dear:
-            first, last = (0, dear.tokens) if dear.tokens <= tokens else _mix(dear, dear, tokens, area, chunk, tolerance)
+            first, last = (
+                (0, dear.tokens) if dear.tokens <= tokens else _mix(dear, dear, tokens, area, chunk, tolerance)
+            )
             taken = dear.take(first, last)
         else:
             first, last = _mix(cheap, dear, tokens, area, chunk, tolerance)

@@ -1,13 +1,12 @@
 """How keys and values of a cut sequence travel: round a ring, or from each holder to each rank that needs them.
 
 Gathered, a rank receives only what its queries see, and all NICs of a node work; but every rank of a node fetches the
-same tokens from the other nodes for itself. On a ring each token enters a node once, through one NIC or, routed,
-through all of them (Zeppelin, arXiv 2509.21841, section 3.3); but ranks also receive what they do not need, round by
-round. Inside a node gathering is the better one. Between nodes it is so too while attention hides it.
+same tokens from the other nodes for itself, and a rank that holds the beginning of a long sequence sends it to many. On
+a ring each token enters a node once, and every rank sends as much as it receives; but ranks receive what they do not
+need, too. Inside a node gathering is the better one. Between nodes it is as long as attention hides it.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_seconds, kv_bytes
 from balancing.sequences.layout import AttentionShape, Exchange, Shard
 from balancing.sequences.load import causal_area
+from balancing.sequences.traffic import layout_traffic, link_seconds
 
 __all__ = ["choose_exchange", "same_exchange"]
 
@@ -32,32 +32,25 @@ def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: Excha
 def choose_exchange(
     shards: Sequence[Shard], lengths: Sequence[int], cluster: Cluster, shape: AttentionShape
 ) -> tuple[Exchange, ...]:
-    """For each sequence what brings the fewest bytes into nodes; "gather" for all where attention hides those.
-
-    shards: a layout for attention that is level in area.
+    """ "gather" for all sequences that are cut where attention hides it or it is the quicker; else "ring" for those that
+    lie on several nodes. shards: a layout for attention that is level in area.
     """
-    found = list(same_exchange(shards, lengths, "gather"))
-    if cluster.nodes == 1:
-        return tuple(found)
-    entering = np.zeros(cluster.nodes)  # tokens, if all are gathered
-    on_ring: list[int] = []
-    cut = sorted(shard for shard in shards if found[shard.sequence] == "gather")
-    for sequence, group in groupby(cut, key=lambda shard: shard.sequence):
-        own = list(group)
-        node = np.array([shard.rank // cluster.ranks_per_node for shard in own])
-        if (node == node[0]).all():
-            continue
-        sees = {shard.rank: shard.stop for shard in own}  # of a rank's shards the last one counts
-        start, stop = np.array([(shard.start, shard.stop) for shard in own]).T
-        needs = np.array(list(sees.values()))
-        at = np.array([rank // cluster.ranks_per_node for rank in sees])
-        tokens = np.clip(np.minimum(stop[:, None], needs) - start[:, None], 0, None) * (node[:, None] != at)
-        here = np.bincount(at, tokens.sum(0), minlength=cluster.nodes)
-        entering += here
-        if here.max() > lengths[sequence]:
-            on_ring.append(sequence)
-    seconds = entering.max() * kv_bytes(shape) / (cluster.nics_per_node * cluster.nic_bandwidth)
-    if seconds > hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape):
-        for sequence in on_ring:
-            found[sequence] = "ring"
-    return tuple(found)
+    gathered = same_exchange(shards, lengths, "gather")
+    nodes: dict[int, int] = {}
+    across = {
+        shard.sequence
+        for shard in shards
+        if nodes.setdefault(shard.sequence, shard.rank // cluster.ranks_per_node)
+        != shard.rank // cluster.ranks_per_node
+    }
+    if not across:
+        return gathered
+    mixed = tuple("ring" if number in across else exchange for number, exchange in enumerate(gathered))
+
+    columns = np.array(shards, dtype=np.int64)
+
+    def seconds(exchange: tuple[Exchange, ...]) -> float:
+        return link_seconds(layout_traffic(columns, lengths, exchange), kv_bytes(shape), cluster)
+
+    hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
+    return gathered if alone <= hidden or alone <= seconds(mixed) else mixed

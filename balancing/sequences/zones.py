@@ -16,7 +16,6 @@ The layout is level in area only; for linear layers tokens are remapped (`leveli
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
 from math import ceil, inf
 
@@ -69,63 +68,62 @@ class _Buckets:
         return found
 
 
-@dataclass
-class _Split:
-    """Which sequences are whole in a bucket and which are in pieces: sequence -> buckets."""
-
-    whole: dict[int, int] = field(default_factory=dict)
-    pieces: dict[int, list[int]] = field(default_factory=dict)
-
-
-def zone_layout(
-    lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int
-) -> list[Shard] | None:
+def zone_layout(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int) -> list[Shard] | None:
     """The layout for attention, by sequence and start; None where no rank may hold more than `capacity` tokens and
     sequences do not pack so tightly. Cut evenly over all ranks they always do."""
     best, best_fullest = None, inf
     for grain in _GRAINS:
-        shards, area = _layout(lengths, cluster, shape, capacity, grain)
-        fullest = max(area) * len(area) / sum(area) if shards else inf
+        rings, area = _zones(lengths, cluster, shape, capacity, grain)
+        fullest = max(area) * len(area) / sum(area) if rings else inf
         if fullest < best_fullest:
-            best, best_fullest = shards, fullest
+            best, best_fullest = rings, fullest
         if best_fullest <= _LEVEL:
             break
-    return best
+    if best is None:
+        return None
+    rooms, shards = [capacity] * cluster.world_size, []
+    for sequence in sorted(best):
+        shards += _ring(sequence, lengths[sequence], best[sequence], rooms)
+    return shards if min(rooms) >= 0 else None
 
 
-def _layout(
+def _zones(
     lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int, grain: float
-) -> tuple[list[Shard] | None, list[float]]:
-    """The layout, and the area of each rank."""
+) -> tuple[dict[int, list[int]] | None, list[float]]:
+    """The ranks that share each sequence, and the area of each rank."""
     ranks = cluster.ranks_per_node
     hidden_far = hidden_tokens(cluster, shape, cluster.nic_bandwidth) * ranks  # tokens of a node's ranks
     hidden_near = hidden_tokens(cluster, shape, cluster.intra_node_bandwidth)
-    rooms, areas = [capacity] * cluster.world_size, [0.0] * cluster.world_size
     nodes = _Buckets([ranks * capacity] * cluster.nodes, [0.0] * cluster.nodes)
     by_node = _partition(range(len(lengths)), lengths, nodes, ranks * capacity, hidden_far, grain)
     if by_node is None:
-        return None, areas
-    shards: list[Shard] = []
-    for sequence, held in by_node.pieces.items():
-        members = [node * ranks + local for node in held for local in range(ranks)]
-        shards += _ring(sequence, lengths[sequence], members, rooms, areas)
-    for node in range(cluster.nodes):
-        own = slice(node * ranks, (node + 1) * ranks)
-        inside = [sequence for sequence, at in by_node.whole.items() if at == node]
-        split = _partition(inside, lengths, _Buckets(rooms[own], areas[own]), capacity, hidden_near, grain)
+        return None, []
+    rooms, areas = [capacity] * cluster.world_size, [0.0] * cluster.world_size
+    rings: dict[int, list[int]] = {}
+    inside: list[list[int]] = [[] for _ in range(cluster.nodes)]
+    for sequence, held in by_node.items():
+        if len(held) == 1:
+            inside[held[0]].append(sequence)
+            continue
+        rings[sequence] = [node * ranks + local for node in held for local in range(ranks)]
+        for rank in rings[sequence]:
+            rooms[rank] -= ceil(lengths[sequence] / len(rings[sequence]))
+            areas[rank] += lengths[sequence] * (lengths[sequence] + 1) / 2 / len(rings[sequence])
+    for node, own in enumerate(inside):
+        first = node * ranks
+        buckets = _Buckets(rooms[first : first + ranks], areas[first : first + ranks])
+        split = _partition(own, lengths, buckets, capacity, hidden_near, grain)
         if split is None:
-            return None, areas
-        for sequence, at in split.whole.items():
-            shards += _ring(sequence, lengths[sequence], [node * ranks + at], rooms, areas)
-        for sequence, held in split.pieces.items():
-            shards += _ring(sequence, lengths[sequence], [node * ranks + at for at in held], rooms, areas)
-    return (sorted(shards) if min(rooms) >= 0 else None), areas
+            return None, []
+        rings.update((sequence, [first + at for at in held]) for sequence, held in split.items())
+        areas[first : first + ranks] = buckets.area
+    return rings, areas
 
 
 def _partition(
     sequences: Sequence[int], lengths: Sequence[int], buckets: _Buckets, capacity: int, hidden: float, grain: float
-) -> _Split | None:
-    """Put sequences into buckets, whole or in equal pieces, level in area; None where they do not fit.
+) -> dict[int, list[int]] | None:
+    """The buckets of each sequence, which has an equal piece in each, so that areas are level; None if they do not fit.
 
     buckets: with what they hold already; capacity: tokens that one holds at most. hidden: tokens that a piece must have
     for its transfers to hide. grain: pieces are at most a bucket's share of the area over this.
@@ -134,7 +132,7 @@ def _partition(
     area = [lengths[sequence] * (lengths[sequence] + 1) / 2 for sequence in order]
     number = len(buckets.room)
     share = (sum(buckets.area) + sum(area)) / number
-    split = _Split()
+    split: dict[int, list[int]] = {}
     for sequence, own in zip(order, area, strict=True):
         length = lengths[sequence]
         least = max(ceil(grain * own / share), ceil(length / capacity))
@@ -143,20 +141,16 @@ def _partition(
         if held is None:
             return None
         buckets.put(held, length, own)
-        if len(held) == 1:
-            split.whole[sequence] = held[0]
-        else:
-            split.pieces[sequence] = held
+        split[sequence] = held
     return split
 
 
-def _ring(sequence: int, length: int, members: list[int], rooms: list[int], areas: list[float]) -> list[Shard]:
-    """Cut a sequence over ranks; what does not divide goes where most room is. Alters rooms and areas."""
+def _ring(sequence: int, length: int, members: list[int], rooms: list[int]) -> list[Shard]:
+    """Cut a sequence over ranks; what does not divide goes where most room is. Alters rooms."""
     base, more = divmod(length, len(members))
     counts = [base] * len(members)
-    for at in sorted(range(len(members)), key=lambda at: (-rooms[members[at]], at))[:more]:
+    for at in sorted(range(len(members)), key=lambda at: (-rooms[members[at]], at))[:more] if more else ():
         counts[at] += 1
     for rank, count in zip(members, counts, strict=True):
         rooms[rank] -= count
-        areas[rank] += length * (length + 1) / 2 / len(members)
     return zigzag(sequence, members, counts)
