@@ -1,6 +1,6 @@
 """What planners of `balancing.sequences` make of real batches: balance, modelled time, traffic, and time to think.
 
-    python -m benchmarks.sequences [--quick] [--lengths FILE] [--json FILE]
+    python -m benchmarks.sequences [--quick] [--lengths FILE] [--ranks N ...] [--json FILE]
 
 One micro-batch a step and 4k tokens a rank, Zeppelin's regime, on 16 to 128 ranks; batches of documents as long as
 those of published training sets, or recorded lengths. Baselines: ring (Transformer Engine's p2p), gather (Llama 3's
@@ -276,14 +276,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="fewer batches and sizes; half a minute")
     parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks, multiples of 8 (default 16 32 64 128)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     try:
         sources = _sources(options.lengths)
+        sizes = options.ranks or ((16, 64) if options.quick else (16, 32, 64, 128))
+        if wrong := [ranks for ranks in sizes if ranks < 8 or ranks % 8]:
+            raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8")
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            rows = plans(sources, (16, 64) if options.quick else (16, 32, 64, 128), 2 if options.quick else 4, progress)
-            rows += times(5 if options.quick else 20, progress)
+            rows = plans(sources, sizes, 2 if options.quick else 4, progress)
+            rows += times(5 if options.quick else 10, progress)
         if options.json:
             table = [asdict(row) | {"met": row.met} for row in rows]
             Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
