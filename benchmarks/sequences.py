@@ -196,7 +196,7 @@ def _rows(case: str, found: _Found, *, overall: bool = False) -> Iterator[Row]:
             most, figure = max(figures), float(np.mean(figures))
             if overall:
                 most = figure
-            yield Row(section, case, method, figure, "ratio", most, figure / ring, figure, target)
+            yield Row(section, case, method, figure, "ratio", most, figure / ring if ring else None, figure, target)
 
 
 def times(repeats: int, progress: Progress) -> list[Row]:
