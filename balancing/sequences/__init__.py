@@ -1,5 +1,35 @@
-"""Sequences of very different length: what they cost, and on which rank."""
+"""Sequences of very different length: what they cost, and on which rank.
 
+from balancing.cluster import Cluster
+from balancing.sequences import AttentionShape, plan_sequences, render
+
+shape = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
+plan = plan_sequences([30000, 1200, 500, 833], Cluster.preset("h200-8x400g"), shape=shape)
+print(render(plan))
+"""
+
+from balancing.sequences.cost import StepCost, limit_seconds, step_cost
+from balancing.sequences.layout import AttentionShape, Exchange, SequencePlan, Shard
 from balancing.sequences.load import causal_area, zigzag_area
+from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
+from balancing.sequences.render import render
+from balancing.sequences.traffic import Traffic, kv_traffic, remap_traffic
 
-__all__ = ["causal_area", "zigzag_area"]
+__all__ = [
+    "DEFAULT_CHUNK",
+    "METHODS",
+    "AttentionShape",
+    "Exchange",
+    "SequencePlan",
+    "Shard",
+    "StepCost",
+    "Traffic",
+    "causal_area",
+    "kv_traffic",
+    "limit_seconds",
+    "plan_sequences",
+    "remap_traffic",
+    "render",
+    "step_cost",
+    "zigzag_area",
+]
