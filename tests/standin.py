@@ -27,19 +27,33 @@ def plan_sequences(lengths, cluster, *, shape, method="auto", token_capacity=Non
     return SequencePlan(tuple(lengths), ranks, "standin", lin, lin, ("gather",) * len(lengths), None)
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, rank):
+        ctx.group, ctx.rank = group, rank
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g.contiguous()
+        dist.all_reduce(g, group=ctx.group)
+        return g[ctx.rank], None, None
+
+
 class SequenceAttention:
     def __init__(self, plan, *, rank, group, cluster, routing="off"):
         self.plan, self.rank, self.group = plan, rank, group
 
     def __call__(self, q, k, v, *, softmax_scale):
         plan = self.plan
-        from torch.distributed.nn.functional import all_gather
         most = int(plan.linear_tokens.max())
         first = [sum(plan.lengths[:i]) for i in range(len(plan.lengths))]
         index = [torch.cat([torch.arange(first[s.sequence] + s.start, first[s.sequence] + s.stop) for s in plan.shards(r, linear=True)]) for r in range(plan.ranks)]
         def whole(x):
             x = torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
-            parts = all_gather(x.contiguous(), group=self.group)
+            parts = _Gather.apply(x.contiguous(), self.group, self.rank).unbind(0)
             out = torch.cat([p[:len(i)] for p, i in zip(parts, index)])
             return out[torch.argsort(torch.cat(index))]
         q, k, v = whole(q), whole(k), whole(v)

@@ -1,5 +1,5 @@
 """Sequences of very different length: what they cost, and on which rank."""
 
-from balancing.sequences.load import causal_area, zigzag_area
+from balancing.sequences.load import causal_area, zigzag_area, zigzag_areas
 
-__all__ = ["causal_area", "zigzag_area"]
+__all__ = ["causal_area", "zigzag_area", "zigzag_areas"]

@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from balancing.cluster import Cluster
 from balancing.sequences.layout import SequencePlan
 
-__all__ = ["Planned", "PlanningAhead"]
+__all__ = ["Planned", "PlanningAhead", "zone_shares"]
 
 _KEPT = 256  # plans; a few hundred kilobytes each at most
 
@@ -43,3 +44,15 @@ class PlanningAhead:
         if len(self._known) > _KEPT:
             self._known.popitem(last=False)
         return Planned(plan, milliseconds)
+
+
+def zone_shares(plans: Sequence[SequencePlan], cluster: Cluster) -> dict[str, float]:
+    """Shares of all tokens: of sequences that stay on one rank, in one node, and that cross nodes."""
+    tokens = dict.fromkeys(("local", "intra_node", "inter_node"), 0)
+    for plan in plans:
+        for sequence, length in enumerate(plan.lengths):
+            ranks = plan.ring(sequence)
+            nodes = {cluster.node(rank) for rank in ranks}
+            tokens["inter_node" if len(nodes) > 1 else "intra_node" if len(ranks) > 1 else "local"] += length
+    total = max(sum(tokens.values()), 1)
+    return {f"{zone}_share": held / total for zone, held in tokens.items()}
