@@ -1,5 +1,21 @@
-"""Sequences of very different length: what they cost, and on which rank."""
+"""Sequences of very different length: what they cost, on which rank, and attention over them wherever they are."""
 
-from balancing.sequences.load import causal_area, zigzag_area, zigzag_areas
+from balancing.sequences.attention import SequenceAttention, Statistics
+from balancing.sequences.layout import AttentionShape, SequencePlan, Shard
+from balancing.sequences.load import causal_area, zigzag_area
+from balancing.sequences.remap import linear_layout, remap
+from balancing.sequences.tasks import Program, make_program
 
-__all__ = ["causal_area", "zigzag_area", "zigzag_areas"]
+__all__ = [
+    "AttentionShape",
+    "Program",
+    "SequenceAttention",
+    "SequencePlan",
+    "Shard",
+    "Statistics",
+    "causal_area",
+    "linear_layout",
+    "make_program",
+    "remap",
+    "zigzag_area",
+]

@@ -16,7 +16,12 @@ _ATTENTION = "is an attention that cannot be spread over ranks yet"
 _GRAPHS = "would replay the transfers of another plan"
 _CONTRADICTIONS: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
     ("spec", (None,), "puts another model in the place of the one that follows plans", "drop it"),
-    ("transformer_impl", ("local", "transformer_engine"), "has an attention of its own", "use --transformer-impl local"),
+    (
+        "transformer_impl",
+        ("local", "transformer_engine"),
+        "has an attention of its own",
+        "use --transformer-impl local",
+    ),
     ("attention_dropout", (0,), "would drop other scores than a run on one rank", "use --attention-dropout 0"),
     ("multi_latent_attention", (False,), _ATTENTION, "drop it"),
     ("window_size", (None,), _ATTENTION, "drop it"),

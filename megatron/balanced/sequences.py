@@ -24,9 +24,11 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
 from balancing.report import event, imbalance
-from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences, zigzag_areas
+from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.load import zigzag_areas
+from balancing.sequences.plan import plan_sequences
 from megatron.balanced.group import cluster_of
 from megatron.balanced.sequence_attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequence_data import PlannedDataset, Rows, positions, receive
