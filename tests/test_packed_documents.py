@@ -25,6 +25,7 @@ ROTARY_TOLERANCE = 1e-8  # of losses
 LAYOUTS = {
     "PP 2": (2, f"{PP} 2"),
     "PP 4": (4, f"{PP} 4"),
+    "PP 2, micro-batches of two": (2, f"{PP} 2 --micro-batch-size 2"),
     "PP 2, interleaved": (2, f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
     "TP 2": (2, "--tensor-model-parallel-size 2"),
     "TP 2, PP 2, sequence parallel": (4, f"{SP} {PP} 2"),

@@ -90,7 +90,8 @@ def _check_left_alone(sequences: SequenceConfig) -> None:
         value = getattr(sequences, field.name)
         if value != field.default:
             raise ValueError(
-                f"--{field.name.replace('_', '-')} {value} does nothing without --balance-sequences; add that or drop it"
+                f"--{field.name.replace('_', '-')} {value} does nothing without --balance-sequences; add that, or drop "
+                "it"
             )
 
 
@@ -107,8 +108,8 @@ def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
     capacity, mean = sequences.sequence_token_capacity, tokens // ranks
     if capacity and capacity < mean:
         raise ValueError(
-            f"--sequence-token-capacity {capacity} is below the {mean} tokens that each of {ranks} ranks gets on "
-            f"average of --seq-length {args.seq_length} x --micro-batch-size {args.micro_batch_size}; use at least {mean}"
+            f"--sequence-token-capacity {capacity} is below the mean: --seq-length {args.seq_length} x "
+            f"--micro-batch-size {args.micro_batch_size} on {ranks} ranks takes {mean}; use at least that"
         )
     if sequences.sequence_chunk > mean:
         raise ValueError(

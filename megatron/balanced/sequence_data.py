@@ -1,8 +1,8 @@
 """Micro-batches of documents cut for one context-parallel rank as a plan says, in the data loader's worker.
 
 Megatron-LM's datasets, samplers and loaders stay as they are. A loader asks its dataset for all samples of a
-micro-batch at once where it can be asked so: here they are packed into one sequence, planned, and reduced to the rows of
-this rank. Labels were shifted by the dataset, before anything is cut. All of this runs ahead of the step.
+micro-batch at once where it can: here they are packed into one sequence, planned, and reduced to the rows of this rank.
+Labels were shifted by the dataset, before anything is cut. All of this runs ahead of the step.
 """
 
 import pickle

@@ -45,7 +45,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
     report = observer.note if observer is not None else lambda event: None
     if config.sequences.balance_sequences:
         sequences = SequenceBalancer(args, config.sequences, machine, report)
-        model.post_wrap_hooks.append(sequences.attach)
+        model.pre_wrap_hooks.append(sequences.attach)
         step.callbacks.append(sequences)
         forward = partial(forward, sequences=sequences)
         datasets = sequences.datasets(datasets)
