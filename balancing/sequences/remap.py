@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from balancing.cluster import Cluster
 from balancing.sequences.layout import SequencePlan, Shard
-from balancing.sequences.tasks import Exchange, Message, Rows, by_sequence, joined
+from balancing.sequences.steps import Exchange, Message, Rows, joined
+from balancing.sequences.tasks import by_sequence
 from balancing.sequences.transport import Transport
 
 __all__ = ["linear_layout", "moves", "remap", "token_targets"]

@@ -19,144 +19,37 @@ position, then the gathered prefixes, then two buffers for rings over nodes and 
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from balancing.cluster import Cluster
-from balancing.sequences.kernels import Pieces
 from balancing.sequences.layout import SequencePlan, Shard
+from balancing.sequences.steps import (
+    Compute,
+    Exchange,
+    Kind,
+    Message,
+    Program,
+    Rows,
+    Stage,
+    Start,
+    Step,
+    Task,
+    Wait,
+    compute,
+    joined,
+)
 
-__all__ = ["Batch", "Compute", "Exchange", "Message", "Program", "Stage", "Start", "Task", "Wait", "make_program"]
-
-Rows = tuple[int, int]  # [start, stop) of a workspace
-Kind = Literal["gather", "ring", "return", "ring return"]
+__all__ = ["by_sequence", "make_program", "reach"]
 
 
-class Stage(NamedTuple):
-    """A set of transfers that start together on all ranks.
+def make_program(
+    plan: SequencePlan, rank: int, cluster: Cluster | None = None, *, relays: Iterable[Stage] = ()
+) -> Program:
+    """What `rank` does. Without a cluster all ranks are taken to be on one node.
 
-    kind: "gather" and "ring" bring keys and values, "return" and "ring return" gradients back. inter: whether they
-    belong to sequences over several nodes. round: of the ring.
+    relays: stages in which the rank hands on what others send, so that it takes part even where it has nothing to send
+    or receive itself. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
     """
-
-    kind: Kind
-    inter: bool
-    round: int = 0
-
-
-class Message(NamedTuple):
-    """Rows of the workspace that go to or come from `peer` in one piece; from the rank itself they are copied."""
-
-    peer: int
-    rows: tuple[Rows, ...]
-
-    @property
-    def tokens(self) -> int:
-        """How many rows."""
-        return sum(stop - start for start, stop in self.rows)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What this rank sends and receives in one stage, in order of peers. adds: what comes is added to the rows."""
-
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    adds: bool = False
-
-
-class Task(NamedTuple):
-    """Queries [start, stop) of the rank's rows against key rows; causal: from the bottom right. merges: with what these
-    queries have met before."""
-
-    queries: Rows
-    keys: Rows
-    causal: bool
-    merges: bool = False
-
-    @property
-    def area(self) -> int:
-        """Query-key pairs."""
-        queries, keys = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
-        return queries * keys - (queries * (queries - 1) // 2 if self.causal else 0)
-
-
-class Batch(NamedTuple):
-    """Tasks whose queries and whose keys stand behind one another, so that one kernel takes them all."""
-
-    queries: Rows
-    keys: Rows
-    pieces: Pieces
-    merges: bool
-
-
-class Start(NamedTuple):
-    """Start the transfers of a stage."""
-
-    stage: Stage
-
-
-class Wait(NamedTuple):
-    """Wait until a stage's transfers have come and gone."""
-
-    stage: Stage
-
-
-class Compute(NamedTuple):
-    """Compute tasks. clear: rows whose gradients begin at zero, in the backward pass."""
-
-    tasks: tuple[Task, ...]
-    batches: tuple[Batch, ...]
-    clear: Rows | None = None
-
-
-Step = Start | Wait | Compute
-
-
-@dataclass(frozen=True)
-class Program:
-    """All that one rank does for one layer's attention.
-
-    tokens: of the rank. rows: of its workspace. held: its shards, sorted; row i of its own rows is token i of them.
-    """
-
-    rank: int
-    held: tuple[Shard, ...]
-    rows: int
-    exchanges: dict[Stage, Exchange]
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the rank in attention."""
-        return sum(shard.tokens for shard in self.held)
-
-    def __str__(self) -> str:
-        lines = [f"rank {self.rank}: {self.tokens} tokens, workspace of {self.rows} rows"]
-        for name, steps in (("forward", self.forward), ("backward", self.backward)):
-            lines += [f"{name}:", *("  " + self._line(step) for step in steps)]
-        return "\n".join(lines)
-
-    def _line(self, step: Step) -> str:
-        if isinstance(step, Compute):
-            return "compute " + ", ".join(
-                f"{_span(task.queries)} x {_span(task.keys)}{' causal' if task.causal else ''}" for task in step.tasks
-            )
-        scope = "inter-node" if step.stage.inter else "intra-node"
-        name = f"{step.stage.kind} {scope}" + (f" round {step.stage.round}" if step.stage.round else "")
-        if isinstance(step, Wait):
-            return f"wait for {name}"
-        exchange = self.exchanges[step.stage]
-        moved = [f"{_spans(message)} to {message.peer}" for message in exchange.sends]
-        moved += [f"{_spans(message)} from {message.peer}" for message in exchange.receives]
-        return f"start {name}: {', '.join(moved)}"
-
-
-def make_program(plan: SequencePlan, rank: int, cluster: Cluster | None = None) -> Program:
-    """What `rank` does. Without a cluster all ranks are taken to be on one node. Raises ValueError for a rank outside
-    the plan or a cluster that is smaller than the plan."""
-    return _Builder(plan, rank, cluster).program()
+    return _Builder(plan, rank, cluster, relays).program()
 
 
 def by_sequence(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
@@ -184,7 +77,7 @@ class _Rounds:
 
 
 class _Builder:
-    def __init__(self, plan: SequencePlan, rank: int, cluster: Cluster | None) -> None:
+    def __init__(self, plan: SequencePlan, rank: int, cluster: Cluster | None, relays: Iterable[Stage]) -> None:
         if not 0 <= rank < plan.ranks:
             raise ValueError(f"rank {rank} is not in a plan of {plan.ranks} ranks (0 to {plan.ranks - 1})")
         if cluster is not None and cluster.world_size < plan.ranks:
@@ -200,7 +93,7 @@ class _Builder:
         self.rows = row
         own = {shard.sequence for shard in self.held}
         self.shards = by_sequence(shard for shard in plan.attention if shard.sequence in own)
-        self.exchanges: dict[Stage, Exchange] = {}
+        self.exchanges = {stage: Exchange((), (), adds=stage.kind in ("return", "ring return")) for stage in relays}
         self.local: list[Task] = []
         self.gathered: dict[bool, list[Task]] = {True: [], False: []}
         self.rounds = {True: _Rounds(), False: _Rounds()}
@@ -244,29 +137,29 @@ class _Builder:
         receives: dict[bool, dict[int, list[Rows]]] = {True: defaultdict(list), False: defaultdict(list)}
         for sequence in sequences:
             shards = self.shards[sequence]
-            reach = _reach(shards)
-            for target in sorted(reach):
-                inter = self._over_nodes(shards, target, reach[target])
+            needed = reach(shards)
+            for target in sorted(needed):
+                inter = self._over_nodes(shards, target, needed[target])
                 for shard in shards:
-                    if shard.rank == self.rank and shard.start < reach[target]:
-                        stop = min(shard.stop, reach[target])
+                    if shard.rank == self.rank and shard.start < needed[target]:
+                        stop = min(shard.stop, needed[target])
                         sends[inter][target].append(self._own_rows(sequence, shard.start, stop))
             runs = _runs(shard for shard in shards if shard.rank == self.rank)
             if runs[0][0] == 0:
                 rows = self._own_rows(sequence, *runs[0])
                 self.local.append(Task(rows, rows, causal=True))
-            if self.rank not in reach:
+            if self.rank not in needed:
                 continue
-            inter = self._over_nodes(shards, self.rank, reach[self.rank])
+            inter = self._over_nodes(shards, self.rank, needed[self.rank])
             for shard in shards:
-                if shard.start < reach[self.rank]:
-                    stop = min(shard.stop, reach[self.rank])
+                if shard.start < needed[self.rank]:
+                    stop = min(shard.stop, needed[self.rank])
                     receives[inter][shard.rank].append((self.rows + shard.start, self.rows + stop))
             for start, stop in runs:
                 if start:
                     keys = (self.rows, self.rows + stop)
                     self.gathered[inter].append(Task(self._own_rows(sequence, start, stop), keys, causal=True))
-            self.rows += reach[self.rank]
+            self.rows += needed[self.rank]
         for inter in (True, False):
             if sends[inter] or receives[inter]:
                 there, back = _messages(sends[inter]), _messages(receives[inter])
@@ -352,9 +245,7 @@ class _Builder:
 
     # The order of steps.
 
-    def _start(
-        self, kind: Literal["gather", "ring", "return", "ring return"], inter: bool, turn: int = 0
-    ) -> list[Step]:
+    def _start(self, kind: Kind, inter: bool, turn: int = 0) -> list[Step]:
         stage = Stage(kind, inter, turn)
         return [Start(stage)] if stage in self.exchanges else []
 
@@ -362,8 +253,12 @@ class _Builder:
         stage = Stage(kind, inter, turn)
         return [Wait(stage)] if stage in self.exchanges else []
 
+    def _last_round(self) -> int:
+        late = {"ring": 0, "ring return": 1}
+        return max((stage.round - late[stage.kind] for stage in self.exchanges if stage.kind in late), default=0)
+
     def _forward(self) -> list[Step]:
-        last = max(rounds.last for rounds in self.rounds.values())
+        last = self._last_round()
         local = _shares(self.local, max(1, last))
         steps: list[Step] = []
         for inter in (True, False):
@@ -371,20 +266,20 @@ class _Builder:
         for inter in (True, False):
             steps += self._start("ring", inter, 1)
         for inter in (True, False):
-            steps.append(_compute(self.rounds[inter].tasks[0]))
-        steps.append(_compute(local[0]))
+            steps.append(compute(self.rounds[inter].tasks[0]))
+        steps.append(compute(local[0]))
         for inter in (False, True):
-            steps += [*self._wait("gather", inter), _compute(self.gathered[inter])]
+            steps += [*self._wait("gather", inter), compute(self.gathered[inter])]
         for turn in range(1, last + 1):
             for inter in (True, False):
                 steps += self._wait("ring", inter, turn) + self._start("ring", inter, turn + 1)
-                steps.append(_compute(self.rounds[inter].tasks[turn]))
+                steps.append(compute(self.rounds[inter].tasks[turn]))
             if turn < last:
-                steps.append(_compute(local[turn]))
+                steps.append(compute(local[turn]))
         return steps
 
     def _backward(self) -> list[Step]:
-        last = max(rounds.last for rounds in self.rounds.values())
+        last = self._last_round()
         returns = any(stage.kind == "return" for stage in self.exchanges)
         local = _shares(self.local, 1 + last + returns)
         steps: list[Step] = []
@@ -392,28 +287,28 @@ class _Builder:
             steps += self._start("gather", inter)
         for inter in (True, False):
             steps += self._start("ring", inter, 1)
-        steps.append(_compute(local[0]))
+        steps.append(compute(local[0]))
         for inter in (False, True):
-            steps.append(_compute(self.rounds[inter].tasks[0]))
+            steps.append(compute(self.rounds[inter].tasks[0]))
         for inter in (False, True):
-            steps += [*self._wait("gather", inter), _compute(self.gathered[inter]), *self._start("return", inter)]
+            steps += [*self._wait("gather", inter), compute(self.gathered[inter]), *self._start("return", inter)]
         for turn in range(1, last + 2):
             if turn <= last:
-                steps.append(_compute(local[turn]))
+                steps.append(compute(local[turn]))
             for inter in (False, True):
                 rounds = self.rounds[inter]
                 steps += self._wait("ring", inter, turn) + self._start("ring", inter, turn + 1)
-                steps.append(_compute(rounds.tasks[turn], rounds.region.get(turn)))
+                steps.append(compute(rounds.tasks[turn], rounds.region.get(turn)))
                 steps += self._wait("ring return", inter, turn) + self._start("ring return", inter, turn + 1)
         if returns:
-            steps.append(_compute(local[-1]))
+            steps.append(compute(local[-1]))
         for inter in (False, True):
             steps += self._wait("return", inter)
         return steps
 
 
-def _reach(shards: Sequence[Shard]) -> dict[int, int]:
-    """rank -> how many tokens of the sequence it needs, for ranks that need tokens of others."""
+def reach(shards: Sequence[Shard]) -> dict[int, int]:
+    """Of one sequence, rank -> how many tokens of the sequence it needs, for ranks that need tokens of others."""
     runs: dict[int, list[Rows]] = {}
     for rank in sorted({shard.rank for shard in shards}):
         runs[rank] = _runs(shard for shard in shards if shard.rank == rank)
@@ -435,17 +330,6 @@ def _messages(rows: dict[int, list[Rows]]) -> tuple[Message, ...]:
     return tuple(Message(peer, tuple(joined(rows[peer]))) for peer in sorted(rows))
 
 
-def joined(rows: Iterable[Rows]) -> list[Rows]:
-    """The same rows in the same order, in as few ranges as possible."""
-    found: list[Rows] = []
-    for start, stop in rows:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
-
-
 def _shares(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
     """Tasks in their order, cut into `parts` of about equal area."""
     total, done = sum(task.area for task in tasks), 0
@@ -456,31 +340,5 @@ def _shares(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
     return found
 
 
-def _compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
-    batches: list[Batch] = []
-    for task in tasks:
-        queries, keys = task.queries[1] - task.queries[0], task.keys[1] - task.keys[0]
-        last = batches[-1] if batches else None
-        if (
-            last is not None
-            and last.queries[1] == task.queries[0]
-            and last.keys[1] == task.keys[0]
-            and (last.pieces.causal, last.merges) == (task.causal, task.merges)
-        ):
-            pieces = Pieces((*last.pieces.queries, queries), (*last.pieces.keys, keys), task.causal)
-            batches[-1] = Batch((last.queries[0], task.queries[1]), (last.keys[0], task.keys[1]), pieces, task.merges)
-        else:
-            batches.append(Batch(task.queries, task.keys, Pieces((queries,), (keys,), task.causal), task.merges))
-    return Compute(tuple(tasks), tuple(batches), clear)
-
-
 def _without_nothing(steps: Iterable[Step]) -> Iterable[Step]:
     return (step for step in steps if not isinstance(step, Compute) or step.tasks or step.clear)
-
-
-def _span(rows: Rows) -> str:
-    return f"{rows[0]}-{rows[1]}"
-
-
-def _spans(message: Message) -> str:
-    return "+".join(_span(rows) for rows in message.rows)
