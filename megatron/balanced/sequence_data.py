@@ -72,6 +72,7 @@ class PlannedDataset(torch.utils.data.Dataset):
         kept = [self._without_padding(sample) for sample in samples]
         lengths = [length for sample, tokens in zip(samples, kept, strict=True) for length in _lengths(sample, tokens)]
         plan, milliseconds = self._plan(lengths)
+        assert plan.digest, "made here, for it travels with the plan and the step asks for it"
         own = _own_tokens(plan, self._rank)
         rows = self._rows.of(plan, sum(len(sample["tokens"]) for sample in samples))
         batch: dict[str, Any] = {}

@@ -24,11 +24,10 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
 from balancing.report import event, imbalance
-from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan
+from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.load import zigzag_areas
-from balancing.sequences.plan import plan_sequences
 from megatron.balanced.group import cluster_of
 from megatron.balanced.sequence_attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequence_data import PlannedDataset, Rows, positions, receive
@@ -224,7 +223,7 @@ class SequenceBalancer:
             rank=mpu.get_context_parallel_rank(),
             group=mpu.get_context_parallel_group(),
             cluster=self._cluster,
-            routing=self.config.routing if self._cluster.nodes > 1 else "off",
+            routing=self.config.routing,
         )
 
 
