@@ -137,6 +137,23 @@ def test_events(packed, tmp_path):
     assert after < before
 
 
+def _on_two_nodes(argv: list[str]) -> RankRun:
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return train_rank(argv, True)
+
+
+def test_routing_between_nodes(packed, alone, tmp_path):
+    """Four ranks as two nodes of two: what one sends to the other node goes through both."""
+    flags = f"{BALANCED} {CP} 4 --sequence-planner ring --sequence-routing 2 --balance-report {tmp_path}"
+    run = join(packed.pool.run(4, _on_two_nodes, packed.from_start(flags)))
+    _assert_close(run, alone)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    spread = [line for line in lines if line["action"] == "spread"]
+    assert all(line["kv_inter_bytes"] > 0 and line["inter_node_share"] > 0 for line in spread)
+
+
 def _with_another_digest(argv: list[str]) -> RankRun:
     """Train as if this rank had made another plan, if it is rank 1."""
     import os
@@ -149,7 +166,7 @@ def _with_another_digest(argv: list[str]) -> RankRun:
 
 
 def test_different_plans_stop_the_run(packed):
-    argv = [*packed.base, *f"{BALANCED} {CP} 2 --attention-dropout 0".split()]
+    argv = packed.from_start(f"{BALANCED} {CP} 2")
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] made different plans"):
         join(packed.pool.run(2, _with_another_digest, argv))
 
