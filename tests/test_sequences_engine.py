@@ -8,7 +8,8 @@ from pool import Pool
 from sequence_plans import nodes_of, random_plan, zigzag_plan
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan
+from balancing.sequences.layout import SequencePlan, Shard
+from balancing.sequences.remap import linear_layout
 
 Case = tuple[SequencePlan, Cluster | None, str | int, int, int]  # plan, cluster, routing, heads, kv_heads
 SIZE = 4
@@ -104,15 +105,23 @@ def test_equals_documents_alone(pool: Pool, ranks: int) -> None:
     _check(pool, ranks, _cases(ranks))
 
 
-def test_routed_over_proxies_on_every_node(pool: Pool) -> None:
-    """Six ranks on two nodes: a ring, gathered prefixes and changes of layout, over two and three NICs of a node."""
-    cluster = nodes_of(6, 2, nics=3)
+@pytest.mark.parametrize(("ranks", "proxies"), [(6, 2), (8, 4)])
+def test_routed_over_proxies_on_every_node(pool: Pool, ranks: int, proxies: int) -> None:
+    """Two nodes: a ring, gathered prefixes and changes of layout, over several NICs of a node."""
+    cluster = nodes_of(ranks, 2, nics=proxies)
     plans = [
-        zigzag_plan((301, 5), 6, linear="random"),
-        random_plan((97, 130, 3), 6, 1, linear="equal"),
-        random_plan((97, 130, 3), 6, 2, exchange="gather", linear="random"),
+        zigzag_plan((301, 5), ranks, linear="random"),
+        random_plan((97, 130, 3), ranks, 1, linear="equal"),
+        random_plan((97, 130, 3), ranks, 2, exchange="gather", linear="random"),
     ]
-    _check(pool, 6, [(plan, cluster, proxies, 2, 1) for plan in plans for proxies in (2, 3)])
+    _check(pool, ranks, [(plan, cluster, proxies, 2, 1) for plan in plans])
+
+
+def test_many_short_documents_and_ranks_without_tokens(pool: Pool) -> None:
+    one = (Shard(0, 0, 60, 0),)
+    lopsided = SequencePlan((60,), 4, "test", one, linear_layout(one, nodes_of(4, 2)), ("local",))
+    short = random_plan([1 + n % 4 for n in range(1000)], 4, 3, linear="equal", cuts=1)
+    _check(pool, 4, [(lopsided, nodes_of(4, 2, nics=2), 2, 4, 2), (short, None, "off", 2, 2)])
 
 
 def _repeats(cases: list[Case]) -> list[Any]:
@@ -126,3 +135,98 @@ def test_repeats_bit_for_bit_and_routing_changes_no_bit(pool: Pool) -> None:
     for found in pool.run(4, _repeats, cases):
         assert found[0::2] == found[1::2]
         assert found[0] == found[2] and found[4] == found[6]
+
+
+def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int]) -> list[tuple[int, ...]]:
+    import torch
+    import torch.distributed as dist
+
+    from balancing.sequences.attention import SequenceAttention
+
+    dist.init_process_group("gloo")
+    found = []
+    tokens = len(_tokens(plan, dist.get_rank()))
+    for routing in routings:
+        attention = SequenceAttention(plan, rank=dist.get_rank(), cluster=cluster, routing=routing)
+        attention.check_agreement()
+        q, k, v = (torch.ones(tokens, heads, SIZE, dtype=torch.float64) for heads in (4, 2, 2))
+        attention(q, k, v)
+        statistics = attention.statistics
+        assert statistics.exposed_seconds > 0
+        names = ("intra_bytes", "inter_bytes", "remap_intra_bytes", "remap_inter_bytes")
+        found.append(tuple(getattr(statistics, name) for name in names))
+    dist.destroy_process_group()
+    return found
+
+
+def test_events_count_bytes_and_proxies_spread_them(pool: Pool) -> None:
+    """A ring of ranks 1 and 2 over two nodes; ranks 0 and 3 stand by, so with routing each sends half."""
+    shards = (Shard(0, 0, 50, 1), Shard(0, 50, 100, 2))
+    plan = SequencePlan((100,), 4, "test", shards, linear_layout(shards, nodes_of(4, 2)), ("ring",))
+    direct, routed = zip(*pool.run(4, _events, plan, nodes_of(4, 2, nics=2), ["off", 2]), strict=True)
+    token = 2 * 2 * SIZE * 8
+    assert [one[:2] for one in direct] == [(0, 0), (0, 50 * token), (0, 50 * token), (0, 0)]
+    assert [one[1] for one in routed] == [25 * token] * 4
+    assert [one[0] for one in routed] == [25 * token] * 4
+    # 25 of a rank's 50 tokens go to the other rank of its node: q, k and v one way, the output the other.
+    together, out = (4 + 2 + 2) * SIZE * 8, 4 * SIZE * 8
+    assert [one[2:] for one in direct] == [(25 * size, 0) for size in (together, out, out, together)]
+
+
+def _mistaken(plans: list[SequencePlan]) -> str:
+    import torch.distributed as dist
+
+    from balancing.sequences.attention import SequenceAttention
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        SequenceAttention(plans[rank], rank=rank).check_agreement()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "agreed"
+
+
+def test_different_plans_are_found(pool: Pool) -> None:
+    plans = [random_plan((9, 9), 2, seed) for seed in (0, 1)]
+    assert pool.run(2, _mistaken, plans) == [
+        f"ranks [{other}] have another plan of sequences than rank {rank}" for rank, other in ((0, 1), (1, 0))
+    ]
+
+
+def _refusals(plan: SequencePlan) -> list[str]:
+    import torch
+    import torch.distributed as dist
+
+    from balancing.sequences.attention import SequenceAttention
+
+    dist.init_process_group("gloo")
+    tokens = len(_tokens(plan, 0))
+    good, wide = (torch.zeros(tokens, heads, 4) for heads in (2, 3))
+    messages = []
+    for make, inputs in (
+        ({"dropout": 0.1}, None),
+        ({"window": (128, 0)}, None),
+        ({"routing": "auto"}, None),
+        ({"rank": 1}, None),
+        ({}, (good[:-1], good, good)),
+        ({}, (wide, good, good)),
+        ({}, (good, good, good[..., :2])),
+        ({}, (good, good.half(), good)),
+    ):
+        with pytest.raises(ValueError) as caught:
+            attention = SequenceAttention(plan, **{"rank": 0, **make})
+            attention(*inputs)
+        messages.append(str(caught.value))
+    dist.destroy_process_group()
+    return messages
+
+
+def test_what_is_not_supported_is_refused(pool: Pool) -> None:
+    (messages,) = pool.run(1, _refusals, random_plan((9, 4), 1, 0))
+    wanted = ("attention dropout 0.1", "window of (128, 0)", "routing 'auto' needs the cluster", "rank 1 of a plan")
+    wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
+    for message, part in zip(messages, wanted, strict=True):
+        assert part in message

@@ -10,6 +10,7 @@ It pays where NICs would be unevenly loaded, and links inside a node are several
 proxies comes from a cost model of all messages that are under way together.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from balancing.sequences.layout import SequencePlan, Shard
 from balancing.sequences.steps import Stage
 from balancing.sequences.tasks import by_sequence, reach
 
-__all__ = ["Flow", "Route", "Routing", "Slice", "flows", "route"]
+__all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "flows", "route"]
 
 Flow = tuple[int, int]  # (source, target)
 
@@ -32,10 +33,20 @@ _SLICES = (1, 2, 4, 8)
 Routing = str | int  # "auto", "off", or a number of proxies
 
 
-class Slice(NamedTuple):
-    """Rows [start, stop) of the message of `flow`, along `path`: source, proxies, target, each rank once. The first hop
-    belongs to step `turn` of the pipeline, the next to the step after it."""
+class Part(NamedTuple):
+    """Rows [start, stop) of the message of `flow`, along `path`: source, proxies, target, each rank once."""
 
+    flow: Flow
+    start: int
+    stop: int
+    path: tuple[int, ...]
+
+
+class Slice(NamedTuple):
+    """A slice of a part. The first hop of its path belongs to step `turn` of the pipeline, the next to the step after
+    it. number: differs between all slices of a stage."""
+
+    number: int
     flow: Flow
     start: int
     stop: int
@@ -45,34 +56,36 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """How the messages of one stage go. Messages that are in no slice go directly.
+    """How the messages of one stage go. Messages that are in no part go directly.
 
-    proxies: parts each message was cut into. seconds: what the model expects the stage to take.
+    slices: of each part, one behind the other. proxies: parts each message was cut into. seconds: what the model
+    expects the stage to take.
     """
 
-    slices: tuple[Slice, ...]
+    parts: tuple[Part, ...]
+    slices: int
     proxies: int
     seconds: float
 
     @cached_property
     def flows(self) -> frozenset[Flow]:
         """The messages that take the route."""
-        return frozenset(piece.flow for piece in self.slices)
+        return frozenset(part.flow for part in self.parts)
 
-    @cached_property
-    def by_rank(self) -> dict[int, list[tuple[int, Slice]]]:
-        """Numbered slices that a rank sends, hands on or receives, in order of the pipeline's steps."""
-        found: dict[int, list[tuple[int, Slice]]] = defaultdict(list)
-        for number, piece in enumerate(self.slices):
-            for rank in piece.path:
-                found[rank].append((number, piece))
-        for rank, pieces in found.items():
-            pieces.sort(key=lambda item: (item[1].turn + item[1].path.index(rank), item[0]))
-        return dict(found)
+    def of(self, rank: int) -> list[Slice]:
+        """Slices that a rank sends, hands on or receives, in order of the pipeline's steps."""
+        found = []
+        for number, (flow, start, stop, path) in enumerate(self.parts):
+            if rank in path:
+                for turn in range(self.slices):
+                    begin, end = (start + (stop - start) * cut // self.slices for cut in (turn, turn + 1))
+                    if begin < end:
+                        found.append(Slice(number * self.slices + turn, flow, begin, end, path, turn))
+        return sorted(found, key=lambda piece: (piece.turn + piece.path.index(rank), piece.number))
 
     def proxied_by(self, rank: int) -> bool:
         """Whether `rank` hands on what others send."""
-        return any(rank in piece.path[1:-1] for _, piece in self.by_rank.get(rank, ()))
+        return any(rank in part.path[1:-1] for part in self.parts)
 
 
 def route(messages: Mapping[Flow, int], row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
@@ -86,13 +99,15 @@ def route(messages: Mapping[Flow, int], row_bytes: int, cluster: Cluster, routin
     """
     check_routing(routing)
     rows = {flow: count for flow, count in messages.items() if count and not cluster.same_node(*flow)}
+    largest_first = sorted(rows.items(), key=lambda item: (-item[1], item[0]))
     most = min(cluster.ranks_per_node, cluster.nics_per_node)
-    if routing == "auto":
-        numbers: Sequence[int] = range(1, most + 1)
-    else:
-        numbers = [1 if routing == "off" else min(most, int(routing))]
-    choices = [_planned(rows, row_bytes, cluster, number) for number in numbers]
-    return min(choices, key=lambda choice: choice.seconds)
+    if routing != "auto":
+        return _planned(largest_first, row_bytes, cluster, 1 if routing == "off" else min(most, int(routing)))
+    best = _planned(largest_first, row_bytes, cluster, 1)
+    numbers = [number for number in (2, 4, 8, 16) if number < most] + [most] * (most > 1)
+    if best.seconds <= _least_seconds(rows, row_bytes, cluster) + 3 * _HOP_SECONDS:
+        return best  # NICs are evenly loaded as it is, so no other choice needs a look
+    return min((best, *(_planned(largest_first, row_bytes, cluster, n) for n in numbers)), key=lambda one: one.seconds)
 
 
 def check_routing(routing: Routing) -> None:
@@ -160,59 +175,68 @@ def _by_position(shards: Sequence[Shard]) -> list[list[Shard]]:
     return list(by_sequence(shards).values())
 
 
-def _planned(rows: Mapping[Flow, int], row_bytes: int, cluster: Cluster, number: int) -> Route:
-    """Each message in `number` parts, the largest messages first, each part over the NICs that are least busy."""
+def _least_seconds(rows: Mapping[Flow, int], row_bytes: int, cluster: Cluster) -> float:
+    """With all NICs of the busiest node equally busy."""
+    busy: dict[tuple[int, bool], int] = defaultdict(int)
+    for (source, target), count in rows.items():
+        busy[cluster.node(source), True] += count
+        busy[cluster.node(target), False] += count
+    return max(busy.values(), default=0) * row_bytes / (cluster.nics_per_node * cluster.nic_bandwidth)
+
+
+def _planned(rows: Sequence[tuple[Flow, int]], row_bytes: int, cluster: Cluster, number: int) -> Route:
+    """Each message in `number` parts, each part over the NICs that are least busy."""
     outgoing: dict[int, float] = defaultdict(float)  # NIC -> bytes
     incoming: dict[int, float] = defaultdict(float)
     inside: dict[int, float] = defaultdict(float)  # rank -> bytes it sends to or receives from its own node
-    parts: list[tuple[Flow, int, int, tuple[int, ...]]] = []
-    for (source, target), count in sorted(rows.items(), key=lambda item: (-item[1], item[0])):
+    parts: list[Part] = []
+    for (source, target), count in rows:
         senders = _least_busy(source, number, outgoing, cluster)
         receivers = _least_busy(target, number, incoming, cluster)
-        for part, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
-            start, stop = count * part // number, count * (part + 1) // number
+        for index, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
+            start, stop = count * index // number, count * (index + 1) // number
             if start == stop:
                 continue
             size = (stop - start) * row_bytes
             outgoing[cluster.nic(sender)] += size
             incoming[cluster.nic(receiver)] += size
-            path = tuple(dict.fromkeys((source, sender, receiver, target)))
             for one, other in ((source, sender), (receiver, target)):
                 if one != other:
                     inside[one] += size
                     inside[other] += size
-            parts.append(((source, target), start, stop, path))
+            if number > 1:
+                parts.append(
+                    Part((source, target), start, stop, tuple(dict.fromkeys((source, sender, receiver, target))))
+                )
     network = max((*outgoing.values(), *incoming.values()), default=0.0) / cluster.nic_bandwidth
     dispatch = max(inside.values(), default=0.0) / cluster.intra_node_bandwidth
-    if number == 1:
-        return Route((), 1, network + _HOP_SECONDS if rows else 0.0)
+    longest = max(network, dispatch)
 
     def seconds(slices: int) -> float:
-        longest = max(network, dispatch)
+        if number == 1:
+            return network + _HOP_SECONDS
         return longest + (network + 2 * dispatch - longest) / slices + (slices + 2) * _HOP_SECONDS
 
     slices = min(_SLICES, key=seconds)
-    return Route(tuple(_sliced(parts, slices)), number, seconds(slices))
+    return Route(tuple(parts), slices, number, seconds(slices))
 
 
 def _least_busy(rank: int, number: int, load: Mapping[int, float], cluster: Cluster) -> list[int]:
     """`rank` and other ranks of its node, each with another NIC."""
-    first = cluster.node(rank) * cluster.ranks_per_node
-    others = range(first, first + cluster.ranks_per_node)
-    by_nic = {cluster.nic(rank): rank}
-    for other in sorted(others, key=lambda other: (other - rank) % cluster.ranks_per_node):
+    if number == 1:
+        return [rank]
+    _, *near = _neighbours(rank, cluster)
+    chosen = sorted(range(len(near)), key=lambda place: (load.get(near[place][0], 0.0), place))[: number - 1]
+    return [rank, *(near[place][1] for place in chosen)]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _neighbours(rank: int, cluster: Cluster) -> list[tuple[int, int]]:
+    """NICs of the rank's node and a rank that is next to each, its own first."""
+    size = cluster.ranks_per_node
+    first = cluster.node(rank) * size
+    by_nic: dict[int, int] = {}
+    for step in range(size):
+        other = first + (rank - first + step) % size
         by_nic.setdefault(cluster.nic(other), other)
-    nearest = list(by_nic)
-    chosen = sorted(nearest[1:], key=lambda nic: (load.get(nic, 0.0), nearest.index(nic)))[: number - 1]
-    return [rank, *(by_nic[nic] for nic in chosen)]
-
-
-def _sliced(parts: Sequence[tuple[Flow, int, int, tuple[int, ...]]], slices: int) -> list[Slice]:
-    found = []
-    for turn in range(slices):
-        for flow, start, stop, path in parts:
-            rows = stop - start
-            begin, end = start + rows * turn // slices, start + rows * (turn + 1) // slices
-            if begin < end:
-                found.append(Slice(flow, begin, end, path, turn))
-    return found
+    return list(by_nic.items())

@@ -9,6 +9,7 @@ transfers on the communicator's stream. Elsewhere a thread does it, which sleeps
 """
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -20,7 +21,6 @@ from balancing.sequences.steps import Exchange, Message
 
 __all__ = ["Pending", "Transport"]
 
-Pieces = Sequence[tuple[int, Slice]]
 Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # peer -> what is sent to it, what comes from it
 
 _SLICE_NUMBERS = 1 << 17  # message numbers of one exchange: 0 for direct messages, then those of slices
@@ -84,6 +84,7 @@ class Transport:
         assert self.group is not None, "torch.distributed is initialized"
         self.rank = dist.get_rank(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
+        _connect(self.group)
 
     def start(
         self, exchange: Exchange, rows: torch.Tensor, into: torch.Tensor, tag: int = 0, route: Route | None = None
@@ -116,21 +117,23 @@ class Transport:
             for peer, buffer in sends.items()
             if peer != self.rank and (self.rank, peer) not in routed
         ]
-        pieces = [] if route is None else route.by_rank.get(self.rank, [])
+        pieces = [] if route is None else route.of(self.rank)
         if into.is_cuda:
             self._in_turns(pending, direct, pieces, (sends, receives), tag)
         else:
             self._on_host(pending, direct, pieces, (sends, receives), tag)
         return pending
 
-    def _on_host(self, pending: Pending, direct: Sequence[dist.P2POp], pieces: Pieces, ends: Ends, tag: int) -> None:
+    def _on_host(
+        self, pending: Pending, direct: Sequence[dist.P2POp], pieces: Sequence[Slice], ends: Ends, tag: int
+    ) -> None:
         outgoing = [operation for operation in direct if operation.op is dist.isend]
         pending.works = [_started(operation) for operation in direct if operation.op is dist.irecv]
         relays = []
-        for number, piece in pieces:
+        for piece in pieces:
             place = piece.path.index(self.rank)
             buffer = self._buffer(piece, pending, *ends)
-            coming, going = self._hops(piece, place, buffer, tag + number + 1)
+            coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
             if coming is not None and going is not None:
                 relays.append((_started(coming), going))
             elif coming is not None:
@@ -140,14 +143,17 @@ class Transport:
         pending.works += [_started(operation) for operation in outgoing]
         pending.hand_on(relays)
 
-    def _in_turns(self, pending: Pending, direct: Sequence[dist.P2POp], pieces: Pieces, ends: Ends, tag: int) -> None:
-        # NCCL runs messages in the order in which they are started, so all ranks start those of one turn together.
+    def _in_turns(
+        self, pending: Pending, direct: Sequence[dist.P2POp], pieces: Sequence[Slice], ends: Ends, tag: int
+    ) -> None:
+        # NCCL runs messages in the order in which they are started, so all ranks start those of one turn together, and
+        # a slice has come before the next turn sends it on.
         turns: dict[int, list[dist.P2POp]] = defaultdict(list)
         turns[0] = list(direct)
-        for number, piece in pieces:
+        for piece in pieces:
             place = piece.path.index(self.rank)
             buffer = self._buffer(piece, pending, *ends)
-            coming, going = self._hops(piece, place, buffer, tag + number + 1)
+            coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
             if coming is not None:
                 turns[piece.turn + place - 1].append(coming)
             if going is not None:
@@ -177,6 +183,17 @@ class Transport:
 
     def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._ranks[peer], self.group, tag)
+
+
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """NCCL builds a communicator at its first use, by all ranks together; not all have a message in every exchange."""
+    if group not in _connected:
+        if dist.get_backend(group) == "nccl":
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        _connected.add(group)
 
 
 def _packed(rows: torch.Tensor, message: Message) -> torch.Tensor:

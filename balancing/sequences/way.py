@@ -180,7 +180,7 @@ def sent(exchange: Exchange, rank: int, way: Route | None) -> dict[int, int]:
     for message in exchange.sends:
         if message.peer != rank and (rank, message.peer) not in routed:
             found[message.peer] = message.tokens
-    for _, piece in () if way is None else way.by_rank.get(rank, ()):
+    for piece in [] if way is None else way.of(rank):
         if rank != piece.path[-1]:
             peer = piece.path[piece.path.index(rank) + 1]
             found[peer] = found.get(peer, 0) + piece.stop - piece.start
