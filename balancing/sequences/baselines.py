@@ -25,9 +25,9 @@ def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
     """Every sequence over all ranks. Tokens that do not divide go round, so ranks differ by one token at most."""
     shards: list[Shard] = []
     first, members = 0, range(ranks)
-    for sequence, length in enumerate(lengths):
-        shards += zigzag(sequence, members, even_counts(length, ranks, first))
-        first = (first + length) % ranks
+    for sequence in sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence)):
+        shards += zigzag(sequence, members, even_counts(lengths[sequence], ranks, first))
+        first = (first + lengths[sequence]) % ranks
     return shards
 
 

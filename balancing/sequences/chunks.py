@@ -235,7 +235,7 @@ def _mix(cheap: _Rest, dear: _Rest, tokens: int, area: float, chunk: int, tolera
     def error(last: int) -> float:
         return dear.last(last) + cheap.first(tokens - last) - area
 
-    last = bisect_left(range(least, most), 0, key=error) + least
+    last = bisect_left(range(least, most), 0.0, key=error) + least
     if last > least and abs(error(last - 1)) < abs(error(last)):
         last -= 1
     tolerance = max(tolerance, abs(error(last)))

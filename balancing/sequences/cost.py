@@ -1,7 +1,7 @@
 """What a plan of sequences costs in seconds and bytes, and the least that its batch can cost.
 
-Attention costs query-key pairs, in tiles of 128 x 128 as flash attention computes them, so a shard of ten tokens costs a
-tile for every 128 keys. Linear layers cost tokens. Keys and values travel under attention's compute, tokens that are
+Attention costs query-key pairs, in tiles of 128 x 128 as flash attention computes them, so a shard of ten tokens costs
+a tile for every 128 keys. Linear layers cost tokens. Keys and values travel under attention's compute, tokens that are
 remapped do not (`traffic` has the links).
 
 Forward and backward of one micro-batch, recompute not counted. Backward computes attention 2.5 times (flash attention

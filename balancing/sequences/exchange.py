@@ -32,8 +32,10 @@ def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: Excha
 def choose_exchange(
     shards: Sequence[Shard], lengths: Sequence[int], cluster: Cluster, shape: AttentionShape
 ) -> tuple[Exchange, ...]:
-    """ "gather" for all sequences that are cut where attention hides it or it is the quicker; else "ring" for those that
-    lie on several nodes. shards: a layout for attention that is level in area.
+    """How the sequences of a layout for attention travel that is level in area.
+
+    All that are cut are gathered where attention hides it or nothing is quicker; otherwise those that lie on several
+    nodes go round rings.
     """
     gathered = same_exchange(shards, lengths, "gather")
     nodes: dict[int, int] = {}

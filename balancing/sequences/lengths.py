@@ -68,8 +68,8 @@ def draw_batch(
     """
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")
-    recorded = None if isinstance(source, str) else np.asarray(source, dtype=np.int64)
-    if recorded is not None and (recorded.size == 0 or recorded.min() < 1):
+    recorded = np.empty(0, dtype=np.int64) if isinstance(source, str) else np.asarray(source, dtype=np.int64)
+    if not isinstance(source, str) and (recorded.size == 0 or recorded.min() < 1):
         raise ValueError("recorded lengths must be one or more, each at least 1")
     lengths: list[int] = []
     missing = tokens

@@ -53,8 +53,8 @@ def plan_sequences(
     method:
     - "chunks": one layout, level in tokens and in area; a cut sequence's keys and values
       are gathered, or go round a ring between nodes where that is less to send and is not hidden.
-    - "zones": Zeppelin's, level in area, with tokens remapped for linear layers. Without a capacity a rank holds at most
-      1.5 times the mean in attention. Where sequences do not pack into a tight capacity, they are cut over all ranks.
+    - "zones": Zeppelin's, level in area, with tokens remapped for linear layers. Without a capacity a rank holds at
+      most 1.5 times the mean in attention. Where sequences do not pack into a tight capacity, all go over all ranks.
     - "ring", "gather": every sequence over all ranks. "hybrid": the layout of Megatron-LM's scheduler; its groups run
       one after another there, so the capacity holds for each of them, not for the plan.
     - "auto": the cheapest of chunks, zones, and for few sequences ring and gather, by `cost.step_cost`.
@@ -79,7 +79,7 @@ def plan_sequences(
     if ranks == 1:
         whole = tuple(Shard(sequence, 0, length, 0) for sequence, length in enumerate(checked))
         name = "chunks" if method == "auto" else method
-        return SequencePlan(checked, 1, name, whole, whole, ("local",) * len(checked), token_capacity)
+        return SequencePlan(checked, 1, name, whole, whole, same_exchange(whole, checked, "gather"), token_capacity)
     planner = _Planner(checked, cluster, shape, token_capacity, chunk, scheduler)
     return planner.auto() if method == "auto" else planner.plan(method)
 
@@ -136,8 +136,8 @@ def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
     for sequence, length in enumerate(values):
         if isinstance(length, bool) or not isinstance(length, numbers.Integral) or length < 1:
             raise ValueError(
-                f"sequence {sequence} has length {length!r}; lengths are whole numbers of at least 1 token, leave empty "
-                "sequences out"
+                f"sequence {sequence} has length {length!r}; lengths are whole numbers of at least 1 token; leave "
+                "empty sequences out"
             )
     return tuple(int(length) for length in values)
 

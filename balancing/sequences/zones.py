@@ -69,7 +69,7 @@ class _Buckets:
 
 
 def zone_layout(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int) -> list[Shard] | None:
-    """The layout for attention, by sequence and start; None where no rank may hold more than `capacity` tokens and
+    """The layout for attention; None where no rank may hold more than `capacity` tokens and
     sequences do not pack so tightly. Cut evenly over all ranks they always do."""
     best, best_fullest = None, inf
     for grain in _GRAINS:
@@ -82,8 +82,8 @@ def zone_layout(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape,
     if best is None:
         return None
     rooms, shards = [capacity] * cluster.world_size, []
-    for sequence in sorted(best):
-        shards += _ring(sequence, lengths[sequence], best[sequence], rooms)
+    for sequence, members in best.items():
+        shards += _ring(sequence, lengths[sequence], members, rooms)
     return shards if min(rooms) >= 0 else None
 
 
