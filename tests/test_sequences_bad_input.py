@@ -22,7 +22,11 @@ REFUSED = {
     "dense mask": (f"{BALANCE} --reset-attention-mask", "--reset-attention-mask", "inter-document-masking"),
     "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
     "predicted tokens": (f"{BALANCE} --mtp-num-layers 1", "--mtp-num-layers 1", "drop it"),
-    "upstream's own": (f"{BALANCE} --hybrid-context-parallel", "--hybrid-context-parallel", "--sequence-planner hybrid"),
+    "upstream's own": (
+        f"{BALANCE} --hybrid-context-parallel",
+        "--hybrid-context-parallel",
+        "--sequence-planner hybrid",
+    ),
     "positions": (f"{BALANCE} --position-embedding-type mrope", "mrope", "--position-embedding-type rope"),
     "loader": (f"{BALANCE} --dataloader-type external", "--dataloader-type external", "drop it"),
     "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),

@@ -217,6 +217,7 @@ def test_ranks_share_every_token(fixed):
     from balancing.sequences import AttentionShape
     from balancing.sequences.ahead import PlanningAhead
     from balancing.sequences.plan import plan_sequences
+    from balancing.sequences.way import find_way
     from megatron.balanced.sequence_data import PlannedDataset, Rows, positions
 
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
@@ -224,10 +225,12 @@ def test_ranks_share_every_token(fixed):
     samples = _Samples([[10, 6], [1, 2, 13], [16]], padding=[0, 5, 15])
     ranks = []
     for rank in range(3):
-        dataset = PlannedDataset(samples, PlanningAhead(make), rank, Rows(3, 2, fixed), padding=7)
+        ahead = PlanningAhead(make, partial(find_way, rank=rank, cluster=cluster))
+        dataset = PlannedDataset(samples, ahead, rank, Rows(3, 2, fixed), padding=7)
         assert (len(dataset), dataset.index_split) == (3, "train")
         (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2]])
-        plan = pickle.loads(batch["plan"][0])
+        plan, way = pickle.loads(batch["plan"][0])
+        assert way == find_way(plan, rank, cluster)
         own = positions(plan, rank, batch["tokens"].shape[1])
         assert torch.equal(own, batch["position_ids"][0])
         ranks.append({name: batch[name][0] for name in ("tokens", "labels", "loss_mask", "position_ids")})

@@ -20,7 +20,7 @@ from balancing.sequences.steps import Exchange, Program, Stage
 from balancing.sequences.tasks import make_program
 from balancing.sequences.transport import Pending, Transport
 
-__all__ = ["Run", "Statistics", "Way", "Widths", "find_way"]
+__all__ = ["Run", "Statistics", "Way", "Widths", "find_way", "keep_way"]
 
 _KEPT = 256  # ways: the micro-batches of a step, with their backward passes still to come
 _TO_ATTENTION, _TO_LINEAR = Stage("to attention", True), Stage("to linear", True)
@@ -73,11 +73,16 @@ def find_way(
     """The way of `rank`. widths: what routes are planned for; not needed with routing "off"."""
     key = (plan.digest, rank, cluster, routing, widths)
     if key not in _ways:
-        _ways[key] = _make(plan, rank, cluster, routing, widths)
-        if len(_ways) > _KEPT:
-            _ways.popitem(last=False)
+        keep_way(_make(plan, rank, cluster, routing, widths), plan, routing, widths)
     _ways.move_to_end(key)
     return _ways[key]
+
+
+def keep_way(way: Way, plan: SequencePlan, routing: Routing = "off", widths: Widths | None = None) -> None:
+    """Have `find_way` find a way that was made ahead, in another process, as a data loader's worker is one."""
+    _ways[plan.digest, way.rank, way.cluster, routing, widths] = way
+    if len(_ways) > _KEPT:
+        _ways.popitem(last=False)
 
 
 def _make(plan: SequencePlan, rank: int, cluster: Cluster | None, routing: Routing, widths: Widths | None) -> Way:

@@ -43,8 +43,8 @@ class Rows:
 class PlannedDataset(torch.utils.data.Dataset):
     """Any of Megatron's GPT datasets, read a micro-batch at a time.
 
-    plan: lengths -> plan. rank: of the context-parallel group. padding: the token that its samples end in where they
-    are not full, None when they are always full.
+    plan: lengths -> plan and way. rank: of the context-parallel group. padding: the token that its samples end in where
+    they are not full, None when they are always full.
     """
 
     def __init__(
@@ -67,12 +67,11 @@ class PlannedDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """The micro-batch of samples `indices` as a list of one: this rank's rows, the plan, and what it took."""
+        """The micro-batch of samples `indices`, as a list of one: this rank's rows, plan and way, and what they took."""
         samples = [self._dataset[index] for index in indices]
         kept = [self._without_padding(sample) for sample in samples]
         lengths = [length for sample, tokens in zip(samples, kept, strict=True) for length in _lengths(sample, tokens)]
-        plan, milliseconds = self._plan(lengths)
-        assert plan.digest, "made here, for it travels with the plan and the step asks for it"
+        plan, way, milliseconds = self._plan(lengths)
         own = _own_tokens(plan, self._rank)
         rows = self._rows.of(plan, sum(len(sample["tokens"]) for sample in samples))
         batch: dict[str, Any] = {}
@@ -80,7 +79,7 @@ class PlannedDataset(torch.utils.data.Dataset):
             packed = torch.cat([sample[name][:tokens] for sample, tokens in zip(samples, kept, strict=True)])
             batch[name] = packed.new_zeros(rows)
             batch[name][: len(own)] = packed[own]
-        return [batch | {"plan": pickle.dumps(plan), "plan_ms": milliseconds}]
+        return [batch | {"plan": pickle.dumps((plan, way)), "plan_ms": milliseconds}]
 
     def _without_padding(self, sample: dict[str, torch.Tensor]) -> int:
         """How many tokens of a sample are left without the padding it ends in. Nothing real attends to that."""
@@ -120,7 +119,8 @@ def positions(plan: SequencePlan, rank: int, rows: int) -> torch.Tensor:
 def receive(
     sample: dict[str, Any] | None, group: dist.ProcessGroup, source: int, device: Any
 ) -> tuple[dict[str, torch.Tensor], bytes, float]:
-    """A micro-batch on all tensor-parallel ranks: its rows [1, rows], its pickled plan, and milliseconds of planning.
+    """A micro-batch on all tensor-parallel ranks: its rows [1, rows], its pickled plan and way, and milliseconds of
+    planning.
 
     sample: what the loader gave, on global rank `source`; None on the others.
     """

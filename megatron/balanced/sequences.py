@@ -28,6 +28,7 @@ from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan,
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.load import zigzag_areas
+from balancing.sequences.way import Widths, find_way, keep_way
 from megatron.balanced.group import cluster_of
 from megatron.balanced.sequence_attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequence_data import PlannedDataset, Rows, positions, receive
@@ -82,7 +83,8 @@ class SequenceBalancer:
                 return dataset and [planned(part) for part in dataset]
             padding = dataset.config.tokenizer.pad if self._args.sft else None
             rank = mpu.get_context_parallel_rank()
-            return PlannedDataset(dataset, PlanningAhead(self._make), rank, self._rows, padding)
+            find = partial(find_way, rank=rank, cluster=self._cluster, routing=self._routing, widths=self._widths)
+            return PlannedDataset(dataset, PlanningAhead(self._make, find), rank, self._rows, padding)
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
             return tuple(planned(dataset) for dataset in provider(sizes, vp_stage=vp_stage))
@@ -104,6 +106,22 @@ class SequenceBalancer:
             token_capacity=self.config.sequence_token_capacity or None,
             chunk=self.config.sequence_chunk or None,
         )
+
+    @property
+    def _routing(self) -> str | int:
+        return self.config.routing if self._cluster.nodes > 1 else "off"
+
+    @property
+    def _widths(self) -> Widths | None:
+        """What a token weighs in the attention of this rank, for routes."""
+        if self._routing == "off":
+            return None
+        args, shape = self._args, _shape_of(self._args)
+        query, key = (
+            torch.empty(0, max(heads // args.tensor_model_parallel_size, 1), shape.head_size, dtype=args.params_dtype)
+            for heads in (shape.heads, shape.kv_heads)
+        )
+        return Widths.of(query, key)
 
     @property
     def _rows(self) -> Rows:
@@ -192,10 +210,12 @@ class SequenceBalancer:
             waited = (time.perf_counter() - begin) * 1e3
         group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
         batch, pickled, milliseconds = receive(sample, group, source, torch.cuda.current_device())
+        begin = time.perf_counter()
         plan = self._plan(pickled)
+        waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
         attention = self._attention(plan)
         if self._step is not None:
-            self._step.append(_Batch(plan, attention, milliseconds, min(waited, milliseconds)))
+            self._step.append(_Batch(plan, attention, milliseconds, waited))
         update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(plan.lengths)]))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
         planned = PlannedSequences(
@@ -211,7 +231,9 @@ class SequenceBalancer:
     def _plan(self, pickled: bytes) -> SequencePlan:
         """The plan as the worker sent it. Chunks of an interleaved pipeline, and epochs, send the same again."""
         if pickled not in self._plans:
-            self._plans[pickled] = pickle.loads(pickled)
+            plan, way = pickle.loads(pickled)
+            keep_way(way, plan, self._routing, self._widths)
+            self._plans[pickled] = plan
             if len(self._plans) > _KEPT:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(pickled)
@@ -223,7 +245,7 @@ class SequenceBalancer:
             rank=mpu.get_context_parallel_rank(),
             group=mpu.get_context_parallel_group(),
             cluster=self._cluster,
-            routing=self.config.routing,
+            routing=self._routing,
         )
 
 
