@@ -67,7 +67,7 @@ class PlannedDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """The micro-batch of samples `indices`, as a list of one: this rank's rows, plan and way, and what they took."""
+        """The micro-batch of samples `indices`, a list of one: this rank's rows, its plan and way, what they took."""
         samples = [self._dataset[index] for index in indices]
         kept = [self._without_padding(sample) for sample in samples]
         lengths = [length for sample, tokens in zip(samples, kept, strict=True) for length in _lengths(sample, tokens)]
