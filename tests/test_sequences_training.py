@@ -161,7 +161,7 @@ def _with_another_digest(argv: list[str]) -> RankRun:
     from balancing.sequences import SequencePlan
 
     if os.environ["RANK"] == "1":
-        SequencePlan.digest = property(lambda self: "another")  # type: ignore[assignment, method-assign]
+        SequencePlan.digest = property(lambda plan: f"another {plan}")  # type: ignore[assignment, method-assign]
     return train_rank(argv, False)
 
 

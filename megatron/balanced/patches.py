@@ -137,6 +137,14 @@ PATCHES = (
         needed=_loads_torch_adam,
     ),
     Patch(
+        target="megatron.training.training:get_forward_backward_func",
+        replacement=with_flat_batches,
+        why="Megatron-LM packs the samples of a micro-batch into one sequence, but not its messages between stages",
+        signature=("pp_size", "vp_size", "schedule_pg_collection"),
+        versions=("0.19.2",),
+        needed=_flattens_batches,
+    ),
+    Patch(
         target="megatron.training.training:train_step",
         replacement=with_callbacks,
         why="Megatron-LM has no callbacks, and the report and the balancers act between micro-batches and steps",
@@ -154,14 +162,6 @@ PATCHES = (
         ),
         versions=("0.19.2",),
         needed=_watches_steps,
-    ),
-    Patch(
-        target="megatron.training.training:get_forward_backward_func",
-        replacement=with_flat_batches,
-        why="Megatron-LM packs the samples of a micro-batch into one sequence, but not its messages between stages",
-        signature=("pp_size", "vp_size", "schedule_pg_collection"),
-        versions=("0.19.2",),
-        needed=_flattens_batches,
     ),
 )
 
