@@ -31,6 +31,7 @@ from balancing.launch import detect_launch
 from balancing.report import event, imbalance
 from megatron.balanced.device import is_cpu
 from megatron.balanced.expert_chunk import ExpertChunk
+from megatron.balanced.group import cluster_of
 from megatron.balanced.moe_layer import BalancedMoELayer
 
 __all__ = ["DoesNotFit", "ExpertBalancer"]
@@ -72,7 +73,7 @@ class ExpertBalancer:
         Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
         """
         group = self._own_group()
-        self._group = _group_of(dist.get_process_group_ranks(group), self._machine)
+        self._group = cluster_of(dist.get_process_group_ranks(group), self._machine)
         layers = [[m for m in model.modules() if isinstance(m, BalancedMoELayer)] for model in unwrap_model(chunks)]
         self._shared = self._agree_on_mode([layer for chunk in layers for layer in chunk])
         for ddp, own in zip(chunks, layers, strict=True):
@@ -280,15 +281,3 @@ def _attention_seconds(args: argparse.Namespace, machine: Cluster) -> float:
     """What a layer's attention takes at least, forward: its four projections and the causal half of its scores."""
     tokens = args.micro_batch_size * args.seq_length / args.tensor_model_parallel_size
     return tokens * args.hidden_size * (8 * args.hidden_size + 2 * args.seq_length) / machine.flops
-
-
-def _group_of(ranks: list[int], machine: Cluster | None) -> Cluster:
-    """The machine as one expert-parallel group sees it: its own ranks, in its own numbers.
-
-    Without a description of the machine only who shares a node with whom is known, and speeds are any preset's.
-    """
-    per_node = detect_launch().ranks_per_node
-    nodes = len({rank // per_node for rank in ranks})
-    if len(ranks) % nodes or ranks != sorted(ranks):
-        nodes = 1
-    return (machine or Cluster.preset("h200-8x400g")).relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)
