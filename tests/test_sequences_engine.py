@@ -230,3 +230,28 @@ def test_what_is_not_supported_is_refused(pool: Pool) -> None:
     wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
     for message, part in zip(messages, wanted, strict=True):
         assert part in message
+
+
+def _there_and_back(plan: SequencePlan) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    from balancing.sequences.remap import remap
+
+    dist.init_process_group("gloo")
+    own = _tokens(plan, dist.get_rank())
+    x = torch.from_numpy(np.stack((own, own * own), 1).astype(float)).requires_grad_()
+    attention = remap(x, plan, dist.get_rank(), to_linear=False)
+    back = remap(attention, plan, dist.get_rank(), to_linear=True)
+    assert (back == x).all()
+    (gradient,) = torch.autograd.grad((attention * attention.detach()).sum(), x)
+    assert (gradient == x).all()  # the factor of each token came back to it
+    dist.destroy_process_group()
+    return attention[:, 0].tolist()
+
+
+def test_remapping_moves_every_token_and_its_gradient_back(pool: Pool) -> None:
+    plan = random_plan((31, 8, 1, 40), 4, 2, linear="random")
+    first = np.concatenate(([0], np.cumsum(plan.lengths)))
+    for rank, tokens in enumerate(pool.run(4, _there_and_back, plan)):
+        assert tokens == [first[s.sequence] + t for s in plan.shards(rank) for t in range(s.start, s.stop)]

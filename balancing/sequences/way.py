@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from balancing.cluster import Cluster
-from balancing.sequences.kernels import accumulation_dtype
+from balancing.sequences.kernels import Kernel, accumulation_dtype
 from balancing.sequences.layout import SequencePlan
 from balancing.sequences.remap import moves
 from balancing.sequences.routing import Route, Routing, flows, route
@@ -136,11 +136,13 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Run:
-    """One call of attention: its way, what carries its transfers and counts them, and the factor of its scores."""
+    """One call of attention: its way, what carries its transfers and counts them, what computes, and the factor of its
+    scores."""
 
     way: Way
     transport: Transport
     statistics: Statistics
+    kernel: Kernel
     scale: float
 
     def start(self, stage: Stage, rows: torch.Tensor) -> Pending:
