@@ -84,10 +84,6 @@ class Route:
                         found.append(Slice(number * self.slices + turn, flow, begin, end, path, turn))
         return sorted(found, key=lambda piece: (piece.turn + piece.path.index(rank), piece.number))
 
-    def proxied_by(self, rank: int) -> bool:
-        """Whether `rank` hands on what others send."""
-        return any(rank in part.path[1:-1] for part in self.parts)
-
 
 def route(messages: Mapping[Flow, int], row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
     """The way of messages (rows of each) that start together.

@@ -31,8 +31,8 @@ def make_program(
 ) -> Program:
     """What `rank` does. Without a cluster all ranks are taken to be on one node.
 
-    relays: stages in which the rank hands on what others send, so that it takes part even where it has nothing to send
-    or receive itself. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
+    relays: stages in which the rank takes part even where it has nothing to send or receive itself, because it hands on
+    what others send. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
     """
     return _Builder(plan, rank, cluster, relays).program()
 
@@ -78,6 +78,7 @@ class _Builder:
         self.rows = row
         own = {shard.sequence for shard in self.held}
         self.shards = by_sequence(shard for shard in plan.attention if shard.sequence in own)
+        # Where the rank sends or receives itself, its own exchange takes the place of this one.
         self.exchanges = {stage: Exchange((), (), adds=stage.kind in ("return", "ring return")) for stage in relays}
         self.local: list[Task] = []
         self.gathered: dict[bool, list[Task]] = {True: [], False: []}
