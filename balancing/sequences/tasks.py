@@ -9,36 +9,22 @@ start transfers, wait for them, and compute (Zeppelin, arXiv 2509.21841, section
   nothing is merged. Gradients go back to the owners.
 - Everything whose keys are on the rank itself is local, and fills the time in which others are under way.
 
-The forward pass serves sequences over several nodes first, then those inside the node, then local ones, because the
-slowest transfer should start first; the backward pass goes the other way round. All ranks start transfers in one order
-of stages, so that none waits for another in a circle, and a sum has the same order in every run.
+Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
 
 Keys and values stand in one workspace of rows, a token each: the rank's own tokens first, sorted by sequence and
 position, then the gathered prefixes, then two buffers for rings over nodes and two for rings inside the node.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan, Shard
-from balancing.sequences.steps import (
-    Compute,
-    Exchange,
-    Kind,
-    Message,
-    Program,
-    Rows,
-    Stage,
-    Start,
-    Step,
-    Task,
-    Wait,
-    compute,
-    joined,
-)
+from balancing.sequences.gather import by_sequence, needs, runs_of
+from balancing.sequences.layout import SequencePlan
+from balancing.sequences.schedule import Work, backward_steps, forward_steps
+from balancing.sequences.steps import Exchange, Message, Program, Rows, Stage, Task, joined
 
-__all__ = ["by_sequence", "make_program", "reach"]
+__all__ = ["make_program"]
 
 
 def make_program(
@@ -46,18 +32,10 @@ def make_program(
 ) -> Program:
     """What `rank` does. Without a cluster all ranks are taken to be on one node.
 
-    relays: stages in which the rank hands on what others send, so that it takes part even where it has nothing to send
-    or receive itself. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
+    relays: stages in which the rank takes part even where it has nothing to send or receive itself, because it hands on
+    what others send. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
     """
     return _Builder(plan, rank, cluster, relays).program()
-
-
-def by_sequence(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
-    """The shards of each sequence, by position."""
-    found: dict[int, list[Shard]] = defaultdict(list)
-    for shard in sorted(shards):
-        found[shard.sequence].append(shard)
-    return found
 
 
 class _Rounds:
@@ -93,36 +71,35 @@ class _Builder:
         self.rows = row
         own = {shard.sequence for shard in self.held}
         self.shards = by_sequence(shard for shard in plan.attention if shard.sequence in own)
+        # Where the rank sends or receives itself, its own exchange takes the place of this one.
         self.exchanges = {stage: Exchange((), (), adds=stage.kind in ("return", "ring return")) for stage in relays}
         self.local: list[Task] = []
-        self.gathered: dict[bool, list[Task]] = {True: [], False: []}
-        self.rounds = {True: _Rounds(), False: _Rounds()}
+        self.gathered: dict[Stage, list[Task]] = defaultdict(list)
+        self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes, and inside
 
     def program(self) -> Program:
-        gathers: list[int] = []
         for sequence in self.shards:
             exchange = self.plan.exchange[sequence]
             ring = self.plan.ring(sequence)
             if exchange == "ring" and len(ring) > 1:
                 inter = len({self.node[r] for r in ring}) > 1
                 self.rounds[inter].rings.append((sequence, ring.index(self.rank), ring))
-            elif exchange == "gather" and len(ring) > 1:
-                gathers.append(sequence)
             else:
-                (own,) = _runs(self.shards[sequence])
-                rows = self._own_rows(sequence, *own)
-                self.local.append(Task(rows, rows, causal=True))
-        self._gather(gathers)
+                first, *_ = runs_of(shard for shard in self.shards[sequence] if shard.rank == self.rank)
+                if first[0] == 0:  # the whole sequence, or its beginning
+                    rows = self._own_rows(sequence, *first)
+                    self.local.append(Task(rows, rows, causal=True))
+        self._gather()
         for inter in (True, False):
             self._ring(inter)
-        return Program(
-            self.rank,
-            self.held,
-            self.rows,
+        work = Work(
             self.exchanges,
-            tuple(_without_nothing(self._forward())),
-            tuple(_without_nothing(self._backward())),
+            self.local,
+            self.gathered,
+            {inter: rounds.tasks for inter, rounds in self.rounds.items()},
+            {inter: rounds.region for inter, rounds in self.rounds.items()},
         )
+        return Program(self.rank, self.held, self.rows, self.exchanges, forward_steps(work), backward_steps(work))
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
         """Own rows of tokens that lie in one own shard or in several that stand behind one another."""
@@ -132,42 +109,30 @@ class _Builder:
 
     # Gathered prefixes.
 
-    def _gather(self, sequences: Sequence[int]) -> None:
-        sends: dict[bool, dict[int, list[Rows]]] = {True: defaultdict(list), False: defaultdict(list)}
-        receives: dict[bool, dict[int, list[Rows]]] = {True: defaultdict(list), False: defaultdict(list)}
-        for sequence in sequences:
-            shards = self.shards[sequence]
-            needed = reach(shards)
-            for target in sorted(needed):
-                inter = self._over_nodes(shards, target, needed[target])
-                for shard in shards:
-                    if shard.rank == self.rank and shard.start < needed[target]:
-                        stop = min(shard.stop, needed[target])
-                        sends[inter][target].append(self._own_rows(sequence, shard.start, stop))
-            runs = _runs(shard for shard in shards if shard.rank == self.rank)
-            if runs[0][0] == 0:
-                rows = self._own_rows(sequence, *runs[0])
-                self.local.append(Task(rows, rows, causal=True))
-            if self.rank not in needed:
+    def _gather(self) -> None:
+        sends: dict[Stage, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        receives: dict[Stage, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        prefix: dict[int, int] = {}  # sequence -> first row
+        for need in needs(self.plan, self.node):
+            if need.sequence not in self.shards:
                 continue
-            inter = self._over_nodes(shards, self.rank, needed[self.rank])
-            for shard in shards:
-                if shard.start < needed[self.rank]:
-                    stop = min(shard.stop, needed[self.rank])
-                    receives[inter][shard.rank].append((self.rows + shard.start, self.rows + stop))
-            for start, stop in runs:
-                if start:
-                    keys = (self.rows, self.rows + stop)
-                    self.gathered[inter].append(Task(self._own_rows(sequence, start, stop), keys, causal=True))
-            self.rows += needed[self.rank]
-        for inter in (True, False):
-            if sends[inter] or receives[inter]:
-                there, back = _messages(sends[inter]), _messages(receives[inter])
-                self.exchanges[Stage("gather", inter)] = Exchange(there, back)
-                self.exchanges[Stage("return", inter)] = Exchange(back, there, adds=True)
-
-    def _over_nodes(self, shards: Sequence[Shard], target: int, reach: int) -> bool:
-        return any(self.node[s.rank] != self.node[target] for s in shards if s.start < reach)
+            stage = Stage("gather", need.inter, need.turn)
+            for shard in self.shards[need.sequence]:
+                start, stop = max(shard.start, need.begin), min(shard.stop, need.stop)
+                if start < stop and shard.rank == self.rank:
+                    sends[stage][need.rank].append(self._own_rows(need.sequence, start, stop))
+                if start < stop and need.rank == self.rank:
+                    row = prefix.setdefault(need.sequence, self.rows)
+                    receives[stage][shard.rank].append((row + start, row + stop))
+            if need.rank == self.rank:
+                row = prefix[need.sequence]
+                queries = self._own_rows(need.sequence, need.start, need.stop)
+                self.gathered[stage].append(Task(queries, (row, row + need.stop), causal=True))
+                self.rows = row + need.stop
+        for stage in sorted({*sends, *receives}):
+            there, back = _messages(sends[stage]), _messages(receives[stage])
+            self.exchanges[stage] = Exchange(there, back)
+            self.exchanges[stage._replace(kind="return")] = Exchange(back, there, adds=True)
 
     # Rings.
 
@@ -202,9 +167,9 @@ class _Builder:
     def _tasks(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> None:
         """Each run of own queries sees a prefix of the block, because the block is sorted by position."""
         first, _ = self._block(rounds, sequence, turn, source)
-        keys = _runs(shard for shard in self.shards[sequence] if shard.rank == source)
+        keys = runs_of(shard for shard in self.shards[sequence] if shard.rank == source)
         tasks = rounds.tasks[turn]
-        for start, stop in _runs(shard for shard in self.shards[sequence] if shard.rank == self.rank):
+        for start, stop in runs_of(shard for shard in self.shards[sequence] if shard.rank == self.rank):
             seen = sum(key_stop - key_start for key_start, key_stop in keys if key_start < stop)
             queries = self._own_rows(sequence, start, stop)
             task = Task(queries, (first, first + seen), causal=turn == 0, merges=turn > 0)
@@ -243,102 +208,6 @@ class _Builder:
             _messages(sums_out), _messages(sums_in), adds=True
         )
 
-    # The order of steps.
-
-    def _start(self, kind: Kind, inter: bool, turn: int = 0) -> list[Step]:
-        stage = Stage(kind, inter, turn)
-        return [Start(stage)] if stage in self.exchanges else []
-
-    def _wait(self, kind: Kind, inter: bool, turn: int = 0) -> list[Step]:
-        stage = Stage(kind, inter, turn)
-        return [Wait(stage)] if stage in self.exchanges else []
-
-    def _last_round(self) -> int:
-        late = {"ring": 0, "ring return": 1}
-        return max((stage.round - late[stage.kind] for stage in self.exchanges if stage.kind in late), default=0)
-
-    def _forward(self) -> list[Step]:
-        last = self._last_round()
-        local = _shares(self.local, max(1, last))
-        steps: list[Step] = []
-        for inter in (True, False):
-            steps += self._start("gather", inter)
-        for inter in (True, False):
-            steps += self._start("ring", inter, 1)
-        for inter in (True, False):
-            steps.append(compute(self.rounds[inter].tasks[0]))
-        steps.append(compute(local[0]))
-        for inter in (False, True):
-            steps += [*self._wait("gather", inter), compute(self.gathered[inter])]
-        for turn in range(1, last + 1):
-            for inter in (True, False):
-                steps += self._wait("ring", inter, turn) + self._start("ring", inter, turn + 1)
-                steps.append(compute(self.rounds[inter].tasks[turn]))
-            if turn < last:
-                steps.append(compute(local[turn]))
-        return steps
-
-    def _backward(self) -> list[Step]:
-        last = self._last_round()
-        returns = any(stage.kind == "return" for stage in self.exchanges)
-        local = _shares(self.local, 1 + last + returns)
-        steps: list[Step] = []
-        for inter in (True, False):
-            steps += self._start("gather", inter)
-        for inter in (True, False):
-            steps += self._start("ring", inter, 1)
-        steps.append(compute(local[0]))
-        for inter in (False, True):
-            steps.append(compute(self.rounds[inter].tasks[0]))
-        for inter in (False, True):
-            steps += [*self._wait("gather", inter), compute(self.gathered[inter]), *self._start("return", inter)]
-        for turn in range(1, last + 2):
-            if turn <= last:
-                steps.append(compute(local[turn]))
-            for inter in (False, True):
-                rounds = self.rounds[inter]
-                steps += self._wait("ring", inter, turn) + self._start("ring", inter, turn + 1)
-                steps.append(compute(rounds.tasks[turn], rounds.region.get(turn)))
-                steps += self._wait("ring return", inter, turn) + self._start("ring return", inter, turn + 1)
-        if returns:
-            steps.append(compute(local[-1]))
-        for inter in (False, True):
-            steps += self._wait("return", inter)
-        return steps
-
-
-def reach(shards: Sequence[Shard]) -> dict[int, int]:
-    """Of one sequence, rank -> how many tokens of the sequence it needs, for ranks that need tokens of others."""
-    runs: dict[int, list[Rows]] = {}
-    for rank in sorted({shard.rank for shard in shards}):
-        runs[rank] = _runs(shard for shard in shards if shard.rank == rank)
-    return {rank: own[-1][1] for rank, own in runs.items() if own[-1][0] > 0}
-
-
-def _runs(shards: Iterable[Shard]) -> list[Rows]:
-    """[start, stop) of shards of one sequence and one rank, sorted; those that follow one another make one."""
-    runs: list[Rows] = []
-    for shard in shards:
-        if runs and runs[-1][1] == shard.start:
-            runs[-1] = (runs[-1][0], shard.stop)
-        else:
-            runs.append((shard.start, shard.stop))
-    return runs
-
 
 def _messages(rows: dict[int, list[Rows]]) -> tuple[Message, ...]:
     return tuple(Message(peer, tuple(joined(rows[peer]))) for peer in sorted(rows))
-
-
-def _shares(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
-    """Tasks in their order, cut into `parts` of about equal area."""
-    total, done = sum(task.area for task in tasks), 0
-    found: list[list[Task]] = [[] for _ in range(parts)]
-    for task in tasks:
-        found[min(parts - 1, (done + task.area // 2) * parts // total)].append(task)
-        done += task.area
-    return found
-
-
-def _without_nothing(steps: Iterable[Step]) -> Iterable[Step]:
-    return (step for step in steps if not isinstance(step, Compute) or step.tasks or step.clear)
