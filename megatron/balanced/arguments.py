@@ -23,6 +23,7 @@ from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
 from balancing.launch import detect_launch
+from balancing.layers.config import LayerConfig
 from megatron.balanced.checks import OnThisMachine, check_folders, check_layout, check_megatron
 from megatron.balanced.data_checks import check_data
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
@@ -75,11 +76,12 @@ class BalanceConfig:
         default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
     )
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
+    layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
 
 
 def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
-    for config in (BalanceConfig, ExpertConfig):
+    for config in (BalanceConfig, ExpertConfig, LayerConfig):
         for field in dataclasses.fields(config):
             if not field.metadata:
                 continue
@@ -249,6 +251,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         args = parse_args(_add_balance_flags)
         config = _config_from(args, BalanceConfig)
         config = dataclasses.replace(config, device=device, experts=_config_from(args, ExpertConfig))
+        config = dataclasses.replace(config, layers=_config_from(args, LayerConfig))
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 

@@ -15,6 +15,7 @@ from megatron.balanced.arguments import BalanceConfig, machine_of, stop
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.experts import DoesNotFit, ExpertBalancer
 from megatron.balanced.failure import named_failures
+from megatron.balanced.layers import LayerBalancer
 from megatron.balanced.model import model_config
 from megatron.balanced.observe import Observer
 
@@ -45,6 +46,10 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         balancer = ExpertBalancer(args, config.experts, machine, report)
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
+    if config.layers.on:
+        mover = LayerBalancer(args, config.layers, model)
+        model.post_wrap_hooks.append(mover.attach)
+        step.callbacks.append(mover)
     try:
         with named_failures(args.rank, args.world_size):
             _pretrain(args, model, forward, observer)
