@@ -24,12 +24,13 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
 
     def end_step(self: Any) -> None:
         if self.iteration == self._args.train_iters - 1:
+            seen["layers"] = self.mover.plan.chunks
             seen["state"] = _state_of(self.mover, states_of(step.trained().optimizer))
 
     layers.LayerBalancer.decide = decide
     layers.LayerBalancer.end_step = end_step
     run = train_rank(argv, True)
-    return run, seen["state"]
+    return run, seen
 
 
 def _state_of(mover: Any, states: Any) -> dict[str, Any]:
@@ -64,4 +65,7 @@ def train_moving(
     """Train with the layers of each chunk as `plans` says from the given iterations on."""
     argv = [*(MODEL + MOCK_DATA if base is None else base), *flags.split(), "--balance-layers"]
     ranks = pool.run(world_size, moving_rank, argv, plans)
-    return join([run for run, _ in ranks]), _whole([state for _, state in ranks])
+    if plans:
+        counts = tuple(tuple(map(len, stage)) for stage in ranks[0][1]["layers"])
+        assert counts == plans[max(plans)], "nothing moved"
+    return join([run for run, _ in ranks]), _whole([seen["state"] for _, seen in ranks])

@@ -41,6 +41,7 @@ from megatron.balanced.optimizer_state import ParameterState, Taken, bucket_layo
 __all__ = ["LayerMover", "Moved", "layout_string"]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_HUNG = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
 _WEIGHT, _BUFFER = "weight", "buffer"
 
 
@@ -251,8 +252,12 @@ class LayerMover:
     def _build(self, block: torch.nn.Module, position: int) -> torch.nn.Module:
         """A layer as Megatron-LM would build and cast it, uninitialized, without drawing a random number."""
         config = block.config
+        # What train() hung on it since the model was built is not to be copied into layers, as some copy their config.
+        hung = {name: getattr(config, name) for name in _HUNG if getattr(config, name, None) is not None}
         states = torch.get_rng_state(), torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()
-        initialize, config.perform_initialization = config.perform_initialization, False
+        hung["perform_initialization"] = config.perform_initialization
+        for name in hung:
+            setattr(config, name, None)
         try:
             layer = build_module(
                 block.submodules.layer_specs[position],
@@ -262,7 +267,8 @@ class LayerMover:
                 vp_stage=block.vp_stage,
             )
         finally:
-            config.perform_initialization = initialize
+            for name, value in hung.items():
+                setattr(config, name, value)
             torch.set_rng_state(states[0])
             torch.cuda.set_rng_state(states[1])
             get_cuda_rng_tracker().set_states(states[2])
