@@ -7,7 +7,7 @@ the peak is taken over all moments of the schedule.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,24 +46,29 @@ class LayerMemory:
         if activation.shape not in ((), static.shape):
             raise ValueError(f"activation bytes have shape {activation.shape}, static bytes {static.shape}")
         object.__setattr__(self, "static", static)
-        object.__setattr__(self, "activation", np.broadcast_to(activation, static.shape).copy())
+        object.__setattr__(self, "activation", activation)
         for name in ("static", "activation", "embedding", "head", "embedding_activation", "head_activation"):
             given = np.asarray(getattr(self, name), dtype=float)
             if not (np.isfinite(given) & (given >= 0)).all():
                 raise ValueError(f"{name} bytes have {given.min()} among them; bytes must be finite and at least 0")
 
+    @cached_property
+    def activation_of_layers(self) -> FloatArray:
+        """activation as [layer]."""
+        return np.broadcast_to(np.asarray(self.activation), self.static.shape)
+
 
 @lru_cache(maxsize=64)
-def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -> tuple[NDArray[np.int64], ...]:
+def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -> NDArray[np.int64]:
     """How many micro-batches each chunk holds at the moments when a stage may hold most.
 
-    micro_batches: of a step; None if there are enough to fill the pipeline. Returns for each stage an int array
-    [moment, chunk]. Of all moments only those are kept that can be the fullest for some sizes of activations.
-    The schedules are those of `balancing.layers.schedule` with its default groups.
+    micro_batches: of a step; None if there are enough to fill the pipeline. Returns an int array [stage, moment,
+    chunk]. Of all moments only those are kept that can be the fullest for some sizes of activations; a stage with fewer
+    of them than others repeats its last one. The schedules are those of `balancing.layers.schedule` with its default groups.
     """
     if virtual == 1:
         most = micro_batches or stages
-        return tuple(np.array([[min(stages - stage, most)]]) for stage in range(stages))
+        return np.minimum(np.arange(stages, 0, -1), most)[:, None, None]
     count = min(micro_batches or 4 * stages, 4 * stages)
     chunk = np.array([c for first in range(0, count, stages) for c in range(virtual)
                       for _ in range(min(stages, count - first))])  # fmt: skip
@@ -74,8 +79,9 @@ def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -
     for stage in range(stages):
         warm_up = min(2 * (stages - stage - 1) + (virtual - 1) * stages, len(chunk) - 1)
         held = forwards[warm_up + 1 :] - backwards[: len(chunk) - warm_up]
-        moments.append(_extreme(np.unique(held, axis=0)))
-    return tuple(moments)
+        moments.append(_extreme(held))
+    most = max(len(rows) for rows in moments)
+    return np.stack([np.concatenate([rows, np.repeat(rows[-1:], most - len(rows), axis=0)]) for rows in moments])
 
 
 def _extreme(held: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -90,12 +96,11 @@ def _extreme(held: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def stage_memory(plan: StagePlan, memory: LayerMemory, micro_batches: int | None = None) -> FloatArray:
     """The most bytes a rank of each stage holds under `plan`: float array [stage]."""
-    assert isinstance(memory.activation, np.ndarray)
     peak = np.zeros(plan.stages)
     moments = in_flight(plan.stages, plan.virtual, micro_batches)
     for stage, chunks in enumerate(plan.chunks):
         first, last = stage == 0, stage == plan.stages - 1
-        activation = np.array([memory.activation[list(chunk)].sum() for chunk in chunks])
+        activation = np.array([memory.activation_of_layers[list(chunk)].sum() for chunk in chunks])
         activation[0] += memory.embedding_activation * first
         activation[-1] += memory.head_activation * last
         static = sum(memory.static[list(chunk)].sum() for chunk in chunks)

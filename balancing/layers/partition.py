@@ -1,30 +1,23 @@
-"""The contiguous partition whose slowest stage is fastest, exactly, with memory as a hard limit.
+"""The optimal plan: the slowest stage as fast as possible, with memory as a hard limit, for one chunk a stage or more.
 
-DynMo probes for it with a binary search whose precision is absolute: costs far below it end on one stage, and more
-stages than layers never end. Here it is dynamic programming over (stage, end of the stage), where a stage may take its
-own fixed load (the embedding, the head, other chunks of its rank) and may refuse what does not fit its memory:
-
-    best[s][j] = min over i of max(best[s - 1][i], load of stage s with layers i to j - 1)
-
-Each stage is one [layer, layer] array operation, so 128 layers on 32 stages take about 2 ms. A second pass over the
-partitions that reach the optimum picks the one that moves fewest bytes, and among these the most even.
-
-With several chunks a stage the two halves of a rank's load stand far apart in the model, and the exact optimum is out
-of reach in milliseconds. One group of chunks (the v-th of every rank) after the other is solved exactly with the others
-held fixed, and the borders between groups are tried one layer either way, until nothing improves. That is a descent:
-the result is as good as its starting points or better, and not always the optimum.
+With one chunk a stage this is one exact cut. With several, the parts of a rank's load stand far apart in the model, and
+the exact optimum is out of reach in milliseconds. So one group of chunks (the v-th of every rank) after the other is
+cut exactly with the others held fixed, and the borders between groups are tried one layer either way, until nothing
+improves: first the slowest rank counts, since a rank computes all its chunks in a step, then the slowest chunk, since
+that sets the pace while the pipeline fills, then the bytes moved. It is a descent: never worse than any of its starting
+points, not always the optimum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing.layers.cut import Room, cut, least_over
 from balancing.layers.memory import LayerMemory, in_flight
 
-__all__ = ["Problem", "memory_shortfall", "min_max", "optimal_bounds"]
+__all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 
 FloatArray = NDArray[np.float64]
 
@@ -35,7 +28,7 @@ class Problem:
 
     cost: [layer], seconds. embedding, head: seconds fixed to the first and the last stage. memory, limit: bytes, limit
     as [stage]; None if memory does not matter. home: [layer], the stage that holds each layer now, -1 if none does.
-    weight: [layer], bytes to move a layer. least: fewest layers a chunk.
+    weight: [layer], bytes to move a layer. least: fewest layers a chunk. micro_batches: of a step, None for many.
     """
 
     cost: FloatArray
@@ -61,215 +54,119 @@ class Problem:
         load[-1] += self.head
         return load
 
-    def loads(self, bounds: Sequence[int]) -> FloatArray:
-        """Seconds of each stage: bounds are [virtual * stages + 1], the borders of the chunks along the pipeline."""
-        prefix = _prefix(self.cost)
-        chunk = np.diff(prefix[np.asarray(bounds)])
-        return self.fixed() + chunk.reshape(self.virtual, self.stages).sum(0)
 
-    def moved(self, bounds: Sequence[int]) -> float:
-        """Bytes of the layers that change stage."""
-        stage = np.repeat(np.arange(self.stages * self.virtual) % self.stages, np.diff(bounds))
-        return float(self.weight[(stage != self.home) & (self.home >= 0)].sum())
+def _by_chunk(values: FloatArray, problem: Problem, bounds: Sequence[int]) -> FloatArray:
+    """[chunk, stage], the sum of `values` [layer] over each chunk; bounds [virtual * stages + 1] run along the
+    pipeline."""
+    prefix = np.concatenate([[0.0], np.cumsum(values)])
+    return np.diff(prefix[np.asarray(bounds)]).reshape(problem.virtual, problem.stages)
 
 
-def _prefix(values: FloatArray) -> FloatArray:
-    return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _sums(values: FloatArray) -> FloatArray:
-    """[i, j] -> sum of values[i:j], 0 where j < i."""
-    prefix = _prefix(values)
-    return np.maximum(prefix[None, :] - prefix[:, None], 0.0)
-
-
-def _spans(values: FloatArray, least: int) -> FloatArray:
-    """[i, j] -> sum of values[i:j]; infinite where j < i + least."""
-    place = np.arange(len(values) + 1)
-    return np.where(place[None, :] >= place[:, None] + least, _sums(values), np.inf)
-
-
-def min_max(load: Callable[[int], FloatArray], stages: int, layers: int) -> float:
-    """The least possible maximum of load(stage)[i, j] over all ways to cut layers into consecutive [i, j); infinity if
-    every way meets an infinite load."""
-    best = np.full(layers + 1, np.inf)
-    best[0] = -np.inf
-    for stage in range(stages):
-        best = np.maximum(best[:, None], load(stage)).min(axis=0)
-    return float(best[layers])
-
-
-def _cheapest(price: Callable[[int], FloatArray], stages: int, layers: int) -> list[int]:
-    """The borders [stages + 1] of the cut with the least sum of price(stage)[i, j]; the last border is -1 if none is
-    finite."""
-    best = np.full(layers + 1, np.inf)
-    best[0] = 0.0
-    chosen = []
-    for stage in range(stages):
-        total = best[:, None] + price(stage)
-        chosen.append(total.argmin(axis=0))
-        best = total[chosen[-1], np.arange(layers + 1)]
-    if not np.isfinite(best[layers]):
-        return [-1] * (stages + 1)
-    bounds = [layers]
-    for choice in reversed(chosen):
-        bounds.append(int(choice[bounds[-1]]))
-    return bounds[::-1]
-
-
-def _cut(problem: Problem, fixed: FloatArray, first: int, last: int, forbidden: list[FloatArray] | None) -> list[int]:
-    """The best borders of one chunk a stage over layers first to last - 1, the stages having `fixed` loads already.
-
-    forbidden: for each stage [i, j], 0 where those layers fit, infinite where not. Returns [] if nothing fits.
-    """
-    span = _spans(problem.cost[first:last], problem.least)
-    layers = last - first
-
-    def load(stage: int) -> FloatArray:
-        return span + fixed[stage] + (forbidden[stage] if forbidden else 0.0)
-
-    bottleneck = min_max(load, problem.stages, layers)
-    if not np.isfinite(bottleneck):
-        return []
-    scale = max(bottleneck, np.finfo(float).tiny)
-    home, weight = problem.home[first:last], problem.weight[first:last]
-
-    def price(stage: int) -> FloatArray:
-        own = load(stage)
-        arrives = _sums(np.where((home != stage) & (home >= 0), weight, 0.0))
-        with np.errstate(over="ignore"):
-            return np.where(own <= bottleneck, arrives + 0.5 * (own / scale) ** 2 / problem.stages, np.inf)
-
-    bounds = _cheapest(price, problem.stages, layers)
-    assert bounds[0] == 0 and bounds[-1] == layers, f"the optimum {bottleneck} was not found again: {bounds}"
-    return [first + bound for bound in bounds]
-
-
-def _forbidden(problem: Problem, bounds: Sequence[int], group: int) -> list[FloatArray] | None:
-    """Where chunk `group` of each stage would not fit beside the stage's other chunks in `bounds`."""
-    if problem.memory is None or problem.limit is None:
+def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
+    """Where chunk `group` of each stage fits beside the stage's other chunks in `bounds`."""
+    memory, limit, virtual = problem.memory, problem.limit, problem.virtual
+    if memory is None or limit is None:
         return None
-    bytes_of = _bytes(problem, bounds, group)
-    return [np.where(bytes_of(stage) <= problem.limit[stage], 0.0, np.inf) for stage in range(problem.stages)]
+    moments = in_flight(problem.stages, virtual, problem.micro_batches)
+    others = np.arange(virtual) != group
+    static = _by_chunk(memory.static, problem, bounds)[others].sum(0)
+    held = _by_chunk(memory.activation_of_layers, problem, bounds) * others[:, None]
+    static[[0, -1]] += memory.embedding, memory.head
+    held[0, 0] += memory.embedding_activation
+    held[-1, -1] += memory.head_activation
+    part = slice(bounds[group * problem.stages], bounds[(group + 1) * problem.stages])
+    base = static[:, None] + np.einsum("smv,vs->sm", moments, held)
+    return Room(memory.static[part], memory.activation_of_layers[part], base, moments[:, :, group], limit)
 
 
-def _bytes(problem: Problem, bounds: Sequence[int], group: int) -> Callable[[int], FloatArray]:
-    """stage -> [i, j], bytes of the stage if its chunk `group` holds layers i to j - 1 of that group's part of the
-    model, and its other chunks what `bounds` say."""
-    memory, stages, virtual = problem.memory, problem.stages, problem.virtual
-    assert memory is not None and isinstance(memory.activation, np.ndarray)
-    first, last = bounds[group * stages], bounds[(group + 1) * stages]
-    static, activation = _sums(memory.static[first:last]), _sums(memory.activation[first:last])
-    all_static, all_activation = _prefix(memory.static), _prefix(memory.activation)
-    moments = in_flight(stages, virtual, problem.micro_batches)
+def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
+    """Borders [virtual * stages + 1] of the best partition found; [] if none is found that fits the memory.
 
-    def of(stage: int) -> FloatArray:
-        base, held = 0.0, np.zeros(virtual)
-        for chunk in range(virtual):
-            i, j = bounds[chunk * stages + stage], bounds[chunk * stages + stage + 1]
-            if chunk != group:
-                base += all_static[j] - all_static[i]
-                held[chunk] = all_activation[j] - all_activation[i]
-        if stage == 0:
-            base, held[0] = base + memory.embedding, held[0] + memory.embedding_activation
-        if stage == stages - 1:
-            base, held[-1] = base + memory.head, held[-1] + memory.head_activation
-        peak = np.full_like(static, -np.inf)
-        for counts in moments[stage]:
-            peak = np.maximum(peak, float(counts @ held) + counts[group] * activation)
-        return base + static + peak
-
-    return of
-
-
-def optimal_bounds(problem: Problem, starts: Sequence[Sequence[int]]) -> list[int]:
-    """Borders [virtual * stages + 1] of the best partition found; [] if no partition fits the memory.
-
-    starts: partitions to begin from, used only with several chunks a stage.
+    start: a partition to begin from besides one with even chunks, used only with several chunks a stage.
     """
     if problem.virtual == 1:
-        whole = [0] * problem.stages + [problem.layers]
-        return _cut(problem, problem.fixed(), 0, problem.layers, _forbidden(problem, whole, 0))
-    chunked = _even_chunks(problem)
-    found = [_descend(problem, list(start)) for start in [chunked, *starts]]
+        return _solve(problem, [0] * problem.stages + [problem.layers], 0)
+    found = [_descend(problem, list(each)) for each in (_even_chunks(problem), start)]
     best = min(found, key=lambda bounds: _quality(problem, bounds))
     return best if _quality(problem, best)[0] <= 0 else []
 
 
+def memory_shortfall(problem: Problem) -> float:
+    """How many bytes over its limit the fullest stage is, at the least; not above 0 if a plan fits.
+
+    Exact with one chunk a stage. With more, of a plan that divides the bytes evenly over the chunks.
+    """
+    memory = problem.memory
+    assert memory is not None
+    if problem.virtual == 1:
+        room = room_of(problem, [0] * problem.stages + [problem.layers], 0)
+        assert room is not None
+        return least_over(room, problem.least)
+    held = memory.static + problem.stages * memory.activation_of_layers
+    even = _even_chunks(replace(problem, cost=held, embedding=memory.embedding, head=memory.head))
+    return _quality(problem, even)[0]
+
+
+def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
+    """`bounds` with chunk `group` of every stage cut anew; [] if that cannot fit."""
+    stages = problem.stages
+    first, last = bounds[group * stages], bounds[(group + 1) * stages]
+    others = np.arange(problem.virtual) != group
+    fixed = problem.fixed() + _by_chunk(problem.cost, problem, bounds)[others].sum(0)
+    inner = cut(
+        problem.cost[first:last],
+        fixed,
+        home=problem.home[first:last],
+        weight=problem.weight[first:last],
+        least=problem.least,
+        room=room_of(problem, bounds, group),
+    )
+    return [*bounds[: group * stages], *(first + i for i in inner), *bounds[(group + 1) * stages + 1 :]] if inner else []
+
+
 def _even_chunks(problem: Problem) -> list[int]:
     """Borders that make the slowest chunk fastest, as if each were a stage of its own."""
-    chunks = problem.stages * problem.virtual
-    fixed = np.zeros(chunks)
-    fixed[0], fixed[-1] = problem.embedding, problem.head
+    fixed = np.zeros(problem.stages * problem.virtual)
+    fixed[[0, -1]] += problem.embedding, problem.head
     nowhere = np.full(problem.layers, -1)
-    each = replace(problem, stages=chunks, virtual=1, memory=None, limit=None, home=nowhere)
-    return _cut(each, fixed, 0, problem.layers, None)
+    return cut(problem.cost, fixed, home=nowhere, weight=problem.weight, least=problem.least)
 
 
 def _quality(problem: Problem, bounds: Sequence[int]) -> tuple[float, float, float, float]:
-    """Less is better: bytes over the limit, the slowest stage, the slowest chunk, bytes moved."""
+    """Less is better: bytes over the limit, the slowest rank, the slowest chunk, bytes moved."""
     over = 0.0
-    if problem.memory is not None and problem.limit is not None:
-        last = problem.virtual - 1
-        bytes_of = _bytes(problem, bounds, last)
-        first = bounds[last * problem.stages]
-        ends = [bound - first for bound in bounds[last * problem.stages :]]
-        over = max(
-            float(bytes_of(stage)[i, j] - problem.limit[stage]) for stage, (i, j) in enumerate(pairwise(ends))
-        )
-        over = max(over, 0.0)
-    chunk = np.diff(_prefix(problem.cost)[np.asarray(bounds)])
-    chunk[0] += problem.embedding
-    chunk[-1] += problem.head
-    digits = 12  # sums in another order must not count as an improvement
-    return over, _round(problem.loads(bounds).max(), digits), _round(chunk.max(), digits), problem.moved(bounds)
-
-
-def _round(value: float, digits: int) -> float:
-    return float(f"{value:.{digits}g}")
+    room = room_of(problem, bounds, 0)
+    if room is not None:
+        borders = np.asarray(bounds[: problem.stages + 1])
+        over = max(float(np.diagonal(room.over(borders[:-1], borders[1:])).max()), 0.0)
+    chunk = _by_chunk(problem.cost, problem, bounds)
+    chunk[0, 0] += problem.embedding
+    chunk[-1, -1] += problem.head
+    home = np.repeat(np.arange(chunk.size) % problem.stages, np.diff(bounds))
+    moved = problem.weight[(home != problem.home) & (problem.home >= 0)].sum()
+    # Twelve digits: sums in another order must not pass for an improvement.
+    return over, float(f"{chunk.sum(0).max():.12g}"), float(f"{chunk.max():.12g}"), float(moved)
 
 
 def _descend(problem: Problem, bounds: list[int]) -> list[int]:
-    """Solve one group of chunks after the other, and try the borders between groups, until nothing improves."""
+    """Cut one group of chunks after the other, and try the borders between groups, until nothing improves."""
     stages, virtual = problem.stages, problem.virtual
-
-    def solve(bounds: list[int], group: int) -> list[int]:
-        first, last = bounds[group * stages], bounds[(group + 1) * stages]
-        own = np.diff(_prefix(problem.cost)[np.asarray(bounds)]).reshape(virtual, stages)[group]
-        cut = _cut(problem, problem.loads(bounds) - own, first, last, _forbidden(problem, bounds, group))
-        return bounds[: group * stages] + cut + bounds[(group + 1) * stages + 1 :] if cut else bounds
-
+    tries = [(group, 0) for group in range(virtual)]
+    tries += [(group, step) for group in range(virtual - 1) for step in (-1, 1)]
     quality = _quality(problem, bounds)
-    improved = True
-    while improved:
-        improved = False
-        tries: list[tuple[int, int]] = [(group, 0) for group in range(virtual)]
-        tries += [(group, step) for group in range(virtual - 1) for step in (-1, 1)]
+    since = 0  # tries without success
+    while since < len(tries):
         for group, step in tries:
+            since += 1
             other = list(bounds)
             if step:
                 border = (group + 1) * stages
                 other[border] += step
                 if min(np.diff(other)[border - 1 : border + 1]) < problem.least:
                     continue
-                other = solve(other, group + (step > 0))
-            other = solve(other, group)
+                other = _solve(problem, other, group + (step > 0)) or other
+            other = _solve(problem, other, group) or other
             better = _quality(problem, other)
             if better < quality:
-                bounds, quality, improved = other, better, True
+                bounds, quality, since = other, better, 0
     return bounds
-
-
-def memory_shortfall(problem: Problem) -> float:
-    """How many bytes over its limit the fullest stage is, at the least; not above 0 if a plan fits.
-
-    Exact with one chunk a stage. With more, of the plan that divides the bytes most evenly over the chunks.
-    """
-    memory, limit = problem.memory, problem.limit
-    assert memory is not None and limit is not None and isinstance(memory.activation, np.ndarray)
-    if problem.virtual == 1:
-        bytes_of = _bytes(problem, [0] * problem.stages + [problem.layers], 0)
-        order = np.where(np.isfinite(_spans(problem.cost, problem.least)), 0.0, np.inf)
-        return min_max(lambda stage: bytes_of(stage) - limit[stage] + order, problem.stages, problem.layers)
-    held = memory.static + problem.stages * memory.activation
-    return _quality(problem, _even_chunks(replace(problem, cost=held, embedding=memory.embedding, head=memory.head)))[0]

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike
 
 from balancing.layers.baselines import deepspeed_bounds, uniform_bounds
 from balancing.layers.diffusion import diffuse
-from balancing.layers.memory import LayerMemory, as_memory, in_flight, stage_memory
-from balancing.layers.partition import Problem, memory_shortfall, optimal_bounds
+from balancing.layers.memory import LayerMemory, as_memory, stage_memory
+from balancing.layers.partition import Problem, memory_shortfall, optimal_bounds, room_of
 from balancing.layers.stages import StagePlan
 
 __all__ = ["METHODS", "Method", "plan_stages"]
@@ -55,22 +55,19 @@ def plan_stages(
     """
     problem = _checked(cost, stages, embedding, head, memory, memory_limit, virtual, current, micro_batches,
                        min_layers, method)  # fmt: skip
-    uniform = uniform_bounds(problem.layers, stages * virtual)
+    start = uniform_bounds(problem.layers, stages * virtual)
+    if current is not None and method != "uniform" and (current.stages, current.virtual) == (stages, virtual):
+        start = list(current.bounds)
     if method == "optimal":
-        starts = [uniform]
-        if current is not None and (current.stages, current.virtual) == (stages, virtual):
-            starts.append(list(current.bounds))
-        bounds = optimal_bounds(problem, starts)
+        bounds = optimal_bounds(problem, start)
         if not bounds:
             raise _does_not_fit(problem)
     elif method == "diffusion":
-        same = current is not None and (current.stages, current.virtual) == (stages, virtual)
-        start = list(current.bounds) if current is not None and same else uniform
-        bounds = diffuse(problem.cost, start, problem.fixed(), least=min_layers, fits=_room(problem))
+        bounds = diffuse(problem.cost, start, problem.fixed(), least=min_layers, fits=_fits(problem))
     elif method == "deepspeed":
         bounds = deepspeed_bounds(problem.cost, problem.fixed().tolist())
     else:
-        bounds = uniform
+        bounds = start
     plan = StagePlan.from_bounds(bounds, stages, method)
     assert plan.layers == problem.layers, f"{plan.layers} of {problem.layers} layers are planned"
     if problem.memory is not None and problem.limit is not None:
@@ -134,22 +131,12 @@ def _checked(
                    int(min_layers), micro_batches)  # fmt: skip
 
 
-def _room(problem: Problem) -> Callable[[int, int, int], bool]:
+def _fits(problem: Problem) -> Callable[[int, int, int], bool]:
     """Whether layers first to last - 1 fit on a stage that has one chunk."""
-    memory, limit = problem.memory, problem.limit
-    if memory is None or limit is None:
+    room = room_of(problem, [0] * problem.stages + [problem.layers], 0)
+    if room is None:
         return lambda stage, first, last: True
-    moments = in_flight(problem.stages, 1, problem.micro_batches)
-
-    def fits(stage: int, first: int, last: int) -> bool:
-        assert isinstance(memory.activation, np.ndarray)
-        at_front, at_back = stage == 0, stage == problem.stages - 1
-        static = memory.static[first:last].sum() + memory.embedding * at_front + memory.head * at_back
-        activation = memory.activation[first:last].sum()
-        activation += memory.embedding_activation * at_front + memory.head_activation * at_back
-        return bool(static + moments[stage].max() * activation <= limit[stage])
-
-    return fits
+    return lambda stage, first, last: bool(room.over(np.array(first), np.array(last))[stage] <= 0)
 
 
 def _does_not_fit(problem: Problem) -> ValueError:
