@@ -101,7 +101,9 @@ class LayerCost:
         return LayerCost(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]))
 
 
-def over_ranks(seconds: ArrayLike, experts: ArrayLike | None = None, *, of_experts: Literal["max", "mean"] = "max"):  # type: ignore[no-untyped-def]
+def over_ranks(
+    seconds: ArrayLike, experts: ArrayLike | None = None, *, of_experts: Literal["max", "mean"] = "max"
+) -> FloatArray:
     """One figure for what several ranks have measured of the same layers.
 
     seconds: float array [rank, ...]. experts: int array [rank], the expert-parallel group of each rank; ranks of a
@@ -113,8 +115,8 @@ def over_ranks(seconds: ArrayLike, experts: ArrayLike | None = None, *, of_exper
     group = np.arange(len(measured)) if experts is None else np.asarray(experts)
     if group.shape != measured.shape[:1]:
         raise ValueError(f"experts has shape {group.shape} for {len(measured)} ranks")
-    reduce = np.max if of_experts == "max" else np.mean
-    return np.mean([reduce(measured[group == each], axis=0) for each in np.unique(group)], axis=0)
+    members = [measured[group == each] for each in np.unique(group)]
+    return np.asarray(np.mean([m.max(axis=0) if of_experts == "max" else m.mean(axis=0) for m in members], axis=0))
 
 
 @dataclass

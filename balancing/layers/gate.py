@@ -119,9 +119,7 @@ class Gate:
                                previous=None)  # fmt: skip
                 why = f"steps take {after:.4g} s, the plan before would take {expected:.4g} s"
                 return back, Decision("rollback", plan, why)
-            return replace(self, previous=None, patience=1).check(
-                iteration, candidate, now, then, migration, left=left
-            )
+            return replace(self, previous=None, patience=1).check(iteration, candidate, now, then, migration, left=left)
 
         def keep(why: str, agreed: int = 0) -> tuple["Gate", Decision]:
             return replace(self, agreed=agreed), Decision("keep", self.plan, why)

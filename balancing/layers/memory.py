@@ -1,9 +1,9 @@
 """What a stage must hold: the state of its layers, and the activations of every micro-batch in flight.
 
-A plan that is even in seconds is no use if a stage does not fit its device. Early stages of 1F1B hold more micro-batches
-than late ones (stage s of P holds P - s), so the same layers need more memory there, and a partition that ignores it
-runs out of memory on stage 0. With several chunks a stage the counts of the chunks rise and fall against each other, so
-the peak is taken over all moments of the schedule.
+A plan that is even in seconds is no use if a stage does not fit its device. Early stages of 1F1B hold more
+micro-batches than late ones (stage s of P holds P - s), so the same layers need more memory there, and a partition that
+ignores it runs out of memory on stage 0. With several chunks a stage the counts of the chunks rise and fall against
+each other, so the peak is taken over all moments of the schedule.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,8 @@ def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -
 
     micro_batches: of a step; None if there are enough to fill the pipeline. Returns an int array [stage, moment,
     chunk]. Of all moments only those are kept that can be the fullest for some sizes of activations; a stage with fewer
-    of them than others repeats its last one. The schedules are those of `balancing.layers.schedule` with its default groups.
+    of them than others repeats its last one. The schedules are those of
+    `balancing.layers.schedule` with its default groups.
     """
     if virtual == 1:
         most = micro_batches or stages

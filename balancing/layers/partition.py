@@ -76,7 +76,7 @@ def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
     held[-1, -1] += memory.head_activation
     part = slice(bounds[group * problem.stages], bounds[(group + 1) * problem.stages])
     base = static[:, None] + np.einsum("smv,vs->sm", moments, held)
-    return Room(memory.static[part], memory.activation_of_layers[part], base, moments[:, :, group], limit)
+    return Room(memory.static[part], memory.activation_of_layers[part], base, moments[:, :, group].astype(float), limit)
 
 
 def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
@@ -121,7 +121,9 @@ def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
         least=problem.least,
         room=room_of(problem, bounds, group),
     )
-    return [*bounds[: group * stages], *(first + i for i in inner), *bounds[(group + 1) * stages + 1 :]] if inner else []
+    return (
+        [*bounds[: group * stages], *(first + i for i in inner), *bounds[(group + 1) * stages + 1 :]] if inner else []
+    )
 
 
 def _even_chunks(problem: Problem) -> list[int]:
