@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
@@ -34,11 +35,12 @@ from megatron.core.utils import unwrap_model
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.training import get_megatron_optimizer_config
 
+from balancing.layers.layout import to_layout
 from balancing.layers.stages import StagePlan
 from balancing.layers.transfer import Piece, Transfer, exchange, plan_transfers
 from megatron.balanced.optimizer_state import ParameterState, Taken, bucket_layout, future_ranges, put_back, take
 
-__all__ = ["LayerMover", "Moved", "layout_string"]
+__all__ = ["LayerMover", "Moved"]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _HUNG = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
@@ -51,11 +53,6 @@ class Moved(NamedTuple):
     moved_bytes: int
     move_ms: float
     rebuild_ms: float
-
-
-def layout_string(plan: StagePlan) -> str:
-    """`plan` as Megatron-LM's --pipeline-model-parallel-layout takes it, such as "Ettt|tL"."""
-    return f"E{'|'.join('t' * len(chunk) for chunk in plan.order)}L"
 
 
 @dataclass
@@ -94,13 +91,14 @@ class LayerMover:
 
     def _present_plan(self) -> StagePlan:
         mine = [tuple(layer.layer_number - 1 for layer in model.decoder.layers) for model in self._models()]
-        stages = {stage: tuple(chunks) for stage, chunks in self._gather((_stage(), mine))}
+        stages = {stage: tuple(chunks) for stage, chunks in self.gather((_stage(), mine))}
         return StagePlan(tuple(stages[stage] for stage in sorted(stages)))
 
     def _models(self) -> list[torch.nn.Module]:
         return unwrap_model(self._chunks)
 
-    def _gather(self, told: Any) -> list[Any]:
+    def gather(self, told: Any) -> list[Any]:
+        """What every rank of the job tells, in the order of ranks."""
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, told, group=self._objects)
         return every
@@ -110,6 +108,18 @@ class LayerMover:
         present = {parameter for ddp in self._chunks for parameter in ddp.parameters()}
         seen = {node.variable: node for ddp in self._chunks for node in ddp.grad_accs}
         self._nodes = {parameter: node for parameter, node in (self._nodes | seen).items() if parameter in present}
+
+    def parameters(self) -> np.ndarray:
+        """Parameters of each layer, of the embedding and of the head on a rank that holds them: [layers + 2]."""
+        counts = np.zeros(self.plan.layers + 2)
+        for model in self._models():
+            for layer in model.decoder.layers:
+                counts[layer.layer_number - 1] = sum(parameter.numel() for parameter in layer.parameters())
+            for place, name in ((-2, "embedding"), (-1, "output_layer")):
+                part = getattr(model, name, None)
+                if part is not None:
+                    counts[place] = sum(parameter.numel() for parameter in part.parameters())
+        return np.max(self.gather(counts), axis=0)
 
     # The move.
 
@@ -123,7 +133,7 @@ class LayerMover:
         hooked = [_finish_gathering(ddp) for ddp in self._chunks]
         taken = take(optimizer)
         held, told = self._inventory(taken)
-        everyone = self._gather(told)
+        everyone = self.gather(told)
         self._free_buffers()
         self._set_layout(plan)
         arrived = self._change_layers(plan, everyone)
@@ -142,11 +152,11 @@ class LayerMover:
                 tell(layer, chunk)
         self.plan = plan
         end = time.perf_counter()
-        return Moved(sum(self._gather(sent)), (moved - begin) * 1e3, (end - moved) * 1e3)
+        return Moved(sum(self.gather(sent)), (moved - begin) * 1e3, (end - moved) * 1e3)
 
     def _agree(self, plan: StagePlan) -> None:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()
-        if len(set(self._gather(digest))) > 1:
+        if len(set(self.gather(digest))) > 1:
             raise RuntimeError("ranks made different plans for the same layers")
         dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=self._tensors)
 
@@ -206,7 +216,7 @@ class LayerMover:
             ddp.buffers, ddp.expert_parallel_buffers = [], []
 
     def _set_layout(self, plan: StagePlan) -> None:
-        text = layout_string(plan)
+        text = to_layout(plan)
         layout = PipelineParallelLayerLayout(text, plan.stages)
         layout.validate_layer_layout(plan.layers, None)
         self._args.pipeline_model_parallel_layout = text
@@ -289,7 +299,9 @@ class LayerMover:
         for name, parameter in self._named():
             if name in frozen:
                 parameter.requires_grad_(False)
-        for name, (shape, dtype, persistent) in {n: form for told in everyone for n, form in told.buffers.items()}.items():
+        for name, (shape, dtype, persistent) in {
+            n: form for told in everyone for n, form in told.buffers.items()
+        }.items():
             number, _, path = name.rpartition("@")[0].partition(".")
             layer = numbers.get(int(number))
             if layer is not None:
@@ -337,7 +349,7 @@ class LayerMover:
                 wanted.append(Piece(f"{name}:{_BUFFER}", dist.get_rank(), 0, buffer.numel()))
         by_name = {name: states[parameter] for name, parameter in self._named() if parameter in states}
 
-        everybody = [piece for pieces in self._gather(wanted) for piece in pieces]
+        everybody = [piece for pieces in self.gather(wanted) for piece in pieces]
         rounds: dict[int, list[Transfer]] = {}
         for transfer in plan_transfers((piece for told in everyone for piece in told.pieces), everybody):
             rounds.setdefault(_round(transfer.tensor), []).append(transfer)
@@ -361,9 +373,7 @@ class LayerMover:
         return states, sent
 
     @staticmethod
-    def _place(
-        piece: Piece, held: dict[str, tuple[int, torch.Tensor]], dtype: torch.dtype
-    ) -> tuple[int, torch.Tensor]:
+    def _place(piece: Piece, held: dict[str, tuple[int, torch.Tensor]], dtype: torch.dtype) -> tuple[int, torch.Tensor]:
         """Memory for `piece`: where it lies already, if exactly these elements lie on this rank."""
         start, tensor = held.get(piece.tensor, (0, None))
         if tensor is not None and (start, start + tensor.numel()) == (piece.start, piece.stop):
@@ -451,7 +461,9 @@ def _part(tensor: tuple[int, torch.Tensor], transfer: Transfer) -> torch.Tensor:
     return flat[transfer.start - start : transfer.stop - start]
 
 
-def _differ(held: dict[str, tuple[int, torch.Tensor]], targets: dict[str, tuple[int, torch.Tensor]], t: Transfer) -> bool:
+def _differ(
+    held: dict[str, tuple[int, torch.Tensor]], targets: dict[str, tuple[int, torch.Tensor]], t: Transfer
+) -> bool:
     """Whether a transfer of this rank to itself copies anything."""
     if t.source != dist.get_rank():
         return True

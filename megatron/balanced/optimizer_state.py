@@ -191,5 +191,3 @@ def future_ranges(
             if start < stop:
                 ranges[parameter] = (start - begin, stop - begin)
     return ranges
-
-

@@ -35,7 +35,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         stop(error)
     forward = forward_step
     observer = None
-    if config.balance_report is not None:
+    if config.balance_report is not None or config.layers.on:
         observer = Observer(args, config)
         model.post_wrap_hooks.append(observer.attach)
         step.callbacks.append(observer)
@@ -47,9 +47,12 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
     if config.layers.on:
-        mover = LayerBalancer(args, config.layers, model)
-        model.post_wrap_hooks.append(mover.attach)
-        step.callbacks.append(mover)
+        assert observer is not None
+        layers = LayerBalancer(args, config.layers, model, observer.note)
+        observer.listeners.append(layers.measured)
+        layers.mover.built.append(observer.watch_layer)
+        model.post_wrap_hooks.append(layers.attach)
+        step.callbacks.append(layers)
     try:
         with named_failures(args.rank, args.world_size):
             _pretrain(args, model, forward, observer)
