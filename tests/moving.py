@@ -34,8 +34,10 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
 
 
 def _state_of(mover: Any, states: Any) -> dict[str, Any]:
+    from megatron.balanced.layer_state import named_parameters
+
     pieces = {}
-    for name, parameter in mover._named():
+    for name, parameter in named_parameters(mover.models()):
         state = states.get(parameter)
         if state is not None:
             where = name.split(".", 2)[2] if name.startswith("stage") else name  # which the end of a run may differ in

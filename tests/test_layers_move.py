@@ -19,7 +19,11 @@ TO_THE_RIGHT: Plans = {2: ((1,), (3,))}
 
 # ranks, flags, plans
 CASES = {
-    "PP 2": (2, f"{EXACTLY} {PP2}", TO_THE_RIGHT),
+    "PP 2, dropout": (
+        2,
+        f"{EXACTLY} {PP2} --attention-dropout 0.1 --hidden-dropout 0.1",
+        {1: ((3,), (1,)), 3: ((1,), (3,))},
+    ),
     "PP 4, two layers over a stage, and back": (
         4,
         f"{EXACTLY} --pipeline-model-parallel-size 4 --num-layers 8",

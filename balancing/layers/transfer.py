@@ -1,9 +1,10 @@
 """Who sends which part of which tensor to whom, when the ranks that hold it change.
 
-A layer that moves to another pipeline stage takes all its state along: weights, main parameters and moments, of which a
-distributed optimizer keeps pieces on all data-parallel ranks, cut anew on each stage. Both are one problem: ranges of
-flat tensors lie on some ranks and must lie on others. `plan_transfers` solves it from the two lists alone, so that every
-rank knows its part without asking; `exchange` carries it out, one message for each pair of ranks, all under way at once.
+A layer that moves to another pipeline stage takes all its state along: weights, main parameters and moments. Of these
+a distributed optimizer keeps pieces on all data-parallel ranks, cut anew on each stage. Both are one problem: ranges of
+flat tensors lie on some ranks and must lie on others. `plan_transfers` solves it from the two lists alone, so that
+every rank knows its part without asking; `exchange` carries it out, one message for each pair of ranks, all under way
+at once.
 """
 
 import datetime

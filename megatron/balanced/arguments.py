@@ -28,6 +28,7 @@ from megatron.balanced.checks import OnThisMachine, check_folders, check_layout,
 from megatron.balanced.data_checks import check_data
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.expert_checks import check_experts
+from megatron.balanced.layer_checks import check_layers
 
 __all__ = ["BalanceConfig", "machine_of", "parse_arguments", "stop"]
 
@@ -191,7 +192,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
-    if config.balance_report is not None or config.experts.balance_experts:
+    if config.balance_report is not None or config.experts.balance_experts or config.layers.on:
         detect_launch()  # who shares a node with whom must be known
     machine_of(config, args.world_size)
     if config.balance_report_interval < 1:
@@ -261,12 +262,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         check_data(args)
         balanced, notes = check_experts(args, config.experts, fp64=config.fp64, device=device)
         config = dataclasses.replace(config, experts=balanced)
-        if _is_first_rank():
-            print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
         if args.sft:  # its dataset makes none, and asserts that none is asked for
             args.create_attention_mask_in_dataloader = False
         validate_args(args)
         _refuse(args, config, device)
+        moving, more = check_layers(args, config.layers)
+        config = dataclasses.replace(config, layers=moving)
+        if _is_first_rank():
+            print(*(f"> {note}\n" for note in notes + more), sep="", end="", flush=True)
         if not config.balance_dry_run:  # which shows what does not fit instead
             check_folders(args)
             patches.check_needed(args, config)

@@ -13,6 +13,7 @@ from megatron.training.utils import print_rank_0
 from megatron.balanced import patches, step
 from megatron.balanced.arguments import BalanceConfig, machine_of, stop
 from megatron.balanced.data import forward_step, train_valid_test_datasets
+from megatron.balanced.dropout import DropoutStreams
 from megatron.balanced.experts import DoesNotFit, ExpertBalancer
 from megatron.balanced.failure import named_failures
 from megatron.balanced.layers import LayerBalancer
@@ -53,6 +54,11 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         layers.mover.built.append(observer.watch_layer)
         model.post_wrap_hooks.append(layers.attach)
         step.callbacks.append(layers)
+        if args.attention_dropout or args.hidden_dropout:
+            streams = DropoutStreams(args)
+            layers.mover.built.append(streams.watch_layer)
+            model.post_wrap_hooks.append(streams.attach)
+            step.callbacks.append(streams)
     try:
         with named_failures(args.rank, args.world_size):
             _pretrain(args, model, forward, observer)
