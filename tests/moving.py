@@ -10,24 +10,31 @@ from training import MOCK_DATA, MODEL, RankRun, Run, join, train_rank
 Plans = Mapping[int, tuple[tuple[int, ...], ...]]
 
 
-def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]:
-    """The body of one rank. Returns the run, and this rank's pieces of the optimizer's state."""
+def move_at(plans: Plans) -> None:
+    """Have layers move by `plans` instead of by what they cost."""
     from balancing.layers.stages import StagePlan
-    from megatron.balanced import layers, step
-    from megatron.balanced.optimizer_state import states_of
-
-    seen: dict[str, Any] = {}
+    from megatron.balanced import layers
 
     def decide(self: Any) -> Any:
         counts = plans.get(self.iteration)
         return None if counts is None else StagePlan.from_counts(counts)
+
+    layers.LayerBalancer.decide = decide
+
+
+def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]:
+    """The body of one rank. Returns the run, and this rank's pieces of the optimizer's state."""
+    from megatron.balanced import layers, step
+    from megatron.balanced.optimizer_state import states_of
+
+    seen: dict[str, Any] = {}
 
     def end_step(self: Any) -> None:
         if self.iteration == self._args.train_iters - 1:
             seen["layers"] = self.mover.plan.chunks
             seen["state"] = _state_of(self.mover, states_of(step.trained().optimizer))
 
-    layers.LayerBalancer.decide = decide
+    move_at(plans)
     layers.LayerBalancer.end_step = end_step
     run = train_rank(argv, True)
     return run, seen
