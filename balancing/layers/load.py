@@ -28,7 +28,7 @@ def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
     row = {"embedding": layers, "head": layers + 1} | {number: number for number in range(layers)}
     for span in record.spans:
         if span.layer in row and span.kind in ("forward", "backward", "recompute"):
-            seconds[row[span.layer], span.kind != "forward"] += span.busy
+            seconds[row[span.layer], int(span.kind != "forward")] += span.busy
             passes[row[span.layer]] += span.kind == "forward"
     return np.where(passes[:, None] > 0, seconds / np.maximum(passes, 1)[:, None], np.nan)
 

@@ -261,15 +261,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         check_layout(args)
         check_data(args)
         balanced, notes = check_experts(args, config.experts, fp64=config.fp64, device=device)
-        config = dataclasses.replace(config, experts=balanced)
+        moving, more = check_layers(args, config.layers)
+        config = dataclasses.replace(config, experts=balanced, layers=moving)
+        if _is_first_rank():
+            print(*(f"> {note}\n" for note in notes + more), sep="", end="", flush=True)
         if args.sft:  # its dataset makes none, and asserts that none is asked for
             args.create_attention_mask_in_dataloader = False
         validate_args(args)
         _refuse(args, config, device)
-        moving, more = check_layers(args, config.layers)
-        config = dataclasses.replace(config, layers=moving)
-        if _is_first_rank():
-            print(*(f"> {note}\n" for note in notes + more), sep="", end="", flush=True)
         if not config.balance_dry_run:  # which shows what does not fit instead
             check_folders(args)
             patches.check_needed(args, config)

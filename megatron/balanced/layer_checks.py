@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 
 from balancing.layers.config import LayerConfig
+from balancing.layers.layout import from_layout
 
 __all__ = ["check_layers"]
 
@@ -53,15 +54,15 @@ _CONTRADICTIONS: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
 def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerConfig, list[str]]:
     """How layers will be balanced, and what the user should know of it, one line each.
 
-    To be called once Megatron has validated `args`, of which the format of checkpoints may change. Where there is
-    nothing to balance, balancing is switched off. Raises ValueError for what cannot be done.
+    To be called before Megatron validates `args`, of which the format of checkpoints may change. Where there is nothing
+    to balance, balancing is switched off. Raises ValueError for what cannot be done.
     """
     if not layers.on:
         return layers, []
     if layers.balance_layers and layers.balance_layers_once:
         raise ValueError("--balance-layers goes on moving layers where --balance-layers-once stops; drop one of them")
     flag = "--balance-layers-once" if layers.balance_layers_once else "--balance-layers"
-    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
     why = None
     if stages == 1:
         why = "--pipeline-model-parallel-size 1 has one stage"
@@ -93,3 +94,14 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if args.attention_dropout or args.hidden_dropout:
         notes.append(f"{flag} draws dropout from a stream of each layer: masks differ from those of a run without it")
     return layers, notes
+
+
+def _chunks(args: argparse.Namespace) -> int:
+    """Model chunks a rank, however they were asked for."""
+    if args.num_virtual_stages_per_pipeline_rank:
+        return args.num_virtual_stages_per_pipeline_rank
+    if args.pipeline_model_parallel_layout:
+        return len(from_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size).chunks[0])
+    if args.num_layers_per_virtual_pipeline_stage:
+        return args.num_layers // args.pipeline_model_parallel_size // args.num_layers_per_virtual_pipeline_stage
+    return 1

@@ -164,8 +164,12 @@ def bring(
     everyone, everybody: what all ranks have, and want. Returns the bytes that this rank sent to others.
     """
     dtypes = {name: dtype for told in everyone for name, dtype in told.dtypes.items()}
+    mine = {*held, *(piece.tensor for piece in missing.pieces)}  # nothing else comes from here or goes here
     rounds: dict[int, list[Transfer]] = {}
-    for transfer in plan_transfers((piece for told in everyone for piece in told.pieces), everybody):
+    for transfer in plan_transfers(
+        (piece for told in everyone for piece in told.pieces if piece.tensor in mine),
+        (piece for piece in everybody if piece.tensor in mine),
+    ):
         rounds.setdefault(layer_of(transfer.tensor), []).append(transfer)
     targets = missing.targets
     sent = 0

@@ -34,7 +34,7 @@ __all__ = ["LayerMover", "Moved"]
 
 
 class Moved(NamedTuple):
-    """What a move took on this rank. moved_bytes: sent to other ranks, by all ranks together."""
+    """What a move took. moved_bytes: sent to other ranks, by all ranks together. The rest: of the slowest rank."""
 
     moved_bytes: int
     move_ms: float
@@ -45,11 +45,13 @@ class LayerMover:
     """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
 
     spec: what the model was built from. built: each is called with a layer that came to this rank and the number of its
-    model chunk, once it is complete. plan: who has which layers now.
+    model chunk, once it is complete. moved: each is called after a move, when everything is in its place, to do again
+    what it has done to model, buckets or optimizer. plan: who has which layers now.
     """
 
     def __init__(self, args: argparse.Namespace, spec: GPTModelConfig) -> None:
         self.built: list[Callable[[torch.nn.Module, int], None]] = []
+        self.moved: list[Callable[[], None]] = []
         self.plan: StagePlan
         self._args, self._spec = args, spec
         self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
@@ -119,9 +121,11 @@ class LayerMover:
         for layer, chunk in arrived:
             for tell in self.built:
                 tell(layer, chunk)
+        for again in self.moved:
+            again()
         self.plan = plan
-        total = sum(self.gather(sent))
-        return Moved(total, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3)
+        took = self.gather((sent, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3))
+        return Moved(sum(bytes for bytes, _, _ in took), max(ms for _, ms, _ in took), max(ms for _, _, ms in took))
 
     def _agree(self, plan: StagePlan) -> None:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()

@@ -2,7 +2,8 @@
 
 The FP32 optimizer keeps moments for the parameter itself, the mixed-precision one for a main parameter in float32, and
 the distributed one for the piece of either that this data-parallel rank got when flat buckets were cut. Taken out, all
-three look alike: flat tensors that cover elements start to stop of a parameter.
+three look alike: flat tensors that cover elements start to stop of a parameter. A parameter that does not require a
+gradient any more is in no new optimizer, and its state is dropped.
 """
 
 import copy
