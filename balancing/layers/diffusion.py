@@ -9,8 +9,8 @@ layers differ by one from each neighbour and by three from end to end. So loads 
    two loads along its link, and both remember how much has flowed. A round multiplies the loads by M = I - A/2 with A
    the Laplacian of the path. M is symmetric, its rows sum to 1, and its eigenvalues are cos(pi k / P) for k = 0 to
    P - 1, so the mean stays, and what deviates from it shrinks by cos(pi / P) or better in each round: after R rounds
-   it is in norm at most cos(pi / P)^R of what it was. R is chosen for 1e-4 / P, about 2.5 P^2 rounds. The flows are then
-   what each link must carry to make all stages equal, the fixed point of loads that can be divided.
+   it is in norm at most cos(pi / P)^R of what it was. R is chosen for 1e-4 / P, about 2.5 P^2 rounds. The flows
+   are then what each link must carry to make all stages equal, the fixed point of loads that can be divided.
 2. Layers. In even rounds the pairs (0, 1), (2, 3), ..., in odd rounds the others: the sender of a link passes its
    boundary layer if that brings the link's remaining flow nearer to zero, that is if the layer costs less than twice
    of it. Each move lowers |remaining flow| of its link and changes no other's, and there are finitely many partitions,
