@@ -96,15 +96,17 @@ def test_repack_options_are_simulated_and_fit():
         assert each.gpu_time == pytest.approx(each.step_seconds * each.stages / (before * 8))
         assert each.freed_ranks == 2 * (8 - each.stages) and each.freed_nodes == (8 - each.stages) // 2
     assert sizes[0].throughput > 1.25, "the same stages, but cut anew"
-    assert sizes[4].throughput > 0.75 and sizes[4].gpu_time < 0.65, "half of the stages, more than half as fast"
+    assert 0.55 < sizes[4].throughput < 1 and sizes[4].gpu_time < 0.9, "half of the stages, more than half as fast"
 
 
 def test_choice_keeps_the_floor_and_frees_whole_nodes():
     sizes = repack_options(early_exit(), plan_stages(np.ones(32), 8), 32, ranks_per_stage=2, ranks_per_node=4)
-    chosen = choose_repack(sizes, 1.0)
-    assert chosen is not None and chosen.throughput >= 1.0 and chosen.freed_nodes >= 1
-    fewest = [each for each in sizes if each.freed_nodes and each.throughput >= 1.0]
+    chosen = choose_repack(sizes, 0.9)
+    assert chosen is not None and chosen.stages == 5 and chosen.throughput >= 0.9 and chosen.freed_nodes == 1
+    fewest = [each for each in sizes if each.freed_nodes and each.throughput >= 0.9]
     assert chosen.gpu_time == min(each.gpu_time for each in fewest)
+    chosen = choose_repack(sizes, 1.1)
+    assert chosen is not None and chosen.stages == 7, "no whole node can go, two ranks can"
     assert choose_repack(sizes, 99.0) is None
     with pytest.raises(ValueError, match="throughput floor is 0"):
         choose_repack(sizes, 0)

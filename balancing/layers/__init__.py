@@ -6,6 +6,7 @@ from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.migration import Move, migration_bytes, migration_seconds, moves
 from balancing.layers.plan import plan_stages
+from balancing.layers.refine import refine_plan
 from balancing.layers.repack import Repack, choose_repack, first_fit, repack_options
 from balancing.layers.schedule import Operation, operations
 from balancing.layers.stages import StagePlan
@@ -34,6 +35,7 @@ __all__ = [
     "operations",
     "over_ranks",
     "plan_stages",
+    "refine_plan",
     "repack_options",
     "simulate_schedule",
     "stage_memory",
