@@ -229,13 +229,13 @@ def test_bad_costs(bad, message):
 def test_refinement_never_slows_a_step_and_keeps_to_what_fits():
     draw = np.random.default_rng(3)
     better = 0
-    for _ in range(6):
-        forward = draw.lognormal(0, 0.5, 12)
-        model = LayerCost(forward, forward * draw.uniform(0, 3, 12), head=(1.0, 2.0))
-        plan = plan_stages(model.total, 4, head=3.0)
-        for fits in (lambda plan: True, lambda plan: max(plan.counts) <= (4,)):
+    for _ in range(8):
+        forward = draw.lognormal(0, 0.5, 24)
+        model = LayerCost(forward, forward * np.where(np.arange(24) < 12, 0, 2), head=(1.0, 2.0))  # a frozen front
+        plan = plan_stages(model.total, 6, head=3.0)
+        for fits in (lambda plan: True, lambda plan: max(plan.counts) <= (6,)):
             refined = refine_plan(plan, model, 8, transfer=0.1, fits=fits)
             gain = model.simulate(plan, 8, transfer=0.1).step_time / model.simulate(refined, 8, transfer=0.1).step_time
             assert gain >= 1 and (refined == plan or fits(refined))
-            better += gain > 1.001
+            better += gain > 1.0001
     assert better, "no plan could be improved: the test does not test"
