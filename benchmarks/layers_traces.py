@@ -8,15 +8,15 @@ over s tokens; the backward takes as much for the inputs (twice for attention) a
 
 - mixture of experts: a layer waits for its fullest expert-parallel rank. Rank max / mean of SmartMoE's recorded loads
   is 1.28 to 2.43 by layer, with 6 to 9 % of the tokens changing rank per iteration; experts are 60 % of a layer.
-- gradual pruning: global magnitude pruning to 90 % by Zhu and Gupta's cubic schedule (arXiv 1710.01878), from 30 to 70 %
-  of the run in 5 steps. Weights of layers differ in scale (lognormal, 0.35), so a global threshold leaves layers of
-  unequal density. Sparse kernels break even at 70 % sparsity.
-- layer freezing: a front that grows from 10 % of the run on to three quarters of the layers, in 12 steps; frozen layers
-  have no backward. Egeria's reference activations are not cached: forward stays.
-- sparse attention: 16384 tokens, h = 1024; blocks that hashing keeps differ by layer (lognormal around 15 %, 0.8) and by
+- gradual pruning: global magnitude pruning to 90 % by Zhu and Gupta's cubic schedule (arXiv 1710.01878), from 30 to
+  70 % of the run in 5 steps. Weights of layers differ in scale (lognormal, 0.35, and a trend over depth), so a global
+  threshold leaves layers of unequal density. Sparse kernels break even at 70 % sparsity.
+- layer freezing: a front that grows from 10 to 90 % of the run, in 12 steps, to three quarters of the layers; frozen
+  layers have no backward. Egeria's cache of activations is left out: frozen layers still run forward.
+- sparse attention: 16384 tokens, h = 1024; what hashing keeps differs by layer (lognormal around 15 %, 0.8) and by
   iteration (0.25). Dense in the first tenth.
-- early exit: tokens leave after every second layer from a quarter of the depth on; how many grows until a tenth is left
-  at half depth. Those that leave take their part of the head there.
+- early exit: tokens leave after every second layer from a quarter of the depth on; how many grows until a tenth is
+  left at half depth. Those that leave take their part of the head there.
 - mixture of depths: every second block takes 12.5 % of the tokens (arXiv 2404.02258), which is fixed.
 """
 

@@ -10,7 +10,7 @@ from balancing.layers.refine import refine_plan
 from balancing.layers.repack import Repack, choose_repack, first_fit, repack_options
 from balancing.layers.schedule import Operation, operations
 from balancing.layers.stages import StagePlan
-from balancing.layers.timeline import Span, Timeline, simulate_schedule
+from balancing.layers.timeline import Span, Timeline, simulate_schedule, simulate_steps
 
 __all__ = [
     "CostAverage",
@@ -38,6 +38,7 @@ __all__ = [
     "refine_plan",
     "repack_options",
     "simulate_schedule",
+    "simulate_steps",
     "stage_memory",
     "to_layout",
 ]

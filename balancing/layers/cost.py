@@ -9,6 +9,7 @@ An average that is long enough to be quiet is too slow for a model that was just
 such a step by itself and begins anew.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.stages import StagePlan
-from balancing.layers.timeline import Timeline, simulate_schedule
+from balancing.layers.timeline import Timeline, simulate_schedule, simulate_steps
 
 __all__ = ["CostAverage", "LayerCost", "over_ranks"]
 
@@ -89,6 +90,11 @@ class LayerCost:
         """One training step under `plan`; transfer: seconds a message takes, see `simulate_schedule`."""
         forward, backward = self.stage_seconds(plan)
         return simulate_schedule(forward, backward, micro_batches, transfer=transfer)
+
+    def step_seconds(self, plans: Sequence[StagePlan], micro_batches: int, *, transfer: ArrayLike = 0.0) -> FloatArray:
+        """Simulated seconds of a step under each of many plans with equal numbers of stages and chunks, [plan]."""
+        forward, backward = np.array([self.stage_seconds(plan) for plan in plans]).transpose(1, 0, 2, 3)
+        return simulate_steps(forward, backward, micro_batches, transfer=transfer)
 
     def _values(self) -> FloatArray:
         """Everything in one array, [3 * layers + 4]."""

@@ -3,10 +3,10 @@
 The slowest stage decides most of a step, not all of it: forward and backward count apart while the pipeline fills and
 drains, and with frozen layers or early exits two plans with the same slowest stage can differ by a few percent. So the
 borders of a plan are tried one layer either way in the simulated schedule, and the best change is kept, until none
-helps. One simulation takes 0.4 ms for 8 stages and 32 micro-batches.
+helps. All tries of a round are simulated at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from numpy.typing import ArrayLike
 
@@ -37,18 +37,21 @@ def refine_plan(
         raise ValueError(f"rounds={rounds} must be at least 1")
     best, seconds = plan, cost.simulate(plan, micro_batches, transfer=transfer).step_time
     for _ in range(rounds):
-        found = None
-        for border in range(1, len(best.bounds) - 1):
-            for step in (-1, 1):
-                bounds = list(best.bounds)
-                bounds[border] += step
-                if min(bounds[border] - bounds[border - 1], bounds[border + 1] - bounds[border]) < min_layers:
-                    continue
-                other = StagePlan.from_bounds(bounds, best.stages, plan.method)
-                time = cost.simulate(other, micro_batches, transfer=transfer).step_time
-                if time < seconds * (1 - 1e-9) and fits(other):  # rounding must not pass for a gain
-                    found, seconds = other, time
-        if found is None:
+        others = [other for other in _neighbours(best, min_layers) if fits(other)]
+        if not others:
             break
-        best = found
+        times = cost.step_seconds(others, micro_batches, transfer=transfer)
+        if times.min() >= seconds * (1 - 1e-9):  # rounding must not pass for a gain
+            break
+        best, seconds = others[int(times.argmin())], float(times.min())
     return best
+
+
+def _neighbours(plan: StagePlan, min_layers: int) -> Iterator[StagePlan]:
+    """The plans with one border one layer further."""
+    for border in range(1, len(plan.bounds) - 1):
+        for step in (-1, 1):
+            bounds = list(plan.bounds)
+            bounds[border] += step
+            if min(bounds[border] - bounds[border - 1], bounds[border + 1] - bounds[border]) >= min_layers:
+                yield StagePlan.from_bounds(bounds, plan.stages, plan.method)
