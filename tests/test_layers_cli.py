@@ -1,6 +1,7 @@
 """Layout strings, re-packing, and `python -m balancing.layers` on a recorded run."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from balancing.layers import (
     from_layout,
     plan_stages,
     repack_options,
+    stage_memory,
     to_layout,
 )
 from balancing.layers.__main__ import main
-from balancing.layers.from_report import read_run
+from balancing.layers.from_report import estimate_memory, read_run
 
 # ---- layout strings
 
@@ -175,12 +177,26 @@ def test_weighs_a_given_layout_and_other_sizes(recorded, capsys):
         (["--method", "diffusion", "--virtual", "2"], "plans one chunk a stage"),
         (["--repack-throughput-floor", "5"], "there is nothing to release"),
         (["--repack", "--repack-min-stages", "5"], "min_stages=5"),
+        (["--memory-limit", "1"], "no plan keeps to memory_limit 1,000,000,000 bytes on 4 stages"),
         (["--stages", "2", "--virtual", "2", "--micro-batches", "3"], "last group of 1"),
     ],
 )
 def test_bad_input_ends_in_one_line(recorded, capsys, arguments, message):
     code, _, err = command(capsys, recorded, *arguments)
     assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_memory_is_estimated_on_the_safe_side(tmp_path, capsys):
+    """Stages hold 2 layers of 3 GB and, from the first to the last, 4 to 1 micro-batches of 1 GB a layer."""
+    memory = {rank: 2 * 3 * 10**9 + (4 - rank // 2) * 2 * 10**9 + (rank // 2 == 3) * 5 * 10**9 for rank in range(8)}
+    run = read_run(write_run(tmp_path, Job(memory=memory, noise=0.0), 4))
+    estimate = estimate_memory(run)
+    assert (stage_memory(run.plan, estimate, 8) >= run.memory * (1 - 1e-9)).all()
+    assert stage_memory(run.plan, estimate, 8) == pytest.approx(run.memory, rel=0.35)
+    code, out, _ = command(capsys, tmp_path, "--memory-limit", 19, "--repack")
+    assert code == 0 and "no plan keeps to memory_limit 19,000,000,000 bytes on 1 stages" in " ".join(out.split())
+    with pytest.raises(ValueError, match="no memory of its ranks"):
+        estimate_memory(replace(run, memory=np.zeros(0)))
 
 
 def test_no_run_at_all(tmp_path, capsys):

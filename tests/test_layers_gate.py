@@ -16,6 +16,7 @@ from balancing.layers import (
     plan_stages,
     refine_plan,
     simulate_schedule,
+    simulate_steps,
 )
 
 OLD, NEW, OTHER = (StagePlan.from_counts(((a,), (8 - a,))) for a in (4, 5, 6))
@@ -239,3 +240,18 @@ def test_refinement_never_slows_a_step_and_keeps_to_what_fits():
             assert gain >= 1 and (refined == plan or fits(refined))
             better += gain > 1.0001
     assert better, "no plan could be improved: the test does not test"
+
+
+def test_many_pipelines_at_once_are_the_same_pipelines():
+    draw = np.random.default_rng(4)
+    for ranks, chunks, count in ((4, 1, 9), (3, 2, 6)):
+        forward, backward = draw.uniform(0, 1, (2, 5, ranks, chunks))
+        links = draw.uniform(0, 0.2, ranks)
+        each = [
+            simulate_schedule(f, b, count, transfer=links).step_time for f, b in zip(forward, backward, strict=True)
+        ]
+        assert simulate_steps(forward, backward, count, transfer=links).tolist() == each
+    with pytest.raises(ValueError, match="give seconds as"):
+        simulate_steps(forward[0], backward[0], 6)
+    with pytest.raises(ValueError, match="finite and at least 0"):
+        simulate_steps(-forward, backward, 6)
