@@ -138,12 +138,17 @@ class CostAverage:
     sigmas: float = 5.0
     least: float = 0.05
     confirm: int = 3
-    iterations: int = 0  # since the average began
-    _mean: FloatArray | None = field(default=None, repr=False)
-    _variance: FloatArray | None = field(default=None, repr=False)
-    _away: FloatArray | None = field(default=None, repr=False)  # iterations in a row, signed
-    _recent: list[FloatArray] = field(default_factory=list, repr=False)
-    _like: LayerCost | None = field(default=None, repr=False)
+    iterations: int = field(default=0, init=False)  # since the average began
+    _mean: FloatArray | None = field(default=None, init=False, repr=False)
+    _variance: FloatArray | None = field(default=None, init=False, repr=False)
+    _away: FloatArray | None = field(default=None, init=False, repr=False)  # iterations in a row, signed
+    _recent: list[FloatArray] = field(default_factory=list, init=False, repr=False)
+    _like: LayerCost | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("window", "confirm"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     def add(self, cost: LayerCost) -> bool:
         """Take in one iteration. Returns whether it completed a jump, after which only the last `confirm` count."""

@@ -15,11 +15,13 @@ layers differ by one from each neighbour and by three from end to end. So loads 
    boundary layer if that brings the link's remaining flow nearer to zero, that is if the layer costs less than twice
    of it. Each move lowers |remaining flow| of its link and changes no other's, and there are finitely many partitions,
    so it ends. Then each link whose sender has a layer to spare is within half of its boundary layer of the fixed
-   point, and a stage, between two such links, within one (the largest) layer.
+   point, and a stage, between two such links, within one (the largest) layer. Without fixed loads and with least = 0
+   that is every stage: one that is empty has a link that carries more to it than it has to pass on.
 3. Smoothing. The same pairs go on as long as passing the boundary layer lowers the sum of the squares of their two
    loads, which it does if the layer costs less than they differ. The sum over all stages falls by the same amount, so
    this ends too, with neighbours that differ by no more than the boundary layer of the slower one (unless it has none
-   to spare, or the other one no memory).
+   to spare, or the other one no memory). Both new loads lie between the two old ones, so no stage gets further away
+   from the mean than some stage was.
 
 The pairs of a round share no stage, so all moves of a round may happen at the same time. A stage keeps its last layers
 (least), and a layer never goes where it does not fit. Layers that cost nothing travel with the next one that does.
