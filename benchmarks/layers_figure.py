@@ -50,12 +50,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             for x, value in zip(at, values, strict=True):
                 axes.annotate(f"{value:.2f}", (x, value), ha="center", va="bottom", fontsize=7.5)
     axes.axhline(1, color="#333333", linewidth=0.8)
-    axes.set_ylim(0.8, None)
+    axes.set_ylim(0, 2.1)
     axes.set_xticks(range(len(cases)), [case.replace(" ", "\n", 1) for case in cases])
     axes.set_ylabel("throughput over\nequal numbers of layers")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"{layers} on 8 stages, a whole training run, moves included (modelled costs)", fontsize=9, loc="left"
+        f"{layers} on 8 stages, a whole training run, moves included (modelled, simulated)", fontsize=9, loc="left"
     )
     axes.legend(ncols=2, frameon=False, fontsize=8.5, loc="upper left")
     figure.savefig(path, bbox_inches="tight", facecolor="white")
