@@ -6,10 +6,11 @@ from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.migration import Move, migration_bytes, migration_seconds, moves
 from balancing.layers.plan import plan_stages
+from balancing.layers.refine import refine_plan
 from balancing.layers.repack import Repack, choose_repack, first_fit, repack_options
 from balancing.layers.schedule import Operation, operations
 from balancing.layers.stages import StagePlan
-from balancing.layers.timeline import Span, Timeline, simulate_schedule
+from balancing.layers.timeline import Span, Timeline, simulate_schedule, simulate_steps
 
 __all__ = [
     "CostAverage",
@@ -34,8 +35,10 @@ __all__ = [
     "operations",
     "over_ranks",
     "plan_stages",
+    "refine_plan",
     "repack_options",
     "simulate_schedule",
+    "simulate_steps",
     "stage_memory",
     "to_layout",
 ]

@@ -1,8 +1,9 @@
 """python -m balancing.layers --from-report DIR: the pipeline layout that a recorded run should have had.
 
 Reads what layers, embedding and head cost from the directory that --balance-report named, plans the stages anew, and
-prints the --pipeline-model-parallel-layout to train with and what it is predicted to gain: all layouts are simulated
-with Megatron's own schedule. With --repack also what fewer stages would cost and free.
+prints the --pipeline-model-parallel-layout to train with and what it is predicted to gain: layouts are simulated with
+Megatron's own schedule; the optimizer and what else is outside of it is left out. With --repack also what fewer stages
+would cost and free.
 """
 
 import argparse
@@ -14,9 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from balancing.layers.from_report import RecordedRun, read_run
+from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.layout import from_layout, to_layout
+from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.plan import METHODS, plan_stages
+from balancing.layers.refine import refine_plan
 from balancing.layers.repack import choose_repack, repack_options
 from balancing.layers.stages import StagePlan
 
@@ -47,6 +50,9 @@ def _parser() -> _Parser:
         help="fewest layers of a stage; 1 if layers are to move during training (default: 0)",
     )  # fmt: skip
     parser.add_argument(
+        "--memory-limit", type=float, metavar="GB", help="10^9 bytes a rank may use, layers estimated from the report"
+    )
+    parser.add_argument(
         "--mtp-layers", type=int, default=0, metavar="N", help="multi-token-prediction layers, before L"
     )
     parser.add_argument("--layout", metavar="STRING", help="weigh this layout instead of planning one")
@@ -68,28 +74,39 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False, markup=False, width=_WIDTH)
     try:
         run = read_run(options.from_report)
-        _layout(run, options, console)
+        memory = None if options.memory_limit is None else estimate_memory(run)
+        _layout(run, options, memory, console)
         if options.repack or options.repack_throughput_floor is not None:
-            _repack(run, options, console)
+            _repack(run, options, memory, console)
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _layout(run: RecordedRun, options: argparse.Namespace, console: Console) -> None:
+def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None, console: Console) -> None:
     stages = run.plan.stages if options.stages is None else options.stages
     virtual = run.plan.virtual if options.virtual is None else options.virtual
     count = run.micro_batches if options.micro_batches is None else options.micro_batches
     cost = run.cost
+    limit = None if options.memory_limit is None else options.memory_limit * 1e9
+    before = cost.simulate(run.plan, count).step_time
     if options.layout is not None:
         plan = from_layout(options.layout, stages, layers=cost.layers)
     else:
         plan = plan_stages(
-            cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), virtual=virtual, current=run.plan,
-            method=options.method, micro_batches=count, min_layers=_least(options),
+            cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), memory=memory, memory_limit=limit,
+            virtual=virtual, current=run.plan, method=options.method, micro_batches=count, min_layers=_least(options),
         )  # fmt: skip
-    before = cost.simulate(run.plan, count).step_time
+
+        def fits(other: StagePlan) -> bool:
+            return memory is None or limit is None or bool((stage_memory(other, memory, count) <= limit).all())
+
+        if options.method == "optimal":
+            plan = refine_plan(plan, cost, count, min_layers=_least(options), fits=fits)
+            same = (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual)
+            if same and fits(run.plan) and before <= cost.simulate(plan, count).step_time:
+                plan = run.plan
     after = cost.simulate(plan, count).step_time
     if (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual):
         _show_stages(run, plan, console)
@@ -100,7 +117,7 @@ def _layout(run: RecordedRun, options: argparse.Namespace, console: Console) -> 
         f"{_ms(before)} as recorded ({to_layout(run.plan, mtp_layers=options.mtp_layers)}), {_ms(after)} as planned: "
         + (f"{before / after - 1:+.1%} throughput" if after > 0 else "no time at all")
     )
-    if after >= before and options.layout is None and plan.stages == run.plan.stages:
+    if plan is run.plan:
         print("The recorded layout is as good as any that was found.")
     print(f'--pipeline-model-parallel-layout "{to_layout(plan, mtp_layers=options.mtp_layers)}"')
 
@@ -130,23 +147,27 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-def _repack(run: RecordedRun, options: argparse.Namespace, console: Console) -> None:
+def _repack(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None, console: Console) -> None:
     count = run.micro_batches if options.micro_batches is None else options.micro_batches
     sizes = repack_options(
         run.cost, run.plan, count, ranks_per_stage=run.ranks_per_stage, ranks_per_node=run.ranks_per_node,
+        memory=memory, memory_limit=None if options.memory_limit is None else options.memory_limit * 1e9,
         min_stages=options.repack_min_stages,
     )  # fmt: skip
     table = Table("stages", "step", "throughput", "GPU-hours", "ranks freed", "nodes freed", "layers",
                   box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
     for each in sizes:
         if each.plan is None:
-            table.add_row(str(each.stages), each.reason)
+            table.add_row(str(each.stages), "impossible")
             continue
         layers = "/".join("+".join(map(str, chunks)) for chunks in each.plan.counts)
         table.add_row(str(each.stages), _ms(each.step_seconds), f"{each.throughput:.1%}", f"{each.gpu_time:.1%}",
                       str(each.freed_ranks), str(each.freed_nodes), layers)  # fmt: skip
     print(f"\nFewer stages, against the recorded layout on {run.plan.stages} (nothing is changed):")
     console.print(table)
+    for each in sizes:
+        if each.plan is None:
+            print(f"{each.stages}: {each.reason}")
     if options.repack_throughput_floor is not None:
         chosen = choose_repack(sizes, options.repack_throughput_floor)
         floor = f"{options.repack_throughput_floor:.0%} of the throughput"

@@ -9,6 +9,7 @@ An average that is long enough to be quiet is too slow for a model that was just
 such a step by itself and begins anew.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.stages import StagePlan
-from balancing.layers.timeline import Timeline, simulate_schedule
+from balancing.layers.timeline import Timeline, simulate_schedule, simulate_steps
 
 __all__ = ["CostAverage", "LayerCost", "over_ranks"]
 
@@ -90,6 +91,11 @@ class LayerCost:
         forward, backward = self.stage_seconds(plan)
         return simulate_schedule(forward, backward, micro_batches, transfer=transfer)
 
+    def step_seconds(self, plans: Sequence[StagePlan], micro_batches: int, *, transfer: ArrayLike = 0.0) -> FloatArray:
+        """Simulated seconds of a step under each of many plans with equal numbers of stages and chunks, [plan]."""
+        forward, backward = np.array([self.stage_seconds(plan) for plan in plans]).transpose(1, 0, 2, 3)
+        return simulate_steps(forward, backward, micro_batches, transfer=transfer)
+
     def _values(self) -> FloatArray:
         """Everything in one array, [3 * layers + 4]."""
         parts = (self.forward, self.input_gradient, self.weight_gradient, self.embedding, self.head)
@@ -132,12 +138,17 @@ class CostAverage:
     sigmas: float = 5.0
     least: float = 0.05
     confirm: int = 3
-    iterations: int = 0  # since the average began
-    _mean: FloatArray | None = field(default=None, repr=False)
-    _variance: FloatArray | None = field(default=None, repr=False)
-    _away: FloatArray | None = field(default=None, repr=False)  # iterations in a row, signed
-    _recent: list[FloatArray] = field(default_factory=list, repr=False)
-    _like: LayerCost | None = field(default=None, repr=False)
+    iterations: int = field(default=0, init=False)  # since the average began
+    _mean: FloatArray | None = field(default=None, init=False, repr=False)
+    _variance: FloatArray | None = field(default=None, init=False, repr=False)
+    _away: FloatArray | None = field(default=None, init=False, repr=False)  # iterations in a row, signed
+    _recent: list[FloatArray] = field(default_factory=list, init=False, repr=False)
+    _like: LayerCost | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("window", "confirm"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     def add(self, cost: LayerCost) -> bool:
         """Take in one iteration. Returns whether it completed a jump, after which only the last `confirm` count."""

@@ -112,6 +112,7 @@ def cut(
     np.cumsum(np.where(elsewhere, weight, 0.0), axis=1, out=arriving[:, 1:])
     within = load <= bottleneck
     even = (np.where(within, load, 0.0) / (bottleneck or 1.0)) ** 2  # at most 1 a stage, so less than a byte in all
+    even += 1e-3 * ((last - first) / max(layers, 1)) ** 2  # where layers cost nothing, their number counts
     price = np.where(within, arriving[:, last] - arriving[:, first] + 0.5 * even / stages, np.inf)
     return _cheapest(price, first)
 

@@ -9,17 +9,19 @@ layers differ by one from each neighbour and by three from end to end. So loads 
    two loads along its link, and both remember how much has flowed. A round multiplies the loads by M = I - A/2 with A
    the Laplacian of the path. M is symmetric, its rows sum to 1, and its eigenvalues are cos(pi k / P) for k = 0 to
    P - 1, so the mean stays, and what deviates from it shrinks by cos(pi / P) or better in each round: after R rounds
-   it is in norm at most cos(pi / P)^R of what it was. R is chosen for 1e-4 / P, about 2.5 P^2 rounds. The flows are then
-   what each link must carry to make all stages equal, the fixed point of loads that can be divided.
+   it is in norm at most cos(pi / P)^R of what it was. R is chosen for 1e-4 / P, about 2.5 P^2 rounds. The flows
+   are then what each link must carry to make all stages equal, the fixed point of loads that can be divided.
 2. Layers. In even rounds the pairs (0, 1), (2, 3), ..., in odd rounds the others: the sender of a link passes its
    boundary layer if that brings the link's remaining flow nearer to zero, that is if the layer costs less than twice
    of it. Each move lowers |remaining flow| of its link and changes no other's, and there are finitely many partitions,
    so it ends. Then each link whose sender has a layer to spare is within half of its boundary layer of the fixed
-   point, and a stage, between two such links, within one (the largest) layer.
+   point, and a stage, between two such links, within one (the largest) layer. Without fixed loads and with least = 0
+   that is every stage: one that is empty has a link that carries more to it than it has to pass on.
 3. Smoothing. The same pairs go on as long as passing the boundary layer lowers the sum of the squares of their two
    loads, which it does if the layer costs less than they differ. The sum over all stages falls by the same amount, so
    this ends too, with neighbours that differ by no more than the boundary layer of the slower one (unless it has none
-   to spare, or the other one no memory).
+   to spare, or the other one no memory). Both new loads lie between the two old ones, so no stage gets further away
+   from the mean than some stage was.
 
 The pairs of a round share no stage, so all moves of a round may happen at the same time. A stage keeps its last layers
 (least), and a layer never goes where it does not fit. Layers that cost nothing travel with the next one that does.

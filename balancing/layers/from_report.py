@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.layers.cost import LayerCost
+from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.stages import StagePlan
 from balancing.report import read_history, summarize
 
-__all__ = ["RecordedRun", "read_run"]
+__all__ = ["RecordedRun", "estimate_memory", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,32 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
         step_seconds=summary.step_seconds,
         memory=memory,
     )
+
+
+def estimate_memory(run: RecordedRun) -> LayerMemory:
+    """What a layer needs, judged by how the peaks of the stages differ; on the safe side for fewer stages.
+
+    Stages hold different numbers of micro-batches in flight, which tells state from activations: both are fitted, equal
+    for all layers, by least squares. What the first and the last stage need besides is their embedding and head. If the
+    estimate is below the peak of any other stage, all layers' state is raised until it is not. Memory that no layer
+    takes, such as the CUDA context, counts as layers' and so too often where stages get more layers.
+
+    Raises ValueError if no memory was recorded, as on a CPU.
+    """
+    plan, peak = run.plan, run.memory
+    if len(peak) != plan.stages or not peak.all():
+        raise ValueError("the report has no memory of its ranks, so nobody knows what fits; record it on GPUs")
+    counts = np.array(plan.counts, dtype=float)
+    held = (in_flight(plan.stages, plan.virtual, run.micro_batches) * counts[:, None, :]).sum(axis=2).max(axis=1)
+    terms = np.stack([counts.sum(axis=1), held], axis=1)
+    static, activation = np.maximum(np.linalg.lstsq(terms, peak.astype(float), rcond=None)[0], 0.0)
+    ones = np.ones(plan.layers)
+
+    def missing(static: float, activation: float) -> np.ndarray:
+        of_layers = LayerMemory(static * ones, activation * ones)
+        return peak - stage_memory(plan, of_layers, run.micro_batches)
+
+    inner = (missing(static, activation) / np.maximum(terms[:, 0], 1.0))[1:-1]
+    static += max(float(inner.max(initial=0.0)), 0.0)
+    ends = np.maximum(missing(static, activation)[[0, -1]], 0.0)
+    return LayerMemory(static * ones, activation * ones, float(ends[0]), float(ends[1]) if plan.stages > 1 else 0.0)

@@ -4,12 +4,13 @@ With one chunk a stage this is one exact cut. With several, the parts of a rank'
 the exact optimum is out of reach in milliseconds. So one group of chunks (the v-th of every rank) after the other is
 cut exactly with the others held fixed, and the borders between groups are tried one layer either way, until nothing
 improves: first the slowest rank counts, since a rank computes all its chunks in a step, then the slowest chunk, since
-that sets the pace while the pipeline fills, then the bytes moved. It is a descent: never worse than any of its starting
-points, not always the optimum.
+that sets the pace while the pipeline fills, then the bytes moved. It is a descent from several starting points, the
+more the smaller the model: never worse than any of them, not always the optimum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from balancing.layers.memory import LayerMemory, in_flight
 __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 
 FloatArray = NDArray[np.float64]
+_STARTS = 2048  # chunks times layers times starting points tried either way: keeps the largest models at 50 ms
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +84,11 @@ def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
 def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
     """Borders [virtual * stages + 1] of the best partition found; [] if none is found that fits the memory.
 
-    start: a partition to begin from besides one with even chunks, used only with several chunks a stage.
+    start: a partition to begin from besides those tried anyway, used only with several chunks a stage.
     """
     if problem.virtual == 1:
         return _solve(problem, [0] * problem.stages + [problem.layers], 0)
-    found = [_descend(problem, list(each)) for each in (_even_chunks(problem), start)]
+    found = [_descend(problem, list(each)) for each in (_even_chunks(problem), start, *_even_numbers(problem))]
     best = min(found, key=lambda bounds: _quality(problem, bounds))
     return best if _quality(problem, best)[0] <= 0 else []
 
@@ -132,6 +134,18 @@ def _even_chunks(problem: Problem) -> list[int]:
     fixed[[0, -1]] += problem.embedding, problem.head
     nowhere = np.full(problem.layers, -1)
     return cut(problem.cost, fixed, home=nowhere, weight=problem.weight, least=problem.least)
+
+
+def _even_numbers(problem: Problem) -> Iterator[list[int]]:
+    """Borders of chunks that are equal within each group of chunks, for several positions of the groups' borders."""
+    layers, stages, virtual = problem.layers, problem.stages, problem.virtual
+    reach = min(_STARTS // (stages * virtual * layers), layers)
+    for shift in range(-reach, reach + 1) if reach else ():
+        inner = [group * layers // virtual + shift for group in range(1, virtual)]
+        groups = list(pairwise([0, *inner, layers]))
+        if min(last - first for first, last in groups) >= problem.least * stages:
+            equal = [first + (last - first) * stage // stages for first, last in groups for stage in range(stages)]
+            yield [*equal, layers]
 
 
 def _quality(problem: Problem, bounds: Sequence[int]) -> tuple[float, float, float, float]:
