@@ -1,11 +1,14 @@
 """--balance-layers from the command line to the event log: layers move by themselves, and no number changes."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from training import EXACT, MOCK_DATA, MODEL, RankRun, join, train, train_rank
+
+from balancing.clock import pace
 
 # A big vocabulary: the first and the last of four stages have the most parameters.
 UNEVEN = (
@@ -46,11 +49,27 @@ def test_uneven_stages_are_evened_out(pool, tmp_path):
     assert [event["action"] for event in later] == ["keep"] * len(later)
 
 
+def _train_with_slow_layers(argv: list[str]) -> RankRun:
+    """The first two layers take long, wherever they are."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    forward = TransformerLayer.forward
+
+    @functools.wraps(forward)
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pace(0.03 if self.layer_number <= 2 else 0.0)
+        return forward(self, *args, **kwargs)
+
+    TransformerLayer.forward = slow
+    return _train_willing(argv)
+
+
 def test_settled_once_by_measured_time(pool, tmp_path):
-    argv = [*BASE, "--balance-layers-once", "--layer-balance-interval", "3", "--balance-report", str(tmp_path)]
-    pool.run(4, _train_willing, argv)
+    flags = "--pipeline-model-parallel-size 2 --balance-layers-once --layer-balance-interval 3 --balance-report"
+    pool.run(2, _train_with_slow_layers, [*MODEL, *MOCK_DATA, "--train-iters", "5", *flags.split(), str(tmp_path)])
     (decision,) = _decisions(tmp_path)
-    assert decision["iteration"] == 4
-    assert min(decision["stage_cost_before"]) > 0
-    assert decision["predicted_step_after"] <= decision["predicted_step_before"]
-    assert f"layers settle as --pipeline-model-parallel-layout '{decision['layout_after']}'" in pool.output[0]
+    assert (decision["iteration"], decision["action"]) == (4, "move")
+    assert (decision["layout_before"], decision["layout_after"]) == ("Ett|ttL", "Et|tttL")
+    assert decision["stage_cost_before"][0] > 0.06
+    assert decision["predicted_step_after"] < 0.8 * decision["predicted_step_before"]
+    assert "layers settle as --pipeline-model-parallel-layout 'Et|tttL', which takes " in pool.output[0]
