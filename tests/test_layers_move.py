@@ -1,5 +1,6 @@
 """A layer that moves to another stage takes everything along: the run goes on as if it had always been there."""
 
+import weakref
 from functools import cache
 from typing import Any
 
@@ -49,9 +50,11 @@ CASES = {
         "--untie-embeddings-and-output-weights",
         TO_THE_RIGHT,
     ),
-    "PP 2, EP 2, expert bias, distributed optimizer": (
+    # The first stage gets the first layers with experts that it has, and loses all of them again.
+    "PP 2, EP 2, one dense layer, expert bias, distributed optimizer": (
         4,
-        f"{EXACTLY} {PP2} {EP2} {SHARDED} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        f"{EXACTLY} {PP2} {EP2} {SHARDED} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-layer-freq ([0]*2+[1]*2)",
         {1: ((3,), (1,)), 3: ((1,), (3,))},
     ),
 }
@@ -100,7 +103,7 @@ def test_every_pass_has_a_mask_of_its_own(pool):
 
 
 def _frozen_and_masked(argv: list[str]) -> list[tuple[int, bool, float, bool]]:
-    """Freeze part of a layer, hang a buffer on it, move it. Returns what the layers of this rank are like at the end."""
+    """Freeze part of a layer, hang a buffer on it, move it. Returns what this rank's layers are like at the end."""
     from megatron.balanced import layers
 
     found: list[tuple[int, bool, float, bool]] = []
@@ -136,3 +139,32 @@ def test_what_others_did_to_a_layer_comes_along(pool):
     first, second = pool.run(2, _frozen_and_masked, [*BASE, *flags.split()])
     assert first == [(1, True, 1.0, True), (2, False, 2.0, True), (3, True, 3.0, True)]
     assert second == [(4, True, 4.0, True)]
+
+
+def _peeks_at_buffers(argv: list[str]) -> list[bool]:
+    """Whether gradient buffers, and the optimizer they belong to, are gone while layers travel."""
+    from megatron.balanced import layer_state, move
+
+    gone: list[bool] = []
+    move_at({2: ((1,), (3,))})
+    old: list[weakref.ref] = []
+    free, exchange = move.LayerMover._free_buffers, layer_state.exchange
+
+    def watched(self: Any) -> None:
+        old.extend(weakref.ref(buffer.grad_data) for ddp in self._chunks for buffer in ddp.buffers)
+        free(self)
+
+    def peek(*args: Any) -> int:
+        gone.extend(reference() is None for reference in old)
+        return exchange(*args)
+
+    move.LayerMover._free_buffers, layer_state.exchange = watched, peek
+    train_rank(argv, False)
+    return gone
+
+
+def test_gradient_buffers_make_room_for_what_travels(pool):
+    flags = f"{PP2} {OVERLAPS} --bf16 --balance-layers"
+    for gone in pool.run(4, _peeks_at_buffers, [*BASE, *flags.split()]):
+        assert gone
+        assert all(gone)

@@ -8,6 +8,7 @@ training goes on with the same numbers. Steps are watched after a move, and one 
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,8 @@ class _Choice(NamedTuple):
 class LayerBalancer:
     """A `megatron.balanced.step.StepCallback`. One on each rank; all ranks decide alike.
 
-    report: is given the events. `measured` has to be told what each iteration cost this rank.
+    report: is given the events. `measured` has to be told what each iteration cost this rank. settled: is called when
+    nothing more will be decided.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LayerBalancer:
         report: Callable[[dict[str, Any]], None],
     ) -> None:
         self.mover = LayerMover(args, spec)
+        self.settled: Callable[[], None] = lambda: None
         self.iteration = 0
         self._args, self._config, self._report = args, config, report
         self._first: int | None = None
@@ -73,7 +76,11 @@ class LayerBalancer:
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """To be called with the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
         self.mover.attach(chunks)
-        gate = GateConfig(min_gain=self._config.layer_min_gain, interval=self._config.layer_balance_interval, confirm=1)
+        usual = GateConfig(
+            min_gain=self._config.layer_min_gain, interval=self._config.layer_balance_interval, confirm=1
+        )
+        # What is settled once pays off until training ends.
+        gate = replace(usual, horizon=self._args.train_iters) if self._config.balance_layers_once else usual
         self._gate = Gate(gate, self.mover.plan)
         return chunks
 
@@ -112,6 +119,7 @@ class LayerBalancer:
         choice = self._choose()
         self._settled = self._config.balance_layers_once
         if self._settled:
+            self.settled()
             now, then = choice.predicted
             print_rank_0(
                 f"> layers settle as --pipeline-model-parallel-layout '{to_layout(choice.plan)}', which takes "

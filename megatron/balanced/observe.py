@@ -265,6 +265,8 @@ class Observer:
     # The step, and what is made of it.
 
     def begin_step(self, iteration: int, config: Any) -> None:
+        if not (self._writes or self.listeners):  # nobody wants to know any more
+            return
         self._config = config
         config.timers = _TappedTimers(config.timers, self)
         self.step = _Step(iteration, time.time(), self.clock.mark())
@@ -276,7 +278,8 @@ class Observer:
         self._step_begin = self.clock.mark()
 
     def end_step(self) -> None:
-        assert self.step is not None
+        if self.step is None:
+            return
         self._end_of_call("optimizer", 0, 0)
         self.step.end = self.clock.mark()
         self._steps.append(self.step)

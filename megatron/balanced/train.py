@@ -51,6 +51,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         assert observer is not None
         layers = LayerBalancer(args, config.layers, model, observer.note)
         observer.listeners.append(layers.measured)
+        layers.settled = partial(observer.listeners.remove, layers.measured)
         layers.mover.built.append(observer.watch_layer)
         model.post_wrap_hooks.append(layers.attach)
         step.callbacks.append(layers)
