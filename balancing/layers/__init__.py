@@ -1,6 +1,44 @@
-"""Layers between pipeline stages: what a pipeline schedule costs when its stages are not equal."""
+"""Layers between pipeline stages: what they cost, which stage computes which, and what a schedule makes of it."""
 
+from balancing.layers.cost import CostAverage, LayerCost, over_ranks
+from balancing.layers.gate import Decision, Gate, GateConfig
+from balancing.layers.layout import from_layout, to_layout
+from balancing.layers.memory import LayerMemory, in_flight, stage_memory
+from balancing.layers.migration import Move, migration_bytes, migration_seconds, moves
+from balancing.layers.plan import plan_stages
+from balancing.layers.refine import refine_plan
+from balancing.layers.repack import Repack, choose_repack, first_fit, repack_options
 from balancing.layers.schedule import Operation, operations
-from balancing.layers.timeline import Span, Timeline, simulate_schedule
+from balancing.layers.stages import StagePlan
+from balancing.layers.timeline import Span, Timeline, simulate_schedule, simulate_steps
 
-__all__ = ["Operation", "Span", "Timeline", "operations", "simulate_schedule"]
+__all__ = [
+    "CostAverage",
+    "Decision",
+    "Gate",
+    "GateConfig",
+    "LayerCost",
+    "LayerMemory",
+    "Move",
+    "Operation",
+    "Repack",
+    "Span",
+    "StagePlan",
+    "Timeline",
+    "choose_repack",
+    "first_fit",
+    "from_layout",
+    "in_flight",
+    "migration_bytes",
+    "migration_seconds",
+    "moves",
+    "operations",
+    "over_ranks",
+    "plan_stages",
+    "refine_plan",
+    "repack_options",
+    "simulate_schedule",
+    "simulate_steps",
+    "stage_memory",
+    "to_layout",
+]

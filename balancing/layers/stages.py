@@ -4,8 +4,10 @@ Layers keep their order along the pipeline. With `virtual` chunks a stage, chunk
 stage s - 1, and chunk v of stage 0 after chunk v - 1 of the last stage, as in Megatron's interleaved schedule.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 __all__ = ["StagePlan"]
 
@@ -45,6 +47,12 @@ class StagePlan:
                 first += counts[s][v]
         return cls(tuple(tuple(stage) for stage in chunks), method)
 
+    @classmethod
+    def from_bounds(cls, bounds: Sequence[int], stages: int, method: str = "given") -> "StagePlan":
+        """The plan whose chunks, along the pipeline, begin at `bounds`; the last bound is the number of layers."""
+        order = [tuple(range(first, last)) for first, last in pairwise(bounds)]
+        return cls(tuple(tuple(order[stage::stages]) for stage in range(stages)), method)
+
     @property
     def stages(self) -> int:
         """Pipeline stages."""
@@ -59,6 +67,16 @@ class StagePlan:
     def layers(self) -> int:
         """Layers of the model."""
         return sum(len(chunk) for chunk in self.order)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the chunks begin along the pipeline, and the number of layers."""
+        return (0, *accumulate(len(chunk) for chunk in self.order))
+
+    @property
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """[stage][virtual]: the number of layers in each chunk."""
+        return tuple(tuple(len(chunk) for chunk in stage) for stage in self.chunks)
 
     @property
     def order(self) -> tuple[tuple[int, ...], ...]:

@@ -23,11 +23,13 @@ from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
 from balancing.launch import detect_launch
+from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import OnThisMachine, check_folders, check_layout, check_megatron
 from megatron.balanced.data_checks import check_data
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.expert_checks import check_experts
+from megatron.balanced.layer_checks import check_layers
 from megatron.balanced.sequence_checks import check_sequences
 
 __all__ = ["BalanceConfig", "machine_of", "parse_arguments", "stop"]
@@ -78,11 +80,17 @@ class BalanceConfig:
     )
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
     sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)
+    layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
+
+    @property
+    def balances(self) -> bool:
+        """Whether any balancer is on."""
+        return self.experts.balance_experts or self.sequences.balance_sequences or self.layers.on
 
 
 def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
-    for config in (BalanceConfig, ExpertConfig, SequenceConfig):
+    for config in (BalanceConfig, ExpertConfig, SequenceConfig, LayerConfig):
         for field in dataclasses.fields(config):
             if not field.metadata:
                 continue
@@ -192,8 +200,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
-    balances = config.experts.balance_experts or config.sequences.balance_sequences
-    if config.balance_report is not None or balances:
+    if config.balance_report is not None or config.balances:
         detect_launch()  # who shares a node with whom must be known
     machine_of(config, args.world_size)
     if config.balance_report_interval < 1:
@@ -250,6 +257,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             device=device,
             experts=_config_from(args, ExpertConfig),
             sequences=_config_from(args, SequenceConfig),
+            layers=_config_from(args, LayerConfig),
         )
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
@@ -259,10 +267,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         check_layout(args)
         check_data(args)
         experts, notes = check_experts(args, config.experts, fp64=config.fp64, device=device)
-        sequences, more_notes = check_sequences(args, config.sequences)
-        config = dataclasses.replace(config, experts=experts, sequences=sequences)
+        sequences, of_sequences = check_sequences(args, config.sequences)
+        layers, of_layers = check_layers(args, config.layers)
+        config = dataclasses.replace(config, experts=experts, sequences=sequences, layers=layers)
         if _is_first_rank():
-            print(*(f"> {note}\n" for note in notes + more_notes), sep="", end="", flush=True)
+            print(*(f"> {note}\n" for note in notes + of_sequences + of_layers), sep="", end="", flush=True)
         if args.sft:  # its dataset makes none, and asserts that none is asked for
             args.create_attention_mask_in_dataloader = False
         validate_args(args)

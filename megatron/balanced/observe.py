@@ -13,6 +13,7 @@ its input when it ends.
 import argparse
 import datetime
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class _Step:
     longest: int = 0
     expert_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    record: RankRecord | None = None  # once the marks have been read
 
 
 class _Part:
@@ -119,12 +121,15 @@ class _TappedTimers:
 class Observer:
     """Collects one `RankRecord` an iteration on every rank, and writes the job's records on the last one.
 
-    A `megatron.balanced.step.StepCallback`. Raises ValueError if the directory cannot be written to.
+    Without --balance-report nothing is gathered or written. `listeners` are told each iteration, from 0, and this
+    rank's record of it, one step later. A `megatron.balanced.step.StepCallback`. Raises ValueError if the directory
+    cannot be written to.
     """
 
     def __init__(self, args: argparse.Namespace, config: BalanceConfig) -> None:
-        assert config.balance_report is not None
         self.args = args
+        self.listeners: list[Callable[[int, RankRecord], None]] = []
+        self._writes = config.balance_report is not None
         self.interval = config.balance_report_interval
         self.clock: DeviceClock = CpuClock() if config.device == "cpu" else CudaClock()
         self.step: _Step | None = None
@@ -139,7 +144,7 @@ class Observer:
         self._log: EventLog | None = None
         self._trace: TraceLog | None = None
         self._trace_written = time.monotonic()
-        if args.rank == args.world_size - 1:
+        if config.balance_report is not None and args.rank == args.world_size - 1:
             self._log = EventLog(config.balance_report)
             self._trace = TraceLog(config.balance_report)
 
@@ -149,14 +154,15 @@ class Observer:
         """Put the hooks on the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
         for number, model in enumerate(unwrap_model(chunks)):
             for layer in model.decoder.layers:
-                self._watch_layer(layer, number)
+                self.watch_layer(layer, number)
             if getattr(model, "embedding", None) is not None:
                 self._watch_embedding(model.embedding, number)
             if model.post_process:
                 self._watch_head(model, number)
         return chunks
 
-    def _watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
+    def watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
+        """Put the hooks on a layer of model chunk `chunk`."""
         part = _Part(self, layer.layer_number - 1, chunk)
 
         def leave(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -266,6 +272,8 @@ class Observer:
     # The step, and what is made of it.
 
     def begin_step(self, iteration: int, config: Any) -> None:
+        if not (self._writes or self.listeners):  # nobody wants to know any more
+            return
         self._config = config
         config.timers = _TappedTimers(config.timers, self)
         self.step = _Step(iteration, time.time(), self.clock.mark())
@@ -277,14 +285,22 @@ class Observer:
         self._step_begin = self.clock.mark()
 
     def end_step(self) -> None:
-        assert self.step is not None
+        if self.step is None:
+            return
         self._end_of_call("optimizer", 0, 0)
         self.step.end = self.clock.mark()
         self._steps.append(self.step)
         self.step = None
         self._config.timers = self._config.timers.timers
         # The step that just ended may still be running on the device; the ones before it are not.
-        if len(self._steps) > self.interval:
+        if self.listeners and len(self._steps) > 1:
+            before = self._steps[-2]
+            before.record = self._record(before)
+            for listen in self.listeners:
+                listen(before.iteration, before.record)
+        if not self._writes:
+            del self._steps[:-1]
+        elif len(self._steps) > self.interval:
             self._write(self._steps[:-1])
             del self._steps[:-1]
 
@@ -292,7 +308,8 @@ class Observer:
         """Write what has not been written yet. Every rank calls it, after training."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._write(self._steps)
+        if self._writes:
+            self._write(self._steps)
         self._steps.clear()
         if self._log is not None and self._trace is not None:
             self._log.close()
@@ -307,7 +324,7 @@ class Observer:
             timeout = datetime.timedelta(minutes=self.args.distributed_timeout_minutes)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         gathered = [None] * self.args.world_size if self.args.rank == last else None
-        dist.gather_object([self._record(step) for step in steps], gathered, dst=last, group=self._group)
+        dist.gather_object([step.record or self._record(step) for step in steps], gathered, dst=last, group=self._group)
         if gathered is None:
             return
         assert self._log is not None and self._trace is not None

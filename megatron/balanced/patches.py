@@ -102,8 +102,7 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    balances = config.experts.balance_experts or config.sequences.balance_sequences
-    return config.balance_report is not None or balances
+    return config.balance_report is not None or config.balances
 
 
 def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:

@@ -7,9 +7,9 @@ the patch table puts `with_callbacks` in its place.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["StepCallback", "callbacks", "with_callbacks"]
+__all__ = ["StepCallback", "Trained", "callbacks", "trained", "with_callbacks"]
 
 
 class StepCallback(Protocol):
@@ -29,7 +29,21 @@ class StepCallback(Protocol):
         """After the optimizer's step."""
 
 
+class Trained(NamedTuple):
+    """What the training loop holds: model chunks, their optimizer, and the scheduler of its learning rate."""
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+
+
 callbacks: list[StepCallback] = []
+_trained: list[Trained] = []
+
+
+def trained() -> Trained:
+    """What the step at hand trains. To be asked within a step."""
+    return _trained[-1]
 
 
 def with_callbacks(original: Callable) -> Callable:
@@ -55,6 +69,7 @@ def with_callbacks(original: Callable) -> Callable:
                 callback.end_schedule()
             return losses
 
+        _trained[:] = [Trained(model, optimizer, opt_param_scheduler)]
         for callback in callbacks:
             callback.begin_step(iteration or 0, config)
         result = original(
@@ -70,6 +85,7 @@ def with_callbacks(original: Callable) -> Callable:
         )
         for callback in reversed(callbacks):
             callback.end_step()
+        _trained.clear()
         return result
 
     return train_step

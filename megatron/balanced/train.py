@@ -13,8 +13,10 @@ from megatron.training.utils import print_rank_0
 from megatron.balanced import patches, step
 from megatron.balanced.arguments import BalanceConfig, machine_of, stop
 from megatron.balanced.data import forward_step, train_valid_test_datasets
+from megatron.balanced.dropout import DropoutStreams
 from megatron.balanced.experts import DoesNotFit, ExpertBalancer
 from megatron.balanced.failure import named_failures
+from megatron.balanced.layers import LayerBalancer
 from megatron.balanced.model import model_config
 from megatron.balanced.observe import Observer
 from megatron.balanced.sequences import SequenceBalancer
@@ -36,7 +38,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
     forward: Callable = forward_step
     datasets: Callable = train_valid_test_datasets
     observer = None
-    if config.balance_report is not None:
+    if config.balance_report is not None or config.layers.on:
         observer = Observer(args, config)
         model.post_wrap_hooks.append(observer.attach)
         step.callbacks.append(observer)
@@ -53,6 +55,19 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         balancer = ExpertBalancer(args, config.experts, machine, report)
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
+    if config.layers.on:
+        assert observer is not None
+        layers = LayerBalancer(args, config.layers, model, observer.note)
+        observer.listeners.append(layers.measured)
+        layers.settled = partial(observer.listeners.remove, layers.measured)
+        layers.mover.built.append(observer.watch_layer)
+        model.post_wrap_hooks.append(layers.attach)
+        step.callbacks.append(layers)
+        if args.attention_dropout or args.hidden_dropout:
+            streams = DropoutStreams(args)
+            layers.mover.built.append(streams.watch_layer)
+            model.post_wrap_hooks.append(streams.attach)
+            step.callbacks.append(streams)
     try:
         with named_failures(args.rank, args.world_size):
             _pretrain(args, model, datasets, forward, observer)

@@ -1,0 +1,183 @@
+"""python -m balancing.layers --from-report DIR: the pipeline layout that a recorded run should have had.
+
+Reads what layers, embedding and head cost from the directory that --balance-report named, plans the stages anew, and
+prints the --pipeline-model-parallel-layout to train with and what it is predicted to gain: layouts are simulated with
+Megatron's own schedule; the optimizer and what else is outside of it is left out. With --repack also what fewer stages
+would cost and free.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
+from balancing.layers.layout import from_layout, to_layout
+from balancing.layers.memory import LayerMemory, stage_memory
+from balancing.layers.plan import METHODS, plan_stages
+from balancing.layers.refine import refine_plan
+from balancing.layers.repack import choose_repack, repack_options
+from balancing.layers.stages import StagePlan
+
+__all__ = ["main"]
+
+_WIDTH = 100  # of tables; lines of text are left to the terminal
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def _parser() -> _Parser:
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = _Parser(prog="python -m balancing.layers", description=description, epilog=more)
+    parser.add_argument(
+        "--from-report", metavar="DIR", type=Path, required=True, help="the directory that --balance-report named"
+    )
+    parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages to plan for (default: as recorded)")
+    parser.add_argument("--virtual", type=int, metavar="V", help="chunks a stage to plan for (default: as recorded)")
+    parser.add_argument(
+        "--micro-batches", type=int, metavar="M", help="micro-batches of a step to plan for (default: as recorded)"
+    )
+    parser.add_argument("--method", choices=METHODS, default="optimal", help="planner (default: optimal)")
+    parser.add_argument(
+        "--min-layers", type=int, default=0, metavar="N",
+        help="fewest layers of a stage; 1 if layers are to move during training (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory-limit", type=float, metavar="GB", help="10^9 bytes a rank may use, layers estimated from the report"
+    )
+    parser.add_argument(
+        "--mtp-layers", type=int, default=0, metavar="N", help="multi-token-prediction layers, before L"
+    )
+    parser.add_argument("--layout", metavar="STRING", help="weigh this layout instead of planning one")
+    parser.add_argument("--repack", action="store_true", help="show what fewer stages would cost and free")
+    parser.add_argument(
+        "--repack-min-stages", type=int, default=1, metavar="P", help="fewest stages that may be left (default: 1)"
+    )
+    parser.add_argument(
+        "--repack-throughput-floor", type=float, metavar="X",
+        help="name the size with the fewest GPU-hours that keeps this share of the throughput; implies --repack",
+    )  # fmt: skip
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns 0, or 2 after one line on standard error for bad input."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, markup=False, width=_WIDTH)
+    try:
+        run = read_run(options.from_report)
+        memory = None if options.memory_limit is None else estimate_memory(run)
+        _layout(run, options, memory, console)
+        if options.repack or options.repack_throughput_floor is not None:
+            _repack(run, options, memory, console)
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None, console: Console) -> None:
+    stages = run.plan.stages if options.stages is None else options.stages
+    virtual = run.plan.virtual if options.virtual is None else options.virtual
+    count = run.micro_batches if options.micro_batches is None else options.micro_batches
+    cost = run.cost
+    limit = None if options.memory_limit is None else options.memory_limit * 1e9
+    before = cost.simulate(run.plan, count).step_time
+    if options.layout is not None:
+        plan = from_layout(options.layout, stages, layers=cost.layers)
+    else:
+        plan = plan_stages(
+            cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), memory=memory, memory_limit=limit,
+            virtual=virtual, current=run.plan, method=options.method, micro_batches=count, min_layers=_least(options),
+        )  # fmt: skip
+
+        def fits(other: StagePlan) -> bool:
+            return memory is None or limit is None or bool((stage_memory(other, memory, count) <= limit).all())
+
+        if options.method == "optimal":
+            plan = refine_plan(plan, cost, count, min_layers=_least(options), fits=fits)
+            same = (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual)
+            if same and fits(run.plan) and before <= cost.simulate(plan, count).step_time:
+                plan = run.plan
+    after = cost.simulate(plan, count).step_time
+    if (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual):
+        _show_stages(run, plan, console)
+    print(
+        f"{cost.layers} layers, {plan.stages} stages"
+        + (f" of {plan.virtual} chunks" if plan.virtual > 1 else "")
+        + f", {count} micro-batches. The recorded step took {_ms(run.step_seconds)}; its pipeline, by simulation, "
+        f"{_ms(before)} as recorded ({to_layout(run.plan, mtp_layers=options.mtp_layers)}), {_ms(after)} as planned: "
+        + (f"{before / after - 1:+.1%} throughput" if after > 0 else "no time at all")
+    )
+    if plan is run.plan:
+        print("The recorded layout is as good as any that was found.")
+    print(f'--pipeline-model-parallel-layout "{to_layout(plan, mtp_layers=options.mtp_layers)}"')
+
+
+def _least(options: argparse.Namespace) -> int:
+    """A chunk without layers is possible for the optimal planner only."""
+    return options.min_layers if options.method == "optimal" else max(options.min_layers, 1)
+
+
+def _show_stages(run: RecordedRun, plan: StagePlan, console: Console) -> None:
+    table = Table("stage", "layers", "seconds", "planned layers", "seconds", box=box.SIMPLE_HEAD, pad_edge=False)
+    old, new = run.cost.stage_loads(run.plan), run.cost.stage_loads(plan)
+    for stage in range(plan.stages):
+        table.add_row(str(stage), _numbers(run.plan, stage), _ms(old[stage]), _numbers(plan, stage), _ms(new[stage]))
+    even = float(old.mean()) or 1.0
+    table.add_row("max / mean", "", f"{old.max() / even:.3f}", "", f"{new.max() / even:.3f}")
+    console.print(table)
+
+
+def _numbers(plan: StagePlan, stage: int) -> str:
+    parts = [(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else str(chunk[0])) if chunk else "none"
+             for chunk in plan.chunks[stage]]  # fmt: skip
+    return ", ".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def _repack(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None, console: Console) -> None:
+    count = run.micro_batches if options.micro_batches is None else options.micro_batches
+    sizes = repack_options(
+        run.cost, run.plan, count, ranks_per_stage=run.ranks_per_stage, ranks_per_node=run.ranks_per_node,
+        memory=memory, memory_limit=None if options.memory_limit is None else options.memory_limit * 1e9,
+        min_stages=options.repack_min_stages,
+    )  # fmt: skip
+    table = Table("stages", "step", "throughput", "GPU-hours", "ranks freed", "nodes freed", "layers",
+                  box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
+    for each in sizes:
+        if each.plan is None:
+            table.add_row(str(each.stages), "impossible")
+            continue
+        layers = "/".join("+".join(map(str, chunks)) for chunks in each.plan.counts)
+        table.add_row(str(each.stages), _ms(each.step_seconds), f"{each.throughput:.1%}", f"{each.gpu_time:.1%}",
+                      str(each.freed_ranks), str(each.freed_nodes), layers)  # fmt: skip
+    print(f"\nFewer stages, against the recorded layout on {run.plan.stages} (nothing is changed):")
+    console.print(table)
+    for each in sizes:
+        if each.plan is None:
+            print(f"{each.stages}: {each.reason}")
+    if options.repack_throughput_floor is not None:
+        chosen = choose_repack(sizes, options.repack_throughput_floor)
+        floor = f"{options.repack_throughput_floor:.0%} of the throughput"
+        if chosen is None:
+            raise ValueError(f"there is nothing to release: no smaller pipeline keeps {floor}; lower the floor")
+        print(
+            f"To keep {floor} with the fewest GPU-hours: {chosen.stages} stages, which free {chosen.freed_ranks} ranks "
+            f"and {chosen.freed_nodes} whole nodes."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

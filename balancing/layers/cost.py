@@ -1,0 +1,186 @@
+"""What each layer costs now, and when that has changed.
+
+Forward time alone is blind to freezing, which takes the backward away, and numbers of parameters are blind to nearly
+everything. So forward, input gradient and weight gradient are kept apart, the embedding and the head count like layers,
+and costs are averaged: over data-parallel replicas, which see different data, over expert-parallel ranks, of which the
+slowest sets the pace, and over iterations, since chasing the noise of single iterations costs more than it gains.
+
+An average that is long enough to be quiet is too slow for a model that was just pruned or frozen. `CostAverage` notices
+such a step by itself and begins anew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancing.layers.stages import StagePlan
+from balancing.layers.timeline import Timeline, simulate_schedule, simulate_steps
+
+__all__ = ["CostAverage", "LayerCost", "over_ranks"]
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCost:
+    """Device seconds per micro-batch.
+
+    forward, input_gradient, weight_gradient: float arrays [layer]. Recompute is part of input_gradient, and so is the
+    whole backward where its two parts were not timed apart (weight_gradient is 0 then). embedding, head: (forward,
+    backward) of what stands on the first and the last stage.
+
+    Raises ValueError for seconds that are negative or not finite, and arrays of different lengths.
+    """
+
+    forward: FloatArray
+    input_gradient: FloatArray
+    weight_gradient: FloatArray | float = 0.0
+    embedding: tuple[float, float] = (0.0, 0.0)
+    head: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        layers = np.shape(self.forward)
+        if len(layers) != 1 or not layers[0]:
+            raise ValueError(f"forward has shape {layers}; give one number a layer")
+        for name in ("forward", "input_gradient", "weight_gradient", "embedding", "head"):
+            given = np.asarray(getattr(self, name), dtype=float)
+            shapes = [(2,)] if name in ("embedding", "head") else [layers, ()]
+            if given.shape not in shapes:
+                raise ValueError(f"{name} has shape {given.shape}; it has to be {shapes[0]}")
+            if not (np.isfinite(given) & (given >= 0)).all():
+                raise ValueError(f"{name} has {given.min()} among its seconds; they must be finite and at least 0")
+            if name not in ("embedding", "head"):
+                object.__setattr__(self, name, np.broadcast_to(given, layers))
+
+    @property
+    def layers(self) -> int:
+        return len(self.forward)
+
+    @cached_property
+    def backward(self) -> FloatArray:
+        """[layer], input and weight gradients together."""
+        return np.asarray(self.input_gradient + self.weight_gradient)
+
+    @cached_property
+    def total(self) -> FloatArray:
+        """[layer], what `plan_stages` takes as cost."""
+        return self.forward + self.backward
+
+    def stage_seconds(self, plan: StagePlan) -> tuple[FloatArray, FloatArray]:
+        """Forward and backward of one micro-batch, each [stage, chunk], as `simulate_schedule` takes them."""
+        assert plan.layers == self.layers, f"a plan of {plan.layers} layers for costs of {self.layers}"
+        first, both = np.asarray(plan.bounds), []
+        for each, at in ((self.forward, 0), (self.backward, 1)):
+            sums = np.diff(np.concatenate([[0.0], np.cumsum(each)])[first]).reshape(plan.virtual, plan.stages)
+            sums[0, 0] += self.embedding[at]
+            sums[-1, -1] += self.head[at]
+            both.append(np.ascontiguousarray(sums.T))
+        return both[0], both[1]
+
+    def stage_loads(self, plan: StagePlan) -> FloatArray:
+        """Seconds of one micro-batch on each stage, forward and backward of all its chunks."""
+        forward, backward = self.stage_seconds(plan)
+        return np.asarray((forward + backward).sum(axis=1))
+
+    def simulate(self, plan: StagePlan, micro_batches: int, *, transfer: ArrayLike = 0.0) -> Timeline:
+        """One training step under `plan`; transfer: seconds a message takes, see `simulate_schedule`."""
+        forward, backward = self.stage_seconds(plan)
+        return simulate_schedule(forward, backward, micro_batches, transfer=transfer)
+
+    def step_seconds(self, plans: Sequence[StagePlan], micro_batches: int, *, transfer: ArrayLike = 0.0) -> FloatArray:
+        """Simulated seconds of a step under each of many plans with equal numbers of stages and chunks, [plan]."""
+        forward, backward = np.array([self.stage_seconds(plan) for plan in plans]).transpose(1, 0, 2, 3)
+        return simulate_steps(forward, backward, micro_batches, transfer=transfer)
+
+    def _values(self) -> FloatArray:
+        """Everything in one array, [3 * layers + 4]."""
+        parts = (self.forward, self.input_gradient, self.weight_gradient, self.embedding, self.head)
+        return np.concatenate([np.asarray(part, dtype=float) for part in parts])
+
+    def _with(self, values: FloatArray) -> "LayerCost":
+        n = self.layers
+        forward, inputs, weights, ends = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :].tolist()
+        return LayerCost(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]))
+
+
+def over_ranks(
+    seconds: ArrayLike, experts: ArrayLike | None = None, *, of_experts: Literal["max", "mean"] = "max"
+) -> FloatArray:
+    """One figure for what several ranks have measured of the same layers.
+
+    seconds: float array [rank, ...]. experts: int array [rank], the expert-parallel group of each rank; ranks of a
+    group wait for one another in every MoE layer, so the slowest counts (or the mean, with of_experts="mean"). Groups,
+    which are data-parallel replicas, see other data each, and are averaged. Without experts all ranks are replicas.
+    Returns an array [...].
+    """
+    measured = np.asarray(seconds, dtype=float)
+    group = np.arange(len(measured)) if experts is None else np.asarray(experts)
+    if group.shape != measured.shape[:1]:
+        raise ValueError(f"experts has shape {group.shape} for {len(measured)} ranks")
+    members = [measured[group == each] for each in np.unique(group)]
+    return np.asarray(np.mean([m.max(axis=0) if of_experts == "max" else m.mean(axis=0) for m in members], axis=0))
+
+
+@dataclass
+class CostAverage:
+    """The exponential average of `LayerCost`s over iterations, which begins anew when a layer's cost jumps.
+
+    window: iterations that count; each new one has weight 2 / (window + 1), more while there are fewer. A jump is
+    `confirm` iterations in a row in which some layer is, on the same side, more than `sigmas` standard deviations and
+    more than the share `least` of the mean layer away from its average.
+    """
+
+    window: int = 20
+    sigmas: float = 5.0
+    least: float = 0.05
+    confirm: int = 3
+    iterations: int = field(default=0, init=False)  # since the average began
+    _mean: FloatArray | None = field(default=None, init=False, repr=False)
+    _variance: FloatArray | None = field(default=None, init=False, repr=False)
+    _away: FloatArray | None = field(default=None, init=False, repr=False)  # iterations in a row, signed
+    _recent: list[FloatArray] = field(default_factory=list, init=False, repr=False)
+    _like: LayerCost | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("window", "confirm"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def add(self, cost: LayerCost) -> bool:
+        """Take in one iteration. Returns whether it completed a jump, after which only the last `confirm` count."""
+        values = cost._values()
+        if self._mean is None or self._like is None or self._like.layers != cost.layers:
+            self._begin(cost, [values])
+            return False
+        assert self._variance is not None and self._away is not None
+        off = values - self._mean
+        far = np.maximum(self.sigmas * np.sqrt(self._variance), self.least * float(cost.total.mean()))
+        side = np.where(np.abs(off) > far, np.sign(off), 0.0)
+        self._away = np.where(side == 0, 0.0, np.where(side * self._away >= 0, self._away + side, side))
+        self._recent = [*self._recent, values][-self.confirm :]
+        if np.abs(self._away).max() >= self.confirm and self.iterations >= self.confirm:
+            self._begin(cost, self._recent)
+            return True
+        self.iterations += 1
+        weight = max(2.0 / (self.window + 1), 1.0 / self.iterations)
+        usual = np.abs(self._away) == 0  # an outlier must not widen what is usual
+        self._mean = self._mean + weight * np.where(usual, off, np.clip(off, -far, far))
+        self._variance = np.where(usual, (1 - weight) * (self._variance + weight * off**2), self._variance)
+        self._like = cost
+        return False
+
+    @property
+    def cost(self) -> LayerCost:
+        """The average. Raises ValueError before the first iteration."""
+        if self._mean is None or self._like is None:
+            raise ValueError("no iteration was measured yet; call add() first")
+        return self._like._with(np.maximum(self._mean, 0.0))
+
+    def _begin(self, cost: LayerCost, values: list[FloatArray]) -> None:
+        self._mean, self._variance = np.mean(values, axis=0), np.var(values, axis=0)
+        self._away, self._recent = np.zeros_like(self._mean), list(values)
+        self._like, self.iterations = replace(cost), len(values)

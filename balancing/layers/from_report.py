@@ -1,0 +1,117 @@
+"""What a recorded run says about its layers: costs and the plan in force, from the directory of --balance-report."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from balancing.layers.cost import LayerCost
+from balancing.layers.memory import LayerMemory, in_flight, stage_memory
+from balancing.layers.stages import StagePlan
+from balancing.report import read_history, summarize
+
+__all__ = ["RecordedRun", "estimate_memory", "read_run"]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Typical costs of a run and how it was laid out.
+
+    micro_batches: per step and pipeline. ranks_per_stage, ranks_per_node: of the job. step_seconds: measured, typical.
+    memory: bytes, the most any rank of each stage held, [stage]; empty if not measured.
+    """
+
+    cost: LayerCost
+    plan: StagePlan
+    micro_batches: int
+    ranks_per_stage: int
+    ranks_per_node: int
+    step_seconds: float
+    memory: np.ndarray
+
+
+def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
+    """Read DIR as `balancing.report` does: medians over the iterations under the last layout, without warm-up.
+
+    The embedding and the head are taken for nothing where they were not timed. Raises ValueError, in one line, if the
+    directory holds no run, or layers were not timed or are incomplete.
+    """
+    history = read_history(directory)
+    summary = summarize(history)
+    costs = summary.layers
+    if costs is None or not costs.numbered.any() or not summary.ranks or summary.step_seconds is None:
+        raise ValueError(f"{directory} has no timed layers; train with --balance-report for some iterations more")
+    numbered = costs.numbered
+    numbers = [name for name in costs.names if isinstance(name, int)]
+    if numbers != list(range(len(numbers))):
+        missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
+        raise ValueError(f"{directory} lacks layer {missing[0]}; a plan needs the cost of every layer")
+    odd = [name for name in costs.names if isinstance(name, str) and name not in ("embedding", "head")]
+    if odd:
+        raise ValueError(f"{directory} has costs of {odd[0]!r}, which stands on no known stage; plans know numbered "
+                         "layers, the embedding and the head")  # fmt: skip
+    stage, chunk = costs.stage[numbered], costs.chunk[numbered]
+    stages, virtual = summary.stage_count, 1 + int(chunk.max())
+    counts = np.zeros((stages, virtual), dtype=int)
+    np.add.at(counts, (stage, chunk), 1)
+    plan = StagePlan.from_counts(tuple(tuple(row) for row in counts.tolist()))
+    if plan.stage_of != tuple(stage.tolist()):
+        raise ValueError(f"{directory} has layers on stages {stage.tolist()}, which no order of a pipeline gives")
+    micro_batches = [history.stages[i]["micro_batches"] for i in summary.counted if i in history.stages]
+    if not micro_batches or not micro_batches[-1]:
+        raise ValueError(f"{directory} does not say how many micro-batches a step has; train with a newer version")
+
+    def ends(name: str) -> tuple[float, float]:
+        if name not in costs.names:
+            return 0.0, 0.0
+        at = costs.names.index(name)
+        return float(costs.forward[at]), float(costs.backward[at] + costs.recompute[at])
+
+    ranks = summary.ranks
+    memory = ranks.memory
+    if len(memory):
+        memory = np.array([memory[ranks.stage == each].max() for each in range(stages)])
+    return RecordedRun(
+        cost=LayerCost(
+            costs.forward[numbered],
+            (costs.backward + costs.recompute)[numbered],
+            0.0,
+            ends("embedding"),
+            ends("head"),
+        ),
+        plan=plan,
+        micro_batches=int(micro_batches[-1]),
+        ranks_per_stage=len(ranks.rank) // stages,
+        ranks_per_node=int(np.bincount(ranks.node).max()),
+        step_seconds=summary.step_seconds,
+        memory=memory,
+    )
+
+
+def estimate_memory(run: RecordedRun) -> LayerMemory:
+    """What a layer needs, judged by how the peaks of the stages differ; on the safe side for fewer stages.
+
+    Stages hold different numbers of micro-batches in flight, which tells state from activations: both are fitted, equal
+    for all layers, by least squares. What the first and the last stage need besides is their embedding and head. If the
+    estimate is below the peak of any other stage, all layers' state is raised until it is not. Memory that no layer
+    takes, such as the CUDA context, counts as layers' and so too often where stages get more layers.
+
+    Raises ValueError if no memory was recorded, as on a CPU.
+    """
+    plan, peak = run.plan, run.memory
+    if len(peak) != plan.stages or not peak.all():
+        raise ValueError("the report has no memory of its ranks, so nobody knows what fits; record it on GPUs")
+    counts = np.array(plan.counts, dtype=float)
+    held = (in_flight(plan.stages, plan.virtual, run.micro_batches) * counts[:, None, :]).sum(axis=2).max(axis=1)
+    terms = np.stack([counts.sum(axis=1), held], axis=1)
+    static, activation = np.maximum(np.linalg.lstsq(terms, peak.astype(float), rcond=None)[0], 0.0)
+    ones = np.ones(plan.layers)
+
+    def missing(static: float, activation: float) -> np.ndarray:
+        of_layers = LayerMemory(static * ones, activation * ones)
+        return peak - stage_memory(plan, of_layers, run.micro_batches)
+
+    inner = (missing(static, activation) / np.maximum(terms[:, 0], 1.0))[1:-1]
+    static += max(float(inner.max(initial=0.0)), 0.0)
+    ends = np.maximum(missing(static, activation)[[0, -1]], 0.0)
+    return LayerMemory(static * ones, activation * ones, float(ends[0]), float(ends[1]) if plan.stages > 1 else 0.0)

@@ -1,0 +1,143 @@
+"""Whether a better plan is worth its move.
+
+A move stops training for as long as layers travel, and its gain is a prediction. So a plan passes only if
+
+- it takes at least the share `min_gain` off the predicted step, in `confirm` checks in a row (hysteresis: what costs
+  jitter around does not move layers back and forth),
+- what it gains until the horizon pays for the move: (old - new) x horizon > migration,
+- the last move is at least `interval` iterations ago.
+
+After a move the measured step is watched for `watch` iterations. If it is slower than the old plan would be by now, the
+move is taken back, and the interval doubles until a move has proved itself. What the old plan would take now is what it
+measured before the move, times how much its prediction has changed since: a model that grew dearer in the meantime is
+no reason to go back.
+
+The gate is a value: `check` and `measured` return the next one, so all ranks that feed theirs the same numbers decide
+alike, and it can be stored and tested.
+"""
+
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Literal, NamedTuple
+
+from balancing.layers.stages import StagePlan
+
+__all__ = ["Decision", "Gate", "GateConfig"]
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """When to move.
+
+    min_gain: least share of the step that a move must save, 0 to 1. interval: fewest iterations between moves.
+    horizon: iterations over which the gain counts; costs will have changed again after that. confirm: checks in a row.
+    watch: iterations measured before and after a move, after the first one, which pays for new buffers. slower: share
+    by which a step may be slower than expected of the old plan before the move is taken back.
+
+    Raises ValueError for a value out of range.
+    """
+
+    min_gain: float = 0.02
+    interval: int = 10
+    horizon: int = 200
+    confirm: int = 2
+    watch: int = 5
+    slower: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("min_gain", 0.0, 1.0), ("slower", 0.0, float("inf"))):
+            if not least <= getattr(self, name) < most:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least:g} and below {most:g}")
+        for name in ("interval", "horizon", "confirm", "watch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+class Decision(NamedTuple):
+    """What to do: "keep" the plan in force, "move" to `plan`, or "rollback" to it, and why."""
+
+    action: Literal["keep", "move", "rollback"]
+    plan: StagePlan
+    reason: str
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The state of the gate.
+
+    plan: in force. moved_at: iteration of the last move. patience: factor on the interval, doubled by each rollback.
+    agreed: checks in a row that found a gain. steps: the last measured steps under `plan`, seconds. previous: the plan
+    before the move under watch, with its measured seconds and those it was predicted at the time of the move; None if
+    no move is under watch.
+    """
+
+    config: GateConfig
+    plan: StagePlan
+    moved_at: int | None = None
+    patience: int = 1
+    agreed: int = 0
+    steps: tuple[float, ...] = ()
+    previous: tuple[StagePlan, float, float] | None = field(default=None)
+
+    def measured(self, iteration: int, seconds: float) -> "Gate":
+        """Take in the measured seconds of an iteration that ran under `plan`."""
+        if self.moved_at is not None and iteration <= self.moved_at:
+            return self  # the first iteration after a move pays for new buffers
+        return replace(self, steps=(*self.steps, seconds)[-self.config.watch :])
+
+    @property
+    def watching(self) -> StagePlan | None:
+        """The plan that was left and may have to come back: `check` wants to know what it would take now."""
+        return self.previous[0] if self.previous else None
+
+    def check(
+        self,
+        iteration: int,
+        candidate: StagePlan,
+        now: float,
+        then: float,
+        migration: float,
+        *,
+        left: int | None = None,
+        previous_now: float | None = None,
+    ) -> tuple["Gate", Decision]:
+        """Decide before `iteration`. Returns the next gate, with the plan that will be in force, and the decision.
+
+        now, then: predicted seconds of a step under the plan in force and under `candidate`, both by the costs of now.
+        migration: seconds the move takes. left: iterations until training ends. previous_now: predicted seconds under
+        `watching`, by the costs of now.
+        """
+        config = self.config
+        if self.previous is not None:
+            if len(self.steps) < config.watch:
+                return self, Decision("keep", self.plan, f"watching the last move, {len(self.steps)} of {config.watch}")
+            plan, before, predicted = self.previous
+            expected = before * (previous_now / predicted if previous_now is not None and predicted > 0 else 1.0)
+            after = median(self.steps)
+            if before > 0 and after > (1 + config.slower) * expected:
+                back = replace(self, plan=plan, moved_at=iteration, patience=2 * self.patience, agreed=0, steps=(),
+                               previous=None)  # fmt: skip
+                why = f"steps take {after:.4g} s, the plan before would take {expected:.4g} s"
+                return back, Decision("rollback", plan, why)
+            return replace(self, previous=None, patience=1).check(iteration, candidate, now, then, migration, left=left)
+
+        def keep(why: str, agreed: int = 0) -> tuple["Gate", Decision]:
+            return replace(self, agreed=agreed), Decision("keep", self.plan, why)
+
+        gain = now - then
+        if candidate.chunks == self.plan.chunks:
+            return keep("the plan in force is the best one")
+        if gain < config.min_gain * now or gain <= 0:
+            return keep(f"gains {gain / now if now > 0 else 0:.1%} of a step, less than {config.min_gain:.1%}")
+        horizon = config.horizon if left is None else min(config.horizon, left)
+        if gain * horizon <= migration:
+            return keep(f"gains {gain * horizon:.4g} s in {horizon} iterations, the move takes {migration:.4g} s")
+        agreed = self.agreed + 1
+        if agreed < config.confirm:
+            return keep(f"gains {gain / now:.1%} of a step, seen {agreed} of {config.confirm} times", agreed)
+        wait = config.interval * self.patience
+        if self.moved_at is not None and iteration - self.moved_at < wait:
+            return keep(f"the last move is {iteration - self.moved_at} of {wait} iterations ago", agreed)
+        watched = (self.plan, median(self.steps), now) if self.steps else None
+        moved = replace(self, plan=candidate, moved_at=iteration, agreed=0, steps=(), previous=watched)
+        return moved, Decision("move", candidate, f"gains {gain / now:.1%} of a step for {migration:.4g} s")

@@ -1,0 +1,83 @@
+"""Plans as Megatron's --pipeline-model-parallel-layout spells them, and back.
+
+The string lists the virtual stages along the pipeline, separated by |: E is the embedding, t a transformer layer, m a
+multi-token-prediction layer, L the head with the loss. x*n repeats a letter or |, (...)*n a part that has no
+parentheses inside; commas mean nothing. "Et*3|(tt|)*2t,L" is four stages of 3, 2, 2 and 1 layers.
+"""
+
+import re
+from itertools import groupby
+
+from balancing.layers.stages import StagePlan
+
+__all__ = ["from_layout", "to_layout"]
+
+
+def to_layout(plan: StagePlan, *, mtp_layers: int = 0) -> str:
+    """The layout string of `plan`. mtp_layers: multi-token-prediction layers, which stand before the loss."""
+    if mtp_layers < 0:
+        raise ValueError(f"mtp_layers={mtp_layers} must be at least 0")
+    runs = ["t" * len(chunk) if len(chunk) < 4 else f"t*{len(chunk)}" for chunk in plan.order]
+    end = "m" * mtp_layers + "L"
+    if len(runs) == 1:
+        return f"E{runs[0]}{end}"
+    middle = ""
+    for run, same in groupby(runs[1:-1]):
+        count = len(list(same))
+        stage = f"{run}|"
+        middle += f"({stage})*{count}" if run and count > 2 else stage * count
+    return f"E{runs[0]}|{middle}{runs[-1]}{end}"
+
+
+def from_layout(layout: str, stages: int, *, layers: int | None = None) -> StagePlan:
+    """The plan that a layout string describes, m layers left out.
+
+    stages: pipeline size. layers: transformer layers of the model; None to believe the string.
+
+    Raises ValueError for another character than the above, a repetition that cannot be read, a number of virtual
+    stages that `stages` does not divide, E or L missing, repeated or out of place, t after m, and a string that drops
+    or adds layers.
+    """
+    if stages < 1:
+        raise ValueError(f"stages={stages} must be at least 1")
+    chunks = _unrolled(layout).split("|")
+    if len(chunks) % stages:
+        raise ValueError(
+            f"layout {layout!r} has {len(chunks)} virtual stages, which {stages} pipeline stages do not divide; "
+            "add or remove a |"
+        )
+    along = "".join(chunks)
+    for letter, what, place in (("E", "embedding", 0), ("L", "loss", len(along) - 1)):
+        if along.count(letter) != 1 or along.find(letter) != place:
+            raise ValueError(f"layout {layout!r} must have {letter}, the {what}, once and at its very "
+                             + ("beginning" if place == 0 else "end"))  # fmt: skip
+    if "t" in along[along.find("m") :] and "m" in along:
+        raise ValueError(f"layout {layout!r} has a t after an m; multi-token prediction comes after all layers")
+    found = along.count("t")
+    if layers is not None and found != layers:
+        fault = f"drops {layers - found}" if found < layers else f"adds {found - layers}"
+        raise ValueError(f"layout {layout!r} has {found} layers, the model {layers}: it {fault}")
+    bounds = [0]
+    for chunk in chunks:
+        bounds.append(bounds[-1] + chunk.count("t"))
+    return StagePlan.from_bounds(bounds, stages)
+
+
+def _unrolled(layout: str) -> str:
+    """The string with its repetitions written out: nothing but letters and |."""
+    text = layout.replace(",", "").replace(" ", "")
+    text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda part: part[1] * int(part[2]), _guarded(text, layout))
+    text = re.sub(r"([EtmL|])\*(\d+)", lambda part: part[1] * int(part[2]), text)
+    if odd := re.search(r"[^EtmL|]", text):
+        raise ValueError(f"layout {layout!r} has {odd[0]!r} where only E, t, m, L, | and repetitions may stand")
+    return text
+
+
+def _guarded(text: str, layout: str) -> str:
+    """`text`, if no repetition in it writes out to more than a model may have."""
+    most = 1
+    for number in re.findall(r"\*(\d+)", text):
+        most = max(most, int(number))
+    if most > 10_000:
+        raise ValueError(f"layout {layout!r} repeats something {most} times")
+    return text

@@ -1,0 +1,54 @@
+"""What each layer cost in an iteration, from what the ranks measured.
+
+A rank knows the layers it holds, in device seconds of each pass. Joined over all ranks that is the cost of the whole
+model, whatever the layout, so costs measured before a move stand beside those measured after it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balancing.layers.cost import LayerCost, over_ranks
+from balancing.report.record import RankRecord
+
+__all__ = ["join_ranks", "layer_seconds"]
+
+FloatArray = NDArray[np.float64]
+
+
+def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
+    """Device seconds per micro-batch that a rank spent on each part of the model in one iteration.
+
+    Returns [layers + 2, 2]: the layers, the embedding and the head; forward and backward, recompute in the latter. nan
+    for parts that the rank does not hold.
+    """
+    seconds = np.zeros((layers + 2, 2))
+    passes = np.zeros(layers + 2)
+    row = {"embedding": layers, "head": layers + 1} | {number: number for number in range(layers)}
+    for span in record.spans:
+        if span.layer in row and span.kind in ("forward", "backward", "recompute"):
+            seconds[row[span.layer], int(span.kind != "forward")] += span.busy
+            passes[row[span.layer]] += span.kind == "forward"
+    return np.where(passes[:, None] > 0, seconds / np.maximum(passes, 1)[:, None], np.nan)
+
+
+def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[LayerCost]:
+    """The cost of the whole model in each of several iterations.
+
+    seconds: for each rank [iteration, layers + 2, 2], as `layer_seconds` gives them. experts: for each rank the number
+    of its expert-parallel group among replicas: its ranks wait for one another, so the slowest counts.
+
+    Raises ValueError if some part of the model was measured on no rank.
+    """
+    measured, group = np.stack(seconds), np.asarray(experts)
+    whole = np.empty(measured.shape[1:])
+    for part in range(measured.shape[2]):
+        there = ~np.isnan(measured[:, 0, part, 0])
+        if not there.any():
+            raise ValueError(f"part {part} of {measured.shape[2]} (layers, embedding, head) was measured on no rank")
+        whole[:, part] = over_ranks(measured[there, :, part], group[there])
+    return [
+        LayerCost(step[:-2, 0], step[:-2, 1], embedding=(step[-2, 0], step[-2, 1]), head=(step[-1, 0], step[-1, 1]))
+        for step in whole
+    ]

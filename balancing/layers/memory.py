@@ -1,0 +1,114 @@
+"""What a stage must hold: the state of its layers, and the activations of every micro-batch in flight.
+
+A plan that is even in seconds is no use if a stage does not fit its device. Early stages of 1F1B hold more
+micro-batches than late ones (stage s of P holds P - s), so the same layers need more memory there, and a partition that
+ignores it runs out of memory on stage 0. With several chunks a stage the counts of the chunks rise and fall against
+each other, so the peak is taken over all moments of the schedule.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancing.layers.stages import StagePlan
+
+__all__ = ["LayerMemory", "in_flight", "stage_memory"]
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMemory:
+    """Bytes of one model on one rank of each stage.
+
+    static: float array [layer], weights, gradients and optimizer state. activation: float array [layer], or one number
+    for all, what one micro-batch leaves behind until its backward; a frozen layer leaves nothing. embedding, head:
+    static bytes of what stays on the first and the last stage. embedding_activation, head_activation: the same per
+    micro-batch.
+
+    Raises ValueError for bytes that are negative or not finite, and arrays of different lengths.
+    """
+
+    static: FloatArray
+    activation: FloatArray | float = 0.0
+    embedding: float = 0.0
+    head: float = 0.0
+    embedding_activation: float = 0.0
+    head_activation: float = 0.0
+
+    def __post_init__(self) -> None:
+        static = np.asarray(self.static, dtype=float)
+        if static.ndim != 1 or not len(static):
+            raise ValueError(f"static bytes have shape {static.shape}; give one number a layer")
+        activation = np.asarray(self.activation, dtype=float)
+        if activation.shape not in ((), static.shape):
+            raise ValueError(f"activation bytes have shape {activation.shape}, static bytes {static.shape}")
+        object.__setattr__(self, "static", static)
+        object.__setattr__(self, "activation", activation)
+        for name in ("static", "activation", "embedding", "head", "embedding_activation", "head_activation"):
+            given = np.asarray(getattr(self, name), dtype=float)
+            if not (np.isfinite(given) & (given >= 0)).all():
+                raise ValueError(f"{name} bytes have {given.min()} among them; bytes must be finite and at least 0")
+
+    @cached_property
+    def activation_of_layers(self) -> FloatArray:
+        """activation as [layer]."""
+        return np.broadcast_to(np.asarray(self.activation), self.static.shape)
+
+
+@lru_cache(maxsize=64)
+def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -> NDArray[np.int64]:
+    """How many micro-batches each chunk holds at the moments when a stage may hold most.
+
+    micro_batches: of a step; None if there are enough to fill the pipeline. Returns an int array [stage, moment,
+    chunk]. Of all moments only those are kept that can be the fullest for some sizes of activations; a stage with fewer
+    of them than others repeats its last one. The schedules are those of
+    `balancing.layers.schedule` with its default groups.
+    """
+    if virtual == 1:
+        most = micro_batches or stages
+        return np.minimum(np.arange(stages, 0, -1), most)[:, None, None]
+    count = min(micro_batches or 4 * stages, 4 * stages)
+    chunk = np.array([c for first in range(0, count, stages) for c in range(virtual)
+                      for _ in range(min(stages, count - first))])  # fmt: skip
+    forwards = np.zeros((len(chunk) + 1, virtual), dtype=np.int64)  # [operations done, chunk]
+    forwards[1:] = np.cumsum(chunk[:, None] == np.arange(virtual), axis=0)
+    backwards = forwards[:, ::-1]
+    moments = []
+    for stage in range(stages):
+        warm_up = min(2 * (stages - stage - 1) + (virtual - 1) * stages, len(chunk) - 1)
+        held = forwards[warm_up + 1 :] - backwards[: len(chunk) - warm_up]
+        moments.append(_extreme(held))
+    most = max(len(rows) for rows in moments)
+    return np.stack([np.concatenate([rows, np.repeat(rows[-1:], most - len(rows), axis=0)]) for rows in moments])
+
+
+def _extreme(held: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of the counts [moment, chunk] of one stage over time, those that can be the fullest: a moment in the middle of a
+    straight run lies between its ends, and one that another exceeds in every chunk is not needed either."""
+    step = np.diff(held, axis=0)
+    turns = np.concatenate([[True], (step[1:] != step[:-1]).any(1), [True]]) if len(held) > 1 else np.array([True])
+    rows = np.unique(held[turns], axis=0)
+    exceeded = [((rows >= row).all(1) & (rows > row).any(1)).any() for row in rows]
+    return rows[~np.array(exceeded)]
+
+
+def stage_memory(plan: StagePlan, memory: LayerMemory, micro_batches: int | None = None) -> FloatArray:
+    """The most bytes a rank of each stage holds under `plan`: float array [stage]."""
+    peak = np.zeros(plan.stages)
+    moments = in_flight(plan.stages, plan.virtual, micro_batches)
+    for stage, chunks in enumerate(plan.chunks):
+        first, last = stage == 0, stage == plan.stages - 1
+        activation = np.array([memory.activation_of_layers[list(chunk)].sum() for chunk in chunks])
+        activation[0] += memory.embedding_activation * first
+        activation[-1] += memory.head_activation * last
+        static = sum(memory.static[list(chunk)].sum() for chunk in chunks)
+        peak[stage] = static + memory.embedding * first + memory.head * last + (moments[stage] @ activation).max()
+    return peak
+
+
+def as_memory(memory: "LayerMemory | ArrayLike") -> LayerMemory:
+    """`memory` itself, or an array [layer] of static bytes as one."""
+    return memory if isinstance(memory, LayerMemory) else LayerMemory(np.asarray(memory, dtype=float))

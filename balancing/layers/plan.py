@@ -1,0 +1,150 @@
+"""Which stage computes which layers: the planners behind one function.
+
+Stages of a dynamic model (DynMo, arXiv 2505.14864) stop costing the same, and even a plain model has an embedding and a
+head that cost as much as layers. A plan is made from what the layers cost now, and says who computes what from now on.
+"""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.layers.baselines import deepspeed_bounds, uniform_bounds
+from balancing.layers.diffusion import diffuse
+from balancing.layers.memory import LayerMemory, as_memory, stage_memory
+from balancing.layers.partition import Problem, memory_shortfall, optimal_bounds, room_of
+from balancing.layers.stages import StagePlan
+
+__all__ = ["METHODS", "Method", "plan_stages"]
+
+Method = Literal["uniform", "optimal", "diffusion", "deepspeed"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+def plan_stages(
+    cost: ArrayLike,
+    stages: int,
+    *,
+    embedding: float = 0.0,
+    head: float = 0.0,
+    memory: LayerMemory | ArrayLike | None = None,
+    memory_limit: ArrayLike | None = None,
+    virtual: int = 1,
+    current: StagePlan | None = None,
+    method: Method = "optimal",
+    micro_batches: int | None = None,
+    min_layers: int = 1,
+) -> StagePlan:
+    """Divide layers among pipeline stages, in order.
+
+    cost: float array [layer], seconds of forward + backward per micro-batch, or numbers of parameters. embedding,
+    head: the same of what is fixed to the first and the last stage. memory: bytes of each layer, as a LayerMemory or
+    as an array [layer] of static bytes. memory_limit: bytes a rank may use, one number or one per stage; a hard limit.
+    virtual: chunks a stage. current: the plan in force; of equally good plans the one that moves fewest bytes from
+    it (fewest layers, without memory) is taken, and "diffusion" starts from it, from equal numbers without it.
+    micro_batches: of a step, for activations in flight; None if there are enough to fill the pipeline.
+    min_layers: fewest layers a chunk has; 0 allows a stage with nothing but the embedding or the head.
+
+    method: "optimal", the slowest stage as fast as possible, exactly if virtual is 1; "diffusion", neighbours exchange
+    boundary layers (`balancing.layers.diffusion`); "deepspeed", contiguous by max - min; "uniform", equal numbers.
+    Only "optimal" and "diffusion" look for a plan that fits the memory, the others are refused if theirs does not.
+
+    Raises ValueError for costs that are negative or not finite, sizes below 1, fewer layers than chunks, a method that
+    cannot do several chunks a stage, and a memory limit that cannot be met, with the bytes that are missing.
+    """
+    problem = _checked(cost, stages, embedding, head, memory, memory_limit, virtual, current, micro_batches,
+                       min_layers, method)  # fmt: skip
+    start = uniform_bounds(problem.layers, stages * virtual)
+    if current is not None and method != "uniform" and (current.stages, current.virtual) == (stages, virtual):
+        start = list(current.bounds)
+    if method == "optimal":
+        bounds = optimal_bounds(problem, start)
+        if not bounds:
+            raise _does_not_fit(problem)
+    elif method == "diffusion":
+        bounds = diffuse(problem.cost, start, problem.fixed(), least=min_layers, fits=_fits(problem))
+    elif method == "deepspeed":
+        bounds = deepspeed_bounds(problem.cost, problem.fixed().tolist())
+    else:
+        bounds = start
+    plan = StagePlan.from_bounds(bounds, stages, method)
+    assert plan.layers == problem.layers, f"{plan.layers} of {problem.layers} layers are planned"
+    if problem.memory is not None and problem.limit is not None:
+        excess = stage_memory(plan, problem.memory, micro_batches) - problem.limit
+        stage, over = int(excess.argmax()), float(excess.max())
+        if over > 0 and method != "optimal":
+            raise ValueError(
+                f"the {method} plan does not fit memory_limit {problem.limit[stage]:,.0f} bytes: stage {stage} needs "
+                f"{over:,.0f} bytes more; use method 'optimal', which keeps to the limit where that is possible"
+            )
+        # Sums in another order may differ in the last digit.
+        assert over <= 1e-9 * problem.limit.max(), f"the plan is {over} bytes over the limit"
+    return plan
+
+
+def _checked(
+    cost: ArrayLike, stages: int, embedding: float, head: float, memory: LayerMemory | ArrayLike | None,
+    memory_limit: ArrayLike | None, virtual: int, current: StagePlan | None, micro_batches: int | None,
+    min_layers: int, method: str,
+) -> Problem:  # fmt: skip
+    seconds = np.asarray(cost, dtype=float)
+    if seconds.ndim != 1 or not len(seconds):
+        raise ValueError(f"cost has shape {seconds.shape}; give one number a layer")
+    for name, values in (("cost", seconds), ("embedding", embedding), ("head", head)):
+        if not (np.isfinite(values) & (np.asarray(values) >= 0)).all():
+            raise ValueError(f"{name} has {np.min(values)} among its values; they must be finite and at least 0")
+    for name, size, least in (("stages", stages, 1), ("virtual", virtual, 1), ("min_layers", min_layers, 0),
+                              ("micro_batches", 1 if micro_batches is None else micro_batches, 1)):  # fmt: skip
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
+            raise ValueError(f"{name}={size!r} must be a whole number of at least {least}")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    if virtual > 1 and method in ("diffusion", "deepspeed"):
+        raise ValueError(f"method {method!r} plans one chunk a stage, not {virtual}; use 'optimal' or virtual=1")
+    layers, chunks = len(seconds), stages * virtual
+    fewest = min_layers if method in ("optimal", "diffusion") else max(min_layers, 1)
+    if layers < chunks * fewest:
+        raise ValueError(
+            f"{layers} layers cannot fill {stages} stages of {virtual} chunks with {fewest} each; use at most "
+            f"{max(layers // (virtual * fewest), 1)} stages, or fewer chunks"
+            + (", or min_layers=0 with method 'optimal'" if min_layers else "")
+        )
+    if current is not None and current.layers != layers:
+        raise ValueError(f"the current plan has {current.layers} layers, cost has {layers}")
+    bytes_of = None if memory is None else as_memory(memory)
+    if bytes_of is not None and len(bytes_of.static) != layers:
+        raise ValueError(f"memory is of {len(bytes_of.static)} layers, cost of {layers}")
+    if memory_limit is not None and bytes_of is None:
+        raise ValueError("memory_limit needs memory, the bytes of each layer")
+    limit = None
+    if memory_limit is not None:
+        limit = np.asarray(memory_limit, dtype=float)
+        if limit.shape not in ((), (stages,)) or not (limit > 0).all():
+            raise ValueError(f"memory_limit is {limit.tolist()}; give one number above 0, or one for each stage")
+        limit = np.broadcast_to(limit, (stages,)).copy()
+    home = np.full(layers, -1)
+    if current is not None:
+        home = np.array(current.stage_of)
+    weight = np.ones(layers) if bytes_of is None or not bytes_of.static.any() else bytes_of.static
+    return Problem(seconds, int(stages), int(virtual), float(embedding), float(head), bytes_of, limit, home, weight,
+                   int(min_layers), micro_batches)  # fmt: skip
+
+
+def _fits(problem: Problem) -> Callable[[int, int, int], bool]:
+    """Whether layers first to last - 1 fit on a stage that has one chunk."""
+    room = room_of(problem, [0] * problem.stages + [problem.layers], 0)
+    if room is None:
+        return lambda stage, first, last: True
+    return lambda stage, first, last: bool(room.over(np.array(first), np.array(last))[stage] <= 0)
+
+
+def _does_not_fit(problem: Problem) -> ValueError:
+    assert problem.limit is not None
+    missing = memory_shortfall(problem)
+    limits = " or ".join(f"{limit:,.0f}" for limit in sorted(set(problem.limit.tolist())))
+    at_least = "at least " if problem.virtual == 1 else ""
+    return ValueError(
+        f"no plan keeps to memory_limit {limits} bytes on {problem.stages} stages: a stage is {at_least}"
+        f"{missing:,.0f} bytes short; use more stages, more tensor parallelism, or recompute activations"
+    )

@@ -1,0 +1,126 @@
+"""Fewer stages: what a smaller pipeline would cost and free, and which size to take.
+
+A model that was pruned or frozen may not need all its ranks any more. DynMo merges stages first-fit as long as they fit
+one device's memory, and does not partition again, so one stage ends with most of the layers. Here every size gets its
+best partition within the memory, its step is simulated, and the choice is between throughput and GPU-hours, by a rule
+the user sets. Schedulers take back whole nodes, so sizes that free one come first.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.layers.cost import LayerCost
+from balancing.layers.memory import LayerMemory
+from balancing.layers.plan import plan_stages
+from balancing.layers.stages import StagePlan
+
+__all__ = ["Repack", "choose_repack", "first_fit", "repack_options"]
+
+
+@dataclass(frozen=True)
+class Repack:
+    """One pipeline size. plan: its best partition; None where none fits, and `reason` says why.
+
+    throughput: over that of the plan in force. gpu_time: GPU-seconds of a step, also over the plan in force.
+    freed_ranks, freed_nodes: what is given back. step_seconds: simulated.
+    """
+
+    stages: int
+    plan: StagePlan | None
+    step_seconds: float
+    throughput: float
+    gpu_time: float
+    freed_ranks: int
+    freed_nodes: int
+    reason: str = ""
+
+
+def repack_options(
+    cost: LayerCost,
+    current: StagePlan,
+    micro_batches: int,
+    *,
+    memory: LayerMemory | None = None,
+    memory_limit: ArrayLike | None = None,
+    ranks_per_stage: int = 1,
+    ranks_per_node: int | None = None,
+    min_stages: int = 1,
+    transfer: float = 0.0,
+) -> list[Repack]:
+    """Every pipeline size from that of `current` down to `min_stages`, largest first.
+
+    micro_batches: of a step, the same for all sizes. ranks_per_stage: data times tensor times context parallel size.
+    ranks_per_node: None if nodes do not matter; stages fill nodes in order. transfer: seconds of a message.
+
+    Raises ValueError for sizes out of range.
+    """
+    if not 1 <= min_stages <= current.stages:
+        raise ValueError(f"min_stages={min_stages} must lie between 1 and the {current.stages} stages there are")
+    if ranks_per_stage < 1 or (ranks_per_node is not None and ranks_per_node < 1):
+        raise ValueError(f"ranks_per_stage={ranks_per_stage} and ranks_per_node={ranks_per_node} must be at least 1")
+    now = cost.simulate(current, micro_batches, transfer=transfer).step_time
+    options = []
+    for stages in range(current.stages, min_stages - 1, -1):
+        freed = (current.stages - stages) * ranks_per_stage
+        nodes = 0 if ranks_per_node is None else _nodes(current.stages * ranks_per_stage, ranks_per_node)
+        nodes -= 0 if ranks_per_node is None else _nodes(stages * ranks_per_stage, ranks_per_node)
+        virtual = current.virtual if stages > 1 else 1
+        try:
+            plan = plan_stages(
+                cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), memory=memory,
+                memory_limit=memory_limit, virtual=virtual, current=current, micro_batches=micro_batches,
+            )  # fmt: skip
+            seconds = cost.simulate(plan, micro_batches, transfer=transfer).step_time
+        except ValueError as error:
+            options.append(Repack(stages, None, np.inf, 0.0, np.inf, freed, nodes, str(error)))
+            continue
+        slower = seconds / now if now > 0 else 1.0
+        options.append(
+            Repack(stages, plan, seconds, 1 / slower if slower > 0 else 1.0, slower * stages / current.stages,
+                   freed, nodes)
+        )  # fmt: skip
+    return options
+
+
+def _nodes(ranks: int, per_node: int) -> int:
+    return -(-ranks // per_node)
+
+
+def choose_repack(options: Iterable[Repack], throughput_floor: float, *, whole_nodes: bool = True) -> Repack | None:
+    """The size with the fewest GPU-hours that keeps at least `throughput_floor` of the throughput of the plan in force.
+
+    whole_nodes: take sizes that free a whole node where there are any, since a scheduler takes nothing less back.
+    Returns None if no smaller size qualifies. Raises ValueError for a floor that is not above 0.
+    """
+    if not throughput_floor > 0:
+        raise ValueError(f"the throughput floor is {throughput_floor}; give a share above 0, such as 0.9")
+    able = [each for each in options if each.plan and each.freed_ranks and each.throughput >= throughput_floor]
+    if whole_nodes:
+        able = [each for each in able if each.freed_nodes] or able
+    return min(able, key=lambda each: (each.gpu_time, each.stages), default=None)
+
+
+def first_fit(current: StagePlan, bytes_of_stage: ArrayLike, limit: float, stages: int) -> tuple[tuple[int, ...], ...]:
+    """The layers of each stage that is left when stages are merged as DynMo's published code does.
+
+    bytes_of_stage: [stage]. For each stage in order, the first later one with which it fits into `limit` takes all its
+    layers, until `stages` are left. May end with more, where nothing fits any more. One chunk a stage only.
+    """
+    if current.virtual > 1:
+        raise ValueError(f"first fit merges stages of one chunk, not of {current.virtual}")
+    held = np.asarray(bytes_of_stage, dtype=float).tolist()
+    layers = [list(chunk) for (chunk,) in current.chunks]
+    active = list(range(current.stages))
+    for source in range(current.stages):
+        for target in range(source + 1, current.stages):
+            if len(active) <= stages:
+                break
+            if target in active and held[source] + held[target] < limit:
+                layers[target] = sorted(layers[source] + layers[target])
+                held[target] += held[source]
+                active.remove(source)
+                break
+    return tuple(tuple(layers[stage]) for stage in active)

@@ -1,0 +1,348 @@
+"""What planning stages anew gains while six kinds of dynamic models train, and what it costs.
+
+    python -m benchmarks.layers [--quick] [--json FILE] [--figure FILE.svg]
+
+- Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches. What layers cost is
+  modelled (`benchmarks.layers_traces` says from what); every step is simulated with Megatron's own 1F1B schedule, and
+  moves are charged with their bytes at 50 GB/s and 0.25 s for new buffers and optimizer. Methods:
+    uniform             equal numbers of layers, for the whole run
+    deepspeed           DeepSpeed's partition by parameters, for the whole run
+    static              the one plan that is best over the whole run, by trying: nobody knows it before
+    diffusion, gate     neighbours exchange layers, when the gate says so
+    optimal, gate       exact plans, refined by simulation, when the gate says so
+    oracle              the best plan known for each single iteration, its costs known before, moves for nothing
+    whole layers        a bound: the least slowest stage of any plan, and a pipeline that never fills or drains
+- Reach: costs under which the best plan is as far ahead of the uniform one as DynMo's "up to" figure.
+- Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.
+- Time: of one plan, processor time of one thread, the quickest of several.
+
+Nothing is trained here. `benchmarks.layers_emulated` runs such pipelines by the clock. Takes some minutes on one core,
+with --quick less than one. Exit code 1 if a row misses its target.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from balancing.layers import (
+    CostAverage,
+    Gate,
+    GateConfig,
+    LayerCost,
+    StagePlan,
+    first_fit,
+    migration_seconds,
+    plan_stages,
+    refine_plan,
+    repack_options,
+    simulate_schedule,
+)
+from balancing.layers.plan import METHODS, Method
+from benchmarks.layers_traces import TRACES, Trace, trace
+
+__all__ = ["Row", "reach", "repack", "times", "training"]
+
+_STAGES, _MICRO_BATCHES = 8, 32
+_BANDWIDTH, _REBUILD = 50e9, 0.25
+_CHECK = 4  # iterations between checks of the gate; a jump in the costs is looked at at once
+_GATE = GateConfig(min_gain=0.01, interval=8, horizon=40, confirm=2, watch=3)
+_OF_ORACLE, _PLAN_MS = 0.97, 50.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. speedup: over uniform. to_limit: share of what is possible (of the oracle's throughput; of the
+    time that is allowed). target: what `figure` or to_limit must reach, None if nothing is promised; met: whether it
+    does. more: other figures."""
+
+    section: str
+    case: str
+    method: str
+    figure: float
+    unit: str
+    speedup: float | None
+    to_limit: float | None
+    target: float | None = None
+    met: bool = True
+    more: dict[str, float] = field(default_factory=dict)
+
+
+class _Run:
+    """One training run: its costs, and the simulated seconds of every iteration under any plan."""
+
+    def __init__(self, costs: Trace) -> None:
+        self.trace, self.layers = costs, costs.costs[0].layers
+        self.transfer = costs.message_bytes / _BANDWIDTH
+        self._known: dict[tuple[int, StagePlan], float] = {}
+
+    def predict(self, cost: LayerCost, plan: StagePlan) -> float:
+        return cost.simulate(plan, _MICRO_BATCHES, transfer=self.transfer).step_time
+
+    def seconds(self, iteration: int, plan: StagePlan) -> float:
+        key = iteration, plan
+        if key not in self._known:
+            self._known[key] = self.predict(self.trace.costs[iteration], plan)
+        return self._known[key]
+
+    def fixed(self, plan: StagePlan, every: int = 1) -> np.ndarray:
+        return np.array([self.seconds(at, plan) for at in range(0, len(self.trace.costs), every)])
+
+    def plan(self, cost: LayerCost, method: Method, current: StagePlan | None = None) -> StagePlan:
+        plan = plan_stages(
+            cost.total, _STAGES, embedding=sum(cost.embedding), head=sum(cost.head), current=current, method=method
+        )
+        return refine_plan(plan, cost, _MICRO_BATCHES, transfer=self.transfer) if method == "optimal" else plan
+
+    def static(self) -> StagePlan:
+        """The best of many plans over the whole run."""
+        costs, parts = self.trace.costs, ("forward", "input_gradient", "weight_gradient", "embedding", "head")
+        mean = LayerCost(*(np.mean([getattr(cost, part) for cost in costs], axis=0) for part in parts))
+        tried = {self.plan(cost, "optimal") for cost in [mean, *costs[:: max(len(costs) // 16, 1)]]}
+        tried.add(self.plan(mean, "uniform"))
+        return min(tried, key=lambda plan: self.fixed(plan, every=5).sum())
+
+    def gated(self, method: Method, start: StagePlan) -> tuple[np.ndarray, list[StagePlan], dict[str, float]]:
+        """Seconds and plan of every iteration, and what the balancer itself took."""
+        average, gate, jumped = CostAverage(window=8), Gate(_GATE, start), False
+        seconds, plans = np.zeros(len(self.trace.costs)), []
+        spent = {"moves": 0.0, "rollbacks": 0.0, "plan_s": 0.0, "move_s": 0.0, "rebuild_s": 0.0}
+        for iteration, cost in enumerate(self.trace.costs):
+            if iteration and (jumped or iteration % _CHECK == 0):
+                begin = time.thread_time()
+                before, known = gate.plan, average.cost
+                candidate = self.plan(known, method, before)
+                price = migration_seconds(before, candidate, self.trace.layer_bytes, _BANDWIDTH, fixed=_REBUILD)
+                gate, decision = gate.check(
+                    iteration, candidate, self.predict(known, before), self.predict(known, candidate), price,
+                    left=len(self.trace.costs) - iteration,
+                    previous_now=self.predict(known, gate.watching) if gate.watching else None,
+                )  # fmt: skip
+                spent["plan_s"] += time.thread_time() - begin
+                if decision.action != "keep":
+                    price = migration_seconds(before, gate.plan, self.trace.layer_bytes, _BANDWIDTH, fixed=_REBUILD)
+                    spent["moves"] += 1
+                    spent["rollbacks"] += decision.action == "rollback"
+                    spent["move_s"] += price - _REBUILD
+                    spent["rebuild_s"] += _REBUILD
+            seconds[iteration] = self.seconds(iteration, gate.plan)
+            plans.append(gate.plan)
+            gate = gate.measured(iteration, seconds[iteration])
+            jumped = average.add(cost)
+        return seconds, plans, spent
+
+
+def training(layers: Sequence[int], iterations: int, progress: Progress) -> Iterator[Row]:
+    """Every case at every number of layers."""
+    for name, count in progress.track([(n, c) for n in TRACES for c in layers], description="training"):
+        yield from _train(_Run(trace(name, count, iterations)), f"{name}, {count} layers", TRACES[name][1])
+
+
+def _train(run: _Run, case: str, paper: float) -> Iterator[Row]:
+    costs = run.trace.costs
+    uniform = plan_stages(costs[0].total, _STAGES, method="uniform")
+    ends = run.trace.end_parameters
+    deepspeed = plan_stages(run.trace.parameters, _STAGES, embedding=ends, head=ends, method="deepspeed")
+    seconds = {"uniform": run.fixed(uniform), "deepspeed": run.fixed(deepspeed), "static": run.fixed(run.static())}
+    spent: dict[str, dict[str, float]] = {}
+    for method in METHODS:
+        if method in ("diffusion", "optimal"):
+            seconds[f"{method}, gate"], _, spent[f"{method}, gate"] = run.gated(method, uniform)
+    best = [run.plan(cost, "optimal") for cost in costs]
+    seconds["oracle"] = np.minimum.reduce(
+        [*seconds.values(), np.array([run.seconds(at, plan) for at, plan in enumerate(best)])]
+    )
+    slowest = [plan_stages(cost.total, _STAGES, embedding=sum(cost.embedding), head=sum(cost.head)) for cost in costs]
+    seconds["whole layers"] = np.array(
+        [_MICRO_BATCHES * cost.stage_loads(plan).max() for cost, plan in zip(costs, slowest, strict=True)]
+    )
+    for method, own in seconds.items():
+        more = {"paper": paper, "best_iteration": float((seconds["uniform"] / own).max())}
+        total = float(own.sum())
+        if method in spent:
+            overhead = sum(value for name, value in spent[method].items() if name.endswith("_s"))
+            total += overhead
+            more |= spent[method] | {"overhead": overhead / total}
+        of_oracle = float(seconds["oracle"].sum()) / total
+        target = _OF_ORACLE if method == "optimal, gate" else None
+        yield Row("training", case, method, total, "s", float(seconds["uniform"].sum()) / total, of_oracle, target,
+                  target is None or of_oracle >= target, more)  # fmt: skip
+
+
+def reach() -> Iterator[Row]:
+    """How uneven layers must be for the paper's figures; 8 stages, 48 layers without a head unless it says so."""
+    layers, place = 48, np.arange(48)
+    ones = np.ones(layers)
+
+    def dense(share: np.ndarray, head: float = 0.0) -> LayerCost:
+        return LayerCost(share, share, share, head=(head, 2 * head))
+
+    front, back = place < 6, place >= 42
+    settings = {
+        "mixture of experts": (
+            "six neighbouring layers have rank max / mean 2.4, all others 1.2",
+            dense(0.4 + 0.6 * np.where(front, 2.4, 1.2)), 4,
+        ),
+        "gradual pruning": (
+            "the last six layers keep their weights, the rest takes 8 % of the time",
+            dense(np.where(back, 1.0, 0.08)), 4,
+        ),
+        "layer freezing": (
+            "all but the last six layers are frozen, 64 P micro-batches", LayerCost(ones, 1.0 * back, 1.0 * back), 64,
+        ),
+        "layer freezing ": (
+            "the same with 4 P micro-batches", LayerCost(ones, 1.0 * back, 1.0 * back), 4,
+        ),
+        "sparse attention": (
+            "six layers attend to everything, the rest takes 6 % of the time", dense(np.where(front, 1.0, 0.06)), 4,
+        ),
+        "early exit": ("5 % of the tokens are left after six layers", dense(np.where(front, 1.0, 0.05)), 4),
+        "mixture of depths": (
+            "every second layer takes 12.5 %, and a head of 2.5 layers",
+            dense(np.where(place % 2 == 0, 1.0, 0.125), 2.5), 4,
+        ),
+    }  # fmt: skip
+    for name, (setting, cost, times_stages) in settings.items():
+        count = times_stages * _STAGES
+        uniform = plan_stages(cost.total, _STAGES, method="uniform")
+        plan = refine_plan(plan_stages(cost.total, _STAGES, head=sum(cost.head)), cost, count)
+        seconds = cost.simulate(plan, count).step_time
+        speedup, paper = cost.simulate(uniform, count).step_time / seconds, TRACES[name.strip()][1]
+        yield Row("reach", f"{name.strip()}: {setting}", "optimal", seconds, "layers", speedup, speedup / paper,
+                  more={"paper": paper})  # fmt: skip
+
+
+def repack(iterations: int) -> Iterator[Row]:
+    """Fewer stages at the end of training, 48 layers; figures over the uniform plan on all 8."""
+    for name in ("early exit", "layer freezing", "gradual pruning"):
+        run = _Run(trace(name, 48, iterations))
+        cost, now = run.trace.costs[-1], plan_stages(np.ones(48), _STAGES, method="uniform")
+        before = run.predict(cost, now)
+        held = np.array([run.trace.layer_bytes[list(chunk)].sum() for (chunk,) in now.chunks])
+        for size in repack_options(cost, now, _MICRO_BATCHES, min_stages=2, transfer=run.transfer):
+            if size.stages % 2:
+                continue
+            assert size.plan is not None, size.reason
+            plans = {"optimal": [list(chunk) for (chunk,) in size.plan.chunks]}
+            if size.stages < _STAGES:
+                # As much memory as it takes to reach the size, so that first fit is not blamed for a limit.
+                plans["first fit"] = [list(part) for part in first_fit(now, held, 2 * held.sum(), size.stages)]
+            for method, parts in plans.items():
+                seconds = _simulate(cost, parts, run.transfer)
+                more = {"gpu_hours": seconds * size.stages / (before * _STAGES), "most": float(max(map(len, parts)))}
+                yield Row("re-pack", f"{name}, {size.stages} stages", method, seconds, "s", before / seconds,
+                          before / seconds * _STAGES / size.stages, more=more)  # fmt: skip
+
+
+def _simulate(cost: LayerCost, parts: list[list[int]], transfer: float) -> float:
+    """A step under any distribution of layers, in this order."""
+    passes = np.array([[cost.forward[part].sum(), cost.backward[part].sum()] for part in parts])
+    passes[0] += cost.embedding
+    passes[-1] += cost.head
+    return simulate_schedule(passes[:, 0], passes[:, 1], _MICRO_BATCHES, transfer=transfer).step_time
+
+
+def times(repeats: int) -> Iterator[Row]:
+    """Milliseconds of one plan of 128 layers on 32 stages, from a plan in force."""
+    draw = np.random.default_rng(0)
+    for virtual in (1, 2):
+        for method in METHODS:
+            if virtual > 1 and method in ("diffusion", "deepspeed"):
+                continue
+            spent = []
+            for _ in range(repeats):
+                cost = draw.lognormal(0, 0.4, 128)
+                old = plan_stages(cost * draw.lognormal(0, 0.2, 128), 32, virtual=virtual, head=2.0)
+                begin = time.thread_time()
+                plan_stages(cost, 32, virtual=virtual, head=2.0, current=old, method=method)
+                spent.append((time.thread_time() - begin) * 1e3)
+            target = _PLAN_MS if method == "optimal" else None
+            typical = float(np.median(spent))
+            case = f"128 layers, 32 stages, {virtual} chunk{'s' * (virtual > 1)} each"
+            yield Row("time", case, method, typical, "ms", None, typical / _PLAN_MS, target,
+                      target is None or typical <= target, {"slowest": max(spent)})  # fmt: skip
+
+
+_HEADS = {
+    "training": ("case", "method", "seconds", "speedup", "best step", "of oracle", "moves", "plan", "move", "rebuild",
+                 "overhead", "paper", "target"),
+    "reach": ("case", "speedup", "paper"),
+    "re-pack": ("case", "method", "step", "throughput", "GPU-hours", "per GPU", "most layers"),
+    "time": ("case", "method", "ms", "slowest", "/ allowed", "target"),
+}  # fmt: skip
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    met, more = "" if row.target is None else "met" if row.met else "MISSED", row.more
+    speedup = "" if row.speedup is None else f"{row.speedup:.3f}"
+    limit = "" if row.to_limit is None else f"{row.to_limit:.1%}"
+    match row.section:
+        case "training":
+            spent = [f"{more[name]:.2f} s" if name in more else "" for name in ("plan_s", "move_s", "rebuild_s")]
+            counted = (f"{more['moves']:.0f}", *spent, f"{more['overhead']:.2%}") if "moves" in more else ("",) * 5
+            return (row.case, row.method, f"{row.figure:.1f}", speedup, f"{more['best_iteration']:.2f}", limit,
+                    *counted, f"{more['paper']:.2f}", met)  # fmt: skip
+        case "reach":
+            return row.case, speedup, f"{more['paper']:.2f}"
+        case "re-pack":
+            return (row.case, row.method, f"{row.figure * 1e3:.0f} ms", speedup, f"{more['gpu_hours']:.3f}",
+                    f"{row.to_limit:.2f}", f"{more['most']:.0f}")  # fmt: skip
+        case _:
+            return row.case, row.method, f"{row.figure:.2f}", f"{more['slowest']:.2f}", f"{row.to_limit:.2f}", met
+
+
+def _show(rows: Sequence[Row], console: Console) -> None:
+    for section, heads in _HEADS.items():
+        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
+        for head in heads:
+            table.add_column(head, justify="left" if head in ("case", "method", "target") else "right", no_wrap=True)
+        last = ""
+        for row in rows:
+            if row.section == section:
+                case, *rest = _cells(row)
+                table.add_row(case if case != last else "", *rest)
+                last = case
+        console.print(table, "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 if a target was missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="shorter runs, one number of layers; under a minute")
+    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--figure", metavar="FILE", help="draw the speedups there; the ending says the format")
+    options = parser.parse_args(arguments)
+    load = os.getloadavg()[0]
+    iterations = 80 if options.quick else 400
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        sizes = options.layers or ([32] if options.quick else [32, 48])
+        rows = list(training(sizes, iterations, progress))
+    rows += [*reach(), *repack(iterations), *times(5 if options.quick else 20)]
+    try:
+        if options.json:
+            table = [asdict(row) for row in rows]
+            Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+        if options.figure:
+            from benchmarks.layers_figure import draw  # matplotlib takes a while to import
+
+            draw([asdict(row) for row in rows], Path(options.figure))
+    except OSError as error:
+        print(f"layers: {error}", file=sys.stderr)
+        return 2
+    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; modelled costs, simulated steps\n")
+    _show(rows, Console(width=max(150, Console().width)))
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

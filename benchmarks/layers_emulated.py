@@ -1,0 +1,128 @@
+"""Are the simulated speedups true? The pipelines of `benchmarks.layers` on the emulated cluster, by the clock.
+
+    python -m benchmarks.layers_emulated [--quick] [--json FILE]
+
+Megatron's own 1F1B schedule over gloo on 8 ranks, stages as timed waits. What layers cost is that of each modelled run
+at its end, 48 layers, slowed down so that a step takes seconds; each plan is run as it is, and with early exit also the
+re-packed ones on 6, 4 and 2 ranks. The measured step is compared with the simulated one, within 5 %, and the speedup
+over equal numbers of layers with the predicted one. Takes 3 minutes on two idle cores, with --quick one.
+Exit code 1 if a row is out of its bounds.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from balancing.layers import LayerCost, StagePlan, plan_stages, refine_plan
+from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.layers_traces import TRACES, trace
+
+__all__ = ["Row", "main"]
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+_LAYERS, _MICRO_BATCHES, _STEP = 48, 32, 3.0
+_BOUND = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """measured, simulated: seconds of a step. speedup, predicted: over equal numbers of layers on 8 ranks."""
+
+    case: str
+    method: str
+    measured: float
+    simulated: float
+    speedup: float
+    predicted: float
+
+    @property
+    def within(self) -> bool:
+        return abs(self.measured / self.simulated - 1) <= _BOUND
+
+
+def _pipelines(name: str) -> tuple[LayerCost, dict[str, StagePlan]]:
+    """The costs at the end of a run, slowed down to `_STEP` seconds with equal numbers of layers, and the plans."""
+    given = trace(name, _LAYERS, 40).costs[-1]
+    uniform = plan_stages(np.ones(_LAYERS), 8, method="uniform")
+    slower = _STEP / given.simulate(uniform, _MICRO_BATCHES).step_time
+    cost = LayerCost(
+        given.forward * slower,
+        given.input_gradient * slower,
+        given.weight_gradient * slower,
+        head=(given.head[0] * slower, given.head[1] * slower),
+    )
+
+    def optimal(stages: int) -> StagePlan:
+        return refine_plan(plan_stages(cost.total, stages, head=sum(cost.head)), cost, _MICRO_BATCHES)
+
+    plans = {"uniform": uniform, "optimal": optimal(8)}
+    if name == "early exit":
+        plans |= {f"optimal, {stages} stages": optimal(stages) for stages in (6, 4, 2)}
+    return cost, plans
+
+
+def _measure(stages: int, jobs: list[tuple[LayerCost, StagePlan]], repeats: int) -> list[float]:
+    """Seconds of a step under each plan on as many emulated ranks, the quickest of `repeats`."""
+    pipelines = []
+    for cost, plan in jobs:
+        forward, backward = (each.tolist() for each in cost.stage_seconds(plan))
+        pipelines.append(
+            {"forward": forward, "backward": backward, "micro_batches": _MICRO_BATCHES, "repeats": repeats}
+        )
+    with EmulatedCluster(1, stages) as cluster:
+        arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
+        run = cluster.run("-W", arguments, timeout=280, environment=_ENVIRONMENT)
+    return [min(seconds) for seconds in json.loads(run.output[0][-1])]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.layers_emulated", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="three of the six cases, each plan once")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    options = parser.parse_args(arguments)
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; emulated cluster on the CPU", flush=True)
+    names = [
+        name for name in TRACES if not options.quick or name in ("layer freezing", "early exit", "gradual pruning")
+    ]
+    cases = {name: _pipelines(name) for name in names}
+    measured: dict[tuple[str, str], float] = {}
+    try:
+        for stages in sorted({plan.stages for _, plans in cases.values() for plan in plans.values()}, reverse=True):
+            own = [(n, m) for n, (_, plans) in cases.items() for m, plan in plans.items() if plan.stages == stages]
+            jobs = [(cases[name][0], cases[name][1][method]) for name, method in own]
+            found = _measure(stages, jobs, 1 if options.quick else 2)
+            measured |= dict(zip(own, found, strict=True))
+    except (RankFailed, RunTimeout) as error:
+        print(f"layers_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
+        return 1
+    rows = []
+    for (name, method), seconds in measured.items():
+        cost, plans = cases[name]
+        simulated, before = (cost.simulate(plans[m], _MICRO_BATCHES).step_time for m in (method, "uniform"))
+        rows.append(Row(name, method, seconds, simulated, measured[name, "uniform"] / seconds, before / simulated))
+    rows.sort(key=lambda row: names.index(row.case))
+    width = max(len(row.case) for row in rows)
+    print(f"{'':{width}}  {'':18}  measured  simulated  ratio  speedup  predicted")
+    for row in rows:
+        line = f"{row.case:{width}}  {row.method:18}  {row.measured:6.3f} s  {row.simulated:7.3f} s  "
+        line += f"{row.measured / row.simulated:.3f}  {row.speedup:7.3f}  {row.predicted:9.3f}"
+        print(line + ("" if row.within else "  OUT OF BOUNDS"))
+    if options.json:
+        table = [asdict(row) | {"within": row.within} for row in rows]
+        Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row.within for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

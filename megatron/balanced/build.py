@@ -1,0 +1,134 @@
+"""Layers built while training runs, as Megatron-LM builds them at its start, and the layout that says which.
+
+A new layer has no content: its weights and buffers come from another rank. What Megatron's builder decides, where a
+layer stands, whether it has experts, its precision, is decided here by the same functions.
+"""
+
+import argparse
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import _get_block_submodules
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from balancing.layers.layout import to_layout
+from balancing.layers.stages import StagePlan
+from megatron.balanced.layer_state import Told, layer_of, named_parameters
+
+__all__ = ["change_layers", "set_layout"]
+
+# What train() hangs on the model's config once the model is built. Some layers keep a copy of their config.
+_HUNG = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
+
+
+def set_layout(
+    plan: StagePlan, chunks: Iterable[torch.nn.Module], spec: GPTModelConfig, args: argparse.Namespace
+) -> None:
+    """Tell everybody who asks which layers stand where: the configs of all modules, and what checkpoints record."""
+    text = to_layout(plan)
+    layout = PipelineParallelLayerLayout(text, plan.stages)
+    layout.validate_layer_layout(plan.layers, None)
+    args.pipeline_model_parallel_layout = text
+    spec.transformer.pipeline_model_parallel_layout = layout
+    for chunk in chunks:
+        for module in chunk.modules():
+            config = getattr(module, "config", None)
+            if hasattr(config, "pipeline_model_parallel_layout"):
+                config.pipeline_model_parallel_layout = layout
+
+
+def change_layers(
+    plan: StagePlan, models: Sequence[torch.nn.Module], spec: GPTModelConfig, everyone: Sequence[Told]
+) -> list[tuple[torch.nn.Module, int]]:
+    """Put `plan`'s layers into this rank's model chunks, after the layout was set.
+
+    spec: what the model was built from. everyone: what ranks told of the layers they held. Returns the new layers,
+    still without content, each with the number of its chunk.
+    """
+    arrived = []
+    stage = mpu.get_pipeline_model_parallel_rank()
+    for chunk, model in enumerate(models):
+        block = model.decoder
+        present = {layer.layer_number - 1: layer for layer in block.layers}
+        block.submodules = _get_block_submodules(block.config, _layer_spec(model, spec), block.vp_stage, stage)
+        layers = []
+        for position, number in enumerate(plan.chunks[stage][chunk]):
+            layer = present.get(number)
+            if layer is None:
+                layer = _build(block, position)
+                assert layer.layer_number == number + 1, "the layout gives another layer than the plan"
+                arrived.append((layer, chunk))
+            layers.append(layer)
+        block.layers = torch.nn.ModuleList(layers)
+        block.num_layers_per_pipeline_rank = len(layers)
+    frozen = set().union(*(told.frozen for told in everyone))
+    for name, parameter in named_parameters(models):
+        if name in frozen:
+            parameter.requires_grad_(False)
+    _register_buffers({layer.layer_number - 1: layer for layer, _ in arrived}, everyone)
+    return arrived
+
+
+def _layer_spec(model: torch.nn.Module, config: GPTModelConfig) -> Any:
+    """The spec of the layers of a chunk under the layout that is set, found as Megatron-LM's builder finds it."""
+    spec = config.transformer_layer_spec
+    if spec is None:
+        spec = default_layer_spec(config, model.vp_stage)
+    elif not isinstance(spec, ModuleSpec) and callable(spec):
+        takes_stage = "vp_stage" in inspect.signature(spec).parameters
+        spec = spec(config, vp_stage=model.vp_stage) if takes_stage else spec(config)
+    if config.attention_backend == AttnBackend.local and hasattr(spec, "submodules"):
+        spec.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return spec
+
+
+def _build(block: torch.nn.Module, position: int) -> torch.nn.Module:
+    """A layer of `block` as Megatron-LM would build and cast it, uninitialized, without drawing a random number."""
+    config = block.config
+    hung = {name: getattr(config, name) for name in _HUNG} | {"perform_initialization": config.perform_initialization}
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()
+    for name in hung:
+        setattr(config, name, None)
+    try:
+        layer = build_module(
+            block.submodules.layer_specs[position],
+            config=config,
+            layer_number=position + 1,
+            pg_collection=block.pg_collection,
+            vp_stage=block.vp_stage,
+        )
+    finally:
+        for name, value in hung.items():
+            setattr(config, name, value)
+        torch.set_rng_state(states[0])
+        torch.cuda.set_rng_state(states[1])
+        get_cuda_rng_tracker().set_states(states[2])
+    for parameter in layer.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    layer.cuda(torch.cuda.current_device())
+    if config.fp16 or config.bf16:
+        layer.to(torch.float16 if config.fp16 else torch.bfloat16)
+        for module in layer.modules():
+            if hasattr(module, "_maintain_float32_expert_bias"):
+                module._maintain_float32_expert_bias()
+    return layer.train(block.training)
+
+
+def _register_buffers(layers: dict[int, torch.nn.Module], everyone: Sequence[Told]) -> None:
+    """Have every buffer that a layer had where it was, also those that others registered on it later."""
+    for told in everyone:
+        for name, (shape, dtype, persistent) in told.buffers.items():
+            layer = layers.get(layer_of(name))
+            if layer is not None:
+                path = name.rpartition("@")[0].partition(".")[2]
+                owner, _, own = path.rpartition(".")
+                empty = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+                layer.get_submodule(owner).register_buffer(own, empty, persistent=persistent)

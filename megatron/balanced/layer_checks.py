@@ -1,0 +1,107 @@
+"""Layers that cannot move as asked, found on the command line, with what would work instead.
+
+A move takes a layer apart into tensors and builds it again elsewhere. Options that keep parts of a layer in places that
+a move does not know, or that record what a stage computes, would give wrong numbers; they are refused.
+"""
+
+import argparse
+import dataclasses
+
+from balancing.layers.config import LayerConfig
+from balancing.layers.layout import from_layout
+
+__all__ = ["check_layers"]
+
+# Flags that contradict --balance-layers: name among the arguments, values that are fine, why, and what to do.
+_CONTRADICTIONS: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
+    ("balance_experts", (False,), "keeps replicas of experts that would have to move, too", "drop one of the two"),
+    ("spec", (None,), "puts another model in the place of the one whose layers can move", "drop it"),
+    ("mtp_num_layers", (None, 0), "adds layers that cannot move", "drop it"),
+    ("hybrid_layer_pattern", (None,), "builds layers that cannot move yet", "drop it"),
+    ("heterogeneous_layers_config_path", (None,), "builds layers that cannot move yet", "drop it"),
+    ("heterogeneous_layers_config_encoded_json", (None,), "builds layers that cannot move yet", "drop it"),
+    ("cuda_graph_impl", ("none",), "would replay layers that are gone", "use --cuda-graph-impl none"),
+    ("enable_cuda_graph", (False,), "would replay layers that are gone", "drop it"),
+    ("external_cuda_graph", (False,), "would replay layers that are gone", "drop it"),
+    ("optimizer_cuda_graph", (False,), "would replay the step of an optimizer that is gone", "drop it"),
+    ("use_megatron_fsdp", (False,), "splits layers over ranks", "use --use-distributed-optimizer"),
+    ("use_torch_fsdp2", (False,), "splits layers over ranks", "use --use-distributed-optimizer"),
+    ("fp8", (None,), "keeps scales that a move does not know", "use --bf16"),
+    ("fp4", (None,), "keeps scales that a move does not know", "use --bf16"),
+    ("optimizer", ("adam", "sgd"), "keeps state that a move does not know", "use --optimizer adam"),
+    ("use_precision_aware_optimizer", (False,), "keeps main parameters where a move does not find them", "drop it"),
+    ("optimizer_cpu_offload", (False,), "keeps state where a move does not find it", "use --use-distributed-optimizer"),
+    ("use_mup", (False,), "gives parameters learning rates that a move does not know", "drop it"),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        (False,),
+        "leaves weights unfinished when layers move",
+        "use --overlap-param-gather alone",
+    ),
+    ("delay_wgrad_compute", (False,), "hangs gradients on modules that are replaced", "drop it"),
+    ("overlap_moe_expert_parallel_comm", (False,), "runs a layer in parts", "drop it"),
+    ("nccl_ub", (False,), "registers buffers that a move replaces", "drop it"),
+    ("fine_grained_activation_offloading", (False,), "counts layers of a stage in advance", "drop it"),
+    ("cpu_offloading_num_layers", (0, None), "counts layers of a stage in advance", "drop it"),
+    ("gtp_weight_remat_size", (1, None), "splits weights in a way that a move does not know", "drop it"),
+    ("init_model_with_meta_device", (False,), "is not done for layers that arrive", "drop it"),
+    ("moe_routing_trace_path", (None,), "listens to routers that are replaced", "use --balance-report"),
+    ("moe_use_upcycling", (False,), "builds the model twice", "upcycle in a run of its own"),
+    ("non_persistent_ckpt_type", (None, "global", "in_memory"), "ties state to ranks", "use global"),
+)
+
+
+def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerConfig, list[str]]:
+    """How layers will be balanced, and what the user should know of it, one line each.
+
+    To be called before Megatron validates `args`, of which the format of checkpoints may change. Where there is nothing
+    to balance, balancing is switched off. Raises ValueError for what cannot be done.
+    """
+    if not layers.on:
+        return layers, []
+    if layers.balance_layers and layers.balance_layers_once:
+        raise ValueError("--balance-layers goes on moving layers where --balance-layers-once stops; drop one of them")
+    flag = "--balance-layers-once" if layers.balance_layers_once else "--balance-layers"
+    stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
+    why = None
+    if stages == 1:
+        why = "--pipeline-model-parallel-size 1 has one stage"
+    elif args.num_layers == stages * chunks:
+        why = f"each of the {stages * chunks} pipeline stages has one layer"
+    if why is not None:
+        off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
+        return off, [f"{flag} has nothing to balance: {why}"]
+    for name, fine, reason, instead in _CONTRADICTIONS:
+        value = getattr(args, name, fine[0])
+        if value not in fine:
+            given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+            raise ValueError(f"{flag} contradicts {given}, which {reason}; {instead}")
+    if chunks > 1 and layers.layer_planner in ("diffusion", "deepspeed"):
+        raise ValueError(
+            f"--layer-planner {layers.layer_planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
+        )
+    if args.save and args.ckpt_format != "torch_dist":
+        raise ValueError(
+            f"{flag} with --ckpt-format {args.ckpt_format} would save layers by the rank that happens to have them; "
+            "use --ckpt-format torch_dist"
+        )
+    notes = []
+    if args.save and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+        args.dist_ckpt_optim_fully_reshardable = True
+        notes.append(
+            f"{flag} saves optimizer state so that any layout can load it: --dist-ckpt-optim-fully-reshardable"
+        )
+    if args.attention_dropout or args.hidden_dropout:
+        notes.append(f"{flag} draws dropout from a stream of each layer: masks differ from those of a run without it")
+    return layers, notes
+
+
+def _chunks(args: argparse.Namespace) -> int:
+    """Model chunks a rank, however they were asked for."""
+    if args.num_virtual_stages_per_pipeline_rank:
+        return args.num_virtual_stages_per_pipeline_rank
+    if args.pipeline_model_parallel_layout:
+        return len(from_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size).chunks[0])
+    if args.num_layers_per_virtual_pipeline_stage:
+        return args.num_layers // args.pipeline_model_parallel_size // args.num_layers_per_virtual_pipeline_stage
+    return 1

@@ -1,0 +1,252 @@
+"""Layers kept where every pipeline stage costs the same, while Megatron-LM trains.
+
+Between two steps, every few iterations, all ranks tell what their layers have cost, make the same plan of it, and ask
+the same gate whether it is worth its move (`balancing.layers`). If it is, layers move (`megatron.balanced.move`) and
+training goes on with the same numbers. Steps are watched after a move, and one that made them slower is taken back.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.utils import print_rank_0
+
+from balancing.layers import CostAverage, Gate, GateConfig, LayerCost, StagePlan, migration_seconds, plan_stages
+from balancing.layers.config import LayerConfig
+from balancing.layers.layout import to_layout
+from balancing.layers.load import join_ranks, layer_seconds
+from balancing.report import RankRecord, event, imbalance
+from megatron.balanced import step
+from megatron.balanced.move import LayerMover
+
+__all__ = ["LayerBalancer"]
+
+# What a move is taken to cost until one has been measured: slow, so that the first one has to be worth it.
+_BANDWIDTH, _FIXED_SECONDS = 1e9, 1.0
+_STATE_BYTES = 12  # of a parameter beside its weight: main parameter and two moments
+
+
+class _Choice(NamedTuple):
+    """What was decided, and from what. predicted: seconds of a step under the plan in force, and under the chosen."""
+
+    plan: StagePlan
+    action: str
+    reason: str
+    cost: LayerCost
+    predicted: tuple[float, float]
+    profile_ms: float
+    plan_ms: float
+
+
+class LayerBalancer:
+    """A `megatron.balanced.step.StepCallback`. One on each rank; all ranks decide alike.
+
+    report: is given the events. `measured` has to be told what each iteration cost this rank. settled: is called when
+    nothing more will be decided.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: LayerConfig,
+        spec: GPTModelConfig,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.mover = LayerMover(args, spec)
+        self.settled: Callable[[], None] = lambda: None
+        self.iteration = 0
+        self._args, self._config, self._report = args, config, report
+        self._first: int | None = None
+        self._warm = 0  # the last iteration that began with new layers
+        self._settled = False
+        self._costs = CostAverage(window=config.layer_balance_interval)
+        self._gate: Gate | None = None
+        self._seconds: list[np.ndarray] = []
+        self._steps: list[tuple[int, float]] = []
+        self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
+
+    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """To be called with the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
+        self.mover.attach(chunks)
+        usual = GateConfig(
+            min_gain=self._config.layer_min_gain, interval=self._config.layer_balance_interval, confirm=1
+        )
+        # What is settled once pays off until training ends.
+        gate = replace(usual, horizon=self._args.train_iters) if self._config.balance_layers_once else usual
+        self._gate = Gate(gate, self.mover.plan)
+        return chunks
+
+    def measured(self, iteration: int, record: RankRecord) -> None:
+        """What this rank measured in an iteration that is over."""
+        # The first one, and the first after a move, warms everything up: its seconds say nothing of those that follow.
+        if iteration > self._warm and not self._settled:
+            self._seconds.append(layer_seconds(record, self.mover.plan.layers))
+            self._steps.append((iteration, record.step_seconds))
+
+    # Around a step.
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        self.iteration = iteration
+        if self._first is None:
+            self._first = self._warm = iteration
+        plan = self.decide()
+        if plan is not None and plan.chunks != self.mover.plan.chunks:
+            self.move(plan)
+
+    def begin_schedule(self) -> None:
+        pass
+
+    def end_schedule(self) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def decide(self) -> StagePlan | None:
+        """The plan that is to be in force from this iteration on; None to go on as it is."""
+        assert self._first is not None
+        since = self.iteration - self._first
+        if self._settled or not since or since % self._config.layer_balance_interval or not self._seconds:
+            return None
+        choice = self._choose()
+        self._settled = self._config.balance_layers_once
+        if self._settled:
+            self.settled()
+            now, then = choice.predicted
+            print_rank_0(
+                f"> layers settle as --pipeline-model-parallel-layout '{to_layout(choice.plan)}', which takes "
+                f"{1 - then / now:.1%} off a step by prediction ({choice.reason})"
+            )
+        if choice.plan.chunks == self.mover.plan.chunks:
+            self._tell(choice)
+            return None
+        self._move_as(choice)
+        return None
+
+    def move(self, plan: StagePlan) -> Any:
+        """Have the layers as `plan` says, now."""
+        self._warm = self.iteration
+        self._seconds, self._steps = [], []
+        trained = step.trained()
+        return self.mover.move(plan, trained.optimizer, trained.scheduler)
+
+    def _move_as(self, choice: _Choice) -> None:
+        before = self.mover.plan
+        moved = self.move(choice.plan)
+        layers = migration_seconds(before, choice.plan, self._layer_bytes(), 1.0)
+        self._fixed = moved.rebuild_ms / 1e3
+        self._bandwidth = max(layers / max(moved.move_ms / 1e3, 1e-9), 1.0)
+        self._tell(choice, before, moved)
+
+    # What it costs, and what to do.
+
+    def _choose(self) -> _Choice:
+        assert self._gate is not None
+        begin = time.perf_counter()
+        steps = self._learn()
+        cost = self._costs.cost
+        profiled = time.perf_counter()
+        plan = self.mover.plan
+        weights = self._parameters() if self._config.layer_cost == "parameters" else cost
+        candidate = plan_stages(
+            weights.total,
+            plan.stages,
+            embedding=sum(weights.embedding),
+            head=sum(weights.head),
+            virtual=plan.virtual,
+            current=plan,
+            method=self._config.layer_planner,  # type: ignore[arg-type]
+            micro_batches=get_num_microbatches(),
+        )
+        gate = self._gate
+        for iteration, seconds in steps:
+            gate = gate.measured(iteration, seconds)
+        now, then = self._step(weights, plan), self._step(weights, candidate)
+        scale = 1.0
+        if self._config.layer_cost == "parameters":  # which say how stages compare, not how long they take
+            scale = float(np.median([seconds for _, seconds in steps])) / now
+        self._gate, decision = gate.check(
+            self.iteration,
+            candidate,
+            now * scale,
+            then * scale,
+            migration_seconds(plan, candidate, self._layer_bytes(), self._bandwidth, fixed=self._fixed),
+            left=self._args.train_iters - self.iteration,
+            previous_now=self._step(weights, gate.watching) * scale if gate.watching else None,
+        )
+        predicted = now, self._step(weights, decision.plan)
+        return _Choice(
+            decision.plan,
+            decision.action,
+            decision.reason,
+            weights,
+            predicted,
+            profile_ms=(profiled - begin) * 1e3,
+            plan_ms=(time.perf_counter() - profiled) * 1e3,
+        )
+
+    def _learn(self) -> list[tuple[int, float]]:
+        """Take in what all ranks have measured since the last time. Returns the iterations, and the seconds of each."""
+        mine = np.stack(self._seconds), mpu.get_expert_data_parallel_rank(), self._steps
+        every = self.mover.gather(mine)
+        for cost in join_ranks([seconds for seconds, _, _ in every], [group for _, group, _ in every]):
+            self._costs.add(cost)
+        steps = [
+            (iterations[0][0], max(seconds for _, seconds in iterations))
+            for iterations in zip(*(steps for _, _, steps in every), strict=True)
+        ]
+        self._seconds, self._steps = [], []
+        return steps
+
+    @staticmethod
+    def _step(cost: LayerCost, plan: StagePlan) -> float:
+        return cost.simulate(plan, get_num_microbatches()).step_time
+
+    def _parameters(self) -> LayerCost:
+        """Numbers of parameters in the place of seconds."""
+        counts = self.mover.parameters()
+        layers = counts[:-2]
+        return LayerCost(layers, np.zeros_like(layers), embedding=(counts[-2], 0.0), head=(counts[-1], 0.0))
+
+    def _layer_bytes(self) -> np.ndarray:
+        weight = torch.tensor([], dtype=self._args.params_dtype).element_size()
+        return self.mover.parameters()[:-2] * (weight + _STATE_BYTES)
+
+    def _tell(self, choice: _Choice, before: StagePlan | None = None, moved: Any = None) -> None:
+        if dist.get_rank():
+            return
+        before = before or self.mover.plan
+        loads = [choice.cost.stage_loads(plan) for plan in (before, choice.plan)]
+        took = {} if moved is None else {"move_ms": moved.move_ms, "rebuild_ms": moved.rebuild_ms}
+        self._report(
+            event(
+                self.iteration + 1,
+                "layers",
+                "stage",
+                imbalance_before=imbalance(loads[0]),
+                imbalance_after=imbalance(loads[1]),
+                plan_ms=choice.profile_ms + choice.plan_ms,
+                apply_ms=sum(took.values()),
+                moved_bytes=0 if moved is None else moved.moved_bytes,
+                action=choice.action,
+                reason=choice.reason,
+                planner=self._config.layer_planner,
+                cost=self._config.layer_cost,
+                layout_before=to_layout(before),
+                layout_after=to_layout(choice.plan),
+                stage_cost_before=loads[0],
+                stage_cost_after=loads[1],
+                predicted_step_before=choice.predicted[0],
+                predicted_step_after=choice.predicted[1],
+                profile_ms=choice.profile_ms,
+                **took,
+            )
+        )

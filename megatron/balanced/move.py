@@ -1,0 +1,210 @@
+"""A layer moves to another pipeline stage while training goes on: everything of it, between two steps.
+
+`train()` of Megatron-LM holds on to the model chunks, the optimizer, the scheduler and bound methods of them, so these
+objects stay and are filled anew. In this order: parameters are gathered if that is under way, the optimizer's state is
+taken out, the new layout is set and missing layers are built (`megatron.balanced.build`), every rank tells what it
+holds and what it shall hold, tensors travel (`megatron.balanced.layer_state`), data parallelism and optimizer are built
+around the new layers, and state is put back. Gradient buffers go first and come back last, which makes room for what
+travels. Embedding, final norm and head stay where they are.
+"""
+
+import argparse
+import datetime
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.utils import unwrap_model
+from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.training import get_megatron_optimizer_config
+
+from balancing.layers.stages import StagePlan
+from megatron.balanced.build import change_layers, set_layout
+from megatron.balanced.layer_state import bring, inventory, wanted
+from megatron.balanced.optimizer_state import ParameterState, Taken, bucket_layout, future_ranges, put_back, take
+
+__all__ = ["LayerMover", "Moved"]
+
+
+class Moved(NamedTuple):
+    """What a move took. moved_bytes: sent to other ranks, by all ranks together. The rest: of the slowest rank."""
+
+    moved_bytes: int
+    move_ms: float
+    rebuild_ms: float
+
+
+class LayerMover:
+    """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
+
+    spec: what the model was built from. built: each is called with a layer that came to this rank and the number of its
+    model chunk, once it is complete. moved: each is called after a move, when everything is in its place, to do again
+    what it has done to model, buckets or optimizer. plan: who has which layers now.
+    """
+
+    def __init__(self, args: argparse.Namespace, spec: GPTModelConfig) -> None:
+        self.built: list[Callable[[torch.nn.Module, int], None]] = []
+        self.moved: list[Callable[[], None]] = []
+        self.plan: StagePlan
+        self._args, self._spec = args, spec
+        self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        self._chunks: list[DistributedDataParallel] = []
+        self._nodes: dict[torch.nn.Parameter, Any] = {}
+        self._objects: Any = None
+        self._tensors: Any = None
+
+    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Remember the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
+        self._chunks = chunks
+        self._objects = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._tensors = dist.new_group(timeout=self._timeout)
+        self._remember_nodes()
+        mine = [tuple(layer.layer_number - 1 for layer in model.decoder.layers) for model in self.models()]
+        told = self.gather((mpu.get_pipeline_model_parallel_rank(), mine))
+        stages = {stage: tuple(layers) for stage, layers in told}
+        self.plan = StagePlan(tuple(stages[stage] for stage in sorted(stages)))
+        return chunks
+
+    def models(self) -> list[torch.nn.Module]:
+        """The model chunks of this rank, without what wraps them."""
+        return unwrap_model(self._chunks)
+
+    def gather(self, told: Any) -> list[Any]:
+        """What every rank of the job tells, in the order of ranks."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, told, group=self._objects)
+        return every
+
+    def parameters(self) -> np.ndarray:
+        """Parameters of each layer, of the embedding and of the head on a rank that holds them: [layers + 2]."""
+        counts = np.zeros(self.plan.layers + 2)
+        for model in self.models():
+            parts = {layer.layer_number - 1: layer for layer in model.decoder.layers}
+            parts |= {-2: getattr(model, "embedding", None), -1: getattr(model, "output_layer", None)}
+            for number, part in parts.items():
+                if part is not None:
+                    counts[number] = sum(parameter.numel() for parameter in part.parameters())
+        return np.max(self.gather(counts), axis=0)
+
+    def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
+        """Have the layers as `plan` says. To be called between two steps.
+
+        Raises RuntimeError, before anything has changed, when ranks want different plans.
+        """
+        self._agree(plan)
+        begin = time.perf_counter()
+        hooked = [_finish_gathering(ddp) for ddp in self._chunks]
+        taken = take(optimizer)
+        held, told = inventory(self.models(), taken.states)
+        everyone = self.gather(told)
+        taken.states.clear()
+        self._free_buffers()
+        set_layout(plan, self._chunks, self._spec, self._args)
+        arrived = change_layers(plan, self.models(), self._spec, everyone)
+        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
+        ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
+        missing = wanted(self.models(), [layer for layer, _ in arrived], ranges, everyone)
+        everybody = [piece for pieces in self.gather(missing.pieces) for piece in pieces]
+        sent = bring(self.models(), held, missing, everyone, everybody, self._tensors, self._timeout)
+        moved = time.perf_counter()
+        for chunk, ddp in enumerate(self._chunks):
+            self._wrap(ddp, chunk, layouts[chunk], hooked[chunk])
+        self._remember_nodes()
+        self._renew(optimizer, scheduler, missing.states, taken)
+        for layer, chunk in arrived:
+            for tell in self.built:
+                tell(layer, chunk)
+        for again in self.moved:
+            again()
+        self.plan = plan
+        took = self.gather((sent, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3))
+        return Moved(sum(bytes for bytes, _, _ in took), max(ms for _, ms, _ in took), max(ms for _, _, ms in took))
+
+    def _agree(self, plan: StagePlan) -> None:
+        digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()
+        if len(set(self.gather(digest))) > 1:
+            raise RuntimeError("ranks made different plans for the same layers")
+        # Messages between two ranks of a group presuppose that all of its ranks have met.
+        dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=self._tensors)
+
+    def _free_buffers(self) -> None:
+        """Let go of Megatron's flat buffers. Weights that lie in one keep it until the new one is there."""
+        for ddp in self._chunks:
+            for parameter in ddp.module.parameters():
+                if hasattr(parameter, "main_grad"):
+                    del parameter.main_grad
+            ddp.bucket_groups, ddp.expert_parallel_bucket_groups = [], []
+            ddp.buffers, ddp.expert_parallel_buffers = [], []
+            ddp.param_to_bucket_group = {}
+
+    # Data parallelism and the optimizer.
+
+    def _wrap(self, ddp: DistributedDataParallel, chunk: int, layout: Any, hooked: bool) -> None:
+        """Give `ddp` buffers, buckets and hooks for the layers that it has now.
+
+        A hook on a parameter's gradient cannot be taken off, and a second one would count the gradient twice. So
+        parameters that have one keep it: it is the same object's, and looks up buckets when it fires.
+        """
+        nodes, training = self._nodes, ddp.training
+
+        def make_backward_post_hook(parameter: torch.nn.Parameter) -> Callable:
+            if parameter in nodes:
+                return _do_nothing
+            return DistributedDataParallel._make_backward_post_hook(ddp, parameter)
+
+        ddp._make_backward_post_hook = make_backward_post_hook
+        DistributedDataParallel.__init__(
+            ddp,
+            config=ddp.config,
+            ddp_config=ddp.ddp_config,
+            module=ddp.module,
+            disable_bucketing=chunk > 0,
+            pg_collection=unwrap_model(ddp).pg_collection,
+            full_param_layout=layout,
+        )
+        del ddp._make_backward_post_hook
+        ddp.training = training
+        if ddp.use_forward_hook and not hooked:
+            ddp.disable_forward_pre_hook(param_sync=False)
+
+    def _remember_nodes(self) -> None:
+        """Keep the nodes of the graph that have Megatron's gradient hooks for as long as their parameters are here."""
+        present = {parameter for ddp in self._chunks for parameter in ddp.parameters()}
+        seen = {node.variable: node for ddp in self._chunks for node in ddp.grad_accs}
+        self._nodes = {parameter: node for parameter, node in (self._nodes | seen).items() if parameter in present}
+
+    def _renew(
+        self,
+        optimizer: ChainedOptimizer,
+        scheduler: Any,
+        states: dict[torch.nn.Parameter, ParameterState],
+        taken: Taken,
+    ) -> None:
+        _, overrides = get_megatron_optimizer_config(self._args)
+        new = get_megatron_optimizer(
+            optimizer.config,
+            self._chunks,
+            config_overrides=overrides,
+            use_gloo_process_groups=self._args.use_gloo_process_groups,
+        )
+        put_back(optimizer, new, states, taken.scalers, taken.group_step)
+        scheduler.step(0)  # gives the groups their learning rate and weight decay
+
+
+def _do_nothing(*unused: Any) -> None:
+    """In the place of a hook that is there already."""
+
+
+def _finish_gathering(ddp: DistributedDataParallel) -> bool:
+    """Have all weights on all ranks of a distributed optimizer. True if they are gathered under forward passes."""
+    hooked = bool(ddp.remove_forward_pre_hook_handles)
+    if hooked:
+        ddp.disable_forward_pre_hook(param_sync=True)
+    return hooked

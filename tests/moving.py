@@ -1,0 +1,80 @@
+"""Train on the pool with layers moved at given iterations, and keep the optimizer's state by global names, too."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from training import MOCK_DATA, MODEL, RankRun, Run, join, train_rank
+
+# iteration (from 0) -> layers of each chunk, [stage][virtual]
+Plans = Mapping[int, tuple[tuple[int, ...], ...]]
+
+
+def move_at(plans: Plans) -> None:
+    """Have layers move by `plans` instead of by what they cost."""
+    from balancing.layers.stages import StagePlan
+    from megatron.balanced import layers
+
+    def decide(self: Any) -> Any:
+        counts = plans.get(self.iteration)
+        return None if counts is None else StagePlan.from_counts(counts)
+
+    layers.LayerBalancer.decide = decide
+
+
+def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]:
+    """The body of one rank. Returns the run, and this rank's pieces of the optimizer's state."""
+    from megatron.balanced import layers, step
+    from megatron.balanced.optimizer_state import states_of
+
+    seen: dict[str, Any] = {}
+
+    def end_step(self: Any) -> None:
+        if self.iteration == self._args.train_iters - 1:
+            seen["layers"] = self.mover.plan.chunks
+            seen["state"] = _state_of(self.mover, states_of(step.trained().optimizer))
+
+    move_at(plans)
+    layers.LayerBalancer.end_step = end_step
+    run = train_rank(argv, True)
+    return run, seen
+
+
+def _state_of(mover: Any, states: Any) -> dict[str, Any]:
+    from megatron.balanced.layer_state import named_parameters
+
+    pieces = {}
+    for name, parameter in named_parameters(mover.models()):
+        state = states.get(parameter)
+        if state is not None:
+            where = name.split(".", 2)[2] if name.startswith("stage") else name  # which the end of a run may differ in
+            for kind, tensor in state.tensors.items():
+                pieces[f"{where}:{kind}"] = (state.start, parameter.numel(), tensor.double().numpy().copy())
+            for kind, number in state.scalars.items():
+                pieces[f"{where}:{kind}"] = (0, 1, np.array([float(number)]))
+    return pieces
+
+
+def _whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The optimizer's state, put together from all ranks. Raises AssertionError where replicas differ."""
+    state: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        for name, (start, size, values) in rank.items():
+            whole = state.setdefault(name, np.full(size, np.nan))
+            part = whole[start : start + len(values)]
+            assert np.isnan(part).all() or np.array_equal(part, values), f"replicas of {name} differ"
+            part[:] = values
+    assert not any(np.isnan(whole).any() for whole in state.values())
+    return state
+
+
+def train_moving(
+    pool: Any, world_size: int, flags: str, plans: Plans, *, base: list[str] | None = None
+) -> tuple[Run, dict[str, np.ndarray]]:
+    """Train with the layers of each chunk as `plans` says from the given iterations on."""
+    argv = [*(MODEL + MOCK_DATA if base is None else base), *flags.split(), "--balance-layers"]
+    ranks = pool.run(world_size, moving_rank, argv, plans)
+    if plans:
+        counts = tuple(tuple(map(len, stage)) for stage in ranks[0][1]["layers"])
+        assert counts == plans[max(plans)], "nothing moved"
+    return join([run for run, _ in ranks]), _whole([seen["state"] for _, seen in ranks])

@@ -1,0 +1,99 @@
+"""Layers that cannot move as asked: one line that names the value and the way out."""
+
+import argparse
+
+import pytest
+from test_bad_input import _assert_refused
+from training import MOCK_DATA, MODEL
+
+from balancing.layers.config import LayerConfig
+from megatron.balanced.layer_checks import check_layers
+
+ON = LayerConfig(balance_layers=True)
+
+
+def _args(**given: object) -> argparse.Namespace:
+    usual = {
+        "pipeline_model_parallel_size": 2,
+        "num_layers": 4,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "pipeline_model_parallel_layout": None,
+        "save": None,
+        "ckpt_format": "torch_dist",
+        "use_distributed_optimizer": False,
+        "dist_ckpt_optim_fully_reshardable": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    return argparse.Namespace(**(usual | given))
+
+
+# what is given beside --balance-layers, and the words that the line must have: the value, and the way out
+REFUSED = {
+    "experts": ({"balance_experts": True}, "--balance-experts", "drop one of the two"),
+    "CUDA graphs": ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "--cuda-graph-impl none"),
+    "more tokens": ({"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
+    "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
+    "fp8": ({"fp8": "e4m3"}, "--fp8 e4m3", "use --bf16"),
+    "optimizer": ({"optimizer": "muon"}, "--optimizer muon", "use --optimizer adam"),
+    "state on the host": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload", "--use-distributed-optimizer"),
+    "checkpoints by rank": ({"save": "here", "ckpt_format": "torch"}, "--ckpt-format torch", "torch_dist"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_contradictions(case):
+    given, *words = REFUSED[case]
+    check_layers(_args(**given), LayerConfig())  # which is fine as long as layers stay
+    with pytest.raises(ValueError) as refused:
+        check_layers(_args(**given), ON)
+    for word in ("--balance-layers", *words):
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given, layers, words",
+    [
+        ({"num_virtual_stages_per_pipeline_rank": 2}, LayerConfig(True, layer_planner="diffusion"), "diffusion"),
+        ({"pipeline_model_parallel_layout": "Et|t|t|tL"}, LayerConfig(True, layer_planner="deepspeed"), "deepspeed"),
+        ({}, LayerConfig(balance_layers=True, balance_layers_once=True), "--balance-layers-once"),
+    ],
+)
+def test_settings_that_contradict_each_other(given, layers, words):
+    with pytest.raises(ValueError, match=words):
+        check_layers(_args(num_layers=8, **given), layers)
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "each of the 4 pipeline stages has one layer"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "each of the 4 pipeline stages has one layer"),
+    ],
+)
+def test_nothing_to_balance_is_said_and_switched_off(given, why):
+    off, (note,) = check_layers(_args(**given), ON)
+    assert not off.on
+    assert why in note
+
+
+def test_a_distributed_optimizer_is_saved_for_any_layout():
+    args = _args(save="here", use_distributed_optimizer=True, hidden_dropout=0.1)
+    on, notes = check_layers(args, ON)
+    assert on.on
+    assert args.dist_ckpt_optim_fully_reshardable
+    assert any("--dist-ckpt-optim-fully-reshardable" in note for note in notes)
+    assert any("dropout" in note for note in notes)
+
+
+def test_values_out_of_range():
+    for wrong in ({"layer_balance_interval": 0}, {"layer_min_gain": 1.0}, {"layer_min_gain": -0.1}):
+        with pytest.raises(ValueError, match="must be at least"):
+            LayerConfig(**wrong)
+
+
+def test_from_the_command_line(pool):
+    flags = "--pipeline-model-parallel-size 2 --balance-layers --cuda-graph-impl local"
+    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], "--cuda-graph-impl local", "none")

@@ -1,0 +1,75 @@
+"""--balance-layers from the command line to the event log: layers move by themselves, and no number changes."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from training import EXACT, MOCK_DATA, MODEL, RankRun, join, train, train_rank
+
+from balancing.clock import pace
+
+# A big vocabulary: the first and the last of four stages have the most parameters.
+UNEVEN = (
+    "--num-layers 8 --pipeline-model-parallel-size 4 --vocab-size 1500 --untie-embeddings-and-output-weights "
+    "--train-iters 5"
+).split()
+BASE = [*MODEL, *MOCK_DATA, *EXACT, *UNEVEN]
+BALANCE = "--layer-cost parameters --layer-balance-interval 3".split()
+
+
+def _train_willing(argv: list[str]) -> RankRun:
+    """As the command line does, but moves are thought to be free, for runs that are too short to pay for any."""
+    from megatron.balanced import layers
+
+    layers._BANDWIDTH, layers._FIXED_SECONDS = 1e18, 0.0
+    return train_rank(argv, True)
+
+
+def _decisions(report: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["balancer"] == "layers" and event["action"] != "observe"]
+
+
+def test_uneven_stages_are_evened_out(pool, tmp_path):
+    argv = [*BASE, *BALANCE, "--balance-layers", "--balance-report", str(tmp_path)]
+    balanced = join(pool.run(4, _train_willing, argv))
+    plain = train(pool, 4, "", base=BASE, parameters=True)
+    assert balanced.losses == plain.losses
+    for name, whole in plain.parameters.items():
+        assert np.array_equal(balanced.parameters[name], whole), name
+    first, *later = _decisions(tmp_path)
+    assert (first["iteration"], first["action"]) == (4, "move")
+    assert first["layout_before"] == "Ett|tt|tt|ttL"
+    assert first["layout_after"] == "Et|ttt|ttt|tL"
+    assert first["imbalance_after"] < first["imbalance_before"] - 0.1
+    assert first["moved_bytes"] > 2 * 8 * 12 * 32**2 * 3  # two layers in float64, with moments
+    assert first["apply_ms"] == first["move_ms"] + first["rebuild_ms"] > 0
+    assert [event["action"] for event in later] == ["keep"] * len(later)
+
+
+def _train_with_slow_layers(argv: list[str]) -> RankRun:
+    """The first two layers take long, wherever they are."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    forward = TransformerLayer.forward
+
+    @functools.wraps(forward)
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pace(0.03 if self.layer_number <= 2 else 0.0)
+        return forward(self, *args, **kwargs)
+
+    TransformerLayer.forward = slow
+    return _train_willing(argv)
+
+
+def test_settled_once_by_measured_time(pool, tmp_path):
+    flags = "--pipeline-model-parallel-size 2 --balance-layers-once --layer-balance-interval 3 --balance-report"
+    pool.run(2, _train_with_slow_layers, [*MODEL, *MOCK_DATA, "--train-iters", "5", *flags.split(), str(tmp_path)])
+    (decision,) = _decisions(tmp_path)
+    assert (decision["iteration"], decision["action"]) == (4, "move")
+    assert (decision["layout_before"], decision["layout_after"]) == ("Ett|ttL", "Et|tttL")
+    assert decision["stage_cost_before"][0] > 0.06
+    assert decision["predicted_step_after"] < 0.8 * decision["predicted_step_before"]
+    assert "layers settle as --pipeline-model-parallel-layout 'Et|tttL', which takes " in pool.output[0]

@@ -1,0 +1,204 @@
+"""Layout strings, re-packing, and `python -m balancing.layers` on a recorded run."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up_run import Job, write_run
+
+from balancing.layers import (
+    LayerCost,
+    LayerMemory,
+    StagePlan,
+    choose_repack,
+    first_fit,
+    from_layout,
+    plan_stages,
+    repack_options,
+    stage_memory,
+    to_layout,
+)
+from balancing.layers.__main__ import main
+from balancing.layers.from_report import estimate_memory, read_run
+
+# ---- layout strings
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_megatron_reads_what_we_write_and_we_read_it_back(stages, virtual, data):
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    sizes = data.draw(st.lists(st.integers(0, 12), min_size=stages * virtual, max_size=stages * virtual))
+    if not sum(sizes):
+        sizes[0] = 1
+    if data.draw(st.booleans()):
+        sizes = [sizes[0]] * len(sizes) if sizes[0] else sizes
+    plan = StagePlan.from_bounds(np.concatenate([[0], np.cumsum(sizes)]).tolist(), stages)
+    text = to_layout(plan, mtp_layers=1 if stages > 1 else 0)
+    theirs = PipelineParallelLayerLayout(text, stages)
+    theirs.validate_layer_layout(plan.layers, 1 if stages > 1 else 0)
+    for stage in range(stages):
+        for chunk in range(virtual):
+            assert theirs.layout[stage][chunk].count(LayerType.decoder) == plan.counts[stage][chunk]
+    assert from_layout(text, stages, layers=plan.layers) == plan
+
+
+def test_short_strings():
+    assert to_layout(StagePlan.from_counts(((3,),) + ((2,),) * 6 + ((1,),))) == "Ettt|(tt|)*6tL"
+    assert to_layout(StagePlan.from_counts(((5,), (4,)))) == "Et*5|t*4L"
+    assert from_layout("Et*3|(tt|)*29,m|L", 32).counts == ((3,),) + ((2,),) * 29 + ((0,), (0,))
+    assert from_layout("E|t|tt|L", 2).chunks == (((), (1, 2)), ((0,), ()))
+
+
+@pytest.mark.parametrize(
+    "text, stages, message",
+    [
+        ("Ettt|ttL", 2, "has 5 layers, the model 6: it drops 1"),
+        ("Ettt|t*4L", 2, "has 7 layers, the model 6: it adds 1"),
+        ("Ett|tt|ttL", 2, "has 3 virtual stages, which 2 pipeline stages do not divide"),
+        ("ttt|tttL", 2, "must have E, the embedding, once and at its very beginning"),
+        ("Ettt|ttt", 2, "must have L, the loss, once and at its very end"),
+        ("EtttL|tttL", 2, "must have L"),
+        ("Ettt|txtL", 2, "has 'x' where only"),
+        ("Ettt|((tt)*2)*2L", 2, r"has '\(' where only"),
+        ("Etm|tttttL", 2, "has a t after an m"),
+        ("E(t)*99999999|L", 2, "repeats something 99999999 times"),
+    ],
+)
+def test_bad_layouts(text, stages, message):
+    with pytest.raises(ValueError, match=message):
+        from_layout(text, stages, layers=6)
+
+
+# ---- fewer stages
+
+
+def early_exit(layers=32):
+    forward = np.where(np.arange(layers) < layers // 2, 1.0, 0.2)
+    return LayerCost(forward, forward, forward)
+
+
+def test_repack_options_are_simulated_and_fit():
+    cost, memory = early_exit(), LayerMemory(np.full(32, 1.0), 0.05)
+    now = plan_stages(cost.total, 8, method="uniform")
+    sizes = repack_options(cost, now, 32, memory=memory, memory_limit=10, ranks_per_stage=2, ranks_per_node=4)
+    assert [each.stages for each in sizes] == [8, 7, 6, 5, 4, 3, 2, 1]
+    before = cost.simulate(now, 32).step_time
+    for each in sizes:
+        if each.stages <= 3:
+            assert each.plan is None and "memory_limit 10 bytes" in each.reason
+            continue
+        assert each.plan is not None and each.step_seconds == cost.simulate(each.plan, 32).step_time
+        assert each.throughput == pytest.approx(before / each.step_seconds)
+        assert each.gpu_time == pytest.approx(each.step_seconds * each.stages / (before * 8))
+        assert each.freed_ranks == 2 * (8 - each.stages) and each.freed_nodes == (8 - each.stages) // 2
+    assert sizes[0].throughput > 1.25, "the same stages, but cut anew"
+    assert 0.55 < sizes[4].throughput < 1 and sizes[4].gpu_time < 0.9, "half of the stages, more than half as fast"
+
+
+def test_choice_keeps_the_floor_and_frees_whole_nodes():
+    sizes = repack_options(early_exit(), plan_stages(np.ones(32), 8), 32, ranks_per_stage=2, ranks_per_node=4)
+    chosen = choose_repack(sizes, 0.9)
+    assert chosen is not None and chosen.stages == 5 and chosen.throughput >= 0.9 and chosen.freed_nodes == 1
+    fewest = [each for each in sizes if each.freed_nodes and each.throughput >= 0.9]
+    assert chosen.gpu_time == min(each.gpu_time for each in fewest)
+    chosen = choose_repack(sizes, 1.1)
+    assert chosen is not None and chosen.stages == 7, "no whole node can go, two ranks can"
+    assert choose_repack(sizes, 99.0) is None
+    with pytest.raises(ValueError, match="throughput floor is 0"):
+        choose_repack(sizes, 0)
+    with pytest.raises(ValueError, match="min_stages=9 must lie between 1 and the 8 stages"):
+        repack_options(early_exit(), plan_stages(np.ones(32), 8), 32, min_stages=9)
+
+
+def test_first_fit_cascades():
+    """The published rule puts most layers on one stage: 12/4/4/4/4/4 and 20/4/4/4 of 8 stages of 4 layers."""
+    now = plan_stages(np.ones(32), 8)
+    for stages, sizes in ((6, [12, 4, 4, 4, 4, 4]), (4, [20, 4, 4, 4])):
+        assert [len(part) for part in first_fit(now, [4.0] * 8, 32.0, stages)] == sizes
+    assert len(first_fit(now, [4.0] * 8, 9.0, 2)) == 4, "merged pairs do not fit together any more"
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    job = Job(head=0.03, embedding=0.001, slow={5: 2.5}, noise=0.0)
+    return write_run(tmp_path_factory.mktemp("run"), job, 6)
+
+
+def command(capsys, *arguments):
+    code = main(["--from-report", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_reads_what_was_planted(recorded):
+    run = read_run(recorded)
+    expected = 0.03 * np.where(np.arange(8) == 5, 2.5, 1.0)
+    assert run.cost.total == pytest.approx(expected, rel=0.05) and run.plan.counts == ((2,),) * 4
+    assert sum(run.cost.head) == pytest.approx(0.09, rel=0.01) and sum(run.cost.embedding) == pytest.approx(0.003)
+    assert (run.micro_batches, run.ranks_per_stage, run.ranks_per_node) == (8, 2, 4)
+    # The recorded run waits for its slower replica, so the simulation of means is a little below it.
+    assert run.cost.simulate(run.plan, 8).step_time == pytest.approx(run.step_seconds - 0.02, rel=0.03)
+
+
+def test_prints_the_layout_and_its_gain(recorded, capsys):
+    code, out, err = command(capsys, recorded)
+    assert (code, err) == (0, "")
+    text = re.search(r'--pipeline-model-parallel-layout "(.+)"', out)[1]
+    run, plan = read_run(recorded), from_layout(text, 4, layers=8)
+    loads = run.cost.stage_loads(plan)
+    assert loads.max() < 0.85 * run.cost.stage_loads(run.plan).max()
+    gain = run.cost.simulate(run.plan, 8).step_time / run.cost.simulate(plan, 8).step_time - 1
+    assert gain > 0.1 and f"{gain:+.1%} throughput" in out
+
+
+def test_weighs_a_given_layout_and_other_sizes(recorded, capsys):
+    assert "+0.0% throughput" in command(capsys, recorded, "--layout", "Ett|tt|tt|ttL")[1]
+    code, out, _ = command(capsys, recorded, "--stages", 2, "--virtual", 2, "--micro-batches", 4)
+    assert code == 0 and "8 layers, 2 stages of 2 chunks, 4 micro-batches" in out
+    code, out, _ = command(capsys, recorded, "--repack-throughput-floor", 0.7)
+    assert code == 0 and "ranks freed" in out and "2 stages, which free 4 ranks and 1 whole nodes" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layout", "Ett|tt|tt|tL"], "has 7 layers, the model 8: it drops 1"),
+        (["--stages", "9", "--min-layers", "1"], "8 layers cannot fill 9 stages"),
+        (["--stages", "0"], "stages=0 must be a whole number of at least 1"),
+        (["--method", "diffusion", "--virtual", "2"], "plans one chunk a stage"),
+        (["--repack-throughput-floor", "5"], "there is nothing to release"),
+        (["--repack", "--repack-min-stages", "5"], "min_stages=5"),
+        (["--memory-limit", "1"], "no plan keeps to memory_limit 1,000,000,000 bytes on 4 stages"),
+        (["--stages", "2", "--virtual", "2", "--micro-batches", "3"], "last group of 1"),
+    ],
+)
+def test_bad_input_ends_in_one_line(recorded, capsys, arguments, message):
+    code, _, err = command(capsys, recorded, *arguments)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_memory_is_estimated_on_the_safe_side(tmp_path, capsys):
+    """Stages hold 2 layers of 3 GB and, from the first to the last, 4 to 1 micro-batches of 1 GB a layer."""
+    memory = {rank: 2 * 3 * 10**9 + (4 - rank // 2) * 2 * 10**9 + (rank // 2 == 3) * 5 * 10**9 for rank in range(8)}
+    run = read_run(write_run(tmp_path, Job(memory=memory, noise=0.0), 4))
+    estimate = estimate_memory(run)
+    assert (stage_memory(run.plan, estimate, 8) >= run.memory * (1 - 1e-9)).all()
+    assert stage_memory(run.plan, estimate, 8) == pytest.approx(run.memory, rel=0.35)
+    code, out, _ = command(capsys, tmp_path, "--memory-limit", 19, "--repack")
+    assert code == 0 and "no plan keeps to memory_limit 19,000,000,000 bytes on 1 stages" in " ".join(out.split())
+    with pytest.raises(ValueError, match="no memory of its ranks"):
+        estimate_memory(replace(run, memory=np.zeros(0)))
+
+
+def test_no_run_at_all(tmp_path, capsys):
+    code, _, err = command(capsys, tmp_path)
+    assert code == 2 and "holds no events.jsonl" in err and err.count("\n") == 1

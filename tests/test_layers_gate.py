@@ -1,0 +1,257 @@
+"""When layers move: measured costs averaged and watched for jumps, the price of a move, and the gate."""
+
+import numpy as np
+import pytest
+
+from balancing.layers import (
+    CostAverage,
+    Gate,
+    GateConfig,
+    LayerCost,
+    StagePlan,
+    migration_bytes,
+    migration_seconds,
+    moves,
+    over_ranks,
+    plan_stages,
+    refine_plan,
+    simulate_schedule,
+    simulate_steps,
+)
+
+OLD, NEW, OTHER = (StagePlan.from_counts(((a,), (8 - a,))) for a in (4, 5, 6))
+CONFIG = GateConfig(min_gain=0.02, interval=10, horizon=100, confirm=2, watch=3, slower=0.02)
+
+
+def run(gate, iteration, *, seconds=1.0, then=0.8, now=1.0, candidate=NEW, migration=1.0, **more):
+    """One iteration: decide before it, then measure it."""
+    gate, decision = gate.check(iteration, candidate, now, then, migration, **more)
+    return gate.measured(iteration, seconds), decision
+
+
+# ---- the gate
+
+
+def test_moves_after_confirmed_gain():
+    gate, decision = run(Gate(CONFIG, OLD), 1)
+    assert decision.action == "keep" and "seen 1 of 2" in decision.reason
+    gate, decision = run(gate, 2)
+    assert decision.action == "move" and decision.plan == gate.plan == NEW and gate.moved_at == 2
+
+
+@pytest.mark.parametrize(
+    "case, why",
+    [
+        ({"candidate": OLD}, "is the best one"),
+        ({"then": 0.99}, "gains 1.0% of a step, less than 2.0%"),
+        ({"then": 1.2}, "less than 2.0%"),
+        ({"migration": 20.0}, "gains 20 s in 100 iterations, the move takes 20 s"),
+        ({"left": 5}, "gains 1 s in 5 iterations, the move takes 1 s"),
+        ({"now": 0.0, "then": 0.0}, "less than"),
+    ],
+)
+def test_stays_where_a_move_does_not_pay(case, why):
+    gate = Gate(CONFIG, OLD)
+    for iteration in range(1, 6):
+        gate, decision = run(gate, iteration, **case)
+        assert decision.action == "keep" and decision.plan == OLD and why in decision.reason
+
+
+def test_a_gain_that_comes_and_goes_moves_nothing():
+    gate = Gate(CONFIG, OLD)
+    for iteration in range(1, 20):
+        gate, decision = run(gate, iteration, then=0.8 if iteration % 2 else 0.995)
+        assert decision.action == "keep"
+
+
+def moved(config=CONFIG):
+    gate = Gate(config, OLD)
+    for iteration in range(1, 3):
+        gate, decision = run(gate, iteration)
+    assert decision.action == "move"
+    return gate
+
+
+def test_waits_between_moves():
+    gate = moved()
+    for iteration in range(3, 30):
+        gate, decision = run(gate, iteration, seconds=0.8, now=0.8, then=0.5, candidate=OTHER, previous_now=1.0)
+        if decision.action == "move":
+            break
+    assert iteration == 2 + CONFIG.interval
+
+
+def test_a_slower_step_is_taken_back_and_the_next_move_waits_longer():
+    gate = moved()
+    seen = []
+    for iteration in range(3, 60):
+        gate, decision = run(gate, iteration, seconds=1.3, now=0.8, then=0.6, candidate=OTHER, previous_now=1.0)
+        seen.append((iteration, decision.action))
+        if decision.action == "rollback":
+            assert gate.plan == OLD and "steps take 1.3 s, the plan before would take 1 s" in decision.reason
+            break
+    # iteration 2 pays for new buffers; 3, 4 and 5 are watched
+    assert iteration == 6 and gate.patience == 2
+    for iteration in range(7, 60):
+        gate, decision = run(gate, iteration, candidate=NEW)
+        if decision.action == "move":
+            break
+    assert iteration == 6 + 2 * CONFIG.interval
+
+
+def test_a_model_that_grew_is_no_reason_to_go_back():
+    gate = moved()
+    for iteration in range(3, 12):  # all layers cost half more now: the old plan would take 1.5 s, the new one 1.3 s
+        assert gate.watching in (OLD, None)
+        gate, decision = run(gate, iteration, seconds=1.3, now=1.3, then=1.3, previous_now=1.5)
+        assert decision.action == "keep"
+    assert gate.plan == NEW and gate.previous is None and gate.patience == 1
+
+
+def test_a_slow_first_iteration_is_not_held_against_a_move():
+    gate, _ = moved().check(3, NEW, 0.8, 0.8, 1.0)
+    assert gate.measured(2, 99.0).steps == gate.steps
+
+
+@pytest.mark.parametrize("bad", [{"min_gain": -0.1}, {"min_gain": 1.0}, {"interval": 0}, {"watch": 0}, {"slower": -1}])
+def test_bad_configuration(bad):
+    name, value = next(iter(bad.items()))
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        GateConfig(**bad)
+
+
+# ---- the price of a move
+
+
+def test_what_a_move_carries():
+    old, new = StagePlan.from_counts(((4,), (4,), (4,))), StagePlan.from_counts(((3,), (3,), (6,)))
+    assert [tuple(move) for move in moves(old, new)] == [(3, 0, 1), (6, 1, 2), (7, 1, 2)]
+    weight = np.arange(12.0)
+    assert migration_bytes(old, new, weight) == 3 + 6 + 7
+    assert migration_seconds(old, new, weight, 10.0, fixed=0.5) == pytest.approx(0.5 + 13 / 10)
+    assert migration_seconds(old, old, weight, 10.0, fixed=0.5) == 0
+    with pytest.raises(ValueError, match="has 12 layers, the new one 8"):
+        moves(old, OLD)
+    with pytest.raises(ValueError, match="bandwidth is 0"):
+        migration_seconds(old, new, weight, 0)
+
+
+# ---- costs
+
+
+def cost(scale=1.0, layers=8):
+    forward = np.linspace(1, 2, layers) * scale
+    return LayerCost(forward, forward, 0.5 * forward, (0.1, 0.2), (0.3, 0.6))
+
+
+def test_stage_seconds_by_hand():
+    plan = plan_stages(cost().total, 2, virtual=2)
+    forward, backward = cost().stage_seconds(plan)
+    for stage in range(2):
+        for chunk in range(2):
+            ends = (0.1 if (stage, chunk) == (0, 0) else 0) + (0.3 if (stage, chunk) == (1, 1) else 0)
+            own = cost().forward[list(plan.chunks[stage][chunk])].sum()
+            assert forward[stage, chunk] == pytest.approx(own + ends)
+            assert backward[stage, chunk] == pytest.approx(1.5 * own + 2 * ends)
+    assert cost().simulate(plan, 8).step_time == simulate_schedule(forward, backward, 8).step_time
+
+
+def test_a_frozen_front_is_seen_in_backward_only():
+    front = np.arange(8) < 4
+    frozen = LayerCost(np.ones(8), np.where(front, 0, 1.0), np.where(front, 0, 1.0))
+    assert frozen.total.tolist() == [1] * 4 + [3] * 4
+    assert plan_stages(frozen.total, 2).counts == ((5,), (3,))
+    assert plan_stages(frozen.forward, 2).counts == ((4,), (4,))
+
+
+def test_over_ranks():
+    """Two replicas of two expert-parallel ranks: the slower of each pair, then the mean of the pairs."""
+    seconds = [[1.0, 4.0], [3.0, 2.0], [2.0, 2.0], [2.0, 8.0]]
+    assert over_ranks(seconds, [0, 0, 1, 1]).tolist() == [2.5, 6.0]
+    assert over_ranks(seconds, [0, 0, 1, 1], of_experts="mean").tolist() == [2.0, 4.0]
+    assert over_ranks(seconds).tolist() == [2.0, 4.0]
+    with pytest.raises(ValueError, match=r"experts has shape \(2,\) for 4 ranks"):
+        over_ranks(seconds, [0, 1])
+
+
+def noisy(draw, scale=1.0, noise=0.05):
+    each = cost(scale)
+    factor = 1 + noise * draw.standard_normal(each.layers)
+    return LayerCost(
+        each.forward * factor, each.input_gradient * factor, each.weight_gradient, each.embedding, each.head
+    )
+
+
+def test_noise_is_averaged_and_is_no_jump():
+    draw, average = np.random.default_rng(0), CostAverage(window=20)
+    assert not any([average.add(noisy(draw)) for _ in range(300)])
+    assert average.cost.total == pytest.approx(cost().total, rel=0.05)
+
+
+def test_a_jump_is_noticed_and_starts_afresh():
+    draw, average = np.random.default_rng(1), CostAverage(window=20)
+    for _ in range(50):
+        average.add(noisy(draw))
+    after = [average.add(noisy(draw, 0.5)) for _ in range(5)]
+    assert after == [False, False, True, False, False]
+    assert average.cost.total == pytest.approx(cost(0.5).total, rel=0.1), "nothing of the old costs is left"
+
+
+def test_one_outlier_is_no_jump():
+    draw, average = np.random.default_rng(2), CostAverage(window=20)
+    for iteration in range(60):
+        assert not average.add(noisy(draw, 4.0 if iteration == 40 else 1.0))
+    assert average.cost.total == pytest.approx(cost().total, rel=0.06)
+
+
+def test_a_slow_drift_is_followed():
+    average = CostAverage(window=10)
+    for iteration in range(200):
+        average.add(cost(1 + iteration / 200))
+    assert average.cost.total == pytest.approx(cost(2).total, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"forward": []}, "forward has shape"),
+        ({"input_gradient": [1.0]}, r"input_gradient has shape \(1,\); it has to be \(2,\)"),
+        ({"weight_gradient": [-1.0, 1.0]}, "weight_gradient has -1.0 among its seconds"),
+        ({"head": (1.0,)}, r"head has shape \(1,\)"),
+    ],
+)
+def test_bad_costs(bad, message):
+    with pytest.raises(ValueError, match=message):
+        LayerCost(**({"forward": [1.0, 1.0], "input_gradient": [1.0, 1.0]} | bad))
+    with pytest.raises(ValueError, match="no iteration was measured yet"):
+        _ = CostAverage().cost
+
+
+def test_refinement_never_slows_a_step_and_keeps_to_what_fits():
+    draw = np.random.default_rng(3)
+    better = 0
+    for _ in range(8):
+        forward = draw.lognormal(0, 0.5, 24)
+        model = LayerCost(forward, forward * np.where(np.arange(24) < 12, 0, 2), head=(1.0, 2.0))  # a frozen front
+        plan = plan_stages(model.total, 6, head=3.0)
+        for fits in (lambda plan: True, lambda plan: max(plan.counts) <= (6,)):
+            refined = refine_plan(plan, model, 8, transfer=0.1, fits=fits)
+            gain = model.simulate(plan, 8, transfer=0.1).step_time / model.simulate(refined, 8, transfer=0.1).step_time
+            assert gain >= 1 and (refined == plan or fits(refined))
+            better += gain > 1.0001
+    assert better, "no plan could be improved: the test does not test"
+
+
+def test_many_pipelines_at_once_are_the_same_pipelines():
+    draw = np.random.default_rng(4)
+    for ranks, chunks, count in ((4, 1, 9), (3, 2, 6)):
+        forward, backward = draw.uniform(0, 1, (2, 5, ranks, chunks))
+        links = draw.uniform(0, 0.2, ranks)
+        each = [
+            simulate_schedule(f, b, count, transfer=links).step_time for f, b in zip(forward, backward, strict=True)
+        ]
+        assert simulate_steps(forward, backward, count, transfer=links).tolist() == each
+    with pytest.raises(ValueError, match="give seconds as"):
+        simulate_steps(forward[0], backward[0], 6)
+    with pytest.raises(ValueError, match="finite and at least 0"):
+        simulate_steps(-forward, backward, 6)

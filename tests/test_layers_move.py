@@ -1,0 +1,170 @@
+"""A layer that moves to another stage takes everything along: the run goes on as if it had always been there."""
+
+import weakref
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moving import Plans, move_at, train_moving
+from test_dropout import _draws
+from training import EXACT, MOCK_DATA, MODEL, MOE, Run, train_rank
+
+PP2 = "--pipeline-model-parallel-size 2"
+VPP = "--num-virtual-stages-per-pipeline-rank 2"
+SHARDED = "--use-distributed-optimizer"
+OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+EP2 = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+EXACTLY = " ".join(EXACT)
+DROPOUT = f"{EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1 --train-iters 4".split()]
+
+TO_THE_RIGHT: Plans = {2: ((1,), (3,))}
+
+# ranks, flags, plans
+CASES = {
+    "PP 2, dropout": (2, f"{DROPOUT} {PP2}", {1: ((3,), (1,)), 3: ((1,), (3,))}),
+    "PP 2, TP 2, sequence parallel, dropout, recomputed": (
+        4,
+        f"{DROPOUT} {PP2} {RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel "
+        "--make-vocab-size-divisible-by 64",
+        TO_THE_RIGHT,
+    ),
+    "PP 4, two layers over a stage, and back": (
+        4,
+        f"{EXACTLY} --pipeline-model-parallel-size 4 --num-layers 8",
+        {1: ((1,), (1,), (1,), (5,)), 3: ((4,), (2,), (1,), (1,))},
+    ),
+    "PP 2, DP 2, both overlaps": (4, f"{EXACTLY} {PP2} {OVERLAPS}", TO_THE_RIGHT),
+    "PP 2, DP 2, VPP 2, both overlaps": (4, f"{EXACTLY} {PP2} {VPP} {OVERLAPS} --num-layers 8", {2: ((1, 3), (3, 1))}),
+    "PP 2, DP 2, fp16": (
+        4,
+        f"{PP2} --fp16 --initial-loss-scale 1024 --clip-grad 0 --attention-dropout 0 --hidden-dropout 0",
+        TO_THE_RIGHT,
+    ),
+    "PP 2, DP 2, bf16, both overlaps, untied": (
+        4,
+        f"{PP2} --bf16 {OVERLAPS} --attention-dropout 0 --hidden-dropout 0 --clip-grad 0 "
+        "--untie-embeddings-and-output-weights",
+        TO_THE_RIGHT,
+    ),
+    # The first stage gets the first layers with experts that it has, and loses all of them again.
+    "PP 2, EP 2, one dense layer, expert bias, distributed optimizer": (
+        4,
+        f"{EXACTLY} {PP2} {EP2} {SHARDED} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-layer-freq ([0]*2+[1]*2)",
+        {1: ((3,), (1,)), 3: ((1,), (3,))},
+    ),
+}
+
+
+@cache
+def _unmoved(pool, world_size: int, flags: str) -> tuple[Run, dict[str, np.ndarray]]:
+    return train_moving(pool, world_size, flags, {}, base=BASE)
+
+
+def _assert_same_run(run: Run, reference: Run) -> None:
+    """Bit for bit, but for the norm of gradients, which Megatron sums up in float32 in the order of stages."""
+    assert run.losses == reference.losses
+    np.testing.assert_allclose(run.grad_norms, reference.grad_norms, rtol=1e-6)
+    _assert_same_tensors(run.parameters, reference.parameters)
+
+
+def _assert_same_tensors(tensors: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:
+    assert tensors.keys() == reference.keys()
+    for name, whole in reference.items():
+        assert np.array_equal(tensors[name], whole), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_move_changes_no_number(pool, case):
+    world_size, flags, plans = CASES[case]
+    run, state = train_moving(pool, world_size, flags, plans, base=BASE)
+    reference, expected = _unmoved(pool, world_size, flags)
+    _assert_same_run(run, reference)
+    _assert_same_tensors(state, expected)
+    assert len([name for name in expected if name.endswith("exp_avg_sq")]) > 4 * 8
+
+
+def test_recomputed_layers_draw_the_same_dropout(pool):
+    recomputed, _ = train_moving(pool, 2, f"{DROPOUT} {PP2} {RECOMPUTE}", {}, base=BASE)
+    _assert_same_run(recomputed, _unmoved(pool, 2, f"{DROPOUT} {PP2}")[0])
+
+
+def test_every_pass_has_a_mask_of_its_own(pool):
+    flags = f"{PP2} --balance-layers --init-method-std 0.1 --train-iters 2"
+    ranks = pool.run(4, _draws, [*MODEL, *MOCK_DATA, *flags.split()])
+    masks = [mask for rank in ranks for kind in ("attention", "hidden") for mask in rank[kind]]
+    # On the first stage replicas agree on the masks of the embedding, one a micro-batch.
+    assert len(masks) - len(set(masks)) == 2 * 4
+    assert len(masks) == 4 * 2 * 4 * (2 * 3) + 2 * 2 * 4
+
+
+def _frozen_and_masked(argv: list[str]) -> list[tuple[int, bool, float, bool]]:
+    """Freeze part of a layer, hang a buffer on it, move it. Returns what this rank's layers are like at the end."""
+    from megatron.balanced import layers
+
+    found: list[tuple[int, bool, float, bool]] = []
+    move_at({1: ((1,), (3,)), 3: ((3,), (1,))})
+    begin_step = layers.LayerBalancer.begin_step
+
+    def first(self: Any, iteration: int, config: Any) -> None:
+        own = [layer for model in self.mover.models() for layer in model.decoder.layers]
+        for layer in own if iteration == 1 else []:
+            layer.mlp.linear_fc1.bias.requires_grad_(layer.layer_number != 2)
+            layer.mlp.register_buffer("mask", torch.full((3,), float(layer.layer_number)), persistent=False)
+        begin_step(self, iteration, config)
+
+    def end_step(self: Any) -> None:
+        own = [layer for model in self.mover.models() for layer in model.decoder.layers]
+        found[:] = [
+            (
+                layer.layer_number,
+                layer.mlp.linear_fc1.bias.requires_grad,
+                layer.mlp.mask.mean().item() if self.iteration else 0.0,
+                self.iteration > 0 and "mask" in layer.mlp._non_persistent_buffers_set,
+            )
+            for layer in own
+        ]
+
+    layers.LayerBalancer.begin_step, layers.LayerBalancer.end_step = first, end_step
+    train_rank(argv, False)
+    return found
+
+
+def test_what_others_did_to_a_layer_comes_along(pool):
+    flags = f"{PP2} --balance-layers --attention-dropout 0 --hidden-dropout 0"
+    first, second = pool.run(2, _frozen_and_masked, [*BASE, *flags.split()])
+    assert first == [(1, True, 1.0, True), (2, False, 2.0, True), (3, True, 3.0, True)]
+    assert second == [(4, True, 4.0, True)]
+
+
+def _peeks_at_buffers(argv: list[str]) -> list[bool]:
+    """Whether gradient buffers, and the optimizer they belong to, are gone while layers travel."""
+    from megatron.balanced import layer_state, move
+
+    gone: list[bool] = []
+    move_at({2: ((1,), (3,))})
+    old: list[weakref.ref] = []
+    free, exchange = move.LayerMover._free_buffers, layer_state.exchange
+
+    def watched(self: Any) -> None:
+        old.extend(weakref.ref(buffer.grad_data) for ddp in self._chunks for buffer in ddp.buffers)
+        free(self)
+
+    def peek(*args: Any) -> int:
+        gone.extend(reference() is None for reference in old)
+        return exchange(*args)
+
+    move.LayerMover._free_buffers, layer_state.exchange = watched, peek
+    train_rank(argv, False)
+    return gone
+
+
+def test_gradient_buffers_make_room_for_what_travels(pool):
+    flags = f"{PP2} {OVERLAPS} --bf16 --balance-layers"
+    for gone in pool.run(4, _peeks_at_buffers, [*BASE, *flags.split()]):
+        assert gone
+        assert all(gone)
