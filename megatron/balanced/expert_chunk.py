@@ -40,17 +40,6 @@ class ExpertChunk:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
             for bucket_group in {ddp.param_to_bucket_group[p] for p in self._position}:
                 bucket_group.register_grad_ready = self._deferred(bucket_group)
-            ddp.start_grad_sync = self._after_backward(ddp.start_grad_sync)
-
-    def _after_backward(self, start_grad_sync: Callable) -> Callable:
-        """With pipeline stages gradients are not reduced parameter by parameter, but all together at a moment
-        that the schedule chooses, when this chunk's backward passes are over."""
-
-        def start(*unused: Any) -> None:
-            self.end_backward()
-            start_grad_sync()
-
-        return start
 
     def _deferred(self, bucket_group: Any) -> Callable:
         """Data parallelism must not reduce a home expert's gradient before the replicas' gradients are in it."""

@@ -56,7 +56,9 @@ class ExpertBalancer:
         report: Callable[[dict[str, Any]], None],
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
-        self._chunks: list[ExpertChunk] = []
+        self._model: list[torch.nn.Module] = []
+        self._process_group: Any = None
+        self._chunk_at: dict[int, ExpertChunk] = {}  # those that have experts
         self._group: Cluster | None = None
         self._shared = False
         self._iteration = 0
@@ -72,18 +74,41 @@ class ExpertBalancer:
 
         Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
         """
-        group = self._own_group()
-        self._group = cluster_of(dist.get_process_group_ranks(group), self._machine)
-        layers = [[m for m in model.modules() if isinstance(m, BalancedMoELayer)] for model in unwrap_model(chunks)]
-        self._shared = self._agree_on_mode([layer for chunk in layers for layer in chunk])
-        for ddp, own in zip(chunks, layers, strict=True):
-            if own:
-                chunk = ExpertChunk(ddp, own, group, self._shared)
-                self._chunks.append(chunk)
-                for layer in own:
-                    self._placed[layer] = layer.placement
-                    layer.on_load = partial(self._on_load, chunk, layer)
+        self._model, self._process_group = chunks, self._own_group()
+        self._group = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
+        self._shared = self._agree_on_mode([layer for own in self._layers_of_model() for layer in own])
+        for position, ddp in enumerate(chunks):
+            if ddp.ddp_config.overlap_grad_reduce:
+                ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
+        self.renew()
         return chunks
+
+    def _after_backward(self, position: int, start_grad_sync: Callable) -> Callable:
+        """With pipeline stages gradients are not reduced parameter by parameter, but all together at a moment that the
+        schedule chooses, when the backward passes of the model chunk at `position` are over. Megatron keeps what this
+        returns for as long as it trains."""
+
+        def start(*unused: Any) -> None:
+            if position in self._chunk_at:
+                self._chunk_at[position].end_backward()
+            start_grad_sync()
+
+        return start
+
+    def renew(self) -> None:
+        """Make the slots of the layers that are here now. To be called again when layers have come, gone or been
+        wrapped anew, between two steps; replicas of a layer that stays are kept, those of one that moved are not."""
+        placed, self._placed, self._chunk_at = self._placed, {}, {}
+        for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
+            if own:
+                chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared)
+                for layer in own:
+                    self._placed[layer] = placed.get(layer, layer.placement)
+                    layer.on_load = partial(self._on_load, chunk, layer)
+
+    def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
+        models = unwrap_model(self._model)
+        return [[module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models]
 
     def _own_group(self) -> dist.ProcessGroup:
         """A group of the same ranks as the expert-parallel one, so that transfers pass beside the tokens."""
@@ -142,14 +167,14 @@ class ExpertBalancer:
             layer.served.clear()
             if layer.placement != self._placed[layer]:
                 layer.place(self._placed[layer])
-        for chunk in self._chunks:
+        for chunk in self._chunk_at.values():
             chunk.begin_step()
         self._finalize = self._model_config.finalize_model_grads_func
         self._model_config.finalize_model_grads_func = self._finalize_gradients
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> Any:
         assert self._finalize is not None
-        for chunk in self._chunks:
+        for chunk in self._chunk_at.values():
             chunk.end_backward()
         return self._finalize(*args, **kwargs)
 
@@ -163,7 +188,7 @@ class ExpertBalancer:
             or mpu.get_tensor_model_parallel_rank()
         ):
             return
-        for chunk in self._chunks:
+        for chunk in self._chunk_at.values():
             traffic = chunk.slots.take_traffic()
             for layer in chunk.layers:
                 self._report(self._event(layer, chunk, traffic.exposed_seconds / len(chunk.layers)))
@@ -194,7 +219,7 @@ class ExpertBalancer:
     # Plans.
 
     def _layers(self) -> list[BalancedMoELayer]:
-        return [layer for chunk in self._chunks for layer in chunk.layers]
+        return [layer for chunk in self._chunk_at.values() for layer in chunk.layers]
 
     def _on_load(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> None:
         """`layer` is about to split `load`, that of one more micro-batch."""

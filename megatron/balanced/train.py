@@ -44,6 +44,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         step.callbacks.append(observer)
         forward = partial(forward_step, on_documents=observer.documents)
     machine = machine_of(config, args.world_size)
+    renew_replicas: list[Callable[[], None]] = []
     report = observer.note if observer is not None else lambda event: None
     if config.sequences.balance_sequences:
         sequences = SequenceBalancer(args, config.sequences, machine, report)
@@ -55,12 +56,14 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         balancer = ExpertBalancer(args, config.experts, machine, report)
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
+        renew_replicas = [balancer.renew]
     if config.layers.on:
         assert observer is not None
         layers = LayerBalancer(args, config.layers, model, observer.note)
         observer.listeners.append(layers.measured)
         layers.settled = partial(observer.listeners.remove, layers.measured)
         layers.mover.built.append(observer.watch_layer)
+        layers.mover.moved += renew_replicas
         model.post_wrap_hooks.append(layers.attach)
         step.callbacks.append(layers)
         if args.attention_dropout or args.hidden_dropout:
