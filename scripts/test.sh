@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint, type check and test. Makes .venv first where there is none.
 #
-#     scripts/test.sh                       everything
+#     scripts/test.sh                       everything, of large families of combinations a sample
+#     scripts/test.sh --exhaustive          every combination, as CI does
 #     scripts/test.sh tests/test_x.py -k y  arguments go to pytest
 set -euo pipefail
 # shellcheck source=scripts/environment.sh

@@ -27,6 +27,7 @@ class Layer:
     dtype: str = "float32"
     shared: bool = False
     grouped: bool = False
+    split_on_device: bool = False  # as on a GPU
     options: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig
 
 
@@ -50,6 +51,7 @@ def _build(layer: Layer) -> Any:
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron.balanced import moe_layer
     from megatron.balanced.grouped_experts import GroupedMLP
     from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 
@@ -81,6 +83,8 @@ def _build(layer: Layer) -> Any:
     balanced = layer.slot_expert is not None
     experts = GroupedMLP if layer.grouped else ReplicatedSequentialMLP if balanced else SequentialMLP
     moe = partial(BalancedMoELayer, slots=len(layer.slot_expert[0])) if balanced else MoELayer
+    if layer.split_on_device:
+        moe_layer.is_cpu = lambda: False
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     built = moe(config, MoESubmodules(experts=partial(experts, submodules=linears)), layer_number=1)
     for expert, module in zip(built.local_expert_indices, built.experts.local_experts, strict=True):

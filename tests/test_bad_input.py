@@ -66,13 +66,13 @@ FLAGS = {
     ),
     "batch": ("--global-batch-size 7", "--global-batch-size 7", "--micro-batch-size 1 x 2", "multiple"),
     "layers": ("--num-layers 3 --pipeline-model-parallel-size 2", "layers", "pipeline-model-parallel"),
-    "context parallel": ("--context-parallel-size 2", "--context-parallel-size 2", "Transformer Engine"),
-    "flex": ("--num-experts 4 --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
-    "packed micro-batches": (
-        "--dataloader-inter-document-masking --micro-batch-size 2 --pipeline-model-parallel-size 2",
-        "--micro-batch-size 2",
-        "use --micro-batch-size 1",
+    "context parallel": (
+        "--context-parallel-size 2",
+        "--context-parallel-size 2",
+        "Transformer Engine",
+        "add --balance-sequences",
     ),
+    "flex": ("--num-experts 4 --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
     "two sources of data": ("--data-path corpus", "--mock-data", "corpus", "drop one"),
 }
 

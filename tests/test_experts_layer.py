@@ -73,6 +73,14 @@ def test_a_rank_without_a_single_token(pool):
     assert_alike(balanced, reference, tolerance=1e-12)
 
 
+def test_the_split_on_a_device_is_the_same(pool):
+    """The code that runs on a GPU, without waiting for it, sends every token where the host's arithmetic sends it."""
+    on_host = Layer(EXPERTS, skewed(4, TOKENS, EXPERTS, 3, seed=2), FOUR, dtype="float64")
+    passes, expected = run_layer(pool, replace(on_host, split_on_device=True)), run_layer(pool, on_host)
+    assert [seen.rows for seen in passes] == [seen.rows for seen in expected]
+    assert_alike(passes, expected, tolerance=None)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("topk", [1, 2, 6])
 def test_gradients_are_the_same_in_float64(pool, topk, shared):

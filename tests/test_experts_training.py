@@ -1,8 +1,11 @@
 """Balanced expert parallelism trains the same model: losses and parameters against the run without replicas."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +15,19 @@ EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
 )
-BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), "--train-iters", "20", "--num-layers", "2"]
+BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--train-iters 20 --num-layers 2 --global-batch-size 4".split()]
 
-# ranks, layout flags
+# ranks, layout flags; two micro-batches for every data-parallel rank
 LAYOUTS = {
     "EP 2": (2, "--expert-model-parallel-size 2"),
-    "EP 4": (4, "--expert-model-parallel-size 4"),
+    "EP 4": (4, "--expert-model-parallel-size 4 --global-batch-size 8"),
     "EP 2, PP 2": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "EP 4, PP 2": (8, "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2"),
+    "EP 4, PP 2": (8, "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --global-batch-size 8"),
 }
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 OTHERS = {
     "top-3": (2, "--expert-model-parallel-size 2 --moe-router-topk 3"),
-    "one home expert": (4, "--expert-model-parallel-size 4 --num-experts 4"),
+    "one home expert": (4, "--expert-model-parallel-size 4 --num-experts 4 --global-batch-size 8"),
     "ETP 2": (
         4,
         "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 "
@@ -41,8 +44,8 @@ OTHERS = {
         "--expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
     ),
-    "overlap": (4, f"--expert-model-parallel-size 2 {OVERLAP}"),
-    "overlap of gradients": (4, "--expert-model-parallel-size 2 --overlap-grad-reduce"),
+    "overlap": (4, f"--expert-model-parallel-size 2 --global-batch-size 8 {OVERLAP}"),
+    "overlap of gradients": (4, "--expert-model-parallel-size 2 --global-batch-size 8 --overlap-grad-reduce"),
     "PP 2, overlap": (4, f"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 {OVERLAP}"),
     "VPP 2, overlap": (
         4,
@@ -83,10 +86,19 @@ def _assert_same(balanced: Run, reference: Run) -> None:
         assert difference <= 1e-12 * np.linalg.norm(value), f"{name}: {difference / np.linalg.norm(value)}"
 
 
-@pytest.mark.parametrize("planner", ["quota", "prophet"])
-@pytest.mark.parametrize("mode", ["resident", "shared"])
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+DISPATCHERS, MODES, PLANNERS = ("alltoall", "allgather"), ("resident", "shared"), ("quota", "prophet")
+
+
+def _combinations() -> Iterator[Any]:
+    """Every combination. The sample has all pairs of dispatcher, mode and planner, and each layout with two of them."""
+    for number, layout in enumerate(LAYOUTS):
+        for choices in itertools.product(range(2), repeat=3):
+            rest = [names[choice] for names, choice in zip((DISPATCHERS, MODES, PLANNERS), choices, strict=True)]
+            sampled = sum(choices) % 2 == 0 and choices[0] == number % 2
+            yield pytest.param(layout, *rest, marks=[] if sampled else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("layout, dispatcher, mode, planner", list(_combinations()))
 def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, planner):
     ranks, flags = LAYOUTS[layout]
     flags += f" --moe-token-dispatcher-type {dispatcher}"
@@ -94,11 +106,41 @@ def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, pla
     _assert_same(balanced, _reference(pool, ranks, flags))
 
 
-@pytest.mark.parametrize("mode", ["resident", "shared"])
-@pytest.mark.parametrize("case", OTHERS)
+def _others() -> Iterator[Any]:
+    """Each case with both modes, of which one is the sample."""
+    for number, case in enumerate(OTHERS):
+        for choice, mode in enumerate(MODES):
+            yield pytest.param(case, mode, marks=[] if choice == number % 2 else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("case, mode", list(_others()))
 def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     ranks, flags = OTHERS[case]
     flags += " --moe-token-dispatcher-type alltoall"
     _assert_same(
         _balanced(pool, tmp_path, ranks, flags, f"--expert-replica-mode {mode}"), _reference(pool, ranks, flags)
     )
+
+
+FAST_LINKS = {  # on which a copy pays for itself at once
+    "nodes": 1,
+    "ranks_per_node": 4,
+    "nics_per_node": 1,
+    "intra_node_bandwidth": 1e15,
+    "nic_bandwidth": 1e15,
+    "flops": 1e6,
+    "memory": 1e12,
+}
+
+
+@pytest.mark.parametrize("mode", ["resident", "shared"])
+def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
+    """Without a plan for 20 iterations, what replicas there are come from the first micro-batch of each."""
+    ranks, flags = LAYOUTS["EP 2, PP 2"]
+    flags += " --moe-token-dispatcher-type alltoall"
+    (tmp_path / "cluster.json").write_text(json.dumps(FAST_LINKS))
+    never = f"--expert-replica-mode {mode} --expert-plan-interval 100 --cluster {tmp_path / 'cluster.json'}"
+    balanced = _balanced(pool, tmp_path, ranks, flags, never)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(line.get("added", 0) for line in lines) > 10
+    _assert_same(balanced, _reference(pool, ranks, flags))

@@ -31,7 +31,6 @@ def _args(**given: object) -> argparse.Namespace:
 
 # what is given beside --balance-layers, and the words that the line must have: the value, and the way out
 REFUSED = {
-    "experts": ({"balance_experts": True}, "--balance-experts", "drop one of the two"),
     "CUDA graphs": ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "more tokens": ({"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),

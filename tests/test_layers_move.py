@@ -1,5 +1,6 @@
 """A layer that moves to another stage takes everything along: the run goes on as if it had always been there."""
 
+import json
 import weakref
 from functools import cache
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from moving import Plans, move_at, train_moving
 from test_dropout import _draws
-from training import EXACT, MOCK_DATA, MODEL, MOE, Run, train_rank
+from training import EXACT, MOCK_DATA, MODEL, MOE, Run, differences, train_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
 VPP = "--num-virtual-stages-per-pipeline-rank 2"
@@ -86,6 +87,17 @@ def test_a_move_changes_no_number(pool, case):
     _assert_same_run(run, reference)
     _assert_same_tensors(state, expected)
     assert len([name for name in expected if name.endswith("exp_avg_sq")]) > 4 * 8
+
+
+def test_replicas_of_experts_follow(pool, tmp_path):
+    """Hot experts have replicas before, between and after two moves, and both balancers together change no number."""
+    flags = f"{EXACTLY} {PP2} {EP2} {OVERLAPS} --train-iters 9"
+    both = f"{flags} --balance-experts --balance-report {tmp_path}"
+    run, _ = train_moving(pool, 4, both, {3: ((3,), (1,)), 6: ((1,), (3,))}, base=BASE)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    replicated = {line["iteration"] for line in lines if line["action"] == "replicate"}
+    assert replicated & {2, 3} and replicated & {5, 6} and replicated & {8, 9}
+    assert max(differences(run, _unmoved(pool, 4, flags)[0])) <= 1e-12
 
 
 def test_recomputed_layers_draw_the_same_dropout(pool):

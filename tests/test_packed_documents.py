@@ -25,6 +25,7 @@ ROTARY_TOLERANCE = 1e-8  # of losses
 LAYOUTS = {
     "PP 2": (2, f"{PP} 2"),
     "PP 4": (4, f"{PP} 4"),
+    "PP 2, micro-batches of two": (2, f"{PP} 2 --micro-batch-size 2"),
     "PP 2, interleaved": (2, f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
     "TP 2": (2, "--tensor-model-parallel-size 2"),
     "TP 2, PP 2, sequence parallel": (4, f"{SP} {PP} 2"),
@@ -41,16 +42,22 @@ class Packed:
         self.pool, self.model, self.folder = pool, model, tmp_path / "start"
         # Some documents are shorter than a sequence of 32 tokens, some are longer.
         self.base = [*MODEL, *write_documents(tmp_path / "documents", heavy_tailed(400, seed=1))]
-        self._train(1, f"--lr 0 --train-iters 1 --save {self.folder} --save-interval 1")
+        first = f"--lr 0 --train-iters 1 --save {self.folder} --save-interval 1"
+        train(pool, 1, first, base=self.whole(""))
 
-    def _train(self, world_size: int, flags: str) -> Run:
+    def whole(self, flags: str) -> list[str]:
+        """The command line of a run that is described by `flags`."""
         tensor_ranks = 2 if "--tensor-model-parallel-size 2" in flags else 1
         vocabulary = f"--make-vocab-size-divisible-by {128 // tensor_ranks}"
         every = f"{' '.join(EXACT)} --init-method-std 0.1 {vocabulary} {self.model} {flags}"
-        return train(self.pool, world_size, every, base=self.base, parameters=True)
+        return [*self.base, *every.split()]
+
+    def from_start(self, flags: str) -> list[str]:
+        """The same, for a run from the common start."""
+        return self.whole(f"{flags} --load {self.folder} --finetune --no-load-optim --no-load-rng")
 
     def train(self, world_size: int, flags: str) -> Run:
-        return self._train(world_size, f"{flags} --load {self.folder} --finetune --no-load-optim --no-load-rng")
+        return train(self.pool, world_size, base=self.from_start(flags), parameters=True)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from training import MOCK_DATA, MODEL, train_rank
 NEEDS = {
     "DistributedOptimizer": "--load nowhere --use-distributed-optimizer",
     "training:train_step": "--balance-report nowhere --balance-dry-run",
+    "training:get_forward_backward_func": "--dataloader-inter-document-masking --micro-batch-size 2",
 }
 
 

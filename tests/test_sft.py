@@ -1,4 +1,4 @@
-"""--sft: conversations packed into sequences, with Megatron's own dataset and tokenizer, on every pipeline stage."""
+"""--sft: conversations packed into sequences, with Megatron's own dataset and tokenizer, in every layout."""
 
 import json
 import os
@@ -68,18 +68,24 @@ def _train(pool: Pool, world_size: int, argv: list[str], cache: Path) -> Run:
     return join(pool.run(world_size, _train_rank, argv, str(cache)))
 
 
-def test_pipeline_stages_agree(pool, tokenizer, tmp_path):
+def test_layouts_agree(pool, tokenizer, tmp_path):
     base = _base(tokenizer, _write(tmp_path / "packed.jsonl", conversations_per_line=2))
     first = f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1"
     _train(pool, 1, [*base, *first.split()], tmp_path)
     base += f"--load {tmp_path} --finetune --no-load-optim --no-load-rng".split()
     alone = _train(pool, 1, base, tmp_path)
     assert alone.losses[-1] < alone.losses[0] - 0.05
-    for stages in (2, 4):
-        argv = [*base, "--pipeline-model-parallel-size", str(stages)]
-        losses, parameters = differences(_train(pool, stages, argv, tmp_path), alone)
-        assert losses <= 1e-12
-        assert parameters <= 1e-12
+    pipeline, spread = "--pipeline-model-parallel-size", "--balance-sequences --context-parallel-size 2"
+    for ranks, layout in (
+        (2, f"{pipeline} 2"),
+        (4, f"{pipeline} 4"),
+        (2, f"{spread} --micro-batch-size 2"),  # where padding is cut off
+        (4, f"{spread} {pipeline} 2"),  # where it is not
+    ):
+        losses, parameters = differences(_train(pool, ranks, [*base, *layout.split()], tmp_path), alone)
+        assert losses <= 1e-12, layout
+        assert parameters <= 1e-12, layout
+    assert any("leaves the padding of conversations" in output for output in pool.output)
 
 
 def test_packed_conversations_do_not_see_each_other(pool, tokenizer, tmp_path):

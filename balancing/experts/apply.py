@@ -108,7 +108,7 @@ class ReplicaSlots:
         self._accumulated: list[torch.Tensor | None] = [None] * len(homes)
         self._chains: list[list[_Chain]] = [[] for _ in homes]
         self._content: list[int | None] = [None] * buffers
-        self._fetching: dict[int, Relay] = {}
+        self._fetching: dict[int, list[Relay]] = {}
         self._leaving: list[Relay] = []  # has brought what this rank receives and may still be sending
         self._reducing: list[_Reduction] = []
         self._backwards = [0] * len(homes)
@@ -159,13 +159,15 @@ class ReplicaSlots:
             chains.append(_Chain(expert, ranks, place, slot))
         return chains
 
-    def _hops(self, kind: int, layer: int, buffers: Callable[[_Chain], tuple[torch.Tensor, Any]]) -> list[Hop]:
+    def _hops(
+        self, kind: int, layer: int, chains: list[_Chain], buffers: Callable[[_Chain], tuple[torch.Tensor, Any]]
+    ) -> list[Hop]:
         """This rank's part in handing on the layer's weights (kind 0, home first) or gradients (1, home last).
 
         buffers: for a chain what is received and sent, flat, and what is added in between or None.
         """
         hops = []
-        for chain in self._chains[layer]:
+        for chain in chains:
             if chain.place is None:
                 continue
             ranks, place = chain.ranks, chain.place
@@ -188,26 +190,49 @@ class ReplicaSlots:
         """Start bringing the weights of `layer`'s replicas, unless they are here or under way. Returns at once."""
         if not 0 <= layer < len(self.homes) or self._content[self._buffer(layer)] == layer:
             return
-        buffer = self._buffer(layer)
-        self._content[buffer] = layer
+        self._content[self._buffer(layer)] = layer
+        self._fetch(layer, self._chains[layer])
+
+    def _fetch(self, layer: int, chains: list[_Chain]) -> None:
+        weights = self._weights[self._buffer(layer)].data
         hops = self._hops(
             0,
             layer,
+            chains,
             lambda chain: (
-                self._flat_home(layer, chain.expert) if chain.slot is None else self._weights[buffer].data[chain.slot],
+                self._flat_home(layer, chain.expert) if chain.slot is None else weights[chain.slot],
                 None,
             ),
         )
         self.traffic.weight_bytes += sum(hop.sent_bytes for hop in hops)
-        self._moved[layer] += self._replicas(layer) * self._size * self._dtype.itemsize
-        self._fetching[layer] = Relay(hops, self._group)
+        self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._size * self._dtype.itemsize
+        self._fetching.setdefault(layer, []).append(Relay(hops, self._group))
+
+    def add(self, layer: int, slot_expert: np.ndarray) -> None:
+        """Fill empty slots of `layer` before its first pass of the iteration, whose experts will wait for the weights.
+
+        slot_expert: [rank, slot] as in `begin_step`, from which it may only differ where slots were empty.
+        """
+        assert not self._backwards[layer], "replicas are added before the first pass"
+        before = {chain.expert: chain.ranks for chain in self._chains[layer]}
+        chains = self._chains_of(slot_expert)
+        self._chains[layer] = chains
+        if self._content[self._buffer(layer)] != layer:
+            return  # nothing is here or under way yet, so that the first pass will bring all
+        missing = []
+        for chain in chains:
+            known = set(before.get(chain.expert, ())[1:])
+            ranks = tuple(rank for rank in chain.ranks if rank not in known)
+            if len(ranks) > 1:
+                place = ranks.index(self._rank) if self._rank in ranks else None
+                missing.append(_Chain(chain.expert, ranks, place, chain.slot))
+        self._fetch(layer, missing)
 
     def acquire(self, layer: int, then: int) -> None:
         """Have the weights of `layer`'s replicas in its slots, and start bringing those of layer `then`."""
         self._finish_sends()
         self.prefetch(layer)
-        relay = self._fetching.pop(layer, None)
-        if relay is not None:
+        for relay in self._fetching.pop(layer, []):
             self._wait(relay.wait_received)
             self._leaving.append(relay)
         if self.slots:
@@ -280,7 +305,7 @@ class ReplicaSlots:
                 received.append((chain.expert % self._homes_per_rank, coming))
             return coming, own
 
-        hops = self._hops(1, layer, buffers)
+        hops = self._hops(1, layer, self._chains[layer], buffers)
         self.traffic.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
         self._reducing.append(_Reduction(layer, Relay(hops, self._group), received))
@@ -306,8 +331,8 @@ class ReplicaSlots:
     def end_step(self) -> None:
         """All backward passes of the iteration have run: have every gradient at home."""
         self._finish_reductions()
-        for relay in self._fetching.values():  # fetched for a pass that did not come
-            self._leaving.append(relay)
+        for relays in self._fetching.values():  # fetched for a pass that did not come
+            self._leaving += relays
         self._fetching.clear()
         self._finish_sends()
         assert all(n in (0, self._micro_batches) for n in self._backwards), "a layer missed a backward pass"

@@ -1,5 +1,48 @@
-"""Sequences of very different length: what they cost, and on which rank."""
+"""Sequences of very different length: what they cost, on which rank, and attention over them wherever they are.
 
+from balancing.cluster import Cluster
+from balancing.sequences import AttentionShape, plan_sequences, render
+
+shape = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
+plan = plan_sequences([30000, 1200, 500, 833], Cluster.preset("h200-8x400g"), shape=shape)
+print(render(plan))
+"""
+
+from balancing.sequences.attention import SequenceAttention
+from balancing.sequences.cost import StepCost, limit_seconds, step_cost
+from balancing.sequences.layout import AttentionShape, Exchange, SequencePlan, Shard
 from balancing.sequences.load import causal_area, zigzag_area
+from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
+from balancing.sequences.remap import linear_layout, remap
+from balancing.sequences.render import render
+from balancing.sequences.routing import route
+from balancing.sequences.steps import Program
+from balancing.sequences.tasks import make_program
+from balancing.sequences.traffic import Traffic, kv_traffic, remap_traffic
+from balancing.sequences.way import Statistics
 
-__all__ = ["causal_area", "zigzag_area"]
+__all__ = [
+    "DEFAULT_CHUNK",
+    "METHODS",
+    "AttentionShape",
+    "Exchange",
+    "Program",
+    "SequenceAttention",
+    "SequencePlan",
+    "Shard",
+    "Statistics",
+    "StepCost",
+    "Traffic",
+    "causal_area",
+    "kv_traffic",
+    "limit_seconds",
+    "linear_layout",
+    "make_program",
+    "plan_sequences",
+    "remap",
+    "remap_traffic",
+    "render",
+    "route",
+    "step_cost",
+    "zigzag_area",
+]

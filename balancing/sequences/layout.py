@@ -7,7 +7,7 @@ remapped between them.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -96,8 +96,9 @@ class SequencePlan:
         unknown = set(self.exchange) - set(get_args(Exchange))
         if unknown:
             raise ValueError(f"exchange {sorted(unknown)[0]!r} is none of {', '.join(get_args(Exchange))}")
-        for name, shards in (("attention", self.attention), ("linear", self.linear)):
-            _check_layout(name, shards, self.lengths, self.ranks)
+        _check_layout("attention", self.attention, self.lengths, self.ranks)
+        if self.linear is not self.attention:
+            _check_layout("linear", self.linear, self.lengths, self.ranks)
         for sequence, exchange in enumerate(self.exchange):
             if exchange == "local" and len(self.ring(sequence)) > 1:
                 raise ValueError(f"sequence {sequence} is local, but lies on ranks {self.ring(sequence)}")
@@ -122,17 +123,17 @@ class SequencePlan:
     @cached_property
     def tokens(self) -> np.ndarray:
         """int [rank]: tokens in attention."""
-        return self._sum(self.attention, "tokens")
+        return self._sum(self.attention, lambda start, stop: stop - start)
 
     @cached_property
     def linear_tokens(self) -> np.ndarray:
         """int [rank]: tokens in linear layers."""
-        return self._sum(self.linear, "tokens")
+        return self._sum(self.linear, lambda start, stop: stop - start)
 
     @cached_property
     def area(self) -> np.ndarray:
         """int [rank]: query-key pairs whose queries are on the rank."""
-        return self._sum(self.attention, "area")
+        return self._sum(self.attention, lambda start, stop: (stop * (stop + 1) - start * (start + 1)) // 2)
 
     @cached_property
     def digest(self) -> str:
@@ -140,10 +141,10 @@ class SequencePlan:
         said = (self.lengths, self.ranks, self.attention, self.linear, self.exchange)
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
-    def _sum(self, shards: Iterable[Shard], what: str) -> np.ndarray:
+    def _sum(self, shards: Sequence[Shard], what: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+        _, start, stop, rank = np.array(shards, dtype=np.int64).reshape(-1, 4).T
         total = np.zeros(self.ranks, dtype=np.int64)
-        for shard in shards:
-            total[shard.rank] += getattr(shard, what)
+        np.add.at(total, rank, what(start, stop))
         return total
 
     @cached_property

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["causal_area", "zigzag_area"]
+__all__ = ["causal_area", "zigzag_area", "zigzag_areas"]
 
 
 def causal_area(lengths: Sequence[int] | np.ndarray) -> int:
@@ -17,19 +17,28 @@ def causal_area(lengths: Sequence[int] | np.ndarray) -> int:
     return int((tokens * (tokens + 1) // 2).sum())
 
 
-def zigzag_area(lengths: Sequence[int] | np.ndarray, rank: int, ranks: int) -> int:
-    """Query-key pairs whose queries fall on context-parallel `rank` of `ranks`.
+def zigzag_areas(lengths: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
+    """int64 [rank]: query-key pairs whose queries fall on each of `ranks` context-parallel ranks.
 
     The packed sequence of documents of `lengths` tokens [document] is cut into 2 x ranks equal chunks; a rank holds
-    chunks `rank` and `2 x ranks - 1 - rank`, as Megatron-LM cuts it. Raises ValueError when it does not cut evenly.
+    chunks `rank` and `2 x ranks - 1 - rank`, as Megatron-LM cuts it; one rank holds all. Raises ValueError when it does
+    not cut evenly.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     if ranks == 1:
-        return causal_area(tokens)
-    total = int(tokens.sum())
-    if total % (2 * ranks):
-        raise ValueError(f"{total} tokens do not cut into {2 * ranks} equal chunks; make it a multiple of {2 * ranks}")
-    starts = np.repeat(np.cumsum(tokens) - tokens, tokens)
-    pairs = np.arange(1, total + 1) - starts  # keys that each query sees
-    chunks = pairs.reshape(2 * ranks, -1)
-    return int(chunks[rank].sum() + chunks[2 * ranks - 1 - rank].sum())
+        return np.array([causal_area(tokens)])
+    total, chunks = int(tokens.sum()), 2 * ranks
+    if total % chunks:
+        raise ValueError(f"{total} tokens do not cut into {chunks} equal chunks; make it a multiple of {chunks}")
+    begin = np.concatenate([[0], np.cumsum(tokens)])
+    whole = np.concatenate([[0], np.cumsum(tokens * (tokens + 1) // 2)])  # pairs of the documents before
+    cuts = np.arange(chunks + 1) * (total // chunks)
+    document = np.searchsorted(begin, cuts, side="right") - 1
+    inside = cuts - begin[document]
+    pairs = np.diff(whole[document] + inside * (inside + 1) // 2)
+    return pairs[:ranks] + pairs[: ranks - 1 : -1]
+
+
+def zigzag_area(lengths: Sequence[int] | np.ndarray, rank: int, ranks: int) -> int:
+    """The share of one `rank` in `zigzag_areas`, which raises what this raises."""
+    return int(zigzag_areas(lengths, ranks)[rank])

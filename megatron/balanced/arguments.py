@@ -24,11 +24,13 @@ from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
 from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
+from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import OnThisMachine, check_folders, check_layout, check_megatron
 from megatron.balanced.data_checks import check_data
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.expert_checks import check_experts
 from megatron.balanced.layer_checks import check_layers
+from megatron.balanced.sequence_checks import check_sequences
 
 __all__ = ["BalanceConfig", "machine_of", "parse_arguments", "stop"]
 
@@ -77,12 +79,18 @@ class BalanceConfig:
         default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
     )
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
+    sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)
     layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
+
+    @property
+    def balances(self) -> bool:
+        """Whether any balancer is on."""
+        return self.experts.balance_experts or self.sequences.balance_sequences or self.layers.on
 
 
 def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
-    for config in (BalanceConfig, ExpertConfig, LayerConfig):
+    for config in (BalanceConfig, ExpertConfig, SequenceConfig, LayerConfig):
         for field in dataclasses.fields(config):
             if not field.metadata:
                 continue
@@ -192,22 +200,15 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
-    if config.balance_report is not None or config.experts.balance_experts or config.layers.on:
+    if config.balance_report is not None or config.balances:
         detect_launch()  # who shares a node with whom must be known
     machine_of(config, args.world_size)
     if config.balance_report_interval < 1:
         raise ValueError(f"--balance-report-interval {config.balance_report_interval} must be at least 1")
-    packed = args.sft or args.dataloader_inter_document_masking
-    if packed and args.micro_batch_size > 1 and args.pipeline_model_parallel_size > 1:
-        raise ValueError(
-            f"--micro-batch-size {args.micro_batch_size} with documents packed into sequences and "
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} is not supported: Megatron-LM "
-            "flattens the batch but not its pipeline messages; use --micro-batch-size 1, --global-batch-size as it is"
-        )
-    if args.transformer_impl == "local" and args.context_parallel_size > 1:
+    if args.transformer_impl == "local" and args.context_parallel_size > 1 and not args.balance_sequences:
         raise ValueError(
             f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, which is not "
-            "installed or not selected; use --context-parallel-size 1"
+            "installed or not selected; add --balance-sequences, or use --context-parallel-size 1"
         )
     if args.transformer_impl == "local" and args.multi_latent_attention:
         raise ValueError(
@@ -251,8 +252,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
 
         args = parse_args(_add_balance_flags)
         config = _config_from(args, BalanceConfig)
-        config = dataclasses.replace(config, device=device, experts=_config_from(args, ExpertConfig))
-        config = dataclasses.replace(config, layers=_config_from(args, LayerConfig))
+        config = dataclasses.replace(
+            config,
+            device=device,
+            experts=_config_from(args, ExpertConfig),
+            sequences=_config_from(args, SequenceConfig),
+            layers=_config_from(args, LayerConfig),
+        )
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 
@@ -260,11 +266,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             load_args_from_checkpoint(args)
         check_layout(args)
         check_data(args)
-        balanced, notes = check_experts(args, config.experts, fp64=config.fp64, device=device)
-        moving, more = check_layers(args, config.layers)
-        config = dataclasses.replace(config, experts=balanced, layers=moving)
+        experts, notes = check_experts(args, config.experts, fp64=config.fp64, device=device)
+        sequences, of_sequences = check_sequences(args, config.sequences)
+        layers, of_layers = check_layers(args, config.layers)
+        config = dataclasses.replace(config, experts=experts, sequences=sequences, layers=layers)
         if _is_first_rank():
-            print(*(f"> {note}\n" for note in notes + more), sep="", end="", flush=True)
+            print(*(f"> {note}\n" for note in notes + of_sequences + of_layers), sep="", end="", flush=True)
         if args.sft:  # its dataset makes none, and asserts that none is asked for
             args.create_attention_mask_in_dataloader = False
         validate_args(args)

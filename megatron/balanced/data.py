@@ -1,14 +1,14 @@
 """Batches for GPT: Megatron-LM's datasets and collation, one micro-batch at a time, and the loss.
 
 The datasets, their caches and the broadcast over tensor-parallel ranks are Megatron's. What stands here is what
-Megatron-LM leaves to an entry script, with one difference: with packed documents every pipeline stage reads the data,
-since every layer's attention needs the document boundaries, and stages in the middle would have none.
+Megatron-LM leaves to an entry script, with one difference: with packed or balanced documents every pipeline stage reads
+the data, since every layer's attention needs the document boundaries, and stages in the middle would have none.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import mpu
@@ -29,6 +29,11 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from balancing.sequences.layout import SequencePlan
+
+if TYPE_CHECKING:
+    from megatron.balanced.sequences import SequenceBalancer
+
 __all__ = ["forward_step", "is_packed", "train_valid_test_datasets"]
 
 _BATCH_KEYS = (
@@ -44,7 +49,7 @@ _BATCH_KEYS = (
     "hybrid_cp_group",
 )
 
-DocumentObserver = Callable[[list[int], int], None]
+DocumentObserver = Callable[[list[int], int, SequencePlan | None], None]
 
 
 def is_packed(args: argparse.Namespace) -> bool:
@@ -59,7 +64,8 @@ def _has_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
 
 
 def _stage_reads_data(args: argparse.Namespace, vp_stage: int | None) -> bool:
-    return is_packed(args) or is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
+    everywhere = is_packed(args) or args.balance_sequences
+    return everywhere or is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
 
 
 def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
@@ -86,7 +92,7 @@ def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
-        "context_parallel_size": args.context_parallel_size,
+        "context_parallel_size": 1 if args.balance_sequences else args.context_parallel_size,  # what it pads to
         "data_parallel_size": args.data_parallel_size,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
         "hybrid_context_parallel": args.hybrid_context_parallel,
@@ -192,8 +198,10 @@ def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
     )
 
 
-def _document_lengths(args: argparse.Namespace, packed: PackedSeqParams | None) -> list[int]:
+def _document_lengths(args: argparse.Namespace, packed: PackedSeqParams | None, plan: SequencePlan | None) -> list[int]:
     """Tokens of each stretch that attends to itself alone, in the micro-batch at hand."""
+    if plan is not None:
+        return list(plan.lengths)
     if packed is None:
         return [args.seq_length] * args.micro_batch_size
     return torch.diff(packed.cu_seqlens_q).tolist()
@@ -230,21 +238,32 @@ def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def forward_step(
-    data_iterator: Iterator | None, model: torch.nn.Module, *, on_documents: DocumentObserver | None = None
+    data_iterator: Iterator | None,
+    model: torch.nn.Module,
+    *,
+    on_documents: DocumentObserver | None = None,
+    sequences: "SequenceBalancer | None" = None,
 ) -> tuple[torch.Tensor, Callable]:
     """Run one micro-batch forward. Returns the output tensor and the loss function, as Megatron's schedules ask.
 
-    `on_documents` is told the document lengths and the model chunk of each micro-batch on this rank.
+    `on_documents` is told the document lengths, the model chunk and the plan of each micro-batch on this rank. With
+    `sequences` the documents are spread over context-parallel ranks as it plans.
     """
     args = get_args()
     timers = get_timers()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     timers("batch-generator", log_level=2).start()
-    batch = _next_batch(data_iterator, vp_stage) or dict.fromkeys(_BATCH_KEYS)
-    packed = _packed_parameters(batch)
+    batch: dict[str, Any]
+    packed: PackedSeqParams | None
+    plan: SequencePlan | None = None
+    if sequences is None:
+        batch = _next_batch(data_iterator, vp_stage) or dict.fromkeys(_BATCH_KEYS)
+        packed = _packed_parameters(batch)
+    else:
+        batch, packed, plan = sequences.next_batch(data_iterator, vp_stage or 0)
     timers("batch-generator").stop()
     if on_documents is not None:
-        on_documents(_document_lengths(args, packed), vp_stage or 0)
+        on_documents(_document_lengths(args, packed, plan), vp_stage or 0, plan)
     output = model(
         batch["tokens"],
         batch["position_ids"],

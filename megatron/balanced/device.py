@@ -221,36 +221,55 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-_IDENTITY = {torch.Tensor.cuda, torch.Tensor.pin_memory}
-_NO_OP = {torch.Tensor.record_stream}
 _CUDA_TYPE = {torch.float64: "torch.cuda.FloatTensor", torch.float32: "torch.cuda.FloatTensor"}
 _CUDA_TYPE |= {torch.float16: "torch.cuda.HalfTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
 _CUDA_TYPE |= {torch.int64: "torch.cuda.LongTensor", torch.int32: "torch.cuda.IntTensor"}
 
 
+def _tensor_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if args and _is_cuda(args[0]):
+        args = (_CPU, *args[1:])
+    return torch.Tensor.to(tensor, *args, **kwargs)
+
+
+def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's optimizers tell the precision of a parameter by the name of its CUDA tensor type."""
+    name = None if args or kwargs else _CUDA_TYPE.get(tensor.dtype)
+    return name or torch.Tensor.type(tensor, *args, **kwargs)
+
+
+def _tensor_float(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`float()` means "full precision" in Megatron; never lose a float64 oracle's digits."""
+    if tensor.dtype is torch.float64 and torch.get_default_dtype() is torch.float64:
+        return tensor
+    return torch.Tensor.float(tensor, *args, **kwargs)
+
+
+def _same_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+_ON_CPU: dict[Any, Callable] = {
+    torch.Tensor.to: _tensor_to,
+    torch.Tensor.cuda: _same_tensor,
+    torch.Tensor.pin_memory: _same_tensor,
+    torch.Tensor.record_stream: _nothing,
+    torch.Tensor.type: _tensor_type,
+    torch.Tensor.float: _tensor_float,
+}
+
+
 class _OnCpu(TorchFunctionMode):
-    """Every CUDA device a torch function is given becomes the CPU."""
+    """Every CUDA device a torch function is given becomes the CPU. Every torch function passes here: keep it short."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if kwargs:
-            device = kwargs.get("device")
-            if device is not None and _is_cuda(device):
-                kwargs = {**kwargs, "device": _CPU}
-        if func is torch.Tensor.to:
-            if len(args) > 1 and _is_cuda(args[1]):
-                args = (args[0], _CPU, *args[2:])
-        elif func in _IDENTITY:
-            return args[0]
-        elif func in _NO_OP:
-            return None
-        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizers tell the precision of a parameter by the name of its CUDA tensor type.
-            return _CUDA_TYPE.get(args[0].dtype) or func(*args)
-        elif (
-            func is torch.Tensor.float and args[0].dtype is torch.float64 and torch.get_default_dtype() is torch.float64
-        ):
-            return args[0]  # `float()` means "full precision" in Megatron; never lose a float64 oracle's digits
-        return func(*args, **(kwargs or {}))
+        func = _ON_CPU.get(func, func)
+        if not kwargs:
+            return func(*args)
+        device = kwargs.get("device")
+        if device is not None and _is_cuda(device):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
 
 
 def _run_backward(original: Callable) -> Callable:

@@ -1,15 +1,18 @@
 """Experts kept equally busy while Megatron-LM trains: plans between iterations, replicas within them.
 
-Between two steps the loads of the last one decide where replicas go in the next; within a step every micro-batch is
-split exactly over what is there (`megatron.balanced.moe_layer`). This file ties the pieces to Megatron's step: it makes
-the slots when the model is complete, places replicas when weights are final, and sees to it that a home expert's
-gradient is handed to data parallelism only when its replicas' gradients are in it.
+The loads of a step decide where replicas go in the next one; a thread plans as soon as a layer has seen its last
+micro-batch. Within a step every micro-batch is split exactly over what is there (`megatron.balanced.moe_layer`), and
+where the first one shows that the prediction was wrong, a few more replicas are placed while everybody waits. This file
+ties the pieces to Megatron's step: it makes the slots when the model is complete, places replicas when weights are
+final, and sees to it that a home expert's gradient is handed to data parallelism only when its replicas' gradients are
+in it.
 """
 
 import argparse
 import datetime
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -21,12 +24,14 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, ReplicaPlacement, Splitter, plan_replicas
+from balancing.experts import ExpertShape, ReplicaPlacement, Splitter, plan_replicas, repair
 from balancing.experts.apply import ReplicaSlots
 from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
 from balancing.report import event, imbalance
 from megatron.balanced.device import is_cpu
+from megatron.balanced.expert_chunk import ExpertChunk
+from megatron.balanced.group import cluster_of
 from megatron.balanced.moe_layer import BalancedMoELayer
 
 __all__ = ["DoesNotFit", "ExpertBalancer"]
@@ -34,68 +39,6 @@ __all__ = ["DoesNotFit", "ExpertBalancer"]
 
 class DoesNotFit(ValueError):
     """The slots need more memory than is free. Raised on all ranks together."""
-
-
-class _Chunk:
-    """The MoE layers of one model chunk, their slots, and the gradients that wait for their replicas."""
-
-    def __init__(self, ddp: torch.nn.Module, layers: list[BalancedMoELayer], group: dist.ProcessGroup, shared: bool):
-        self.layers = layers
-        self._waiting: dict[int, list[Callable[[], None]]] = {}
-        homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
-        self.slots = ReplicaSlots(
-            homes,
-            layers[0].slots,
-            group,
-            shared=shared,
-            gradient=lambda parameter: parameter.main_grad,
-            reduced=self._release,
-        )
-        for position, layer in enumerate(layers):
-            layer.experts.slots, layer.experts.position = self.slots, position
-        self._ddp = ddp
-        if ddp.ddp_config.overlap_grad_reduce:
-            self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
-            for bucket_group in {ddp.param_to_bucket_group[p] for p in self._position}:
-                bucket_group.register_grad_ready = self._deferred(bucket_group)
-            ddp.start_grad_sync = self._after_backward(ddp.start_grad_sync)
-
-    def _after_backward(self, start_grad_sync: Callable) -> Callable:
-        """With pipeline stages gradients are not reduced parameter by parameter, but all together at a moment
-        that the schedule chooses, when this chunk's backward passes are over."""
-
-        def start(*unused: Any) -> None:
-            self.end_backward()
-            start_grad_sync()
-
-        return start
-
-    def _deferred(self, bucket_group: Any) -> Callable:
-        """Data parallelism must not reduce a home expert's gradient before the replicas' gradients are in it."""
-        register = bucket_group.register_grad_ready
-
-        def register_grad_ready(parameter: torch.nn.Parameter, force_all_reduce: bool | None = False) -> None:
-            position = self._position.get(parameter)
-            if position is None or not bucket_group.is_last_microbatch or not self.slots.is_used(position):
-                register(parameter, force_all_reduce)
-            else:
-                self._waiting.setdefault(position, []).append(partial(register, parameter, force_all_reduce))
-
-        return register_grad_ready
-
-    def _release(self, position: int) -> None:
-        for register in self._waiting.pop(position, []):
-            register()
-
-    def begin_step(self) -> None:
-        if self._ddp.ddp_config.overlap_param_gather and self._ddp.remove_forward_pre_hook_handles:
-            for bucket_group in self._ddp.expert_parallel_bucket_groups:
-                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
-        self.slots.begin_step([layer.placement.slot_expert for layer in self.layers], get_num_microbatches())
-
-    def end_backward(self) -> None:
-        self.slots.end_step()
-        assert not self._waiting, "gradients were not handed on"
 
 
 class ExpertBalancer:
@@ -113,11 +56,16 @@ class ExpertBalancer:
         report: Callable[[dict[str, Any]], None],
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
-        self._chunks: list[_Chunk] = []
+        self._model: list[torch.nn.Module] = []
+        self._process_group: Any = None
+        self._chunk_at: dict[int, ExpertChunk] = {}  # those that have experts
         self._group: Cluster | None = None
         self._shared = False
         self._iteration = 0
-        self._plan_ms = 0.0
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="replicas")
+        self._planning: dict[BalancedMoELayer, Future[tuple[ReplicaPlacement, float]]] = {}
+        self._placed: dict[BalancedMoELayer, ReplicaPlacement] = {}  # without what was added to them in a step
+        self._plan_ms = self._waited_ms = 0.0
         self._model_config: Any = None
         self._finalize: Callable | None = None
 
@@ -126,14 +74,41 @@ class ExpertBalancer:
 
         Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
         """
-        group = self._own_group()
-        self._group = _group_of(dist.get_process_group_ranks(group), self._machine)
-        layers = [[m for m in model.modules() if isinstance(m, BalancedMoELayer)] for model in unwrap_model(chunks)]
-        self._shared = self._agree_on_mode([layer for chunk in layers for layer in chunk])
-        for ddp, own in zip(chunks, layers, strict=True):
-            if own:
-                self._chunks.append(_Chunk(ddp, own, group, self._shared))
+        self._model, self._process_group = chunks, self._own_group()
+        self._group = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
+        self._shared = self._agree_on_mode([layer for own in self._layers_of_model() for layer in own])
+        for position, ddp in enumerate(chunks):
+            if ddp.ddp_config.overlap_grad_reduce:
+                ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
+        self.renew()
         return chunks
+
+    def _after_backward(self, position: int, start_grad_sync: Callable) -> Callable:
+        """With pipeline stages gradients are not reduced parameter by parameter, but all together at a moment that the
+        schedule chooses, when the backward passes of the model chunk at `position` are over. Megatron keeps what this
+        returns for as long as it trains."""
+
+        def start(*unused: Any) -> None:
+            if position in self._chunk_at:
+                self._chunk_at[position].end_backward()
+            start_grad_sync()
+
+        return start
+
+    def renew(self) -> None:
+        """Make the slots of the layers that are here now. To be called again when layers have come, gone or been
+        wrapped anew, between two steps; replicas of a layer that stays are kept, those of one that moved are not."""
+        placed, self._placed, self._chunk_at = self._placed, {}, {}
+        for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
+            if own:
+                chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared)
+                for layer in own:
+                    self._placed[layer] = placed.get(layer, layer.placement)
+                    layer.on_load = partial(self._on_load, chunk, layer)
+
+    def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
+        models = unwrap_model(self._model)
+        return [[module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models]
 
     def _own_group(self) -> dist.ProcessGroup:
         """A group of the same ranks as the expert-parallel one, so that transfers pass beside the tokens."""
@@ -176,12 +151,13 @@ class ExpertBalancer:
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self._iteration = iteration
-        layers = self._layers()
-        if iteration % self.config.expert_plan_interval == 0 and all(layer.loads for layer in layers):
+        if self._planning:
             begin = time.perf_counter()
-            for layer in layers:
-                layer.place(self._plan(layer))
-            self._plan_ms = (time.perf_counter() - begin) * 1e3
+            done = {layer: planning.result() for layer, planning in self._planning.items()}
+            self._waited_ms = (time.perf_counter() - begin) * 1e3
+            self._plan_ms = sum(seconds for _, seconds in done.values()) * 1e3
+            self._placed.update({layer: placement for layer, (placement, _) in done.items()})
+            self._planning.clear()
             self._agree()
         self._model_config = config
 
@@ -189,14 +165,16 @@ class ExpertBalancer:
         for layer in self._layers():
             layer.loads.clear()
             layer.served.clear()
-        for chunk in self._chunks:
+            if layer.placement != self._placed[layer]:
+                layer.place(self._placed[layer])
+        for chunk in self._chunk_at.values():
             chunk.begin_step()
         self._finalize = self._model_config.finalize_model_grads_func
         self._model_config.finalize_model_grads_func = self._finalize_gradients
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> Any:
         assert self._finalize is not None
-        for chunk in self._chunks:
+        for chunk in self._chunk_at.values():
             chunk.end_backward()
         return self._finalize(*args, **kwargs)
 
@@ -210,15 +188,15 @@ class ExpertBalancer:
             or mpu.get_tensor_model_parallel_rank()
         ):
             return
-        for chunk in self._chunks:
+        for chunk in self._chunk_at.values():
             traffic = chunk.slots.take_traffic()
             for layer in chunk.layers:
                 self._report(self._event(layer, chunk, traffic.exposed_seconds / len(chunk.layers)))
 
-    def _event(self, layer: BalancedMoELayer, chunk: _Chunk, exposed_seconds: float) -> dict[str, Any]:
+    def _event(self, layer: BalancedMoELayer, chunk: ExpertChunk, exposed_seconds: float) -> dict[str, Any]:
         homes = layer.num_local_experts
-        before = np.mean([imbalance(load.sum(0).reshape(-1, homes).sum(1)) for load in layer.loads])
-        after = np.mean([imbalance(served) for served in layer.served])
+        before = np.mean([imbalance(load.sum(0).reshape(-1, homes).sum(1)) for load in _host(layer.loads)])
+        after = np.mean([imbalance(served) for served in _host(layer.served)])
         replicas = layer.placement.replicas
         return event(
             self._iteration + 1,
@@ -234,39 +212,78 @@ class ExpertBalancer:
             layer=layer.layer_number - 1,
             planner=self.config.expert_planner,
             replicas=replicas,
+            added=replicas - self._placed[layer].replicas,
+            plan_wait_ms=self._waited_ms / len(self._layers()),
         )
 
     # Plans.
 
     def _layers(self) -> list[BalancedMoELayer]:
-        return [layer for chunk in self._chunks for layer in chunk.layers]
+        return [layer for chunk in self._chunk_at.values() for layer in chunk.layers]
 
-    def _plan(self, layer: BalancedMoELayer) -> ReplicaPlacement:
-        """Where `layer`'s replicas go, from the loads of the last iteration."""
-        load = np.sum(layer.loads, axis=0)
+    def _on_load(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> None:
+        """`layer` is about to split `load`, that of one more micro-batch."""
+        if not layer.loads and self._machine is not None and layer.placement.split == "level":
+            self._repair(chunk, layer, *_host([load]))
+        if (
+            len(layer.loads) + 1 == get_num_microbatches()
+            and not (self._iteration + 1) % self.config.expert_plan_interval
+        ):
+            self._planning[layer] = self._planner.submit(self._plan, layer, [*layer.loads, load])
+
+    def _repair(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: np.ndarray) -> None:
+        """More replicas for this iteration, if `load`, its first micro-batch, shows that they pay although exposed."""
+        assert self._group is not None
+        better = repair(
+            load,
+            layer.placement,
+            self._group,
+            shape=_shape_of(layer),
+            evict=False,
+            micro_batches=self._micro_batches_served(),
+        )
+        if better is not layer.placement:
+            layer.place(better)
+            chunk.slots.add(layer.experts.position, better.slot_expert)
+
+    def _micro_batches_served(self) -> int:
+        """Micro-batches that one transfer serves."""
+        return 1 if self._shared else get_num_microbatches()
+
+    def _plan(self, layer: BalancedMoELayer, loads: list[Any]) -> tuple[ReplicaPlacement, float]:
+        """Where `layer`'s replicas go, from the loads of an iteration, and the seconds it took to find that out."""
+        loads = _host(loads)
+        begin = time.perf_counter()
+        load = np.sum(loads, axis=0)
         assert self._group is not None
         costs: dict[str, Any] = {}
         if self._machine is not None:
             costs["shape"] = _shape_of(layer)
             costs["hidden_under"] = _attention_seconds(self._args, self._machine)
-            costs["micro_batches"] = 1 if self._shared else get_num_microbatches()
+            costs["micro_batches"] = self._micro_batches_served()
         placement = plan_replicas(
-            load // len(layer.loads),
+            load // len(loads),
             self._group,
             slots=self.config.expert_replica_slots,
             method=self.config.expert_planner,
             **costs,
         )
         gain = 1 - _busiest(load, placement) / max(_busiest(load, layer.alone), 1)
-        return placement if gain >= self.config.expert_min_gain else layer.alone
+        chosen = placement if gain >= self.config.expert_min_gain else layer.alone
+        return chosen, time.perf_counter() - begin
 
     def _agree(self) -> None:
         """Every rank of a group made the same plans, or nobody acts on them."""
-        digest = "".join(layer.placement.digest() for layer in self._layers()).encode()
+        digest = "".join(self._placed[layer].digest() for layer in self._layers()).encode()
         digests: list[Any] = [None] * dist.get_world_size(mpu.get_expert_model_parallel_group())
         dist.all_gather_object(digests, digest, group=mpu.get_expert_model_parallel_group())
         if len(set(digests)) > 1:
             raise RuntimeError("ranks of an expert-parallel group made different plans for the same load")
+
+
+def _host(values: list[Any]) -> list[np.ndarray]:
+    """Tensors of any device as arrays; on a GPU this waits for them."""
+    return [value.cpu().numpy() if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:
@@ -289,15 +306,3 @@ def _attention_seconds(args: argparse.Namespace, machine: Cluster) -> float:
     """What a layer's attention takes at least, forward: its four projections and the causal half of its scores."""
     tokens = args.micro_batch_size * args.seq_length / args.tensor_model_parallel_size
     return tokens * args.hidden_size * (8 * args.hidden_size + 2 * args.seq_length) / machine.flops
-
-
-def _group_of(ranks: list[int], machine: Cluster | None) -> Cluster:
-    """The machine as one expert-parallel group sees it: its own ranks, in its own numbers.
-
-    Without a description of the machine only who shares a node with whom is known, and speeds are any preset's.
-    """
-    per_node = detect_launch().ranks_per_node
-    nodes = len({rank // per_node for rank in ranks})
-    if len(ranks) % nodes or ranks != sorted(ranks):
-        nodes = 1
-    return (machine or Cluster.preset("h200-8x400g")).relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)

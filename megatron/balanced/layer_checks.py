@@ -14,7 +14,6 @@ __all__ = ["check_layers"]
 
 # Flags that contradict --balance-layers: name among the arguments, values that are fine, why, and what to do.
 _CONTRADICTIONS: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
-    ("balance_experts", (False,), "keeps replicas of experts that would have to move, too", "drop one of the two"),
     ("spec", (None,), "puts another model in the place of the one whose layers can move", "drop it"),
     ("mtp_num_layers", (None, 0), "adds layers that cannot move", "drop it"),
     ("hybrid_layer_pattern", (None,), "builds layers that cannot move yet", "drop it"),

@@ -25,8 +25,10 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from balancing.experts.config import ExpertConfig
+from balancing.sequences.config import SequenceConfig
 from megatron.balanced.grouped_experts import GroupedMLP
 from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+from megatron.balanced.sequence_attention import SequenceCoreAttention
 
 __all__ = ["PackedDotProductAttention", "SequenceParallelNorm", "model_config"]
 
@@ -105,11 +107,22 @@ def _layer_spec(replacements: dict[Any, Any], config: GPTModelConfig, vp_stage: 
     return _fill_in(block, replacements)
 
 
-def model_config(args: argparse.Namespace, experts: ExpertConfig) -> GPTModelConfig:
+def _core_attention(args: argparse.Namespace) -> type:
+    """The class of core attention in Megatron's own layer spec."""
+    if args.transformer_impl == "local":
+        return DotProductAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return TEDotProductAttention
+
+
+def model_config(args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig) -> GPTModelConfig:
     """The model that the flags describe, as a config that `megatron.training.pretrain` builds from."""
     config = gpt_config_from_args(args)
     replacements: dict[Any, Any] = {}
-    if args.transformer_impl == "local" and (args.sft or args.dataloader_inter_document_masking):
+    if sequences.balance_sequences:
+        replacements[_core_attention(args)] = SequenceCoreAttention
+    elif args.transformer_impl == "local" and (args.sft or args.dataloader_inter_document_masking):
         replacements[DotProductAttention] = PackedDotProductAttention
     if args.transformer_impl == "local" and args.sequence_parallel:
         replacements[WrappedTorchNorm] = SequenceParallelNorm

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from balancing.experts.apply import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split import Splitter
+from megatron.balanced.device import is_cpu
 from megatron.balanced.replay import Replays
 
 __all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP"]
@@ -112,9 +113,13 @@ class BalancedMoELayer(MoELayer):
         )
         if logical.shared_experts is not None:
             self.token_dispatcher.set_shared_experts(logical.shared_experts)
-        self.loads: list[np.ndarray] = []  # [source_rank, expert] of each micro-batch of the iteration
-        self.served: list[np.ndarray] = []  # [rank], tokens after the split
+        # Of each micro-batch of the iteration, NumPy arrays on a CPU and tensors on a GPU, which nothing waits for.
+        self.loads: list[Any] = []  # [source_rank, expert]
+        self.served: list[Any] = []  # [rank], tokens after the split
+        self.on_load: Callable[[Any], None] | None = None  # told each load before it is split; may `place` anew
         self._splits: Replays[tuple[torch.Tensor, torch.Tensor]] = Replays()
+        # Where the split is computed: on a GPU beside the tokens, so that the host does not wait for counts.
+        self._device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
         experts = self.config.num_moe_experts
         self.alone = ReplicaPlacement(
             contiguous_homes(experts, self.ep_group.size()), np.full((self.ep_group.size(), slots), -1)
@@ -122,10 +127,19 @@ class BalancedMoELayer(MoELayer):
         self.place(self.alone)
 
     def place(self, placement: ReplicaPlacement) -> None:
-        """Use `placement` from the next forward pass on."""
+        """Use `placement` for the loads that come from now on."""
         self.placement = placement
-        self._splitter = Splitter(placement)
+        self._splitter = Splitter(placement, device=self._device)
         self._log_of_phys = torch.as_tensor(np.maximum(placement.phys2log, 0), device=torch.cuda.current_device())
+        # Instances of one expert stand together in this order of physical numbers.
+        order = np.argsort(placement.phys2log, kind="stable")
+        expert = placement.phys2log[order]
+        first = np.concatenate([[True], expert[1:] != expert[:-1]])
+        group = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
+        self._order, self._group_start, self._back = map(self._array, (order, group, np.argsort(order)))
+
+    def _array(self, values: np.ndarray) -> Any:
+        return values if self._device is None else torch.as_tensor(values, device=self._device)
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         if self.training:
@@ -143,28 +157,29 @@ class BalancedMoELayer(MoELayer):
         local = routing_map.sum(dim=0, dtype=torch.int64)
         group = self.token_dispatcher.tp_ep_group
         tensor_ranks, experts = self.token_dispatcher.tp_size, local.shape[0]
-        counts = gather_from_sequence_parallel_region(local, group=group).view(-1, tensor_ranks, experts).cpu().numpy()
+        counts = gather_from_sequence_parallel_region(local, group=group).view(-1, tensor_ranks, experts)
+        counts = counts.numpy() if self._device is None else counts
         load = counts.sum(1)
+        if self.on_load is not None:
+            self.on_load(load)
         served = self._splitter(load)  # [source_rank, physical]
         self.loads.append(load)
         self.served.append(served.sum(0).reshape(len(load), -1).sum(1))
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
         mine = served[self.ep_group.rank()]
-        first = self._before(mine)
-        passed = counts[self.ep_group.rank(), : self.token_dispatcher.tp_rank].sum(0)[self._log_of_phys.cpu().numpy()]
-        bounds = torch.as_tensor(np.stack([first, first + mine]) - passed, device=routing_map.device)
-        return bounds[0], bounds[1]
+        earlier = counts[self.ep_group.rank(), : self.token_dispatcher.tp_rank].sum(0)
+        expert = self._log_of_phys if self._device is not None else self._log_of_phys.numpy()
+        first = self._before(mine) - earlier[expert]
+        if self._device is None:
+            first, mine = torch.from_numpy(first), torch.from_numpy(mine)
+        return first, first + mine
 
-    def _before(self, served: np.ndarray) -> np.ndarray:
+    def _before(self, served: Any) -> Any:
         """For each physical expert, tokens that go to lower numbered instances of the same logical expert."""
-        order = np.argsort(self.placement.phys2log, kind="stable")
-        expert, tokens = self.placement.phys2log[order], served[order]
-        total = np.cumsum(tokens) - tokens
-        start = np.concatenate([[True], expert[1:] != expert[:-1]])
-        before = np.empty_like(served)
-        before[order] = total - np.maximum.accumulate(np.where(start, total, 0))
-        return before
+        tokens = served[self._order]
+        total = tokens.cumsum(0) - tokens
+        return (total - total[self._group_start])[self._back]
 
     def _home_share(self, routing_map: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Outside training every token goes home."""

@@ -27,7 +27,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from balancing.clock import CpuClock, CudaClock, DeviceClock
 from balancing.launch import detect_launch
 from balancing.report import EventLog, IterationRecord, RankRecord, Span, TraceLog, observe, scalars
-from balancing.sequences import causal_area, zigzag_area
+from balancing.sequences import SequencePlan, causal_area, zigzag_area
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.data import is_packed
 from megatron.balanced.replay import Replays
@@ -216,8 +216,11 @@ class Observer:
 
     # What the schedule does.
 
-    def documents(self, lengths: list[int], chunk: int) -> None:
-        """A micro-batch with documents of `lengths` tokens enters its forward pass in model chunk `chunk`."""
+    def documents(self, lengths: list[int], chunk: int, plan: SequencePlan | None = None) -> None:
+        """A micro-batch with documents of `lengths` tokens enters its forward pass in model chunk `chunk`.
+
+        plan: how they are spread over context-parallel ranks, None where Megatron-LM cuts them.
+        """
         if self.step is None:
             return
         self._chunk = chunk
@@ -225,8 +228,12 @@ class Observer:
         if chunk:  # the same documents pass through every chunk of the rank
             return
         rank, ranks = mpu.get_context_parallel_rank(), self.args.context_parallel_size
-        self.step.tokens += sum(lengths) // ranks
         self.step.longest = max(self.step.longest, *lengths)
+        if plan is not None:
+            self.step.tokens += int(plan.linear_tokens[rank])
+            self.step.area += int(plan.area[rank])
+            return
+        self.step.tokens += sum(lengths) // ranks
         if ranks == 1:
             self.step.area += causal_area(lengths)
         elif is_packed(self.args) and not self.args.sft:

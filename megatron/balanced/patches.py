@@ -21,6 +21,7 @@ import megatron.core
 import torch
 
 from megatron.balanced.arguments import BalanceConfig
+from megatron.balanced.flat_batch import with_flat_batches
 from megatron.balanced.step import with_callbacks
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
@@ -101,7 +102,12 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.balance_report is not None or config.experts.balance_experts or config.layers.on
+    return config.balance_report is not None or config.balances
+
+
+def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    packs = args.sft or args.dataloader_inter_document_masking or config.sequences.balance_sequences
+    return packs and max(args.micro_batch_size, args.eval_micro_batch_size or 1) > 1
 
 
 PATCHES = (
@@ -128,6 +134,14 @@ PATCHES = (
         signature=("self", "model_param", "tensors"),
         versions=("0.19.2",),
         needed=_loads_torch_adam,
+    ),
+    Patch(
+        target="megatron.training.training:get_forward_backward_func",
+        replacement=with_flat_batches,
+        why="Megatron-LM packs the samples of a micro-batch into one sequence, but not its messages between stages",
+        signature=("pp_size", "vp_size", "schedule_pg_collection"),
+        versions=("0.19.2",),
+        needed=_flattens_batches,
     ),
     Patch(
         target="megatron.training.training:train_step",

@@ -19,6 +19,7 @@ from megatron.balanced.failure import named_failures
 from megatron.balanced.layers import LayerBalancer
 from megatron.balanced.model import model_config
 from megatron.balanced.observe import Observer
+from megatron.balanced.sequences import SequenceBalancer
 
 __all__ = ["train"]
 
@@ -31,28 +32,38 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
     for line in patches.install(args, config):
         print_rank_0(f"> {line}")
     try:
-        model = model_config(args, config.experts)
+        model = model_config(args, config.experts, config.sequences)
     except (ValueError, AssertionError) as error:  # what Megatron finds wrong with the model, the same on all ranks
         stop(error)
-    forward = forward_step
+    forward: Callable = forward_step
+    datasets: Callable = train_valid_test_datasets
     observer = None
     if config.balance_report is not None or config.layers.on:
         observer = Observer(args, config)
         model.post_wrap_hooks.append(observer.attach)
         step.callbacks.append(observer)
         forward = partial(forward_step, on_documents=observer.documents)
+    machine = machine_of(config, args.world_size)
+    renew_replicas: list[Callable[[], None]] = []
+    report = observer.note if observer is not None else lambda event: None
+    if config.sequences.balance_sequences:
+        sequences = SequenceBalancer(args, config.sequences, machine, report)
+        model.pre_wrap_hooks.append(sequences.attach)
+        step.callbacks.append(sequences)
+        forward = partial(forward, sequences=sequences)
+        datasets = sequences.datasets(datasets)
     if config.experts.balance_experts:
-        machine = machine_of(config, args.world_size)
-        report = observer.note if observer is not None else lambda event: None
         balancer = ExpertBalancer(args, config.experts, machine, report)
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
+        renew_replicas = [balancer.renew]
     if config.layers.on:
         assert observer is not None
         layers = LayerBalancer(args, config.layers, model, observer.note)
         observer.listeners.append(layers.measured)
         layers.settled = partial(observer.listeners.remove, layers.measured)
         layers.mover.built.append(observer.watch_layer)
+        layers.mover.moved += renew_replicas
         model.post_wrap_hooks.append(layers.attach)
         step.callbacks.append(layers)
         if args.attention_dropout or args.hidden_dropout:
@@ -62,16 +73,18 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
             step.callbacks.append(streams)
     try:
         with named_failures(args.rank, args.world_size):
-            _pretrain(args, model, forward, observer)
+            _pretrain(args, model, datasets, forward, observer)
     finally:
         step.callbacks.clear()
         patches.uninstall()
 
 
-def _pretrain(args: argparse.Namespace, model: GPTModelConfig, forward: Callable, observer: Observer | None) -> None:
+def _pretrain(
+    args: argparse.Namespace, model: GPTModelConfig, datasets: Callable, forward: Callable, observer: Observer | None
+) -> None:
     container = pretrain_cfg_container_from_args(args, model)
     try:
-        pretrain(container, train_valid_test_datasets, ModelType.encoder_or_decoder, forward)
+        pretrain(container, datasets, ModelType.encoder_or_decoder, forward)
     except DoesNotFit as error:
         stop(error)
     except SystemExit:  # how Megatron ends early, on all ranks together: at --exit-interval, on a signal, ...

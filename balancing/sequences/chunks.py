@@ -1,0 +1,243 @@
+"""One layout that is level in tokens and in causal area: nothing is remapped between attention and linear layers.
+
+Zeppelin balances attention and tokens with two layouts and moves tokens between them; MagiAttention and DCP deal out
+chunks of fixed size until both are roughly level. Here pieces are sized to fit instead. A token at position p costs
+p + 1 query-key pairs, so a rank that must hold t tokens and an area a mixes dear tokens, from the end of a long
+sequence, with cheap ones, whole short sequences or the beginning of a long one, in the one proportion that gives both.
+What is left for the other ranks then has the right mean too, so the last rank comes out level by itself.
+
+What costs traffic is a rank that needs the keys before its piece. Fewest ranks need those of the longest sequences when
+their ends are mixed with the cheapest tokens, so the longest goes with the shortest. A cut sequence is used up on
+consecutive ranks, which mostly share a node.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from balancing.cluster import Cluster
+from balancing.sequences.layout import Shard
+
+__all__ = ["level_chunks"]
+
+# What cutting at a multiple of the chunk may cost, as part of a rank's area. The error is spread over later ranks.
+_TOLERANCE = 0.002
+
+_Piece = tuple[int, int, int]  # sequence, start, stop
+
+
+def level_chunks(lengths: Sequence[int], quotas: Sequence[int], cluster: Cluster, *, chunk: int) -> list[Shard]:
+    """Shards with exactly quotas[rank] tokens on each rank, and areas in proportion to them.
+
+    lengths: tokens of each sequence; quotas: tokens of each rank, of the same sum. Nodes are filled first, then the
+    ranks of each, so that few sequences lie on several nodes. chunk: what a rank takes from the end of a sequence is a
+    multiple of this many tokens where the areas allow it, else of half as many, and so on.
+    """
+    size = cluster.ranks_per_node
+    nodes = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
+    whole = [(sequence, 0, length) for sequence, length in enumerate(lengths)]
+    by_node = _deal(whole, [sum(quotas[rank] for rank in node) for node in nodes], chunk)
+    shards = []
+    for node, pieces in zip(nodes, by_node, strict=True):
+        for rank, own in zip(node, _deal(pieces, [quotas[rank] for rank in node], chunk), strict=True):
+            shards += [Shard(*piece, rank) for piece in own]
+    return shards
+
+
+def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[list[_Piece]]:
+    """Deal pieces out so that bucket i has quotas[i] tokens and as large a part of the area as of the tokens."""
+    pool = _Pool(pieces)
+    tokens, area = sum(quotas), sum(_area(start, stop) for _, start, stop in pieces)
+    dealt: list[list[_Piece]] = []
+    for quota in quotas:
+        own = _joined(_fill(pool, quota, area * quota / tokens, chunk)) if quota else []
+        tokens -= quota
+        area -= sum(_area(start, stop) for _, start, stop in own)
+        dealt.append(own)
+    assert not pool.cut and pool.low == pool.high, "pieces are left over"
+    return dealt
+
+
+def _joined(pieces: list[_Piece]) -> list[_Piece]:
+    """The same tokens, by sequence and start, in as few pieces as they make."""
+    joined: list[_Piece] = []
+    for sequence, start, stop in sorted(pieces):
+        if joined and joined[-1][0] == sequence and joined[-1][2] == start:
+            joined[-1] = (sequence, joined[-1][1], stop)
+        else:
+            joined.append((sequence, start, stop))
+    return joined
+
+
+@dataclass(eq=False)
+class _Rest:
+    """What is still unplaced of one sequence: tokens [start, stop). Ranks take from both ends."""
+
+    sequence: int
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def area(self) -> int:
+        return _area(self.start, self.stop)
+
+    def first(self, tokens: int) -> int:
+        """Area of its first tokens."""
+        return _area(self.start, self.start + tokens)
+
+    def last(self, tokens: int) -> int:
+        """Area of its last tokens."""
+        return _area(self.stop - tokens, self.stop)
+
+    def price(self, tokens: int) -> int:
+        """Twice the area of one of its first so many tokens."""
+        return 2 * self.start + min(tokens, self.tokens)
+
+    def take(self, first: int, last: int) -> list[_Piece]:
+        """Take so many tokens from each end: (sequence, start, stop) of what is taken."""
+        start, stop = self.start, self.stop
+        self.start, self.stop = start + first, stop - last
+        pieces = ((self.sequence, start, self.start), (self.sequence, self.stop, stop))
+        return [piece for piece in pieces if piece[1] < piece[2]]
+
+
+class _Pool:
+    """What no bucket has yet: whole sequences, or beginnings of some, order[low:high], shortest first, and the rests of
+    those that are cut."""
+
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        whole = sorted((stop, sequence) for sequence, start, stop in pieces if not start)
+        self.order = [sequence for _, sequence in whole]
+        self.lengths = [length for length, _ in whole]
+        self.tokens_to = [0, *accumulate(self.lengths)]
+        self.area_to = [0, *accumulate(_area(0, length) for length in self.lengths)]
+        self.low, self.high = 0, len(whole)
+        self.cut = [_Rest(*piece) for piece in pieces if piece[1]]
+
+    def shortest(self) -> _Rest:
+        """Open the shortest whole sequence."""
+        self.low += 1
+        return self._opened(self.low - 1)
+
+    def longest(self) -> _Rest:
+        """Open the longest whole sequence."""
+        self.high -= 1
+        return self._opened(self.high)
+
+    def dearest(self, tokens: int, area: float) -> _Rest:
+        """The cut sequence of which the last so many tokens are dearest, or the longest whole one where the cut one and
+        another cannot bring so much area."""
+        rest = max(self.cut, key=lambda rest: 2 * rest.stop - min(tokens, rest.tokens), default=None)
+        if self.low == self.high:
+            assert rest is not None, "the pool is empty before the last bucket is full"
+            return rest
+        longest = self.lengths[self.high - 1]
+        if rest is None:
+            return self.longest()
+        if longest <= rest.stop:
+            return rest
+        missing = max(0, tokens - rest.tokens)
+        others = [other.last(missing) for other in self.cut if other is not rest and other.tokens >= missing]
+        more = max([_area(longest - missing, longest) if missing <= longest else area, *others])
+        return self.longest() if rest.last(tokens - missing) + more < area else rest
+
+    def cheapest(self, but: _Rest, tokens: int, area: float) -> _Rest | None:
+        """Another cut sequence, of which so many tokens are cheapest, or the shortest whole one if that is too dear."""
+        rest = min((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens), default=None)
+        if rest is not None:
+            taken = min(tokens, rest.tokens)
+            if area - rest.first(taken) >= self.least_area(tokens - taken, rest):
+                return rest
+        return self.shortest() if self.low < self.high else rest
+
+    def least_area(self, tokens: int, but: _Rest) -> float:
+        """The least area that so many tokens can have without those of `but`: the beginning of one sequence, or whole
+        ones, shortest first, and the beginning of the next."""
+        most = self.tokens_to[self.low] + tokens
+        end = min(bisect_right(self.tokens_to, most) - 1, self.high)
+        area, missing = self.area_to[end] - self.area_to[self.low], most - self.tokens_to[end]
+        if end < self.high:
+            area, missing = area + _area(0, missing), 0
+        for rest in sorted((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens)):
+            if rest.tokens >= tokens:
+                area = min(area, rest.first(tokens)) if not missing else area
+            if missing:
+                taken = min(missing, rest.tokens)
+                area, missing = area + rest.first(taken), missing - taken
+        return area
+
+    def take_shortest(self, dear: _Rest, tokens: int, area: float) -> list[_Piece]:
+        """Whole sequences, shortest first, as long as the end of the dear one can still bring the area up."""
+        taken: list[_Piece] = []
+        while self.low < self.high:
+            length = self.lengths[self.low]
+            tokens, area = tokens - length, area - _area(0, length)
+            if tokens < 0 or (tokens <= dear.tokens and dear.last(tokens) < area):
+                break
+            taken.append((self.order[self.low], 0, length))
+            self.low += 1
+        return taken
+
+    def drop(self, rest: _Rest) -> None:
+        if not rest.tokens:
+            self.cut.remove(rest)
+
+    def _opened(self, at: int) -> _Rest:
+        rest = _Rest(self.order[at], 0, self.lengths[at])
+        self.cut.append(rest)
+        return rest
+
+
+def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
+    """The pieces of one bucket that holds so many tokens and so much area, taken out of the pool."""
+    own: list[_Piece] = []
+    tolerance = _TOLERANCE * area
+    while tokens:
+        dear = pool.dearest(tokens, area)
+        taken: list[_Piece] = []
+        if dear.tokens <= tokens and area - dear.area >= pool.least_area(tokens - dear.tokens, dear):
+            taken = dear.take(0, dear.tokens)
+        elif cheap_ones := pool.take_shortest(dear, tokens, area):
+            taken = cheap_ones
+        elif dear.tokens >= tokens and dear.first(tokens) <= area:
+            taken = dear.take(*_ends(dear, dear, tokens, area, chunk, tolerance))
+        elif (cheap := pool.cheapest(dear, tokens, area)) is None:
+            taken = dear.take(min(tokens, dear.tokens), 0)
+        else:
+            missing = max(0, tokens - cheap.tokens)
+            if missing > dear.tokens or (missing and dear.last(missing) + cheap.area > area):
+                taken = cheap.take(cheap.tokens, 0)
+            else:
+                first, last = _ends(cheap, dear, tokens, area, chunk, tolerance)
+                taken = cheap.take(first, 0) + dear.take(0, last)
+            pool.drop(cheap)
+        pool.drop(dear)
+        for _, start, stop in taken:
+            tokens, area = tokens - (stop - start), area - _area(start, stop)
+        own += taken
+    return own
+
+
+def _ends(cheap: _Rest, dear: _Rest, tokens: int, area: float, chunk: int, tolerance: float) -> tuple[int, int]:
+    """How many tokens from the beginning of `cheap` and from the end of `dear`, together `tokens`, have that area."""
+    least, most = (0 if cheap is dear else max(0, tokens - cheap.tokens)), min(tokens, dear.tokens)
+    # The area is linear in the tokens from the end: one more costs this much more than the one less from the beginning.
+    step = dear.stop - cheap.start - tokens
+    exact = (area - cheap.first(tokens)) / step if step > 0 else least
+    exact = min(max(exact, least), most)
+    while chunk > 1:
+        last = round(exact / chunk) * chunk
+        if least <= last <= most and abs(last - exact) * step <= tolerance:
+            return tokens - last, last
+        chunk //= 2
+    return tokens - round(exact), round(exact)
+
+
+def _area(start: int, stop: int) -> int:
+    """Query-key pairs of tokens [start, stop) of a sequence."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2

@@ -1,0 +1,146 @@
+"""What a plan of sequences costs in seconds and bytes, and the least that its batch can cost.
+
+Attention costs query-key pairs, in tiles of 128 x 128 as flash attention computes them, so a shard of ten tokens costs
+a tile for every 128 keys. Linear layers cost tokens. Keys and values travel under attention's compute, tokens that are
+remapped do not (`traffic` has the links).
+
+Forward and backward of one micro-batch, recompute not counted. Backward computes attention 2.5 times (flash attention
+computes scores again) and linear layers twice; keys and values travel again, and their gradients travel home.
+Latency of messages and of kernels is not in the model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences.layout import AttentionShape, SequencePlan
+from balancing.sequences.load import causal_area
+from balancing.sequences.traffic import kv_traffic, link_seconds, remap_traffic
+
+__all__ = [
+    "StepCost",
+    "attention_seconds",
+    "hidden_seconds",
+    "hidden_tokens",
+    "kv_bytes",
+    "limit_seconds",
+    "linear_seconds",
+    "step_cost",
+    "tile_area",
+]
+
+TILE = 128
+_BYTES = 2  # of bf16
+_ATTENTION_ACHIEVED = 0.6  # flash attention's FLOP/s over those of large matrix products: 0.57 on H200, 0.72 on A800
+_ATTENTION_BACKWARD, _LINEAR_BACKWARD, _KV_BACKWARD = 2.5, 2.0, 2.0  # over forward
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of forward and backward of one micro-batch through all layers, on the rank or link that takes longest.
+
+    attention: compute. exchange: keys and values, and their gradients. exposed: what of the exchange attention's
+    compute does not hide. linear: compute of all other layers. remap: tokens between the two layouts.
+    """
+
+    attention: float
+    exchange: float
+    exposed: float
+    linear: float
+    remap: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.attention + self.exposed + self.linear + self.remap
+
+
+def step_cost(
+    plan: SequencePlan, cluster: Cluster, shape: AttentionShape, *, routed: bool | None = None, remapped: bool = True
+) -> StepCost:
+    """The cost of one micro-batch.
+
+    routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker. remapped: whether
+    linear layers use the plan's linear layout; otherwise they use attention's, and nothing is remapped. Raises
+    ValueError where the plan has more ranks than the cluster.
+    """
+    exchange = link_seconds(kv_traffic(plan), kv_bytes(shape), cluster, routed)
+    compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
+    exposed = max(0.0, exchange - compute)
+    exposed += max(0.0, _KV_BACKWARD * exchange - _ATTENTION_BACKWARD * compute)
+    remap = 0.0
+    if remapped and plan.remapped:
+        moved = remap_traffic(plan)
+        there, back = (shape.heads + 2 * shape.kv_heads), shape.heads  # q, k and v to attention; its output back
+        size = shape.head_size * _BYTES
+        remap = link_seconds(moved, (there + back) * size, cluster, routed)  # both ways are equally long
+    tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
+    return StepCost(
+        attention=shape.layers * (1 + _ATTENTION_BACKWARD) * compute,
+        exchange=shape.layers * (1 + _KV_BACKWARD) * exchange,
+        exposed=shape.layers * exposed,
+        linear=linear_seconds(int(tokens), cluster, shape),
+        remap=shape.layers * 2 * remap,
+    )
+
+
+def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
+    """The physical limit of a batch: its exact FLOPs spread evenly over all ranks, and every transfer hidden."""
+    attention = attention_seconds(causal_area(lengths), cluster, shape)
+    return (attention + linear_seconds(sum(lengths), cluster, shape)) / cluster.world_size
+
+
+def attention_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds one rank computes so many query-key pairs in all layers, forward and backward."""
+    return shape.layers * (1 + _ATTENTION_BACKWARD) * hidden_seconds(pairs, cluster, shape)
+
+
+def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds one rank computes so many query-key pairs in one layer, forward: as much transfer is hidden under it."""
+    return pairs * _pair_flops(shape) / (cluster.flops * _ATTENTION_ACHIEVED)
+
+
+def kv_bytes(shape: AttentionShape) -> int:
+    """Bytes of one token's keys and values in one layer, in bf16. Grouped queries make them fewer."""
+    return 2 * shape.kv_heads * shape.head_size * _BYTES
+
+
+def linear_seconds(tokens: float, cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds one rank computes the linear layers of so many tokens, forward and backward; the MLP is a gated one."""
+    width, kv_width = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    parameters = shape.hidden * (2 * width + 2 * kv_width + 3 * shape.ffn_hidden)
+    return shape.layers * (1 + _LINEAR_BACKWARD) * 2 * parameters * tokens / cluster.flops
+
+
+def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> float:
+    """Tokens a rank of a ring must hold so that computing a round takes as long as sending the next, forward.
+
+    The crossing of quadratic compute and linear communication: a round of a causal zig-zag ring with c tokens a rank
+    computes 2 c^2 heads x head_size FLOPs and sends 2 c kv_heads x head_size numbers. bandwidth: bytes/s of its slowest
+    link. 0 for a link of infinite speed.
+    """
+    flops = cluster.flops * _ATTENTION_ACHIEVED
+    return 2 * _BYTES * shape.kv_heads * shape.head_size / bandwidth / (_pair_flops(shape) / 2 / flops)
+
+
+def tile_area(plan: SequencePlan) -> np.ndarray:
+    """float [rank]: query-key pairs a rank computes in attention, in whole tiles.
+
+    Where a sequence goes round a ring, every round's keys are tiles of their own, which short sequences do not fill.
+    """
+    sequence, start, stop, rank = np.array(plan.attention, dtype=np.int64).T
+    rows = -(-(stop - start) // TILE)
+    # Rows of tiles end at start + 128, start + 256 and so on, the last one at stop, and reach back to key 0.
+    tiles = (rows - 1) * -(-start // TILE) + rows * (rows - 1) // 2 + -(-stop // TILE)
+    members = np.array([len(plan.ring(number)) for number in range(len(plan.lengths))])
+    seen = np.array(plan.lengths) / members / 2 / TILE  # keys of a round, half of a rank's, in tiles
+    on_ring = np.array([exchange == "ring" for exchange in plan.exchange], dtype=bool)
+    wasted = np.where(on_ring, np.ceil(seen) / seen, 1.0)
+    return np.bincount(rank, tiles * wasted[sequence], plan.ranks) * TILE**2
+
+
+def _pair_flops(shape: AttentionShape) -> float:
+    """FLOPs of one query-key pair in one layer, forward: scores and values."""
+    return 4.0 * shape.heads * shape.head_size

@@ -1,0 +1,63 @@
+"""How keys and values of a cut sequence travel: round a ring, or from each holder to each rank that needs them.
+
+Gathered, a rank receives only what its queries see, and all NICs of a node work; but every rank of a node fetches the
+same tokens from the other nodes for itself, and a rank that holds the beginning of a long sequence sends it to many. On
+a ring each token enters a node once, and every rank sends as much as it receives; but ranks receive what they do not
+need, too. Inside a node gathering is the better one. Between nodes it is as long as attention hides it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences.cost import hidden_seconds, kv_bytes
+from balancing.sequences.layout import AttentionShape, Exchange, Shard
+from balancing.sequences.load import causal_area
+from balancing.sequences.traffic import layout_traffic, link_seconds
+
+__all__ = ["choose_exchange", "same_exchange"]
+
+
+def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: Exchange) -> tuple[Exchange, ...]:
+    """`shared` for every sequence that lies on several ranks, "local" for the others."""
+    holder: dict[int, int] = {}
+    found: list[Exchange] = ["local"] * len(lengths)
+    for shard in shards:
+        if holder.setdefault(shard.sequence, shard.rank) != shard.rank:
+            found[shard.sequence] = shared
+    return tuple(found)
+
+
+def choose_exchange(
+    shards: Sequence[Shard],
+    lengths: Sequence[int],
+    cluster: Cluster,
+    shape: AttentionShape,
+    *,
+    routed: bool | None = None,
+) -> tuple[Exchange, ...]:
+    """How the sequences of a layout for attention travel that is level in area.
+
+    All that are cut are gathered where attention hides it or nothing is quicker; otherwise those that lie on several
+    nodes go round rings. routed: as in `traffic.link_seconds`.
+    """
+    gathered = same_exchange(shards, lengths, "gather")
+    nodes: dict[int, int] = {}
+    across = {
+        shard.sequence
+        for shard in shards
+        if nodes.setdefault(shard.sequence, shard.rank // cluster.ranks_per_node)
+        != shard.rank // cluster.ranks_per_node
+    }
+    if not across:
+        return gathered
+    mixed = tuple("ring" if number in across else exchange for number, exchange in enumerate(gathered))
+
+    columns = np.array(shards, dtype=np.int64)
+
+    def seconds(exchange: tuple[Exchange, ...]) -> float:
+        return link_seconds(layout_traffic(columns, lengths, exchange), kv_bytes(shape), cluster, routed)
+
+    hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
+    return gathered if alone <= hidden or alone <= seconds(mixed) else mixed

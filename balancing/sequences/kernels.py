@@ -1,0 +1,274 @@
+"""Attention of some queries to some keys, with what is needed to merge it with the attention to other keys.
+
+A rank computes attention in pieces: its queries against keys that arrive in turns. A kernel here gives, for one batch
+of pieces, the output and the logarithm of the softmax's denominator (logsumexp), and the gradients of a piece given the
+output and logsumexp of the whole. Pieces may differ in length; they stand behind one another, nothing is padded.
+
+Masks are full or causal from the bottom right: the last query sees all keys, the one before it all but the last.
+Grouped-query and multi-query attention: query head h reads key-value head h // (heads / kv_heads), as everywhere.
+
+On CUDA in half precision: the flash-attn package where it is installed, else PyTorch's own flash attention. Gradients
+on CUDA repeat bit for bit under `torch.use_deterministic_algorithms`. On the CPU: PyTorch's flash attention for CPUs,
+float64 included. For anything else: matrix products in tiles of queries, exact and slow.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+__all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge"]
+
+_TILE = 512  # queries of a tile of the matrix-product kernel
+_CUDA_HEAD_SIZES = range(8, 257, 8)  # what flash attention on CUDA takes
+
+
+class Pieces(NamedTuple):
+    """Lengths of the pieces of one batch: tokens of queries and of keys, and the mask of all of them.
+
+    Causal pieces have at least as many keys as queries.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    causal: bool
+
+
+class Kernel(Protocol):
+    """One way to compute attention. q, out: [query tokens, heads, size]; k, v: [key tokens, kv_heads, size], with any
+    stride between tokens; logsumexp: [heads, query tokens] in `accumulation_dtype`."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and logsumexp."""
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        pieces: Pieces,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k and v. `out` and `logsumexp` are those of attention to all keys, not to these alone."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which partial results are merged and gradients are summed: float32, or float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def merge(
+    out: torch.Tensor, logsumexp: torch.Tensor, more_out: torch.Tensor, more_logsumexp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to two sets of keys together, from attention to each. out: [tokens, heads, size] in
+    `accumulation_dtype`; logsumexp: [heads, tokens]."""
+    both = torch.logaddexp(logsumexp, more_logsumexp)
+    weight, more_weight = ((part - both).exp().transpose(0, 1)[..., None] for part in (logsumexp, more_logsumexp))
+    return out * weight + more_out.to(out.dtype) * more_weight, both
+
+
+def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> Kernel:
+    """The fastest kernel there is for such queries."""
+    if device.type == "cpu":
+        return _CPU
+    half = dtype in (torch.float16, torch.bfloat16)
+    if device.type == "cuda" and half and head_size in _CUDA_HEAD_SIZES:
+        return _PACKAGE if importlib.util.find_spec("flash_attn") else _CUDA
+    return _PRODUCTS
+
+
+class _OneByOne:
+    """A kernel that computes one piece after the other."""
+
+    def forward(self, q, k, v, pieces, scale):
+        if len(pieces.queries) == 1:
+            return self._forward(q, k, v, pieces.causal, scale)
+        out = torch.empty_like(q)
+        logsumexp = q.new_empty(q.shape[1], q.shape[0], dtype=accumulation_dtype(q.dtype))
+        for rows, keys in _rows(pieces):
+            out[rows], logsumexp[:, rows] = self._forward(q[rows], k[keys], v[keys], pieces.causal, scale)
+        return out, logsumexp
+
+    def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
+        if len(pieces.queries) == 1:
+            return self._backward(grad, q, k, v, out, logsumexp, pieces.causal, scale)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows, keys in _rows(pieces):
+            dq[rows], dk[keys], dv[keys] = self._backward(
+                grad[rows], q[rows], k[keys], v[keys], out[rows], logsumexp[:, rows], pieces.causal, scale
+            )
+        return dq, dk, dv
+
+    def _forward(self, q, k, v, causal, scale):
+        raise NotImplementedError
+
+    def _backward(self, grad, q, k, v, out, logsumexp, causal, scale):
+        raise NotImplementedError
+
+
+class _Cpu(_OneByOne):
+    """PyTorch's flash attention for CPUs. Its causal mask is from the top left, so a causal piece with more keys than
+    queries is cut into the keys that all queries see and a square."""
+
+    def _forward(self, q, k, v, causal, scale):
+        seen = k.shape[0] - q.shape[0]
+        if causal and seen:
+            full = self._forward(q, k[:seen], v[:seen], False, scale)
+            square = self._forward(q, k[seen:], v[seen:], True, scale)
+            out, logsumexp = merge(full[0].to(full[1].dtype), full[1], *square)
+            return out.to(q.dtype), logsumexp
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *map(_batch, (q, k, v)), 0.0, causal, scale=scale
+        )
+        return _unbatch(out), logsumexp[0]
+
+    def _backward(self, grad, q, k, v, out, logsumexp, causal, scale):
+        seen = k.shape[0] - q.shape[0]
+        if causal and seen:
+            full = self._backward(grad, q, k[:seen], v[:seen], out, logsumexp, False, scale)
+            square = self._backward(grad, q, k[seen:], v[seen:], out, logsumexp, True, scale)
+            return full[0] + square[0], torch.cat((full[1], square[1])), torch.cat((full[2], square[2]))
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *map(_batch, (grad, q, k, v, out)), logsumexp[None], 0.0, causal, scale=scale
+        )
+        return tuple(map(_unbatch, gradients))
+
+
+class _Products(_OneByOne):
+    """Matrix products, a tile of queries at a time."""
+
+    def _forward(self, q, k, v, causal, scale):
+        dtype, group = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
+        k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+        outs, logsumexps = [], []
+        for rows in _tiles(len(q)):
+            scores = torch.einsum("qhd,khd->hqk", q[rows].to(dtype), k) * scale
+            if causal:
+                scores.masked_fill_(_hidden(rows, len(q), len(k), q.device), float("-inf"))
+            logsumexps.append(scores.logsumexp(-1))
+            weights = (scores - logsumexps[-1][..., None]).exp()
+            outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+        return torch.cat(outs).to(q.dtype), torch.cat(logsumexps, 1)
+
+    def _backward(self, grad, q, k, v, out, logsumexp, causal, scale):
+        dtype, group = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
+        wide_k, wide_v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+        dk, dv, dqs = torch.zeros_like(wide_k), torch.zeros_like(wide_v), []
+        for rows in _tiles(len(q)):
+            tile, tile_grad = q[rows].to(dtype), grad[rows].to(dtype)
+            weights = (torch.einsum("qhd,khd->hqk", tile, wide_k) * scale - logsumexp[:, rows, None]).exp()
+            if causal:
+                weights.masked_fill_(_hidden(rows, len(q), len(k), q.device), 0.0)
+            correction = (tile_grad * out[rows].to(dtype)).sum(-1).transpose(0, 1)[..., None]
+            scores = weights * (torch.einsum("qhd,khd->hqk", tile_grad, wide_v) - correction) * scale
+            dqs.append(torch.einsum("hqk,khd->qhd", scores, wide_k))
+            dk += torch.einsum("hqk,qhd->khd", scores, tile)
+            dv += torch.einsum("hqk,qhd->khd", weights, tile_grad)
+        dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+        return torch.cat(dqs).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _Cuda:
+    """PyTorch's flash attention on CUDA, all pieces in one launch. Its causal mask is from the bottom right."""
+
+    def forward(self, q, k, v, pieces, scale):
+        out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *_bounds(pieces, q.device), 0.0, pieces.causal, False, scale=scale
+        )
+        return out, logsumexp
+
+    def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            grad.contiguous(),
+            *(q, k, v, out, logsumexp.contiguous()),
+            *_bounds(pieces, q.device),
+            *(0.0, pieces.causal, seed, unused),
+            scale=scale,
+        )
+
+
+class _Package:
+    """The flash-attn package, version 2.7 or later, all pieces in one launch."""
+
+    def forward(self, q, k, v, pieces, scale):
+        out, logsumexp, *_ = _from_package("forward")(
+            q, k, v, *_bounds(pieces, q.device), dropout_p=0.0, softmax_scale=scale, causal=pieces.causal
+        )
+        return out, logsumexp
+
+    def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        _from_package("backward")(
+            grad.contiguous(),
+            *(q, k, v, out, logsumexp.contiguous()),
+            *gradients,
+            *_bounds(pieces, q.device),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=pieces.causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return gradients
+
+
+_CPU, _PRODUCTS, _CUDA, _PACKAGE = _Cpu(), _Products(), _Cuda(), _Package()
+
+
+def _from_package(direction: str) -> Callable:
+    from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
+
+    return getattr(flash_attn_interface, f"_flash_attn_varlen_{direction}")
+
+
+def _batch(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)[None]
+
+
+def _unbatch(x: torch.Tensor) -> torch.Tensor:
+    return x[0].transpose(0, 1)
+
+
+def _rows(pieces: Pieces) -> list[tuple[slice, slice]]:
+    found, row, key = [], 0, 0
+    for queries, keys in zip(pieces.queries, pieces.keys, strict=True):
+        found.append((slice(row, row + queries), slice(key, key + keys)))
+        row, key = row + queries, key + keys
+    return found
+
+
+def _tiles(queries: int) -> list[slice]:
+    return [slice(start, min(start + _TILE, queries)) for start in range(0, queries, _TILE)]
+
+
+def _hidden(rows: slice, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """bool [queries of the tile, keys]: which keys a causal mask from the bottom right hides."""
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None] + keys - queries
+    return torch.arange(keys, device=device) > row
+
+
+def _bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Cumulative lengths and longest lengths of queries and keys, as flash attention takes them."""
+    return (
+        _cumulative(pieces.queries, device),
+        _cumulative(pieces.keys, device),
+        max(pieces.queries),
+        max(pieces.keys),
+    )
+
+
+@functools.lru_cache(maxsize=4096)  # the same for every layer, and a copy to the device each
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)

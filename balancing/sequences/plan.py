@@ -1,0 +1,164 @@
+"""Plans of sequences: from the lengths of a batch to the rank that holds each token.
+
+A plan is made from the lengths, the cluster and the model's shape alone, so every rank makes the same one without
+talking. It can also be made ahead, in a data loader's worker.
+"""
+
+import difflib
+import numbers
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences.baselines import Scheduler, even_layout, hybrid_layout
+from balancing.sequences.chunks import level_chunks
+from balancing.sequences.cost import step_cost
+from balancing.sequences.exchange import choose_exchange, same_exchange
+from balancing.sequences.layout import AttentionShape, SequencePlan, Shard
+from balancing.sequences.leveling import level_tokens
+from balancing.sequences.zigzag import token_quotas
+from balancing.sequences.zones import zone_layout
+
+__all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "plan_sequences"]
+
+Method = Literal["auto", "chunks", "zones", "ring", "gather", "hybrid"]
+METHODS: tuple[str, ...] = get_args(Method)
+DEFAULT_CHUNK = 512
+
+# Tokens of a rank in attention over the mean, where zones is not given a capacity.
+_ZONES_ROOM = 1.5
+# A ring over all ranks only pays for a few long sequences; with more pieces than this, auto does not look at it.
+_MOST_RING_SHARDS = 2048
+
+
+def plan_sequences(
+    lengths: Sequence[int] | np.ndarray,
+    cluster: Cluster,
+    *,
+    shape: AttentionShape,
+    method: str = "auto",
+    token_capacity: int | None = None,
+    chunk: int | None = None,
+    routed: bool | None = None,
+    scheduler: Scheduler | None = None,
+) -> SequencePlan:
+    """Where every token of a batch is, in attention and in linear layers.
+
+    lengths: tokens of each sequence, at least one. cluster: the balancing domain; its ranks are those of the plan.
+    shape: the model, for costs. token_capacity: most tokens a rank may hold; None for no limit. chunk: the granularity
+    at which method chunks cuts long sequences, 512 by default, less where balance needs it. routed: whether what
+    leaves a node will be spread over its NICs, for costs; None for whichever is quicker. scheduler: for method hybrid,
+    as in `baselines.hybrid_groups`.
+
+    method:
+    - "chunks": one layout, level in tokens and in area; a cut sequence's keys and values
+      are gathered, or go round a ring between nodes where that is less to send and is not hidden.
+    - "zones": Zeppelin's, level in area, with tokens remapped for linear layers. Without a capacity a rank holds at
+      most 1.5 times the mean in attention. Where sequences do not pack into a tight capacity, all go over all ranks.
+    - "ring", "gather": every sequence over all ranks. "hybrid": the layout of Megatron-LM's scheduler; its groups run
+      one after another there, so the capacity holds for each of them, not for the plan.
+    - "auto": the cheapest of chunks, zones, and for few sequences ring and gather, by `cost.step_cost`.
+
+    Linear layers get the same number of tokens on every rank with every method, up to one. With fewer tokens than ranks
+    some ranks are empty. On one rank everything is local whatever the method.
+
+    Raises ValueError for an unknown method, no lengths or lengths below 1, a capacity below 1, below the mean or too
+    small for the longest sequence over all ranks, a chunk below 1, and whatever keeps hybrid from planning.
+    """
+    if method not in METHODS:
+        close = difflib.get_close_matches(method, METHODS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(METHODS)}")
+    checked = _checked_lengths(lengths)
+    ranks = cluster.world_size
+    if token_capacity is not None:
+        _check_capacity(token_capacity, checked, ranks)
+    chunk = DEFAULT_CHUNK if chunk is None else chunk
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least 1 token")
+    if ranks == 1:
+        whole = tuple(Shard(sequence, 0, length, 0) for sequence, length in enumerate(checked))
+        name = "chunks" if method == "auto" else method
+        return SequencePlan(checked, 1, name, whole, whole, same_exchange(whole, checked, "gather"), token_capacity)
+    planner = _Planner(checked, cluster, shape, token_capacity, chunk, routed, scheduler)
+    return planner.auto() if method == "auto" else planner.plan(method)
+
+
+class _Planner:
+    """One batch, planned by any method."""
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        cluster: Cluster,
+        shape: AttentionShape,
+        capacity: int | None,
+        chunk: int,
+        routed: bool | None,
+        scheduler: Scheduler | None,
+    ) -> None:
+        self.lengths, self.cluster, self.shape = lengths, cluster, shape
+        self.capacity, self.chunk, self.routed, self.scheduler = capacity, chunk, routed, scheduler
+        self.quotas = token_quotas(sum(lengths), cluster.world_size)
+
+    def auto(self) -> SequencePlan:
+        methods = ["chunks", "zones"]
+        if 2 * len(self.lengths) * self.cluster.world_size <= _MOST_RING_SHARDS:
+            methods += ["gather", "ring"]
+        plans = [self.plan(method) for method in methods]
+        return min(plans, key=lambda plan: step_cost(plan, self.cluster, self.shape, routed=self.routed).total)
+
+    def plan(self, method: str) -> SequencePlan:
+        ranks, capacity = self.cluster.world_size, self.capacity
+        if method == "chunks":
+            attention = level_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk)
+        elif method == "zones":
+            room = int(max(self.quotas) * _ZONES_ROOM) if capacity is None else capacity
+            zones = zone_layout(self.lengths, self.cluster, self.shape, room)
+            attention = even_layout(self.lengths, ranks) if zones is None else zones
+        elif method == "hybrid":
+            most = max(self.quotas) if capacity is None else capacity
+            attention, capacity = hybrid_layout(self.lengths, ranks, most, self.scheduler), None
+        else:
+            attention = even_layout(self.lengths, ranks)
+        layout = tuple(sorted(attention, key=lambda shard: (shard.rank, shard.sequence, shard.start)))
+        linear = layout
+        if method in ("zones", "hybrid"):
+            linear = tuple(level_tokens(layout, self.quotas, self.cluster))
+        if method == "chunks":
+            exchange = choose_exchange(layout, self.lengths, self.cluster, self.shape, routed=self.routed)
+        else:
+            exchange = same_exchange(layout, self.lengths, "gather" if method == "gather" else "ring")
+        return SequencePlan(self.lengths, ranks, method, layout, linear, exchange, capacity)
+
+
+def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+    values = lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths)
+    if not values:
+        raise ValueError("no sequences to plan; give at least one length")
+    for sequence, length in enumerate(values):
+        if isinstance(length, bool) or not isinstance(length, numbers.Integral) or length < 1:
+            raise ValueError(
+                f"sequence {sequence} has length {length!r}; lengths are whole numbers of at least 1 token; leave "
+                "empty sequences out"
+            )
+    return tuple(int(length) for length in values)
+
+
+def _check_capacity(capacity: int, lengths: Sequence[int], ranks: int) -> None:
+    if capacity < 1:
+        raise ValueError(f"token_capacity={capacity} must be at least 1 token")
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if lengths[longest] > capacity * ranks:
+        raise ValueError(
+            f"sequence {longest} has {lengths[longest]} tokens, more than all {ranks} ranks hold at token_capacity="
+            f"{capacity} ({capacity * ranks}); it takes {-(-lengths[longest] // ranks)} for this sequence, "
+            f"{-(-sum(lengths) // ranks)} for the batch, or more ranks"
+        )
+    if sum(lengths) > capacity * ranks:
+        raise ValueError(
+            f"token_capacity={capacity} is below the mean: {sum(lengths)} tokens on {ranks} ranks take "
+            f"{-(-sum(lengths) // ranks)} each; raise it, use more ranks, or put fewer sequences into the batch"
+        )

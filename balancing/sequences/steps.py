@@ -1,0 +1,177 @@
+"""The steps of one rank's attention: transfers that start and end, and tasks that compute.
+
+Keys and values stand in one workspace of rows, a token each; steps speak of rows. All of it is data: it can be printed,
+counted and checked without a process (`tasks` makes it from a plan, `attention` runs it).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from balancing.sequences.kernels import Pieces
+from balancing.sequences.layout import Shard
+
+__all__ = ["Batch", "Compute", "Exchange", "Message", "Program", "Rows", "Stage", "Start", "Step", "Task", "Wait"]
+
+Rows = tuple[int, int]  # [start, stop) of a workspace
+Kind = Literal["gather", "ring", "return", "ring return", "to attention", "to linear"]
+
+
+class Stage(NamedTuple):
+    """A set of transfers that start together on all ranks.
+
+    kind: "gather" and "ring" bring keys and values, "return" and "ring return" gradients back; "to attention" and "to
+    linear" change the layout. inter: whether they belong to sequences over several nodes. round: of the ring, or turn
+    of the gathering.
+    """
+
+    kind: Kind
+    inter: bool
+    round: int = 0
+
+
+class Message(NamedTuple):
+    """Rows of the workspace that go to or come from `peer` in one piece; from the rank itself they are copied."""
+
+    peer: int
+    rows: tuple[Rows, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many rows."""
+        return sum(stop - start for start, stop in self.rows)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What this rank sends and receives in one stage, in order of peers. adds: what comes is added to the rows."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    adds: bool = False
+
+
+class Task(NamedTuple):
+    """Queries [start, stop) of the rank's rows against key rows; causal: from the bottom right. merges: with what these
+    queries have met before."""
+
+    queries: Rows
+    keys: Rows
+    causal: bool
+    merges: bool = False
+
+    @property
+    def area(self) -> int:
+        """Query-key pairs."""
+        queries, keys = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+        return queries * keys - (queries * (queries - 1) // 2 if self.causal else 0)
+
+
+class Batch(NamedTuple):
+    """Tasks whose queries and whose keys stand behind one another, so that one kernel takes them all."""
+
+    queries: Rows
+    keys: Rows
+    pieces: Pieces
+    merges: bool
+
+
+class Start(NamedTuple):
+    """Start the transfers of a stage."""
+
+    stage: Stage
+
+
+class Wait(NamedTuple):
+    """Wait until a stage's transfers have come and gone."""
+
+    stage: Stage
+
+
+class Compute(NamedTuple):
+    """Compute tasks. clear: rows whose gradients begin at zero, in the backward pass."""
+
+    tasks: tuple[Task, ...]
+    batches: tuple[Batch, ...]
+    clear: Rows | None = None
+
+
+Step = Start | Wait | Compute
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that one rank does for one layer's attention.
+
+    tokens: of the rank. rows: of its workspace. held: its shards, sorted; row i of its own rows is token i of them.
+    """
+
+    rank: int
+    held: tuple[Shard, ...]
+    rows: int
+    exchanges: dict[Stage, Exchange]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rank in attention."""
+        return sum(shard.tokens for shard in self.held)
+
+    def __str__(self) -> str:
+        lines = [f"rank {self.rank}: {self.tokens} tokens, workspace of {self.rows} rows"]
+        for name, steps in (("forward", self.forward), ("backward", self.backward)):
+            lines += [f"{name}:", *("  " + self._line(step) for step in steps)]
+        return "\n".join(lines)
+
+    def _line(self, step: Step) -> str:
+        if isinstance(step, Compute):
+            return "compute " + ", ".join(
+                f"{_span(task.queries)} x {_span(task.keys)}{' causal' if task.causal else ''}" for task in step.tasks
+            )
+        scope = "inter-node" if step.stage.inter else "intra-node"
+        name = f"{step.stage.kind} {scope}" + (f" round {step.stage.round}" if step.stage.round else "")
+        if isinstance(step, Wait):
+            return f"wait for {name}"
+        exchange = self.exchanges[step.stage]
+        moved = [f"{_spans(message)} to {message.peer}" for message in exchange.sends]
+        moved += [f"{_spans(message)} from {message.peer}" for message in exchange.receives]
+        return f"start {name}: {', '.join(moved)}"
+
+
+def joined(rows: Iterable[Rows]) -> list[Rows]:
+    """The same rows in the same order, in as few ranges as possible."""
+    found: list[Rows] = []
+    for start, stop in rows:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
+    """The step that computes `tasks`, in as few batches as their order allows."""
+    batches: list[Batch] = []
+    for task in tasks:
+        queries, keys = task.queries[1] - task.queries[0], task.keys[1] - task.keys[0]
+        last = batches[-1] if batches else None
+        if (
+            last is not None
+            and last.queries[1] == task.queries[0]
+            and last.keys[1] == task.keys[0]
+            and (last.pieces.causal, last.merges) == (task.causal, task.merges)
+        ):
+            pieces = Pieces((*last.pieces.queries, queries), (*last.pieces.keys, keys), task.causal)
+            batches[-1] = Batch((last.queries[0], task.queries[1]), (last.keys[0], task.keys[1]), pieces, task.merges)
+        else:
+            batches.append(Batch(task.queries, task.keys, Pieces((queries,), (keys,), task.causal), task.merges))
+    return Compute(tuple(tasks), tuple(batches), clear)
+
+
+def _span(rows: Rows) -> str:
+    return f"{rows[0]}-{rows[1]}"
+
+
+def _spans(message: Message) -> str:
+    return "+".join(_span(rows) for rows in message.rows)

@@ -1,0 +1,213 @@
+"""What one rank does in attention: which queries meet which keys, and who sends whose keys and values to whom, when.
+
+A plan says where tokens are. From it follows, for each rank and without asking anybody, a program: a list of steps that
+start transfers, wait for them, and compute (Zeppelin, arXiv 2509.21841, section 4: the attention engine).
+
+- A "ring" sequence lies on G ranks. In round t a rank computes with the keys and values of the t-th rank before it and
+  hands them on meanwhile. In the backward pass the gradients of keys and values travel behind them and end at home.
+- A "gather" sequence: a rank receives all keys before its last query and computes each run of queries at once, so
+  nothing is merged. Gradients go back to the owners.
+- Everything whose keys are on the rank itself is local, and fills the time in which others are under way.
+
+Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
+
+Keys and values stand in one workspace of rows, a token each: the rank's own tokens first, sorted by sequence and
+position, then the gathered prefixes, then two buffers for rings over nodes and two for rings inside the node.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from balancing.cluster import Cluster
+from balancing.sequences.gather import by_sequence, needs, runs_of
+from balancing.sequences.layout import SequencePlan
+from balancing.sequences.schedule import Work, backward_steps, forward_steps
+from balancing.sequences.steps import Exchange, Message, Program, Rows, Stage, Task, joined
+
+__all__ = ["make_program"]
+
+
+def make_program(
+    plan: SequencePlan, rank: int, cluster: Cluster | None = None, *, relays: Iterable[Stage] = ()
+) -> Program:
+    """What `rank` does. Without a cluster all ranks are taken to be on one node.
+
+    relays: stages in which the rank takes part even where it has nothing to send or receive itself, because it hands on
+    what others send. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
+    """
+    return _Builder(plan, rank, cluster, relays).program()
+
+
+class _Rounds:
+    """The rings of one class that a rank is in: tasks and messages of each round, and where blocks are put."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # round -> (from, sequence, source)
+        self.row: dict[tuple[int, int], int] = {}  # (round, sequence) -> first row
+        self.region: dict[int, Rows] = {}  # round -> rows of all its blocks
+        self.tasks: dict[int, list[Task]] = defaultdict(list)
+        self.rings: list[tuple[int, int, tuple[int, ...]]] = []  # (sequence, place, ring)
+
+    @property
+    def last(self) -> int:
+        """The last round in which blocks come."""
+        return max((len(ring) - 1 for _, _, ring in self.rings), default=0)
+
+
+class _Builder:
+    def __init__(self, plan: SequencePlan, rank: int, cluster: Cluster | None, relays: Iterable[Stage]) -> None:
+        if not 0 <= rank < plan.ranks:
+            raise ValueError(f"rank {rank} is not in a plan of {plan.ranks} ranks (0 to {plan.ranks - 1})")
+        if cluster is not None and cluster.world_size < plan.ranks:
+            raise ValueError(f"a cluster of {cluster.world_size} ranks is too small for a plan of {plan.ranks} ranks")
+        self.plan, self.rank = plan, rank
+        self.node = [0 if cluster is None else cluster.node(r) for r in range(plan.ranks)]
+        self.held = tuple(sorted(plan.shards(rank)))
+        self.row: dict[tuple[int, int], int] = {}  # (sequence, start of an own shard) -> own row
+        row = 0
+        for shard in self.held:
+            self.row[shard[:2]] = row
+            row += shard.tokens
+        self.rows = row
+        own = {shard.sequence for shard in self.held}
+        self.shards = by_sequence(shard for shard in plan.attention if shard.sequence in own)
+        # Where the rank sends or receives itself, its own exchange takes the place of this one.
+        self.exchanges = {stage: Exchange((), (), adds=stage.kind in ("return", "ring return")) for stage in relays}
+        self.local: list[Task] = []
+        self.gathered: dict[Stage, list[Task]] = defaultdict(list)
+        self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes, and inside
+
+    def program(self) -> Program:
+        for sequence in self.shards:
+            exchange = self.plan.exchange[sequence]
+            ring = self.plan.ring(sequence)
+            if exchange == "ring" and len(ring) > 1:
+                inter = len({self.node[r] for r in ring}) > 1
+                self.rounds[inter].rings.append((sequence, ring.index(self.rank), ring))
+            else:
+                first, *_ = runs_of(shard for shard in self.shards[sequence] if shard.rank == self.rank)
+                if first[0] == 0:  # the whole sequence, or its beginning
+                    rows = self._own_rows(sequence, *first)
+                    self.local.append(Task(rows, rows, causal=True))
+        self._gather()
+        for inter in (True, False):
+            self._ring(inter)
+        work = Work(
+            self.exchanges,
+            self.local,
+            self.gathered,
+            {inter: rounds.tasks for inter, rounds in self.rounds.items()},
+            {inter: rounds.region for inter, rounds in self.rounds.items()},
+        )
+        return Program(self.rank, self.held, self.rows, self.exchanges, forward_steps(work), backward_steps(work))
+
+    def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
+        """Own rows of tokens that lie in one own shard or in several that stand behind one another."""
+        first = next(s for s in self.shards[sequence] if s.start <= start < s.stop)
+        row = self.row[first[:2]] + start - first.start
+        return row, row + stop - start
+
+    # Gathered prefixes.
+
+    def _gather(self) -> None:
+        sends: dict[Stage, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        receives: dict[Stage, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        prefix: dict[int, int] = {}  # sequence -> first row
+        for need in needs(self.plan, self.node):
+            if need.sequence not in self.shards:
+                continue
+            stage = Stage("gather", need.inter, need.turn)
+            for shard in self.shards[need.sequence]:
+                start, stop = max(shard.start, need.begin), min(shard.stop, need.stop)
+                if start < stop and shard.rank == self.rank:
+                    sends[stage][need.rank].append(self._own_rows(need.sequence, start, stop))
+                if start < stop and need.rank == self.rank:
+                    row = prefix.setdefault(need.sequence, self.rows)
+                    receives[stage][shard.rank].append((row + start, row + stop))
+            if need.rank == self.rank:
+                row = prefix[need.sequence]
+                queries = self._own_rows(need.sequence, need.start, need.stop)
+                self.gathered[stage].append(Task(queries, (row, row + need.stop), causal=True))
+                self.rows = row + need.stop
+        for stage in sorted({*sends, *receives}):
+            there, back = _messages(sends[stage]), _messages(receives[stage])
+            self.exchanges[stage] = Exchange(there, back)
+            self.exchanges[stage._replace(kind="return")] = Exchange(back, there, adds=True)
+
+    # Rings.
+
+    def _ring(self, inter: bool) -> None:
+        rounds = self.rounds[inter]
+        for sequence, place, ring in rounds.rings:
+            for turn in range(1, len(ring)):
+                rounds.blocks[turn].append((ring[place - 1], sequence, ring[place - turn]))
+        for turn, blocks in rounds.blocks.items():
+            row = 0
+            for _, sequence, source in sorted(blocks):
+                rounds.row[turn, sequence] = row
+                row += self._tokens(sequence, source)
+            rounds.region[turn] = (0, row)
+        for parity in (0, 1):
+            turns = [turn for turn in rounds.region if turn % 2 == parity]
+            for turn in turns:
+                rounds.region[turn] = (self.rows, self.rows + rounds.region[turn][1])
+            for turn, sequence in rounds.row:
+                if turn % 2 == parity:
+                    rounds.row[turn, sequence] += self.rows
+            self.rows = max((rounds.region[turn][1] for turn in turns), default=self.rows)
+        for sequence, place, ring in rounds.rings:
+            for turn in range(len(ring)):
+                self._tasks(rounds, sequence, turn, ring[place - turn])
+        for turn in range(1, rounds.last + 1):
+            self._ring_exchange(inter, turn)
+
+    def _tokens(self, sequence: int, rank: int) -> int:
+        return sum(shard.tokens for shard in self.shards[sequence] if shard.rank == rank)
+
+    def _tasks(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> None:
+        """Each run of own queries sees a prefix of the block, because the block is sorted by position."""
+        first, _ = self._block(rounds, sequence, turn, source)
+        keys = runs_of(shard for shard in self.shards[sequence] if shard.rank == source)
+        tasks = rounds.tasks[turn]
+        for start, stop in runs_of(shard for shard in self.shards[sequence] if shard.rank == self.rank):
+            seen = sum(key_stop - key_start for key_start, key_stop in keys if key_start < stop)
+            queries = self._own_rows(sequence, start, stop)
+            task = Task(queries, (first, first + seen), causal=turn == 0, merges=turn > 0)
+            before = tasks[-1] if tasks else None
+            if not seen:
+                continue
+            if before is not None and not task.causal and before.keys == task.keys and before.queries[1] == queries[0]:
+                tasks[-1] = before._replace(queries=(before.queries[0], queries[1]))
+            else:
+                tasks.append(task)
+
+    def _block(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> Rows:
+        if source == self.rank:
+            held = [shard for shard in self.shards[sequence] if shard.rank == self.rank]
+            row = self.row[held[0][:2]]
+        else:
+            row = rounds.row[turn, sequence]
+        return row, row + self._tokens(sequence, source)
+
+    def _ring_exchange(self, inter: bool, turn: int) -> None:
+        """Blocks go on to the next rank in round `turn`, and so do the sums of their gradients a round later."""
+        rounds = self.rounds[inter]
+        sends, receives = defaultdict(list), defaultdict(list)
+        sums_out, sums_in = defaultdict(list), defaultdict(list)
+        for sequence, place, ring in rounds.rings:
+            if turn >= len(ring):
+                continue
+            before, after = ring[place - 1], ring[(place + 1) % len(ring)]
+            sends[after].append(self._block(rounds, sequence, turn - 1, ring[place - turn + 1]))
+            receives[before].append(self._block(rounds, sequence, turn, ring[place - turn]))
+            sums_out[after].append(self._block(rounds, sequence, turn, ring[place - turn]))
+            home = (place - turn - 1) % len(ring)
+            sums_in[before].append(self._block(rounds, sequence, turn + 1, ring[home]))
+        self.exchanges[Stage("ring", inter, turn)] = Exchange(_messages(sends), _messages(receives))
+        self.exchanges[Stage("ring return", inter, turn + 1)] = Exchange(
+            _messages(sums_out), _messages(sums_in), adds=True
+        )
+
+
+def _messages(rows: dict[int, list[Rows]]) -> tuple[Message, ...]:
+    return tuple(Message(peer, tuple(joined(rows[peer]))) for peer in sorted(rows))

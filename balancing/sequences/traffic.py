@@ -1,0 +1,152 @@
+"""What travels between ranks under a plan of sequences, and how long the links take for it.
+
+A link is as busy as the sum of what it carries; links work at the same time. Ranks of a node talk over one kind of
+link, nodes over NICs, which ranks may share. Routed, what leaves a node is spread over all its NICs by way of the other
+ranks of the node, and collected again at the other end (Zeppelin, arXiv 2509.21841, section 3.3).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences.layout import SequencePlan
+
+__all__ = ["Traffic", "kv_traffic", "layout_traffic", "link_seconds", "remap_traffic"]
+
+
+class Traffic(NamedTuple):
+    """int64 [transfer]: so many tokens go from rank `source` to rank `target`. A pair may come several times."""
+
+    source: np.ndarray
+    target: np.ndarray
+    tokens: np.ndarray
+
+    def between(self, cluster: Cluster) -> tuple[int, int]:
+        """Tokens that stay in their node, and tokens that leave it."""
+        crossing = self.source // cluster.ranks_per_node != self.target // cluster.ranks_per_node
+        far = int(self.tokens[crossing].sum())
+        return int(self.tokens.sum()) - far, far
+
+    def table(self, ranks: int) -> np.ndarray:
+        """int64 [source, target]."""
+        table = np.zeros((ranks, ranks), dtype=np.int64)
+        np.add.at(table, (self.source, self.target), self.tokens)
+        return table
+
+
+def kv_traffic(plan: SequencePlan) -> Traffic:
+    """Tokens whose keys and values travel, forward, in one layer.
+
+    On a ring each rank hands on to the next all but what the next one holds itself. Gathered, each rank receives, of
+    every token that its last query sees and it does not hold, the keys and values from the rank that holds them.
+    """
+    return layout_traffic(np.array(plan.attention, dtype=np.int64), plan.lengths, plan.exchange)
+
+
+def layout_traffic(columns: np.ndarray, lengths: Sequence[int], exchange: Sequence[str]) -> Traffic:
+    """As `kv_traffic`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)]."""
+    how = np.array(exchange)[columns[:, 0]]
+    on_rings, gathered = _on_rings(columns[how == "ring"], lengths), _gathered(columns[how == "gather"], len(lengths))
+    return Traffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered, strict=True)))
+
+
+def remap_traffic(plan: SequencePlan) -> Traffic:
+    """Tokens that go from the linear layout to that of attention, in one layer."""
+    offset = np.cumsum([0, *plan.lengths])
+    owners, cuts = [], []
+    for layout in (plan.linear, plan.attention):
+        sequence, start, _, rank = np.array(sorted(layout), dtype=np.int64).T
+        cuts.append(offset[sequence] + start)
+        owners.append(rank)
+    begin = np.union1d(*cuts)
+    tokens = np.diff(np.append(begin, offset[-1]))
+    source, target = (
+        owner[np.searchsorted(cut, begin, side="right") - 1] for owner, cut in zip(owners, cuts, strict=True)
+    )
+    return _off_diagonal(source, target, tokens)
+
+
+def link_seconds(traffic: Traffic, token_bytes: float, cluster: Cluster, routed: bool | None = None) -> float:
+    """Seconds until everything has arrived.
+
+    token_bytes: bytes of one token of the traffic. routed: whether what leaves a node is spread over all its NICs; None
+    for whichever is quicker. Raises ValueError for ranks outside the cluster.
+    """
+    ranks, per_node = cluster.world_size, cluster.ranks_per_node
+    highest = max(int(traffic.source.max(initial=0)), int(traffic.target.max(initial=0)))
+    if highest >= ranks:
+        raise ValueError(f"rank {highest} of the plan is not in a cluster of {ranks} ranks; plan for this cluster")
+    crossing = traffic.source // per_node != traffic.target // per_node
+    alone, spread = 0.0, 0.0
+    for end in (traffic.source, traffic.target):
+        near = np.bincount(end[~crossing], traffic.tokens[~crossing], ranks) * token_bytes
+        far = np.bincount(end[crossing], traffic.tokens[crossing], ranks) * token_bytes
+        rank, nic, part = _nic_parts(cluster)
+        by_nic = np.bincount(nic, far[rank] * part) / cluster.nic_bandwidth
+        alone = max(alone, near.max() / cluster.intra_node_bandwidth, by_nic.max())
+        dealt = near + far * (1 - 1 / cluster.nics_per_node)  # the rest goes out through the rank's own NIC
+        by_node = far.reshape(cluster.nodes, per_node).sum(1) / (cluster.nics_per_node * cluster.nic_bandwidth)
+        spread = max(spread, dealt.max() / cluster.intra_node_bandwidth, by_node.max())
+    return float(min(alone, spread) if routed is None else spread if routed else alone)
+
+
+class _Members(NamedTuple):
+    """int64 [member]: who holds parts of which sequence, by sequence, then in the order of its ring."""
+
+    sequence: np.ndarray
+    rank: np.ndarray
+    tokens: np.ndarray
+    sees: np.ndarray  # keys that its last query sees
+
+
+def _members(columns: np.ndarray) -> _Members:
+    sequence, start, stop, rank = columns.T
+    ranks = int(rank.max(initial=0)) + 1
+    member, first, which = np.unique(sequence * ranks + rank, return_index=True, return_inverse=True)
+    tokens, sees = np.zeros(len(member), dtype=np.int64), np.zeros(len(member), dtype=np.int64)
+    np.add.at(tokens, which, stop - start)
+    np.maximum.at(sees, which, stop)
+    order = np.lexsort((first, member // ranks))
+    return _Members(member[order] // ranks, member[order] % ranks, tokens[order], sees[order])
+
+
+def _on_rings(columns: np.ndarray, lengths: Sequence[int]) -> Traffic:
+    """What each member of a ring hands to the next."""
+    members = _members(columns)
+    if not len(columns):
+        return Traffic(members.rank, members.rank, members.tokens)
+    begins = np.flatnonzero(np.append(True, np.diff(members.sequence) != 0))
+    following = np.arange(1, len(members.rank) + 1)
+    following[np.append(begins[1:], len(members.rank)) - 1] = begins
+    handed = np.array(lengths)[members.sequence] - members.tokens[following]
+    return _off_diagonal(members.rank, members.rank[following], handed)
+
+
+def _gathered(columns: np.ndarray, sequences: int) -> Traffic:
+    """What each rank needs of each shard: all pairs of a shard and a member of its sequence."""
+    members = _members(columns)
+    number = np.bincount(members.sequence, minlength=sequences)
+    sequence, start, stop, holder = columns.T
+    pairs = number[sequence]
+    shard = np.repeat(np.arange(len(columns)), pairs)
+    within = np.arange(len(shard)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
+    member = (np.cumsum(number) - number)[sequence[shard]] + within
+    tokens = np.clip(np.minimum(stop[shard], members.sees[member]) - start[shard], 0, None)
+    return _off_diagonal(holder[shard], members.rank[member], tokens)
+
+
+def _off_diagonal(source: np.ndarray, target: np.ndarray, tokens: np.ndarray) -> Traffic:
+    moves = (source != target) & (tokens > 0)
+    return Traffic(source[moves], target[moves], tokens[moves])
+
+
+@lru_cache(maxsize=32)
+def _nic_parts(cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rank, NIC, and which part of the rank's traffic that NIC has, for every pair that belongs together."""
+    nics = [cluster.nics(rank) for rank in range(cluster.world_size)]
+    parts = [(rank, nic, 1 / len(own)) for rank, own in enumerate(nics) for nic in own]
+    rank, nic, part = zip(*parts, strict=True)
+    return np.array(rank), np.array(nic), np.array(part)

@@ -1,0 +1,207 @@
+"""Messages between ranks, under way while the rank computes.
+
+An exchange is a set of messages, one a peer, each made of ranges of rows. All of them start together on one
+communicator: receives first, because gloo holds back a receive that is posted after a send to the same rank. Rows that
+stand behind one another are sent and received in place; others are packed.
+
+With a route, messages between nodes go in slices over other ranks, which hand them on. On a GPU that is the order of
+transfers on the communicator's stream. Elsewhere a thread does it, which sleeps until a slice has come.
+"""
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from balancing.sequences.routing import Slice
+from balancing.sequences.steps import Exchange, Message
+
+__all__ = ["Pending", "Transport"]
+
+Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # peer -> what is sent to it, what comes from it
+
+_SLICE_NUMBERS = 1 << 17  # message numbers of one exchange: 0 for direct messages, then those of slices
+
+
+class Pending:
+    """An exchange under way. The tensors it reads and writes belong to it until `wait` has returned.
+
+    On a GPU `wait` makes the current stream wait, not the host. It raises RuntimeError where a rank has gone or has not
+    answered in the group's time.
+    """
+
+    def __init__(self, into: torch.Tensor, adds: bool) -> None:
+        self.into, self._adds = into, adds
+        self.on_cuda = into.is_cuda
+        self.works: list[dist.Work] = []
+        self.arriving: list[tuple[Message, torch.Tensor]] = []  # what comes packed
+        self.sent: list[torch.Tensor] = []  # kept until it has gone
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def hand_on(self, relays: Sequence[tuple[dist.Work, dist.P2POp]]) -> None:
+        """Start the second as soon as the first has come, one after the other, in a thread."""
+        if relays:
+            self._thread = threading.Thread(target=self._hand_on, args=(relays,), daemon=True)
+            self._thread.start()
+
+    def _hand_on(self, relays: Sequence[tuple[dist.Work, dist.P2POp]]) -> None:
+        try:
+            for arrival, send in relays:
+                arrival.wait()
+                self.works.append(_started(send))
+        except BaseException as error:  # for the thread that waits
+            self._error = error
+
+    def wait(self) -> None:
+        """Return when everything has come and gone. What is to be added is added in order of peers."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        for work in self.works:
+            work.wait()
+        for message, packed in self.arriving:
+            row = 0
+            for start, stop in message.rows:
+                part = packed[row : row + stop - start]
+                row += stop - start
+                if self._adds:
+                    self.into[start:stop] += part
+                else:
+                    self.into[start:stop] = part
+        self.works, self.arriving, self.sent = [], [], []
+
+
+class Transport:
+    """Starts exchanges on one communicator, that of `group` (all ranks by default). rank: in the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        assert self.group is not None, "torch.distributed is initialized"
+        self.rank = dist.get_rank(self.group)
+        self._ranks = dist.get_process_group_ranks(self.group)
+        _connect(self.group)
+
+    def start(
+        self, exchange: Exchange, rows: torch.Tensor, into: torch.Tensor, tag: int = 0, slices: Sequence[Slice] = ()
+    ) -> Pending:
+        """Send rows of `rows` [row, ...] and receive rows of `into` [row, ...], both contiguous.
+
+        All ranks that send, receive or hand on start exchanges that meet in the same order. tag: differs between
+        exchanges under way at once, below 16384. slices: this rank's part in messages that do not go directly, as
+        `Route.of` gives them.
+        """
+        pending = Pending(into, exchange.adds)
+        sends = {message.peer: _packed(rows, message) for message in exchange.sends}
+        receives: dict[int, torch.Tensor] = {}
+        for message in exchange.receives:
+            if message.peer == self.rank:
+                pending.arriving.append((message, sends[self.rank]))
+            elif len(message.rows) == 1 and not exchange.adds:
+                receives[message.peer] = into[slice(*message.rows[0])]
+            else:
+                receives[message.peer] = into.new_empty(message.tokens, *into.shape[1:])
+                pending.arriving.append((message, receives[message.peer]))
+        pending.sent = [*sends.values(), *receives.values()]
+        routed = {piece.flow for piece in slices}
+        tag *= _SLICE_NUMBERS
+        direct = [
+            self._operation(dist.irecv, buffer, peer, tag)
+            for peer, buffer in receives.items()
+            if (peer, self.rank) not in routed
+        ] + [
+            self._operation(dist.isend, buffer, peer, tag)
+            for peer, buffer in sends.items()
+            if peer != self.rank and (self.rank, peer) not in routed
+        ]
+        if into.is_cuda:
+            self._in_turns(pending, direct, slices, (sends, receives), tag)
+        else:
+            self._on_host(pending, direct, slices, (sends, receives), tag)
+        return pending
+
+    def _on_host(
+        self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
+    ) -> None:
+        outgoing = [operation for operation in direct if operation.op is dist.isend]
+        pending.works = [_started(operation) for operation in direct if operation.op is dist.irecv]
+        relays = []
+        for piece in slices:
+            place = piece.path.index(self.rank)
+            buffer = self._buffer(piece, pending, *ends)
+            coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
+            if coming is not None and going is not None:
+                relays.append((_started(coming), going))
+            elif coming is not None:
+                pending.works.append(_started(coming))
+            elif going is not None:
+                outgoing.append(going)
+        pending.works += [_started(operation) for operation in outgoing]
+        pending.hand_on(relays)
+
+    def _in_turns(
+        self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
+    ) -> None:
+        # NCCL runs messages in the order in which they are started, so all ranks start those of one turn together, and
+        # a slice has come before the next turn sends it on.
+        turns: dict[int, list[dist.P2POp]] = defaultdict(list)
+        turns[0] = list(direct)
+        for piece in slices:
+            place = piece.path.index(self.rank)
+            buffer = self._buffer(piece, pending, *ends)
+            coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
+            if coming is not None:
+                turns[piece.turn + place - 1].append(coming)
+            if going is not None:
+                turns[piece.turn + place].append(going)
+        for turn in sorted(turns):
+            if turns[turn]:
+                pending.works += dist.batch_isend_irecv(turns[turn])
+
+    def _buffer(self, piece: Slice, pending: Pending, sends: dict, receives: dict) -> torch.Tensor:
+        """Where a slice is on this rank: in the message it is part of, or in memory of its own on its way."""
+        source, target = piece.flow
+        if self.rank == source:
+            return sends[target][piece.start : piece.stop]
+        if self.rank == target:
+            return receives[source][piece.start : piece.stop]
+        buffer = pending.into.new_empty(piece.stop - piece.start, *pending.into.shape[1:])
+        pending.sent.append(buffer)
+        return buffer
+
+    def _hops(
+        self, piece: Slice, place: int, buffer: torch.Tensor, tag: int
+    ) -> tuple[dist.P2POp | None, dist.P2POp | None]:
+        """How a slice comes to this rank and how it goes on."""
+        coming = self._operation(dist.irecv, buffer, piece.path[place - 1], tag) if place else None
+        last = place == len(piece.path) - 1
+        return coming, None if last else self._operation(dist.isend, buffer, piece.path[place + 1], tag)
+
+    def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self._ranks[peer], self.group, tag)
+
+
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """NCCL builds a communicator at its first use, by all ranks together; not all have a message in every exchange."""
+    if group not in _connected:
+        if dist.get_backend(group) == "nccl":
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        _connected.add(group)
+
+
+def _packed(rows: torch.Tensor, message: Message) -> torch.Tensor:
+    parts = [rows[start:stop] for start, stop in message.rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _started(operation: dist.P2POp) -> dist.Work:
+    work = operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
+    assert work is not None, "this rank is part of the group"
+    return work

@@ -1,0 +1,109 @@
+"""Does balancing experts make real training faster? Two processes, each pinned to a core of its own.
+
+    python -m benchmarks.experts_training [--quick] [--json FILE]
+
+A mixture-of-experts GPT with expert parallelism 2 trains on real text (the source of Python's standard library) without
+any balancing loss until its experts have specialised, and leaves a checkpoint. From there the same steps run with
+`--balance-experts` off and on, in turns, each run a new pair of processes. Real compute and real transfers; nothing is
+emulated. The ratio to the limit is the tokens of the busier rank over the mean, 1.0 when both compute equally much.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL = (
+    "--device cpu --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --num-experts 8 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
+    "--expert-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --eval-interval 100000 "
+    "--eval-iters 0 --log-interval 1 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 "
+    "--null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --split 100,0,0 --ckpt-format torch_dist"
+).split()
+_STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([0-9.]+)")
+_PIN = (
+    "import os, runpy, sys; cores = sorted(os.sched_getaffinity(0)); "
+    "os.sched_setaffinity(0, {cores[int(os.environ['LOCAL_RANK']) % len(cores)]}); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def _run(folder: Path, *flags: str) -> list[float]:
+    """Train on two pinned processes; the milliseconds of each step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [sys.executable, "-c", _PIN, str(REPOSITORY / "pretrain_gpt.py"), *MODEL]
+    command += ["--data-path", str(folder / "corpus"), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=3600)
+    if done.returncode:
+        raise SystemExit(f"training failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return [float(found[2]) for found in _STEP.finditer(done.stdout)]
+
+
+def _imbalance(report: Path) -> tuple[float, float]:
+    """Tokens of the busier rank over the mean, before and after, over all events of experts."""
+    lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["balancer"] == "experts"]
+    before, after = ([line[f"imbalance_{when}"] for line in lines] for when in ("before", "after"))
+    return statistics.mean(before), statistics.mean(after)
+
+
+def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows of the table. train: steps before the measurement. steps: of each run. rounds: runs of each kind."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), "--stdlib", "--append-eod"]
+        subprocess.run([*prepare, "--output-prefix", str(folder / "corpus")], check=True, capture_output=True)
+        print(f"training {train} steps, so that experts specialise ...", flush=True)
+        checkpoint = ["--save", str(folder / "checkpoint"), "--save-interval", str(train), "--train-iters", str(train)]
+        _run(folder, *checkpoint)
+        times: dict[str, list[float]] = {"off": [], "on": []}
+        report = folder / "report"
+        for number in range(rounds):
+            for kind in ("off", "on"):
+                flags = ["--load", str(folder / "checkpoint"), "--train-iters", str(train + steps), "--finetune"]
+                flags += ["--balance-experts"] if kind == "on" else []
+                flags += ["--balance-report", str(report)] if (kind, number) == ("on", rounds - 1) else []
+                times[kind] += _run(folder, *flags)[4:]  # the first ones warm up and have no plan yet
+                print(f"round {number + 1} of {rounds}, {kind}: {statistics.median(times[kind]):.1f} ms", flush=True)
+        before, after = _imbalance(report)
+        median = {kind: statistics.median(values) for kind, values in times.items()}
+        return [
+            {
+                "method": kind,
+                "step_ms": median[kind],
+                "ratio_to_baseline": median[kind] / median["off"],
+                "ratio_to_limit": {"off": before, "on": after}[kind],
+                "steps": len(times[kind]),
+            }
+            for kind in times
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    options = parser.parse_args()
+    rows = measure(10, 10, 1) if options.quick else measure(60, 24, 3)
+    print(f"{'balancing':>9} {'step, ms':>9} {'/ off':>6} {'max / mean':>10} {'steps':>6}")
+    for row in rows:
+        print(
+            f"{row['method']:>9} {row['step_ms']:>9.1f} {row['ratio_to_baseline']:>6.3f} "
+            f"{row['ratio_to_limit']:>10.3f} {row['steps']:>6}"
+        )
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

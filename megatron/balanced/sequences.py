@@ -1,0 +1,277 @@
+"""Documents spread over context-parallel ranks while Megatron-LM trains (`--balance-sequences`).
+
+Plans are made where batches are made (`megatron.balanced.sequence_data`), followed by every layer's attention
+(`megatron.balanced.sequence_attention`), and never talked about: ranks of a context-parallel group read the same
+documents and plan alike. That they did is checked once an iteration, before the optimizer acts on it.
+"""
+
+import argparse
+import hashlib
+import pickle
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+from balancing.cluster import Cluster
+from balancing.report import event, imbalance
+from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
+from balancing.sequences.ahead import PlanningAhead, zone_shares
+from balancing.sequences.config import SequenceConfig
+from balancing.sequences.load import zigzag_areas
+from balancing.sequences.way import Widths, find_way, keep_way
+from megatron.balanced.group import cluster_of
+from megatron.balanced.sequence_attention import DocumentRotaryEmbedding, PlannedSequences
+from megatron.balanced.sequence_data import PlannedDataset, Rows, positions, receive
+
+__all__ = ["SequenceBalancer"]
+
+_KEPT = 64  # plans
+
+
+class _Batch(NamedTuple):
+    """A micro-batch of a training step: how long its plan took to make, and how long the step waited for that."""
+
+    plan: SequencePlan
+    attention: SequenceAttention
+    plan_ms: float
+    waited_ms: float
+
+
+class SequenceBalancer:
+    """A `megatron.balanced.step.StepCallback`. One on each rank; ranks of a context-parallel group plan alike.
+
+    machine: what transfers and computation take, for plans to weigh. report: is given the events of a step.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: SequenceConfig,
+        machine: Cluster | None,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.config, self._args, self._machine, self._report = config, args, machine, report
+        self._plans: OrderedDict[bytes, SequencePlan] = OrderedDict()
+        self._iteration = 0
+        self._step: list[_Batch] | None = None  # of the training step at hand; None outside of one
+        self._spent = np.zeros((0, 6), dtype=np.int64)
+
+    # The model and the data, as they are built.
+
+    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Have positions follow documents. Returns `chunks`, as Megatron's model hooks must."""
+        for model in unwrap_model(chunks):
+            if getattr(model, "rotary_pos_emb", None) is not None:
+                model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb, self._args.seq_length)
+        return chunks
+
+    def datasets(self, provider: Callable) -> Callable:
+        """Megatron's dataset provider with planned datasets in the place of its own."""
+
+        def planned(dataset: Any) -> Any:
+            if dataset is None or isinstance(dataset, list):
+                return dataset and [planned(part) for part in dataset]
+            padding = dataset.config.tokenizer.pad if self._args.sft else None
+            rank = mpu.get_context_parallel_rank()
+            find = partial(find_way, rank=rank, cluster=self._cluster, routing=self._routing, widths=self._widths)
+            return PlannedDataset(dataset, PlanningAhead(self._make, find), rank, self._rows, padding)
+
+        def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
+            return tuple(planned(dataset) for dataset in provider(sizes, vp_stage=vp_stage))
+
+        build.is_distributed = True  # type: ignore[attr-defined]
+        return build
+
+    @cached_property
+    def _cluster(self) -> Cluster:
+        return cluster_of(dist.get_process_group_ranks(mpu.get_context_parallel_group()), self._machine)
+
+    @cached_property
+    def _make(self) -> Callable[[tuple[int, ...]], SequencePlan]:
+        return partial(
+            plan_sequences,
+            cluster=self._cluster,
+            shape=_shape_of(self._args),
+            method=self.config.sequence_planner,
+            token_capacity=self.config.sequence_token_capacity or None,
+            chunk=self.config.sequence_chunk or None,
+        )
+
+    @property
+    def _routing(self) -> str | int:
+        return self.config.routing if self._cluster.nodes > 1 else "off"
+
+    @property
+    def _widths(self) -> Widths | None:
+        """What a token weighs in the attention of this rank, for routes."""
+        if self._routing == "off":
+            return None
+        args, shape = self._args, _shape_of(self._args)
+        query, key = (
+            torch.empty(0, max(heads // args.tensor_model_parallel_size, 1), shape.head_size, dtype=args.params_dtype)
+            for heads in (shape.heads, shape.kv_heads)
+        )
+        return Widths.of(query, key)
+
+    @property
+    def _rows(self) -> Rows:
+        args = self._args
+        counted_on = args.pipeline_model_parallel_size > 1 or args.moe_token_dispatcher_type == "allgather"
+        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        return Rows(args.context_parallel_size, multiple, fixed=bool(counted_on or not args.sft))
+
+    # Around a step.
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        self._iteration = iteration
+
+    def begin_schedule(self) -> None:
+        self._step = []
+
+    def end_schedule(self) -> None:
+        """Check that all ranks of the group followed the same plans, and learn what the others sent and waited for."""
+        assert self._step is not None
+        digests = "".join(batch.plan.digest for batch in self._step).encode()
+        digest = int.from_bytes(hashlib.sha256(digests).digest()[:7], "little")
+        own = [digest, *_spent(self._step)]
+        told = torch.empty(self._cluster.world_size, len(own), dtype=torch.int64, device=torch.cuda.current_device())
+        own_tensor = torch.tensor(own, device=told.device)
+        dist.all_gather_into_tensor(told.view(-1), own_tensor, group=mpu.get_context_parallel_group())
+        spent = told.cpu().numpy()
+        if len(set(spent[:, 0].tolist())) > 1:
+            ranks = dist.get_process_group_ranks(mpu.get_context_parallel_group())
+            raise RuntimeError(
+                f"context-parallel ranks {ranks} made different plans; they must read the same documents, with the "
+                "same versions of Python, NumPy and this package"
+            )
+        self._spent = spent[:, 1:]
+
+    def end_step(self) -> None:
+        batches, self._step = self._step, None
+        if batches and not mpu.get_tensor_model_parallel_rank() and not mpu.get_context_parallel_rank():
+            self._report(self._event(batches))
+
+    def _event(self, batches: list[_Batch]) -> dict[str, Any]:
+        exposed, waited, *sent = self._spent.T
+        kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
+        plans = [batch.plan for batch in batches]
+        return event(
+            self._iteration + 1,
+            "sequences",
+            "micro-batch",
+            imbalance_before=float(np.mean([self._upstream_imbalance(plan) for plan in plans])),
+            imbalance_after=float(np.mean([imbalance(plan.area) for plan in plans])),
+            plan_ms=sum(batch.plan_ms for batch in batches),
+            apply_ms=int(exposed.max()) / 1e3,
+            moved_bytes=kv_intra + kv_inter + remap_intra + remap_inter,
+            action="spread",
+            micro_batches=len(plans),
+            methods=dict(Counter(plan.method for plan in plans)),
+            token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
+            attention_token_imbalance=float(np.mean([imbalance(plan.tokens) for plan in plans])),
+            plan_wait_ms=int(waited.max()) / 1e3,
+            kv_intra_bytes=kv_intra,
+            kv_inter_bytes=kv_inter,
+            remap_intra_bytes=remap_intra,
+            remap_inter_bytes=remap_inter,
+            **zone_shares(plans, self._cluster),
+            stage=mpu.get_pipeline_model_parallel_rank(),
+            replica=mpu.get_data_parallel_rank(),
+        )
+
+    def _upstream_imbalance(self, plan: SequencePlan) -> float:
+        """Max / mean attention as Megatron-LM would cut the batch: between documents as they come, in a zig-zag; or,
+        where every document is padded to fit, each over all ranks, which is level."""
+        if not self._args.dataloader_inter_document_masking or self._args.sft:
+            return 1.0
+        return imbalance(zigzag_areas(plan.lengths, plan.ranks))
+
+    # A micro-batch.
+
+    def next_batch(
+        self, data_iterator: Iterator | None, chunk: int
+    ) -> tuple[dict[str, Any], PlannedSequences, SequencePlan]:
+        """The next micro-batch of this rank: what its model chunk is given, and the plan of the whole."""
+        sample, waited = None, 0.0
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            assert data_iterator is not None, "a stage has no data iterator"
+            begin = time.perf_counter()
+            sample = next(data_iterator)
+            waited = (time.perf_counter() - begin) * 1e3
+        group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
+        batch, pickled, milliseconds = receive(sample, group, source, torch.cuda.current_device())
+        begin = time.perf_counter()
+        plan = self._plan(pickled)
+        waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
+        attention = self._attention(plan)
+        if self._step is not None:
+            self._step.append(_Batch(plan, attention, milliseconds, waited))
+        update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(plan.lengths)]))
+        rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
+        planned = PlannedSequences(
+            qkv_format="sbhd",  # one row after the other: where documents begin is for the plan to say
+            max_seqlen_q=max(plan.lengths),
+            max_seqlen_kv=max(plan.lengths),
+            attention=attention,
+            positions=positions(plan, rank, rows).cuda(non_blocking=True),
+            tokens=int(plan.linear_tokens[rank]),
+        )
+        return batch | {"attention_mask": None}, planned, plan
+
+    def _plan(self, pickled: bytes) -> SequencePlan:
+        """The plan as the worker sent it. Chunks of an interleaved pipeline, and epochs, send the same again."""
+        if pickled not in self._plans:
+            plan, way = pickle.loads(pickled)
+            keep_way(way, plan, self._routing, self._widths)
+            self._plans[pickled] = plan
+            if len(self._plans) > _KEPT:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(pickled)
+        return self._plans[pickled]
+
+    def _attention(self, plan: SequencePlan) -> SequenceAttention:
+        return SequenceAttention(
+            plan,
+            rank=mpu.get_context_parallel_rank(),
+            group=mpu.get_context_parallel_group(),
+            cluster=self._cluster,
+            routing=self._routing,
+        )
+
+
+def _spent(batches: list[_Batch]) -> list[int]:
+    """What this rank spent on a step: microseconds it waited for transfers and for plans, and bytes it sent: keys and
+    values inside the node and out of it, changes of layout likewise."""
+    statistics = [batch.attention.statistics for batch in batches]
+    return [
+        round(sum(one.exposed_seconds for one in statistics) * 1e6),
+        round(sum(batch.waited_ms for batch in batches) * 1e3),
+        sum(one.intra_bytes for one in statistics),
+        sum(one.inter_bytes for one in statistics),
+        sum(one.remap_intra_bytes for one in statistics),
+        sum(one.remap_inter_bytes for one in statistics),
+    ]
+
+
+def _shape_of(args: argparse.Namespace) -> AttentionShape:
+    ffn = args.ffn_hidden_size
+    if args.num_experts:
+        ffn = args.moe_ffn_hidden_size * args.moe_router_topk
+    return AttentionShape(
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        layers=args.num_layers,
+        ffn_hidden=ffn,
+        head_size=args.kv_channels,
+    )

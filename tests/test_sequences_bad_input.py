@@ -1,0 +1,90 @@
+"""Sequences that cannot be balanced as asked: one line that names the value and the way out, on all ranks."""
+
+import argparse
+
+import pytest
+from test_bad_input import _parse
+from training import MOCK_DATA, MODEL
+
+from balancing.sequences.config import SequenceConfig
+from megatron.balanced.sequence_checks import check_sequences
+
+PACKED = "--dataloader-inter-document-masking --attention-dropout 0".split()
+BASE = [*MODEL, *MOCK_DATA, *PACKED, "--context-parallel-size", "2"]
+BALANCE = "--balance-sequences"
+
+# flags, and the words that the line must have: the value, and the way out
+REFUSED = {
+    "attention dropout": (f"{BALANCE} --attention-dropout 0.1", "--attention-dropout 0.1", "use --attention-dropout 0"),
+    "latent attention": (f"{BALANCE} --multi-latent-attention", "--multi-latent-attention", "drop it"),
+    "sliding window": (f"{BALANCE} --window-size 8,0", "--window-size 8 0", "drop it"),
+    "softmax": (f"{BALANCE} --softmax-type learnable", "--softmax-type learnable", "use --softmax-type vanilla"),
+    "dense mask": (f"{BALANCE} --reset-attention-mask", "--reset-attention-mask", "inter-document-masking"),
+    "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
+    "predicted tokens": (f"{BALANCE} --mtp-num-layers 1", "--mtp-num-layers 1", "drop it"),
+    "upstream's own": (
+        f"{BALANCE} --hybrid-context-parallel",
+        "--hybrid-context-parallel",
+        "--sequence-planner hybrid",
+    ),
+    "positions": (f"{BALANCE} --position-embedding-type mrope", "mrope", "--position-embedding-type rope"),
+    "loader": (f"{BALANCE} --dataloader-type external", "--dataloader-type external", "drop it"),
+    "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
+    "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
+    "planner": (f"{BALANCE} --sequence-planner best", "best", "zones"),
+    "chunk": (f"{BALANCE} --sequence-chunk -1", "--sequence-chunk -1", "at least 1"),
+    "chunk of more than a rank": (f"{BALANCE} --sequence-chunk 17", "--sequence-chunk 17", "at most 16"),
+    "capacity": (f"{BALANCE} --sequence-token-capacity -1", "--sequence-token-capacity -1", "at least 1"),
+    "capacity below the mean": (
+        f"{BALANCE} --sequence-token-capacity 31 --micro-batch-size 2",
+        "--sequence-token-capacity 31",
+        "--micro-batch-size 2",
+        "takes 32",
+    ),
+    "routing": (f"{BALANCE} --sequence-routing 0", "--sequence-routing 0", "at least 1"),
+    "planner alone": ("--sequence-planner zones", "--sequence-planner zones", "add that"),
+    "capacity alone": ("--sequence-token-capacity 64", "--sequence-token-capacity 64", "--balance-sequences"),
+}
+
+
+def _parse_each(lines: list[list[str]]) -> list[tuple[object, str]]:
+    return [_parse(argv) for argv in lines]
+
+
+@pytest.fixture(scope="module")
+def said(pool) -> dict[str, list[tuple[object, str]]]:
+    """Case -> exit code and stderr of both ranks."""
+    lines = [[*BASE, *flags.split()] for flags, *_ in REFUSED.values()]
+    return dict(zip(REFUSED, zip(*pool.run(2, _parse_each, lines), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(said, case):
+    (code, line), (other_code, other_said) = said[case]
+    assert (code, other_code) == (2, 2), f"accepted; on stderr: {line!r}"
+    assert "error" not in other_said, "each rank says it again"
+    assert line.startswith("pretrain_gpt.py: error: ") and line.count("\n") == 1
+    for word in REFUSED[case][1:]:
+        assert word in line, line
+
+
+def test_the_same_flags_without_the_fault_are_accepted(pool):
+    flags = "--sequence-planner zones --sequence-chunk 4 --sequence-token-capacity 16 --sequence-routing 2"
+    results = pool.run(2, _parse, [*BASE, BALANCE, *flags.split()])
+    assert [code for code, _ in results] == ["none", "none"]
+    assert "sets --calculate-per-token-loss" in pool.output[0]
+
+
+def test_rows_over_tensor_parallel_ranks():
+    """With sequence parallelism each context-parallel rank's part is cut once more."""
+    args = argparse.Namespace(
+        context_parallel_size=2,
+        tensor_model_parallel_size=8,
+        sequence_parallel=True,
+        seq_length=40,
+        micro_batch_size=1,
+        attention_dropout=0,
+        transformer_impl="local",
+    )
+    with pytest.raises(ValueError, match="use 48"):
+        check_sequences(args, SequenceConfig(balance_sequences=True))

@@ -1,0 +1,269 @@
+"""The attention engine against attention of each document alone: output and gradients, in float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pool import Pool
+from sequence_plans import nodes_of, random_plan, zigzag_plan
+
+from balancing.cluster import Cluster
+from balancing.sequences.layout import SequencePlan, Shard
+from balancing.sequences.remap import linear_layout
+
+Case = tuple[SequencePlan, Cluster | None, str | int, int, int]  # plan, cluster, routing, heads, kv_heads
+SIZE = 4
+SCALE = 0.37
+
+
+def _inputs(plan: SequencePlan, heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
+    """q, k, v and the output's gradient [token, heads, size], documents behind one another."""
+    draw = np.random.default_rng(sum(plan.lengths))
+    return tuple(draw.standard_normal((sum(plan.lengths), h, SIZE)) for h in (heads, kv_heads, kv_heads, heads))
+
+
+def _tokens(plan: SequencePlan, rank: int) -> np.ndarray:
+    """The token numbers of a rank's linear layout."""
+    first = np.concatenate(([0], np.cumsum(plan.lengths)))
+    shards = plan.shards(rank, linear=True)
+    return np.concatenate([np.zeros(0, int)] + [np.arange(s.start, s.stop) + first[s.sequence] for s in shards])
+
+
+def _on_rank(cases: list[Case], twice: bool = False, dtype: str = "float64") -> list[list[np.ndarray]]:
+    import torch
+    import torch.distributed as dist
+
+    from balancing.sequences.attention import SequenceAttention
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = []
+    for plan, cluster, routing, heads, kv_heads in cases:
+        own = _tokens(plan, rank)
+        *qkv, grad = (torch.from_numpy(x[own]).to(getattr(torch, dtype)) for x in _inputs(plan, heads, kv_heads))
+        qkv = [x.requires_grad_() for x in qkv]
+        for _ in range(1 + twice):
+            attention = SequenceAttention(plan, rank=rank, cluster=cluster, routing=routing)
+            out = attention(*qkv, softmax_scale=SCALE)
+            found.append([x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, qkv, grad))])
+            assert out.dtype is qkv[0].dtype
+    dist.destroy_process_group()
+    return found
+
+
+def _alone(plan: SequencePlan, heads: int, kv_heads: int) -> list[np.ndarray]:
+    """Output and gradients of every document by itself, in plain matrix products."""
+    import torch
+
+    *qkv, grad = (torch.from_numpy(x) for x in _inputs(plan, heads, kv_heads))
+    qkv = [x.requires_grad_() for x in qkv]
+    outs, start = [], 0
+    for length in plan.lengths:
+        q, k, v = (x[start : start + length].transpose(0, 1) for x in qkv)
+        k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = (q @ k.transpose(1, 2) * SCALE).masked_fill(hidden, float("-inf")).softmax(-1)
+        outs.append((weights @ v).transpose(0, 1))
+        start += length
+    out = torch.cat(outs)
+    return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, qkv, grad))]
+
+
+def _check(pool: Pool, ranks: int, cases: list[Case], dtype: str = "float64", tolerance: float = 1e-10) -> None:
+    by_rank = pool.run(ranks, _on_rank, cases, dtype=dtype)
+    for number, (plan, _, _, heads, kv_heads) in enumerate(cases):
+        for name, whole, *parts in zip(
+            ("out", "dq", "dk", "dv"), _alone(plan, heads, kv_heads), *(found[number] for found in by_rank), strict=True
+        ):
+            for rank, part in enumerate(parts):
+                np.testing.assert_allclose(
+                    part,
+                    whole[_tokens(plan, rank)],
+                    rtol=0 if dtype == "float64" else tolerance,
+                    atol=tolerance,
+                    err_msg=f"{name}, {plan}, rank {rank}",
+                )
+
+
+HEADS = [(4, 4), (4, 2), (4, 1)]
+RAGGED = [(1, 2, 3, 1, 97, 31, 5), (64,), (16,) * 8, (1,) * 40, (2, 3, 5, 7, 11, 13, 17, 19, 23), (211, 1, 1, 40)]
+
+
+def _cases(ranks: int) -> list[Case]:
+    """Every batch under every exchange, with layouts, kinds of heads, nodes and routing taking turns."""
+    cases: list[Case] = []
+    for number, lengths in enumerate(RAGGED):
+        for kind, exchange in enumerate(("ring", "gather", "mixed")):
+            heads = HEADS[(number + kind) % 3]
+            cluster = (None, nodes_of(ranks, 2, nics=max(1, ranks // 2)))[(number + kind) % 2]
+            routing = "off" if cluster is None else ("off", 2, "auto")[(number // 2) % 3]
+            linear = ("same", "equal", "random")[(number // 2 + kind) % 3]
+            plan = random_plan(lengths, ranks, number, exchange=exchange, linear=linear)
+            cases.append((plan, cluster, routing, *heads))
+            if exchange != "mixed":
+                cases.append((zigzag_plan(lengths, ranks, exchange=exchange, linear=linear), cluster, routing, *heads))
+    return cases
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_documents_alone(pool: Pool, ranks: int) -> None:
+    _check(pool, ranks, _cases(ranks)[:: 2 if ranks == 2 else 1])
+
+
+@pytest.mark.parametrize(("ranks", "proxies"), [(6, 2), (8, 4)])
+def test_routed_over_proxies_on_every_node(pool: Pool, ranks: int, proxies: int) -> None:
+    """Two nodes: a ring, gathered prefixes and changes of layout, over several NICs of a node."""
+    cluster = nodes_of(ranks, 2, nics=proxies)
+    plans = [
+        zigzag_plan((301, 5), ranks, linear="random"),
+        random_plan((97, 130, 3), ranks, 1, linear="equal"),
+        random_plan((97, 130, 3), ranks, 2, exchange="gather", linear="random"),
+    ]
+    _check(pool, ranks, [(plan, cluster, proxies, 2, 1) for plan in plans])
+
+
+def test_many_short_documents_and_ranks_without_tokens(pool: Pool) -> None:
+    one = (Shard(0, 0, 60, 0),)
+    lopsided = SequencePlan((60,), 4, "test", one, linear_layout(one, nodes_of(4, 2)), ("local",))
+    short = random_plan([1 + n % 4 for n in range(1000)], 4, 3, linear="equal", cuts=1)
+    _check(pool, 4, [(lopsided, nodes_of(4, 2, nics=2), 2, 4, 2), (short, None, "off", 2, 2)])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-2)])
+def test_smaller_types(pool: Pool, dtype: str, tolerance: float) -> None:
+    """Merged and summed in float32: a ring of eight chunks is no less exact than its inputs."""
+    plans = [zigzag_plan((97, 5), 4, linear="random"), random_plan((40, 61), 4, 1, exchange="gather", linear="equal")]
+    _check(pool, 4, [(plan, nodes_of(4, 2, nics=2), 2, 4, 2) for plan in plans], dtype, tolerance)
+
+
+def _repeats(cases: list[Case]) -> list[Any]:
+    return [[x.tobytes() for x in one] for one in _on_rank(cases, twice=True)]
+
+
+def test_repeats_bit_for_bit_and_routing_changes_no_bit(pool: Pool) -> None:
+    ragged, ring = random_plan(RAGGED[0], 4, 5, linear="random"), zigzag_plan((50, 61), 4)
+    nodes = nodes_of(4, 2, nics=2)
+    cases: list[Case] = [(plan, nodes, routing, 4, 2) for plan in (ragged, ring) for routing in ("off", 2)]
+    for found in pool.run(4, _repeats, cases):
+        assert found[0::2] == found[1::2]
+        assert found[0] == found[2] and found[4] == found[6]
+
+
+def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int]) -> list[tuple[int, ...]]:
+    import torch
+    import torch.distributed as dist
+
+    from balancing.sequences.attention import SequenceAttention
+
+    dist.init_process_group("gloo")
+    found = []
+    tokens = len(_tokens(plan, dist.get_rank()))
+    for routing in routings:
+        attention = SequenceAttention(plan, rank=dist.get_rank(), cluster=cluster, routing=routing)
+        attention.check_agreement()
+        q, k, v = (torch.ones(tokens, heads, SIZE, dtype=torch.float64) for heads in (4, 2, 2))
+        attention(q, k, v)
+        statistics = attention.statistics
+        assert statistics.exposed_seconds > 0
+        names = ("intra_bytes", "inter_bytes", "remap_intra_bytes", "remap_inter_bytes")
+        found.append(tuple(getattr(statistics, name) for name in names))
+    dist.destroy_process_group()
+    return found
+
+
+def test_events_count_bytes_and_proxies_spread_them(pool: Pool) -> None:
+    """A ring of ranks 1 and 2 over two nodes; ranks 0 and 3 stand by, so with routing each sends half."""
+    shards = (Shard(0, 0, 50, 1), Shard(0, 50, 100, 2))
+    plan = SequencePlan((100,), 4, "test", shards, linear_layout(shards, nodes_of(4, 2)), ("ring",))
+    direct, routed = zip(*pool.run(4, _events, plan, nodes_of(4, 2, nics=2), ["off", 2]), strict=True)
+    token = 2 * 2 * SIZE * 8
+    assert [one[:2] for one in direct] == [(0, 0), (0, 50 * token), (0, 50 * token), (0, 0)]
+    assert [one[1] for one in routed] == [25 * token] * 4
+    assert [one[0] for one in routed] == [25 * token] * 4
+    # 25 of a rank's 50 tokens go to the other rank of its node: q, k and v one way, the output the other.
+    together, out = (4 + 2 + 2) * SIZE * 8, 4 * SIZE * 8
+    assert [one[2:] for one in direct] == [(25 * size, 0) for size in (together, out, out, together)]
+
+
+def _mistaken(plans: list[SequencePlan]) -> str:
+    import torch.distributed as dist
+
+    from balancing.sequences.attention import SequenceAttention
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        SequenceAttention(plans[rank], rank=rank).check_agreement()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "agreed"
+
+
+def test_different_plans_are_found(pool: Pool) -> None:
+    plans = [random_plan((9, 9), 2, seed) for seed in (0, 1)]
+    assert pool.run(2, _mistaken, plans) == [
+        f"ranks [{other}] have another plan of sequences than rank {rank}" for rank, other in ((0, 1), (1, 0))
+    ]
+
+
+def _refusals(plan: SequencePlan) -> list[str]:
+    import torch
+    import torch.distributed as dist
+
+    from balancing.sequences.attention import SequenceAttention
+
+    dist.init_process_group("gloo")
+    tokens = len(_tokens(plan, 0))
+    good, wide = (torch.zeros(tokens, heads, 4) for heads in (2, 3))
+    messages = []
+    for make, inputs in (
+        ({"dropout": 0.1}, None),
+        ({"window": (128, 0)}, None),
+        ({"routing": "auto"}, None),
+        ({"rank": 1}, None),
+        ({}, (good[:-1], good, good)),
+        ({}, (wide, good, good)),
+        ({}, (good, good, good[..., :2])),
+        ({}, (good, good.half(), good)),
+    ):
+        with pytest.raises(ValueError) as caught:
+            attention = SequenceAttention(plan, **{"rank": 0, **make})
+            attention(*inputs)
+        messages.append(str(caught.value))
+    dist.destroy_process_group()
+    return messages
+
+
+def test_what_is_not_supported_is_refused(pool: Pool) -> None:
+    (messages,) = pool.run(1, _refusals, random_plan((9, 4), 1, 0))
+    wanted = ("attention dropout 0.1", "window of (128, 0)", "routing 'auto' needs the cluster", "rank 1 of a plan")
+    wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
+    for message, part in zip(messages, wanted, strict=True):
+        assert part in message
+
+
+def _there_and_back(plan: SequencePlan) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    from balancing.sequences.remap import remap
+
+    dist.init_process_group("gloo")
+    own = _tokens(plan, dist.get_rank())
+    x = torch.from_numpy(np.stack((own, own * own), 1).astype(float)).requires_grad_()
+    attention = remap(x, plan, dist.get_rank(), to_linear=False)
+    back = remap(attention, plan, dist.get_rank(), to_linear=True)
+    assert (back == x).all()
+    (gradient,) = torch.autograd.grad((attention * attention.detach()).sum(), x)
+    assert (gradient == x).all()  # the factor of each token came back to it
+    dist.destroy_process_group()
+    return attention[:, 0].tolist()
+
+
+def test_remapping_moves_every_token_and_its_gradient_back(pool: Pool) -> None:
+    plan = random_plan((31, 8, 1, 40), 4, 2, linear="random")
+    first = np.concatenate(([0], np.cumsum(plan.lengths)))
+    for rank, tokens in enumerate(pool.run(4, _there_and_back, plan)):
+        assert tokens == [first[s.sequence] + t for s in plan.shards(rank) for t in range(s.start, s.stop)]

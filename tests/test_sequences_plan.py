@@ -1,0 +1,362 @@
+"""Plans of sequences: nothing is lost, ranks come out level, costs are what they say, bad input is refused."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.progress import Progress
+
+from balancing.cluster import Cluster
+from balancing.sequences import (
+    AttentionShape,
+    SequencePlan,
+    Shard,
+    kv_traffic,
+    limit_seconds,
+    plan_sequences,
+    remap_traffic,
+    render,
+    step_cost,
+)
+from balancing.sequences.baselines import hybrid_groups
+from balancing.sequences.cost import TILE, hidden_tokens, tile_area
+from balancing.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
+from balancing.sequences.leveling import level_tokens
+from balancing.sequences.traffic import Traffic, link_seconds
+from benchmarks.sequences import _sources, main, plans
+
+MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, layers=32, ffn_hidden=11008)
+GQA = AttentionShape(hidden=4096, heads=32, kv_heads=4, layers=32, ffn_hidden=11008)
+OWN = ("chunks", "zones", "ring", "gather", "auto")
+
+
+def nodes_of(nodes: int, ranks: int, nics: int = 1) -> Cluster:
+    return Cluster(nodes, ranks, nics, 1.6e11, 2.4e10, 2.5e14, 8e10)
+
+
+def a800(ranks: int) -> Cluster:
+    return Cluster.preset("a800-4x200g", nodes=ranks // 8)
+
+
+def fullest(values: np.ndarray) -> float:
+    return float(values.max() / values.mean())
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 900), st.integers(1, 30000)), min_size=1, max_size=40)
+CLUSTERS = st.builds(nodes_of, st.integers(1, 4), st.integers(1, 6), st.integers(1, 8))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    LENGTHS, CLUSTERS, st.sampled_from(OWN), st.sampled_from((MHA, GQA)), st.sampled_from((1, 64, 512)), st.booleans()
+)
+@example([1], nodes_of(2, 4), "chunks", MHA, 512, False)  # fewer tokens than ranks
+@example([1, 1, 1], nodes_of(2, 4), "zones", MHA, 512, True)
+@example([30000], nodes_of(2, 4), "zones", MHA, 512, True)  # one document longer than a node's capacity
+@example([1] * 1000, nodes_of(2, 3), "chunks", GQA, 512, False)
+@example([997] * 13, nodes_of(3, 5), "chunks", GQA, 512, True)
+def test_every_plan_of_ragged_batches(lengths, cluster, method, shape, chunk, tight):
+    """Validation in SequencePlan holds every token exactly once; linear layers get equal tokens; the capacity holds."""
+    mean = -(-sum(lengths) // cluster.world_size)
+    plan = plan_sequences(
+        lengths, cluster, shape=shape, method=method, chunk=chunk, token_capacity=mean if tight else None
+    )
+    assert plan.lengths == tuple(lengths) and plan.ranks == cluster.world_size
+    assert plan.linear_tokens.max() - plan.linear_tokens.min() <= 1
+    assert not tight or plan.tokens.max() <= mean
+    for sequence, exchange in enumerate(plan.exchange):
+        assert (exchange == "local") == (len(plan.ring(sequence)) == 1)
+    if method in ("chunks", "ring", "gather"):
+        assert not plan.remapped
+    cost = step_cost(plan, cluster, shape)
+    assert cost.total >= limit_seconds(lengths, cluster, shape) * (1 - 1e-9)
+    assert cost.total <= step_cost(plan, cluster, shape, routed=False).total
+    assert render(plan).count("\n") == plan.ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, CLUSTERS, st.sampled_from(OWN), st.randoms(use_true_random=False))
+def test_order_of_a_batch_does_not_matter(lengths, cluster, method, random):
+    """The same batch in another order: each rank has as many tokens and as much area as before."""
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    plans = [
+        plan_sequences(batch, cluster, shape=MHA, method=method)
+        for batch in (lengths, [lengths[at] for at in order], list(lengths))
+    ]
+    assert plans[0].digest == plans[2].digest
+    assert plans[0].area.tolist() == plans[1].area.tolist()
+    assert plans[0].tokens.tolist() == plans[1].tokens.tolist()
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_balance_at_4k_tokens_a_rank(distribution, ranks):
+    cluster = a800(ranks)
+    received = {"chunks": 0, "ring": 0}
+    for seed in range(4 if ranks == 16 else 2):
+        batch = draw_batch(distribution, 4096 * ranks, np.random.default_rng(seed))
+        chunks = plan_sequences(batch, cluster, shape=GQA, method="chunks")
+        assert np.ptp(chunks.tokens) == 0 and not chunks.remapped
+        assert fullest(chunks.area) <= 1.01
+        zones = plan_sequences(batch, cluster, shape=GQA, method="zones")
+        assert fullest(zones.area) <= 1.20 and np.ptp(zones.linear_tokens) == 0
+        if ranks == 16:
+            ring = plan_sequences(batch, cluster, shape=GQA, method="ring")
+            assert fullest(ring.area) <= 1.02
+            received["ring"] += kv_traffic(ring).tokens.sum()
+            received["chunks"] += kv_traffic(chunks).tokens.sum()
+    if ranks == 16 and distribution not in ("web", "mix"):  # there one document is the whole batch now and then
+        assert received["chunks"] <= received["ring"] / 2
+
+
+def test_one_document_is_cut_level_on_uneven_tokens():
+    plan = plan_sequences([10007], nodes_of(2, 3), shape=MHA, method="chunks")
+    assert np.ptp(plan.tokens) == 1 and fullest(plan.area) <= 1.005
+    assert fullest(plan_sequences([10007], nodes_of(2, 3), shape=MHA, method="zones").area) <= 1.01
+
+
+def test_cuts_are_aligned_where_the_area_allows():
+    """Ends of a long sequence are taken in round numbers, but never at the price of balance."""
+    lengths, cluster = [60000] + [1000] * 4, nodes_of(1, 4)
+    for chunk in (128, 16384):
+        plan = plan_sequences(lengths, cluster, shape=MHA, method="chunks", chunk=chunk)
+        ends = [shard.tokens for shard in plan.attention if shard.sequence == 0 and shard.start > 30000]
+        assert len(ends) == 3 and all(tokens % 16 == 0 for tokens in ends)
+        assert fullest(plan.area) <= 1.01
+
+
+def test_short_sequences_stay_whole_in_zones():
+    """Zone 0 on a rank, zone 1 in a node, zone 2 over nodes."""
+    cluster = a800(16)
+    plan = plan_sequences([40000] + [9000] * 2 + [500] * 30, cluster, shape=MHA, method="zones")
+    spread = [{cluster.node(rank) for rank in plan.ring(sequence)} for sequence in range(33)]
+    assert plan.exchange[3:] == ("local",) * 30
+    assert len(spread[0]) == 2 and len(plan.ring(0)) == 16
+    assert [len(nodes) for nodes in spread[1:3]] == [1, 1] and plan.remapped
+
+
+def test_leveling_moves_the_least_between_nodes():
+    """What crosses nodes is what nodes have over their share; what moves is what ranks have over theirs."""
+    rng = np.random.default_rng(0)
+    cluster = nodes_of(4, 4)
+    for _ in range(20):
+        tokens = rng.integers(0, 2000, 16).tolist()
+        tokens[0] += -sum(tokens) % 16
+        shards = [Shard(rank, 0, held, rank) for rank, held in enumerate(tokens) if held]
+        lengths = {shard.sequence: shard.stop for shard in shards}
+        shards = [shard._replace(sequence=at) for at, shard in enumerate(shards)]
+        quota = sum(tokens) // 16
+        linear = level_tokens(shards, [quota] * 16, cluster)
+        plan = SequencePlan(tuple(lengths.values()), 16, "test", tuple(shards), tuple(linear), ("local",) * len(shards))
+        _, far = remap_traffic(plan).between(cluster)
+        by_node = np.array(tokens).reshape(4, 4).sum(1)
+        assert far == np.clip(by_node - 4 * quota, 0, None).sum()
+        assert remap_traffic(plan).tokens.sum() == np.clip(np.array(tokens) - quota, 0, None).sum()
+
+
+def test_traffic_of_rings_and_gathered_sequences():
+    """Against the definition: round by round on a ring, token by token where gathered."""
+    lengths, cluster = (5, 70, 301, 17, 1), nodes_of(2, 3)
+    for method in ("ring", "gather", "chunks", "zones"):
+        plan = plan_sequences(lengths, cluster, shape=MHA, method=method)
+        expected = np.zeros((6, 6), dtype=int)
+        for sequence, length in enumerate(lengths):
+            own = [shard for shard in plan.attention if shard.sequence == sequence]
+            holder = np.concatenate([[shard.rank] * shard.tokens for shard in sorted(own)])
+            ring = plan.ring(sequence)
+            for at, rank in enumerate(ring):
+                after = ring[(at + 1) % len(ring)]
+                if plan.exchange[sequence] == "ring" and after != rank:
+                    expected[rank, after] += length - (holder == after).sum()
+                if plan.exchange[sequence] == "gather":
+                    sees = max(shard.stop for shard in own if shard.rank == rank)
+                    np.add.at(expected[:, rank], holder[:sees][holder[:sees] != rank], 1)
+        assert (kv_traffic(plan).table(6) == expected).all()
+        assert sum(kv_traffic(plan).between(cluster)) == expected.sum()
+
+
+def test_tiles_are_those_of_flash_attention():
+    """Whole tiles of a causal shard, counted one by one."""
+    shards = (Shard(0, 0, 1, 0), Shard(0, 1, 300, 1), Shard(0, 300, 1000, 0))
+    plan = SequencePlan((1000,), 2, "test", shards, shards, ("gather",))
+    expected = np.zeros(2)
+    for shard in shards:
+        for first in range(shard.start, shard.stop, TILE):
+            expected[shard.rank] += -(-min(first + TILE, shard.stop) // TILE) * TILE**2
+    assert tile_area(plan).tolist() == expected.tolist()
+    assert (tile_area(plan) >= plan.area).all()
+    rings = SequencePlan((1000,), 2, "test", shards, shards, ("ring",))
+    assert tile_area(rings).sum() >= tile_area(plan).sum()
+
+
+def test_seconds_of_links():
+    """By hand: two nodes of two ranks that share a NIC, 8 GB/s inside and 1 GB/s between."""
+    cluster = Cluster(2, 2, 1, 8e9, 1e9, 1e12, 1e9)
+    inside = Traffic(*(np.array(x) for x in ([0, 0], [1, 1], [3, 1])))
+    assert link_seconds(inside, 1e9, cluster) == pytest.approx(0.5)
+    across = Traffic(*(np.array(x) for x in ([0, 1], [2, 3], [3, 1])))
+    assert link_seconds(across, 1e9, cluster) == pytest.approx(4.0)
+    two = Cluster(2, 2, 2, 8e9, 1e9, 1e12, 1e9)
+    assert link_seconds(across, 1e9, two, routed=False) == pytest.approx(3.0)
+    assert link_seconds(across, 1e9, two, routed=True) == pytest.approx(2.0)
+    assert link_seconds(across, 1e9, two) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="rank 3 of the plan is not in a cluster of 2"):
+        link_seconds(across, 1.0, nodes_of(1, 2))
+
+
+def test_costs_of_models():
+    """Grouped queries make fewer bytes; the crossing of ring compute and transfer is where both take equally long."""
+    cluster = a800(16)
+    plan = plan_sequences([8192] * 8, cluster, shape=MHA, method="ring")
+    many, few = step_cost(plan, cluster, MHA), step_cost(plan, cluster, GQA)
+    assert few.exchange == pytest.approx(many.exchange / 8) and few.attention == many.attention
+    assert few.exposed < many.exposed
+    tokens = hidden_tokens(cluster, MHA, cluster.nic_bandwidth)
+    compute = 2 * tokens**2 * 4096 / (cluster.flops * 0.6)
+    assert compute == pytest.approx(2 * tokens * 4096 * 2 / cluster.nic_bandwidth)
+    assert hidden_tokens(cluster, GQA, cluster.nic_bandwidth) == pytest.approx(tokens / 8)
+    zones = plan_sequences([30000, *[900] * 40], cluster, shape=MHA, method="zones")
+    assert zones.remapped and step_cost(zones, cluster, MHA).remap > 0
+    bare = step_cost(zones, cluster, MHA, remapped=False)
+    assert bare.remap == 0 and bare.linear > step_cost(zones, cluster, MHA).linear
+
+
+def test_auto_is_the_cheapest():
+    cluster = a800(16)
+    for batch in ([65536], [20000, 20000, 25536], [2048] * 32, [30000, *[100] * 355]):
+        for shape, routed in ((MHA, None), (MHA, False), (GQA, None)):
+            best = plan_sequences(batch, cluster, shape=shape, routed=routed)
+            seconds = step_cost(best, cluster, shape, routed=routed).total
+            for method in ("chunks", "zones", "ring", "gather"):
+                plan = plan_sequences(batch, cluster, shape=shape, method=method, routed=routed)
+                assert seconds <= step_cost(plan, cluster, shape, routed=routed).total
+
+
+class HalfScheduler:
+    """Answers like Megatron's scheduler: the first group has sequence 0 on all ranks, the second the others, whole."""
+
+    def __init__(self, max_tokens, group):
+        self.ranks = group.size()
+
+    def get_groups_and_subsamples(self, lengths, config):
+        rest = [[number for number, _ in lengths[1:] if number % self.ranks == rank] for rank in range(self.ranks)]
+        return None, [[[0]] * self.ranks, rest]
+
+
+def test_hybrid_takes_what_the_scheduler_says():
+    lengths, cluster = [8000, 500, 300, 200, 900], nodes_of(1, 4)
+    groups = hybrid_groups(lengths, 4, 2500, HalfScheduler)
+    assert groups == [{0: (0, 1, 2, 3)}, {4: (0,), 1: (1,), 2: (2,), 3: (3,)}]
+    plan = plan_sequences(lengths, cluster, shape=MHA, method="hybrid", scheduler=HalfScheduler)
+    assert plan.exchange == ("ring", *["local"] * 4) and np.ptp(plan.linear_tokens) <= 1
+    assert [plan.ring(sequence) for sequence in range(5)] == [(0, 1, 2, 3), (1,), (2,), (3,), (0,)]
+
+
+def test_hybrid_says_why_it_cannot():
+    cluster = nodes_of(1, 3)
+    with pytest.raises(ValueError, match=r"wants 4 ranks for a sequence of 3000 .* raise the token capacity to 1500"):
+        plan_sequences([3000], cluster, shape=MHA, method="hybrid", scheduler=HalfScheduler)
+    with pytest.raises(ValueError, match=r"fails on 2 sequences over 3 ranks \(TypeError"):
+        plan_sequences([3, 3], cluster, shape=MHA, method="hybrid", scheduler=lambda *_: _Broken())
+    with pytest.raises(ValueError, match="lost some of 2 sequences"):
+        plan_sequences([3, 3], cluster, shape=MHA, method="hybrid", scheduler=lambda *_: _Forgetful())
+
+
+class _Broken:
+    def get_groups_and_subsamples(self, lengths, config):
+        raise TypeError("cannot unpack")
+
+
+class _Forgetful:
+    def get_groups_and_subsamples(self, lengths, config):
+        return None, [[[0], [], []]]
+
+
+def test_hybrid_of_the_installed_megatron():
+    pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule")
+    batch = draw_batch("prolong", 4096 * 16, np.random.default_rng(0))
+    plan = plan_sequences(batch, a800(16), shape=MHA, method="hybrid")
+    sizes = {len(plan.ring(sequence)) for sequence in range(len(batch))}
+    assert sizes <= {1, 2, 4, 8, 16} and len(sizes) > 1
+    assert np.ptp(plan.linear_tokens) == 0
+
+
+def test_one_rank_is_local():
+    for method in ("auto", "chunks", "zones", "ring", "gather", "hybrid"):
+        plan = plan_sequences([5, 1, 900], nodes_of(1, 1), shape=MHA, method=method)
+        assert plan.exchange == ("local",) * 3 and not plan.remapped
+        assert plan.shards(0) == (Shard(0, 0, 5, 0), Shard(1, 0, 1, 0), Shard(2, 0, 900, 0))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([], {}, "no sequences to plan"),
+        ([5, 0], {}, "sequence 1 has length 0"),
+        ([-3], {}, "sequence 0 has length -3"),
+        ([2.5], {}, "length 2.5; lengths are whole numbers"),
+        ([True], {}, "length True"),
+        ([9], {"method": "chunk"}, r"unknown method 'chunk' \(did you mean 'chunks'\?\); known: auto, chunks"),
+        ([9], {"chunk": 0}, "chunk=0 must be at least 1"),
+        ([9], {"token_capacity": 0}, "token_capacity=0 must be at least 1"),
+        ([900, 9], {"token_capacity": 100}, r"sequence 0 has 900 tokens, more than all 4 .* it takes 225 for this seq"),
+        ([99, 99, 99], {"token_capacity": 50}, "token_capacity=50 is below the mean: 297 tokens on 4 ranks take 75"),
+    ],
+)
+def test_bad_input(lengths, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan_sequences(lengths, nodes_of(2, 2), shape=MHA, **options)
+
+
+def test_numpy_lengths_and_bad_batches():
+    assert plan_sequences(np.array([4, 5]), nodes_of(1, 2), shape=MHA).lengths == (4, 5)
+    with pytest.raises(ValueError, match="unknown distribution 'x'; known: prolong"):
+        draw_lengths("x", 1, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="each at least 1"):
+        draw_batch([3, 0], 10, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="tokens=0"):
+        draw_batch([3], 0, np.random.default_rng(0))
+    assert sum(draw_batch([3], 10, np.random.default_rng(0))) == 10
+
+
+def test_published_percentiles_come_back():
+    drawn = draw_lengths("prolong", 40000, np.random.default_rng(0))
+    assert np.percentile(drawn, [25, 50, 75, 99]) == pytest.approx([1237, 1914, 3467, 16273], rel=0.05)
+    mix = draw_lengths("mix", 40000, np.random.default_rng(0))
+    assert mix[mix == 65536].sum() / mix.sum() == pytest.approx(0.6, abs=0.08)
+
+
+def test_render_says_who_holds_what():
+    text = render(plan_sequences([600, 20, 20], nodes_of(1, 2), shape=MHA, method="ring"))
+    first, *ranks = text.splitlines()
+    assert first.startswith("ring: 3 sequences, 640 tokens on 2 ranks") and "remapped" not in first
+    assert re.fullmatch(r"rank +0 +320 tokens  area 1\.\d+  ~0\[0:150\] ~0\[450:600\] .*", ranks[0])
+
+
+def test_benchmark_of_plans(tmp_path, capsys):
+    """One small cell of it, and what it says to bad input."""
+    recorded = tmp_path / "lengths.txt"
+    recorded.write_text("100 5000 700\n8000")
+    with Progress(disable=True) as progress:
+        rows = plans(_sources(str(recorded)), [8], 1, progress)
+    found = {(row.section, row.method): row for row in rows if row.case == "recorded, 8 ranks"}
+    assert found["attention max / mean", "chunks"].target == 1.02
+    assert all(row.met for row in rows if row.target is not None and "received" not in row.section)
+    times = {method: found["modelled time / limit, A800, MHA", method].figure for method in ("ring", "auto", "zones")}
+    assert 1 <= times["auto"] <= times["ring"] and times["auto"] <= times["zones"]
+    assert main(["--ranks", "12"]) == 2 and "--ranks 12 does not fill nodes of 8" in capsys.readouterr().err
+    recorded.write_text("12 x")
+    assert main(["--lengths", str(recorded)]) == 2 and "one whole number a line" in capsys.readouterr().err
+    recorded.write_text("12 0")
+    assert main(["--lengths", str(recorded)]) == 2 and "of at least 1 token" in capsys.readouterr().err
+    assert main(["--lengths", str(tmp_path / "none")]) == 2 and "No such file" in capsys.readouterr().err
+
+
+def test_planners_do_not_need_megatron():
+    code = "import sys, balancing.sequences; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,290 @@
+"""Programs of the attention engine, run on token numbers instead of tensors: every pair once, every gradient home."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sequence_plans import nodes_of, random_plan, zigzag_plan
+
+from balancing.cluster import Cluster
+from balancing.sequences.layout import SequencePlan, Shard
+from balancing.sequences.remap import linear_layout, moves, token_targets
+from balancing.sequences.routing import Route, flows, route
+from balancing.sequences.steps import Compute, Exchange, Program, Stage, Start, Task
+from balancing.sequences.tasks import make_program
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+EXCHANGES = st.sampled_from(["ring", "gather", "mixed"])
+RANKS = st.sampled_from([1, 2, 4, 6])
+
+
+class Simulated:
+    """A rank whose keys are token numbers and whose gradients are sums of the numbers of queries that saw them."""
+
+    def __init__(self, plan: SequencePlan, program: Program) -> None:
+        first = np.concatenate(([0], np.cumsum(plan.lengths)))
+        own = [np.arange(s.start, s.stop) + first[s.sequence] for s in program.held]
+        self.own = np.concatenate([np.zeros(0, int), *own])
+        self.keys = np.full(program.rows, -1)
+        self.keys[: len(self.own)] = self.own
+        self.gradients = np.zeros(program.rows, int)
+        self.pairs: list[tuple[int, int]] = []
+        self.merged: set[int] = set()
+        self.program = program
+
+    def rows(self, stage: Stage) -> np.ndarray:
+        return self.gradients if stage.kind.endswith("return") else self.keys
+
+    def compute(self, step: Compute) -> None:
+        if step.clear is not None:
+            self.gradients[slice(*step.clear)] = 0
+        for task in step.tasks:
+            for place, row in enumerate(range(*task.queries)):
+                seen = self.keys[slice(*task.keys)]
+                if task.causal:
+                    seen = seen[: len(seen) - (task.queries[1] - task.queries[0]) + place + 1]
+                query = int(self.own[row])
+                self.gradients[task.keys[0] : task.keys[0] + len(seen)] += query + 1
+                self.pairs += [(query, int(key)) for key in seen]
+                assert task.merges == (row in self.merged)
+                self.merged.add(row)
+
+
+def _simulate(ranks: list[Simulated], *, backward: bool) -> None:
+    """Run all programs at once. What is sent must not change until it has been waited for."""
+    sent: dict[tuple[Stage, int, int], list[np.ndarray]] = {}
+    steps = [0] * len(ranks)
+
+    def contents(rank: int, stage: Stage) -> dict[int, list[np.ndarray]]:
+        rows = ranks[rank].rows(stage)
+        exchange = ranks[rank].program.exchanges[stage]
+        return {m.peer: [rows[slice(*r)].copy() for r in m.rows] for m in exchange.sends}
+
+    def run(rank: int) -> Iterator[None]:
+        one = ranks[rank]
+        for step in one.program.backward if backward else one.program.forward:
+            steps[rank] += 1
+            if isinstance(step, Compute):
+                one.compute(step)
+                continue
+            if isinstance(step, Start):
+                for peer, rows in contents(rank, step.stage).items():
+                    sent[step.stage, rank, peer] = rows
+                continue
+            exchange = one.program.exchanges[step.stage]
+            while any((step.stage, m.peer, rank) not in sent for m in exchange.receives):
+                yield
+            for peer, rows in contents(rank, step.stage).items():
+                assert all((a == b).all() for a, b in zip(rows, sent[step.stage, rank, peer], strict=True))
+            for message in exchange.receives:
+                came = np.concatenate(sent[step.stage, message.peer, rank])
+                assert len(came) == message.tokens
+                into = one.rows(step.stage)
+                for start, stop in message.rows:
+                    into[start:stop] = came[: stop - start] + (into[start:stop] if exchange.adds else 0)
+                    came = came[stop - start :]
+
+    running = {rank: run(rank) for rank in range(len(ranks))}
+    while running:
+        before = sum(steps)
+        running = {rank: program for rank, program in running.items() if next(program, "done") != "done"}
+        assert not running or sum(steps) > before, f"ranks {list(running)} wait in a circle"
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, RANKS, st.integers(0, 1000), EXCHANGES, st.booleans(), st.booleans())
+def test_every_pair_once_and_every_gradient_home(lengths, ranks, seed, exchange, zigzag, nodes) -> None:
+    plan = (
+        zigzag_plan(lengths, ranks, exchange="gather" if exchange == "gather" else "ring")
+        if zigzag
+        else random_plan(lengths, ranks, seed, exchange=exchange, linear="same")
+    )
+    cluster = nodes_of(ranks, 2) if nodes and ranks > 1 else None
+    programs = [make_program(plan, rank, cluster) for rank in range(ranks)]
+    tokens = sum(lengths)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    visible = (document[:, None] == document) & np.tri(tokens, dtype=bool)
+    for backward in (False, True):
+        simulated = [Simulated(plan, program) for program in programs]
+        _simulate(simulated, backward=backward)
+        seen = np.zeros((tokens, tokens), int)
+        for query, key in (pair for one in simulated for pair in one.pairs):
+            seen[query, key] += 1
+        assert (seen == visible).all()
+        if backward:
+            wanted = (np.arange(tokens)[:, None] + 1) * visible
+            for one in simulated:
+                assert (one.gradients[: len(one.own)] == wanted.sum(0)[one.own]).all()
+    for program in programs:
+        batched = [task for step in program.forward if isinstance(step, Compute) for task in _of_batches(step)]
+        assert batched == [task for step in program.forward if isinstance(step, Compute) for task in step.tasks]
+
+
+def _of_batches(step: Compute) -> Iterator[Task]:
+    for batch in step.batches:
+        query, key = batch.queries[0], batch.keys[0]
+        for queries, keys in zip(batch.pieces.queries, batch.pieces.keys, strict=True):
+            yield Task((query, query + queries), (key, key + keys), batch.pieces.causal, batch.merges)
+            query, key = query + queries, key + keys
+
+
+@settings(deadline=None, max_examples=30)
+@given(LENGTHS, st.integers(0, 1000), EXCHANGES)
+def test_two_ranks_start_their_common_stages_in_one_order(lengths, seed, exchange) -> None:
+    """A communicator that runs messages in the order of their start, as NCCL's, would otherwise stand still."""
+    plan = random_plan(lengths, 6, seed, exchange=exchange)
+    programs = [make_program(plan, rank, nodes_of(6, 3)) for rank in range(6)]
+    for name in ("forward", "backward"):
+        orders = [[s.stage for s in getattr(program, name) if isinstance(s, Start)] for program in programs]
+        for one in orders:
+            for other in orders:
+                assert [s for s in one if s in other] == [s for s in other if s in one]
+
+
+def test_ring_is_double_buffered_and_gather_needs_no_merging() -> None:
+    ring = make_program(zigzag_plan((80,), 8), 3)
+    assert ring.rows == ring.tokens + 2 * 10
+    gather = make_program(zigzag_plan((80,), 8, exchange="gather"), 3)
+    assert not any(task.merges for step in gather.forward if isinstance(step, Compute) for task in step.tasks)
+    turns = [one for stage, one in gather.exchanges.items() if stage.kind == "gather"]
+    received = sum(message.tokens for one in turns for message in one.receives if message.peer != 3)
+    assert received == 65 - 10  # the second chunk of rank 3 ends at token 65
+    assert len(turns) > 1, "it computes while the rest is under way"
+
+
+def test_order_of_the_forward_pass() -> None:
+    """Sequence 0 over both nodes, 1 inside a node, 2 and 3 local: the slowest transfers start first."""
+    shards = [Shard(0, 10 * r, 10 * r + 10, r) for r in range(4)]
+    shards += [Shard(1, 0, 9, 0), Shard(1, 9, 20, 1), Shard(2, 0, 7, 0), Shard(3, 0, 7, 0)]
+    plan = SequencePlan((40, 20, 7, 7), 4, "test", tuple(shards), tuple(shards), ("ring", "ring", "local", "local"))
+    lines = str(make_program(plan, 0, nodes_of(4, 2))).splitlines()
+    assert lines[2:7] == [
+        "  start ring inter-node round 1: 0-10 to 1, 43-53 from 3",
+        "  start ring intra-node round 1: 10-19 to 1, 53-64 from 1",
+        "  compute 0-10 x 0-10 causal",
+        "  compute 10-19 x 10-19 causal",
+        "  compute 19-26 x 19-26 causal",
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, st.sampled_from([(1, 3), (2, 2), (3, 2), (2, 4)]), st.integers(0, 1000))
+def test_linear_layout_is_equal_and_moves_the_least_between_nodes(lengths, shape, seed) -> None:
+    ranks = shape[0] * shape[1]
+    plan, cluster = random_plan(lengths, ranks, seed, linear="same"), nodes_of(ranks, shape[0])
+    linear = linear_layout(plan.attention, cluster)
+    remapped = SequencePlan(plan.lengths, ranks, "test", plan.attention, linear, plan.exchange)
+    held, targets = plan.tokens, np.array(token_targets(plan.attention, cluster))
+    assert targets.max() - targets.min() <= 1
+    assert (remapped.linear_tokens == targets).all()
+    moved = np.zeros((ranks, ranks), int)
+    for rank in range(ranks):
+        for message in _moves(remapped, rank).sends:
+            moved[rank, message.peer] = message.tokens
+    away = moved - np.diag(np.diag(moved))
+    assert away.sum() == np.maximum(held - targets, 0).sum()
+    node = np.arange(ranks) // shape[1]
+    crossing = away[node[:, None] != node].sum()
+    by_node = [(held - targets)[node == one].sum() for one in range(shape[0])]
+    assert crossing == np.maximum(by_node, 0).sum()
+    # Ranks that round up are best those of nodes that have too much, as far as there are such.
+    each, more = divmod(sum(lengths), ranks)
+    over = [max(0, held[node == one].sum() - shape[1] * each) for one in range(shape[0])]
+    assert crossing == sum(over) - min(more, sum(min(shape[1], tokens) for tokens in over))
+    assert linear_layout(linear, cluster) == linear
+
+
+def _moves(plan: SequencePlan, rank: int) -> Exchange:
+    return moves(plan.attention, plan.linear, plan.shards(rank), plan.shards(rank, linear=True))
+
+
+# Routing.
+
+FLOWS = st.dictionaries(
+    st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda flow: flow[0] != flow[1]),
+    st.integers(1, 5000),
+    max_size=12,
+)
+CLUSTERS = st.sampled_from([(3, 4, 2), (3, 4, 4), (2, 6, 3), (12, 1, 1), (3, 4, 8)])
+
+
+@settings(deadline=None, max_examples=80)
+@given(FLOWS, CLUSTERS, st.sampled_from(["auto", "off", 1, 2, 3, 64]))
+def test_route_brings_every_row_once_over_different_nics(messages, shape, routing) -> None:
+    cluster = Cluster(*shape, 100e9, 10e9, 1e12, 1e9)
+    found = route(messages, 4096, cluster, routing)
+    rows: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in range(cluster.world_size):
+        for piece in found.of(rank):
+            source, target = piece.flow
+            assert not cluster.same_node(source, target)
+            assert (piece.path[0], piece.path[-1]) == piece.flow
+            hops = list(itertools.pairwise(piece.path))
+            assert sum(not cluster.same_node(*hop) for hop in hops) == 1
+            if rank == target:
+                rows[piece.flow] += range(piece.start, piece.stop)
+    for flow in found.flows:
+        assert sorted(rows[flow]) == list(range(messages[flow]))
+        paths = [part.path for part in found.parts if part.flow == flow]
+        crossing = [hop for path in paths for hop in itertools.pairwise(path) if not cluster.same_node(*hop)]
+        for end in zip(*crossing, strict=True):
+            assert len({cluster.nic(rank) for rank in end}) == len(crossing)
+    if routing in ("off", 1) or shape[1] == 1:
+        assert not found.parts
+    if routing == "auto":
+        assert found.seconds <= min(route(messages, 4096, cluster, number).seconds for number in (1, 2, 3)) + 80e-6
+
+
+def test_number_of_proxies_follows_from_the_model() -> None:
+    cluster = nodes_of(16, 2, nics=4)
+    alone = route({(7, 8): 100_000}, 4096, cluster)
+    assert alone.proxies == 4
+    assert route({(7, 8): 100_000}, 4096, cluster, "off").seconds / alone.seconds > 3
+    assert route({(7, 8): 1}, 4096, cluster).proxies == 1, "nothing to gain"
+    busy = {(rank, 8 + rank): 100_000 for rank in range(8)}
+    assert route(busy, 4096, cluster).proxies == 1, "all NICs are busy as it is"
+    slow_inside = Cluster(2, 8, 4, 5e9, 10e9, 1e12, 1e9)
+    assert route({(7, 8): 100_000}, 4096, slow_inside).proxies < 4, "the node's own links are the limit"
+
+
+@pytest.mark.parametrize("routing", [0, -1, "fast", True])
+def test_unknown_routing_is_refused(routing) -> None:
+    with pytest.raises(ValueError, match="is none of 'auto', 'off' and a number"):
+        route({}, 1, nodes_of(4, 2), routing)
+
+
+@settings(deadline=None, max_examples=40)
+@given(LENGTHS, st.integers(0, 1000), EXCHANGES)
+def test_flows_are_what_programs_send_between_nodes(lengths, seed, exchange) -> None:
+    plan, cluster = random_plan(lengths, 6, seed, exchange=exchange, linear="random"), nodes_of(6, 3)
+    sent: dict[Stage, dict[tuple[int, int], int]] = defaultdict(dict)
+    for rank in range(6):
+        exchanges = dict(make_program(plan, rank, cluster).exchanges)
+        exchanges[Stage("to linear", True)] = _moves(plan, rank)
+        exchanges[Stage("to attention", True)] = Exchange(_moves(plan, rank).receives, _moves(plan, rank).sends)
+        for stage, one in exchanges.items():
+            for message in one.sends:
+                if not cluster.same_node(rank, message.peer):
+                    sent[stage][rank, message.peer] = message.tokens
+    found = {stage: {flow: rows for flow, rows in one.items() if rows} for stage, one in flows(plan, cluster).items()}
+    assert found == {stage: one for stage, one in sent.items() if one}
+
+
+def test_a_proxy_takes_part_in_rounds_of_a_ring_it_is_not_in() -> None:
+    shards = (Shard(0, 0, 50, 0), Shard(0, 50, 100, 2), Shard(1, 0, 5, 1), Shard(2, 0, 5, 3))
+    plan = SequencePlan((100, 5, 5), 4, "test", shards, shards, ("ring", "local", "local"))
+    cluster = nodes_of(4, 2, nics=2)
+    relays = [
+        stage for stage, found in _routes(plan, cluster).items() if any(1 in part.path[1:-1] for part in found.parts)
+    ]
+    assert relays
+    program = make_program(plan, 1, cluster, relays=relays)
+    assert {step.stage for step in (*program.forward, *program.backward) if isinstance(step, Start)} == set(relays)
+
+
+def _routes(plan: SequencePlan, cluster: Cluster) -> dict[Stage, Route]:
+    return {stage: route(messages, 4096, cluster, 2) for stage, messages in flows(plan, cluster).items()}

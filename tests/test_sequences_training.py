@@ -1,0 +1,246 @@
+"""Documents spread over context-parallel ranks train the same model as one rank that has them all, in every layout.
+
+The reference is Megatron's own packed documents at context parallelism 1, which `test_packed_documents` compares with
+dense masks. Documents' last tokens have no loss here, so ranks of equal tokens have unequal numbers of losses.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpus import heavy_tailed, write_documents
+from test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
+from training import MODEL, MOE, RankRun, Run, assert_same, differences, join, train, train_rank
+
+CP = "--context-parallel-size"
+EP = "--expert-model-parallel-size"
+LOSS = f"{PACKED} --calculate-per-token-loss --eod-mask-loss"
+BALANCED = f"{PACKED} --balance-sequences --eod-mask-loss"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+# ranks, flags
+LAYOUTS = {
+    "CP 2": (2, f"{CP} 2"),
+    "CP 4": (4, f"{CP} 4"),
+    "CP 2, PP 4": (8, f"{CP} 2 {PP} 4"),
+    "CP 2, PP 2, micro-batches of two": (4, f"{CP} 2 {PP} 2 --micro-batch-size 2"),
+    "CP 2, PP 2, interleaved": (4, f"{CP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "CP 2, TP 2, sequence parallel": (4, f"{CP} 2 {SP}"),
+    "CP 2, DP 2, both overlaps": (4, f"{CP} 2 {OVERLAPS}"),
+    "CP 2, full recompute": (
+        2,
+        f"{CP} 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    ),
+    "CP 2, recomputed attention": (
+        2,
+        f"{CP} 2 --recompute-granularity selective --recompute-modules core_attn --micro-batch-size 2",
+    ),
+}
+PLANNERS = ("chunks", "zones", "ring", "gather", "hybrid")
+
+
+@pytest.fixture(scope="module")
+def packed(pool, tmp_path_factory) -> Packed:
+    return Packed(pool, tmp_path_factory.mktemp("sequences"))
+
+
+@pytest.fixture(scope="module")
+def alone(packed) -> Run:
+    return packed.train(1, LOSS)
+
+
+def _assert_close(run: Run, reference: Run) -> None:
+    losses, parameters = differences(run, reference)
+    assert losses <= TOLERANCE
+    assert parameters <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_equal_one_rank(packed, alone, layout):
+    world_size, flags = LAYOUTS[layout]
+    _assert_close(packed.train(world_size, f"{BALANCED} {flags}"), alone)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_planners_equal_one_rank(packed, alone, planner):
+    """With chunks shorter than documents, and plans made in a loader's worker."""
+    chunk = "--sequence-chunk 4" if planner == "chunks" else ""
+    flags = f"{CP} 4 --sequence-planner {planner} {chunk} --num-workers 1"
+    _assert_close(packed.train(4, f"{BALANCED} {flags}"), alone)
+
+
+def test_repeats_bit_for_bit(packed):
+    flags = f"{BALANCED} {CP} 2 --sequence-planner zones"
+    assert_same(packed.train(2, flags), packed.train(2, flags))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts(pool, tmp_path, dispatcher):
+    """Balanced as well. Grouped queries and the losses of routers ride along."""
+    losses = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --group-query-attention --num-query-groups 2"
+    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {losses} --moe-token-dispatcher-type {dispatcher}")
+    flags = f"{CP} 2 {PP} 2 {EP} 2 --balance-experts --expert-min-gain 0"
+    _assert_close(experts.train(4, f"{BALANCED} {flags}"), experts.train(1, LOSS))
+
+
+def test_samples_as_sequences(pool, tmp_path):
+    """Without documents in the masks, each sample is one sequence, and learned positions count from its beginning."""
+    samples = Packed(pool, tmp_path, "--position-embedding-type learned_absolute --disable-bias-linear")
+    reference = samples.train(1, "--calculate-per-token-loss")
+    _assert_close(samples.train(2, f"--balance-sequences {CP} 2 --micro-batch-size 2"), reference)
+
+
+def test_validation(packed):
+    """Forward passes alone, whose schedule Megatron chooses elsewhere."""
+    packed.base[packed.base.index("100,0,0")] = "80,20,0"
+    try:
+        evaluate = "--eval-interval 2 --eval-iters 2 --train-iters 2"
+        reference = packed.train(1, f"{LOSS} {evaluate}")
+        run = packed.train(4, f"{BALANCED} {evaluate} {CP} 2 {PP} 2 --micro-batch-size 2")
+    finally:
+        packed.base[packed.base.index("80,20,0")] = "100,0,0"
+    assert len(run.validation) == len(reference.validation) >= 1
+    np.testing.assert_allclose(run.validation, reference.validation, rtol=1e-6)  # which Megatron sums in float32
+
+
+def test_bf16(pool, tmp_path):
+    """Mixed precision trains alike, to its own precision."""
+    base = [*MODEL, *write_documents(tmp_path / "documents", heavy_tailed(400, seed=1)), *LOSS.split()]
+    base += "--bf16 --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1".split()
+    alone = train(pool, 1, base=base)
+    run = train(pool, 4, f"--balance-sequences {CP} 2 {OVERLAPS}", base=base)
+    np.testing.assert_allclose(run.losses, alone.losses, rtol=3e-3)
+
+
+def test_events(packed, tmp_path):
+    """What was spread, sent and waited for, and tokens and attention of each rank."""
+    flags = f"{CP} 2 {PP} 2 --sequence-planner zones --sequence-chunk 8 --balance-report {tmp_path}"
+    packed.train(4, f"{BALANCED} {flags}")
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    spread = [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
+    assert {(line["iteration"], line["stage"]) for line in spread} == {(i, s) for i in range(1, 5) for s in range(2)}
+    for line in spread:
+        assert line["methods"] == {"zones": 8} and line["micro_batches"] == 8
+        assert line["token_imbalance"] == 1.0
+        assert line["local_share"] + line["intra_node_share"] == pytest.approx(1)
+        assert 0 < line["plan_wait_ms"] <= line["plan_ms"] * 1.001 + 50  # of whichever rank waited longest
+        sent = [line[name] for name in ("kv_intra_bytes", "kv_inter_bytes", "remap_intra_bytes", "remap_inter_bytes")]
+        assert sum(sent) == line["moved_bytes"] > 0
+        assert sent[1] == sent[3] == 0, "one node"
+    assert sum(line["remap_intra_bytes"] for line in spread) > 0
+    ranks = [line for line in lines if line["balancer"] == "sequences" and line["unit"] == "rank"]
+    assert all(line["token_imbalance"] == 1.0 for line in ranks)
+    before, after = (np.mean([line[f"imbalance_{when}"] for line in spread]) for when in ("before", "after"))
+    assert np.mean([line["imbalance_before"] for line in ranks]) < before
+    assert after < before
+
+
+def _on_two_nodes(argv: list[str]) -> RankRun:
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return train_rank(argv, True)
+
+
+def test_routing_between_nodes(packed, alone, tmp_path):
+    """Four ranks as two nodes of two: what one sends to the other node goes through both."""
+    flags = f"{BALANCED} {CP} 4 --sequence-planner ring --sequence-routing 2 --balance-report {tmp_path}"
+    run = join(packed.pool.run(4, _on_two_nodes, packed.from_start(flags)))
+    _assert_close(run, alone)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    spread = [line for line in lines if line["action"] == "spread"]
+    assert all(line["kv_inter_bytes"] > 0 and line["inter_node_share"] > 0 for line in spread)
+
+
+def _with_another_digest(argv: list[str]) -> RankRun:
+    """Train as if this rank had made another plan, if it is rank 1."""
+    import os
+
+    from balancing.sequences import SequencePlan
+
+    if os.environ["RANK"] == "1":
+        SequencePlan.digest = property(lambda plan: f"another {plan}")  # type: ignore[assignment, method-assign]
+    return train_rank(argv, False)
+
+
+def test_different_plans_stop_the_run(packed):
+    argv = packed.from_start(f"{BALANCED} {CP} 2")
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] made different plans"):
+        join(packed.pool.run(2, _with_another_digest, argv))
+
+
+def test_one_rank_has_nothing_to_balance(packed, alone):
+    run = packed.train(1, f"{LOSS} --balance-sequences")
+    told = [line for output in packed.pool.output for line in output.splitlines() if "nothing to balance" in line]
+    assert len(told) == 1 and f"{CP} 1" in told[0]
+    assert_same(run, alone)
+
+
+class _Samples(torch.utils.data.Dataset):
+    """Samples of 16 tokens, numbered through, in documents; the last `padding` tokens of each are padding."""
+
+    index_split = "train"
+
+    def __init__(self, documents: list[list[int]], padding: list[int]) -> None:
+        self.documents, self.padding = documents, padding
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        bounds = torch.full((17,), 16, dtype=torch.int32)
+        ends = np.cumsum(self.documents[index])
+        bounds[: len(ends) + 1] = torch.tensor([0, *ends])
+        tokens = torch.arange(16) + 100 * (index + 1)
+        mask = torch.ones(16)
+        if self.padding[index]:
+            tokens[-self.padding[index] :] = 7
+            mask[-self.padding[index] :] = 0
+        positions = torch.cat([torch.arange(n) for n in self.documents[index]])
+        return {
+            "tokens": tokens, "labels": tokens + 1, "loss_mask": mask, "position_ids": positions,
+            "cu_seqlens": bounds, "max_seqlen": torch.tensor(max(self.documents[index])),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_ranks_share_every_token(fixed):
+    """All tokens but the padding, once, with their own labels and positions, in as many rows on every rank."""
+    import pickle
+    from functools import partial
+
+    from torch.utils.data import DataLoader
+
+    from balancing.cluster import Cluster
+    from balancing.sequences import AttentionShape
+    from balancing.sequences.ahead import PlanningAhead
+    from balancing.sequences.plan import plan_sequences
+    from balancing.sequences.way import find_way
+    from megatron.balanced.sequence_data import PlannedDataset, Rows, positions
+
+    cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
+    make = partial(plan_sequences, cluster=cluster, shape=AttentionShape(32, 4, 4, 2, 64), method="zones", chunk=2)
+    samples = _Samples([[10, 6], [1, 2, 13], [16]], padding=[0, 5, 15])
+    ranks = []
+    for rank in range(3):
+        ahead = PlanningAhead(make, partial(find_way, rank=rank, cluster=cluster))
+        dataset = PlannedDataset(samples, ahead, rank, Rows(3, 2, fixed), padding=7)
+        assert (len(dataset), dataset.index_split) == (3, "train")
+        (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2]])
+        plan, way = pickle.loads(batch["plan"][0])
+        assert way == find_way(plan, rank, cluster)
+        own = positions(plan, rank, batch["tokens"].shape[1])
+        assert torch.equal(own, batch["position_ids"][0])
+        ranks.append({name: batch[name][0] for name in ("tokens", "labels", "loss_mask", "position_ids")})
+    assert plan.lengths == (10, 6, 1, 2, 8, 3)  # of the last sample one token is real; no rank may be empty
+    assert {len(rank["tokens"]) for rank in ranks} == {16 if fixed else 10}
+    together = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
+    kept = together["labels"] > 0
+    expected = [samples[i] for i in range(3)]
+    for name, values in together.items():
+        whole = torch.cat([sample[name][:n] for sample, n in zip(expected, (16, 11, 3), strict=True)])
+        assert sorted(values[kept].tolist()) == sorted(whole.tolist()), name
+        assert not values[~kept].any()
+    assert torch.equal(together["labels"][kept], together["tokens"][kept] + 1)
