@@ -15,11 +15,12 @@ def move_at(plans: Plans) -> None:
     from balancing.layers.stages import StagePlan
     from megatron.balanced import layers
 
-    def decide(self: Any) -> Any:
-        counts = plans.get(self.iteration)
-        return None if counts is None else StagePlan.from_counts(counts)
+    def begin_step(self: Any, iteration: int, config: Any) -> None:
+        self.iteration = iteration
+        if iteration in plans:
+            self.move(StagePlan.from_counts(plans[iteration]))
 
-    layers.LayerBalancer.decide = decide
+    layers.LayerBalancer.begin_step = begin_step
 
 
 def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancing.layers.load import join_ranks, layer_seconds
+from balancing.layers import LayerMemory, StagePlan, stage_memory
+from balancing.layers.load import fit_activations, join_ranks, layer_seconds
 from balancing.layers.transfer import Piece, Transfer, exchange, plan_transfers
 from balancing.report import RankRecord, Span
 
@@ -117,3 +118,14 @@ def test_what_ranks_measured_becomes_the_cost_of_the_model():
     assert cost.forward.tolist() == [1.0, 2.5], "the mean of replicas"
     with pytest.raises(ValueError, match="measured on no rank"):
         join_ranks([np.stack(s) for s in seconds[:1]], [0])
+
+
+def test_activations_are_what_measured_memory_leaves_over():
+    plan = StagePlan.from_counts(((2,), (2,)))
+    true = LayerMemory(np.full(4, 100.0), activation=7.0, embedding=50.0, head=60.0)
+    resting = LayerMemory(np.full(4, 100.0), embedding=50.0, head=60.0)
+    peaks = stage_memory(plan, true)
+    assert fit_activations(resting, peaks, plan).activation == pytest.approx(7.0)
+    peaks[1] += 10  # two layers of one micro-batch hold this much more
+    assert fit_activations(resting, peaks, plan).activation == pytest.approx(12.0)
+    assert fit_activations(resting, 0 * peaks, plan).activation == 0

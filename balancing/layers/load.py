@@ -1,18 +1,22 @@
 """What each layer cost in an iteration, from what the ranks measured.
 
 A rank knows the layers it holds, in device seconds of each pass. Joined over all ranks that is the cost of the whole
-model, whatever the layout, so costs measured before a move stand beside those measured after it.
+model, whatever the layout, so costs measured before a move stand beside those measured after it. Memory is measured by
+stage alone; what of it are activations is what the known rest leaves over.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balancing.layers.cost import LayerCost, over_ranks
+from balancing.layers.memory import LayerMemory, stage_memory
+from balancing.layers.stages import StagePlan
 from balancing.report.record import RankRecord
 
-__all__ = ["join_ranks", "layer_seconds"]
+__all__ = ["fit_activations", "join_ranks", "layer_seconds"]
 
 FloatArray = NDArray[np.float64]
 
@@ -52,3 +56,18 @@ def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[La
         LayerCost(step[:-2, 0], step[:-2, 1], embedding=(step[-2, 0], step[-2, 1]), head=(step[-1, 0], step[-1, 1]))
         for step in whole
     ]
+
+
+def fit_activations(
+    resting: LayerMemory, peaks: FloatArray, plan: StagePlan, micro_batches: int | None = None
+) -> LayerMemory:
+    """`resting`, which has no activations, with those that explain what stages were measured to hold.
+
+    peaks: [stage], the most bytes that a rank of each stage held under `plan`. A layer's activations are taken to be
+    alike; of the stages the one that needs the most for them decides, so no stage is thought to hold less than it did.
+    """
+    ones = LayerMemory(np.zeros(plan.layers), activation=1.0)
+    layers_in_flight = stage_memory(plan, ones, micro_batches)
+    left = peaks - stage_memory(plan, resting, micro_batches)
+    each = np.where(layers_in_flight > 0, left / np.maximum(layers_in_flight, 1.0), 0.0)
+    return replace(resting, activation=max(float(each.max()), 0.0))

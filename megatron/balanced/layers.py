@@ -19,19 +19,30 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
-from balancing.layers import CostAverage, Gate, GateConfig, LayerCost, StagePlan, migration_seconds, plan_stages
+from balancing.layers import (
+    CostAverage,
+    Gate,
+    GateConfig,
+    LayerCost,
+    LayerMemory,
+    StagePlan,
+    migration_seconds,
+    plan_stages,
+    stage_memory,
+)
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import to_layout
-from balancing.layers.load import join_ranks, layer_seconds
+from balancing.layers.load import fit_activations, join_ranks, layer_seconds
 from balancing.report import RankRecord, event, imbalance
 from megatron.balanced import step
-from megatron.balanced.move import LayerMover
+from megatron.balanced.device import is_cpu
+from megatron.balanced.move import LayerMover, Moved
 
 __all__ = ["LayerBalancer"]
 
 # What a move is taken to cost until one has been measured: slow, so that the first one has to be worth it.
 _BANDWIDTH, _FIXED_SECONDS = 1e9, 1.0
-_STATE_BYTES = 12  # of a parameter beside its weight: main parameter and two moments
+_SPARE = 0.05  # of a device's memory, that plans do not count on
 
 
 class _Choice(NamedTuple):
@@ -80,7 +91,11 @@ class LayerBalancer:
             min_gain=self._config.layer_min_gain, interval=self._config.layer_balance_interval, confirm=1
         )
         # What is settled once pays off until training ends.
-        gate = replace(usual, horizon=self._args.train_iters) if self._config.balance_layers_once else usual
+        gate = (
+            replace(usual, horizon=self._args.train_iters or usual.horizon)
+            if self._config.balance_layers_once
+            else usual
+        )
         self._gate = Gate(gate, self.mover.plan)
         return chunks
 
@@ -97,9 +112,9 @@ class LayerBalancer:
         self.iteration = iteration
         if self._first is None:
             self._first = self._warm = iteration
-        plan = self.decide()
-        if plan is not None and plan.chunks != self.mover.plan.chunks:
-            self.move(plan)
+        since = iteration - self._first
+        if not self._settled and since and since % self._config.layer_balance_interval == 0 and self._seconds:
+            self._carry_out(self._choose())
 
     def begin_schedule(self) -> None:
         pass
@@ -110,62 +125,43 @@ class LayerBalancer:
     def end_step(self) -> None:
         pass
 
-    def decide(self) -> StagePlan | None:
-        """The plan that is to be in force from this iteration on; None to go on as it is."""
-        assert self._first is not None
-        since = self.iteration - self._first
-        if self._settled or not since or since % self._config.layer_balance_interval or not self._seconds:
-            return None
-        choice = self._choose()
-        self._settled = self._config.balance_layers_once
-        if self._settled:
+    def _carry_out(self, choice: _Choice) -> None:
+        if self._config.balance_layers_once:
+            self._settled = True
             self.settled()
             now, then = choice.predicted
             print_rank_0(
                 f"> layers settle as --pipeline-model-parallel-layout '{to_layout(choice.plan)}', which takes "
                 f"{1 - then / now:.1%} off a step by prediction ({choice.reason})"
             )
-        if choice.plan.chunks == self.mover.plan.chunks:
-            self._tell(choice)
-            return None
-        self._move_as(choice)
-        return None
+        before = self.mover.plan
+        if choice.plan.chunks == before.chunks:
+            self._tell(choice, before, None)
+            return
+        moved = self.move(choice.plan)
+        busiest = migration_seconds(before, choice.plan, self._layer_bytes(), 1.0)  # bytes, at a byte a second
+        self._fixed = moved.rebuild_ms / 1e3
+        self._bandwidth = max(busiest / max(moved.move_ms / 1e3, 1e-9), 1.0)
+        self._tell(choice, before, moved)
 
-    def move(self, plan: StagePlan) -> Any:
+    def move(self, plan: StagePlan) -> Moved:
         """Have the layers as `plan` says, now."""
         self._warm = self.iteration
         self._seconds, self._steps = [], []
         trained = step.trained()
         return self.mover.move(plan, trained.optimizer, trained.scheduler)
 
-    def _move_as(self, choice: _Choice) -> None:
-        before = self.mover.plan
-        moved = self.move(choice.plan)
-        layers = migration_seconds(before, choice.plan, self._layer_bytes(), 1.0)
-        self._fixed = moved.rebuild_ms / 1e3
-        self._bandwidth = max(layers / max(moved.move_ms / 1e3, 1e-9), 1.0)
-        self._tell(choice, before, moved)
-
     # What it costs, and what to do.
 
     def _choose(self) -> _Choice:
         assert self._gate is not None
         begin = time.perf_counter()
-        steps = self._learn()
+        steps, peaks = self._learn()
         cost = self._costs.cost
         profiled = time.perf_counter()
         plan = self.mover.plan
         weights = self._parameters() if self._config.layer_cost == "parameters" else cost
-        candidate = plan_stages(
-            weights.total,
-            plan.stages,
-            embedding=sum(weights.embedding),
-            head=sum(weights.head),
-            virtual=plan.virtual,
-            current=plan,
-            method=self._config.layer_planner,  # type: ignore[arg-type]
-            micro_batches=get_num_microbatches(),
-        )
+        candidate = self._plan(weights, peaks)
         gate = self._gate
         for iteration, seconds in steps:
             gate = gate.measured(iteration, seconds)
@@ -193,18 +189,52 @@ class LayerBalancer:
             plan_ms=(time.perf_counter() - profiled) * 1e3,
         )
 
-    def _learn(self) -> list[tuple[int, float]]:
-        """Take in what all ranks have measured since the last time. Returns the iterations, and the seconds of each."""
-        mine = np.stack(self._seconds), mpu.get_expert_data_parallel_rank(), self._steps
-        every = self.mover.gather(mine)
-        for cost in join_ranks([seconds for seconds, _, _ in every], [group for _, group, _ in every]):
+    def _learn(self) -> tuple[list[tuple[int, float]], np.ndarray]:
+        """Take in what all ranks have measured since the last time.
+
+        Returns the iterations with the seconds that each took, and the most bytes that a rank of each stage held.
+        """
+        place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
+        every = self.mover.gather((place, np.stack(self._seconds), self._steps, torch.cuda.max_memory_allocated()))
+        for cost in join_ranks([seconds for _, seconds, _, _ in every], [group for (_, group), *_ in every]):
             self._costs.add(cost)
         steps = [
             (iterations[0][0], max(seconds for _, seconds in iterations))
-            for iterations in zip(*(steps for _, _, steps in every), strict=True)
+            for iterations in zip(*(steps for _, _, steps, _ in every), strict=True)
         ]
+        peaks = np.zeros(self.mover.plan.stages)
+        for (stage, _), _, _, peak in every:
+            peaks[stage] = max(peaks[stage], peak)
         self._seconds, self._steps = [], []
-        return steps
+        return steps, peaks
+
+    def _plan(self, cost: LayerCost, peaks: np.ndarray) -> StagePlan:
+        plan, micro_batches = self.mover.plan, get_num_microbatches()
+        limit = min(self.mover.gather(_device_memory()))
+        memory = None
+        if limit < np.inf:
+            counts = self.mover.parameters() * self.mover.resting_bytes()
+            resting = LayerMemory(counts[:-2], embedding=counts[-2], head=counts[-1])
+            memory = fit_activations(resting, peaks, plan, micro_batches)
+        try:
+            return plan_stages(
+                cost.total,
+                plan.stages,
+                embedding=sum(cost.embedding),
+                head=sum(cost.head),
+                memory=memory,
+                memory_limit=None if memory is None else np.maximum(limit, stage_memory(plan, memory, micro_batches)),
+                virtual=plan.virtual,
+                current=plan,
+                method=self._config.layer_planner,  # type: ignore[arg-type]
+                micro_batches=micro_batches,
+            )
+        except ValueError as error:
+            if memory is None:
+                raise
+            # The plan in force fits, so there is always one to go on with.
+            print_rank_0(f"> layers stay where they are: {error}")
+            return plan
 
     @staticmethod
     def _step(cost: LayerCost, plan: StagePlan) -> float:
@@ -217,13 +247,11 @@ class LayerBalancer:
         return LayerCost(layers, np.zeros_like(layers), embedding=(counts[-2], 0.0), head=(counts[-1], 0.0))
 
     def _layer_bytes(self) -> np.ndarray:
-        weight = torch.tensor([], dtype=self._args.params_dtype).element_size()
-        return self.mover.parameters()[:-2] * (weight + _STATE_BYTES)
+        return self.mover.parameters()[:-2] * self.mover.travelling_bytes()
 
-    def _tell(self, choice: _Choice, before: StagePlan | None = None, moved: Any = None) -> None:
+    def _tell(self, choice: _Choice, before: StagePlan, moved: Moved | None) -> None:
         if dist.get_rank():
             return
-        before = before or self.mover.plan
         loads = [choice.cost.stage_loads(plan) for plan in (before, choice.plan)]
         took = {} if moved is None else {"move_ms": moved.move_ms, "rebuild_ms": moved.rebuild_ms}
         self._report(
@@ -250,3 +278,8 @@ class LayerBalancer:
                 **took,
             )
         )
+
+
+def _device_memory() -> float:
+    """Bytes that a plan may count on, on this rank. On a CPU, whose ranks share what there is, any number."""
+    return np.inf if is_cpu() else (1 - _SPARE) * torch.cuda.mem_get_info()[1]

@@ -93,6 +93,18 @@ class LayerMover:
                     counts[number] = sum(parameter.numel() for parameter in part.parameters())
         return np.max(self.gather(counts), axis=0)
 
+    def travelling_bytes(self) -> float:
+        """What a rank holds of a parameter and gives away with it: weight, main parameter, two moments."""
+        weight = self._args.params_dtype.itemsize
+        state = 2 * max(weight, 4) + (4 if weight == 2 else 0)
+        shared = self._chunks[0].intra_dp_cp_group.size() if self._args.use_distributed_optimizer else 1
+        return weight + state / shared
+
+    def resting_bytes(self) -> float:
+        """What a rank holds of a parameter between steps: what travels, and the gradient."""
+        weight = self._args.params_dtype.itemsize
+        return self.travelling_bytes() + max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
+
     def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
         """Have the layers as `plan` says. To be called between two steps.
 
