@@ -29,7 +29,7 @@ def _tokens(plan: SequencePlan, rank: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, int)] + [np.arange(s.start, s.stop) + first[s.sequence] for s in shards])
 
 
-def _on_rank(cases: list[Case], twice: bool = False) -> list[list[np.ndarray]]:
+def _on_rank(cases: list[Case], twice: bool = False, dtype: str = "float64") -> list[list[np.ndarray]]:
     import torch
     import torch.distributed as dist
 
@@ -40,12 +40,13 @@ def _on_rank(cases: list[Case], twice: bool = False) -> list[list[np.ndarray]]:
     found = []
     for plan, cluster, routing, heads, kv_heads in cases:
         own = _tokens(plan, rank)
-        *qkv, grad = (torch.from_numpy(x[own]) for x in _inputs(plan, heads, kv_heads))
+        *qkv, grad = (torch.from_numpy(x[own]).to(getattr(torch, dtype)) for x in _inputs(plan, heads, kv_heads))
         qkv = [x.requires_grad_() for x in qkv]
         for _ in range(1 + twice):
             attention = SequenceAttention(plan, rank=rank, cluster=cluster, routing=routing)
             out = attention(*qkv, softmax_scale=SCALE)
-            found.append([x.detach().numpy() for x in (out, *torch.autograd.grad(out, qkv, grad))])
+            found.append([x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, qkv, grad))])
+            assert out.dtype is qkv[0].dtype
     dist.destroy_process_group()
     return found
 
@@ -68,15 +69,19 @@ def _alone(plan: SequencePlan, heads: int, kv_heads: int) -> list[np.ndarray]:
     return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, qkv, grad))]
 
 
-def _check(pool: Pool, ranks: int, cases: list[Case]) -> None:
-    by_rank = pool.run(ranks, _on_rank, cases)
+def _check(pool: Pool, ranks: int, cases: list[Case], dtype: str = "float64", tolerance: float = 1e-10) -> None:
+    by_rank = pool.run(ranks, _on_rank, cases, dtype=dtype)
     for number, (plan, _, _, heads, kv_heads) in enumerate(cases):
         for name, whole, *parts in zip(
             ("out", "dq", "dk", "dv"), _alone(plan, heads, kv_heads), *(found[number] for found in by_rank), strict=True
         ):
             for rank, part in enumerate(parts):
                 np.testing.assert_allclose(
-                    part, whole[_tokens(plan, rank)], rtol=0, atol=1e-10, err_msg=f"{name}, {plan}, rank {rank}"
+                    part,
+                    whole[_tokens(plan, rank)],
+                    rtol=0 if dtype == "float64" else tolerance,
+                    atol=tolerance,
+                    err_msg=f"{name}, {plan}, rank {rank}",
                 )
 
 
@@ -102,7 +107,7 @@ def _cases(ranks: int) -> list[Case]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_documents_alone(pool: Pool, ranks: int) -> None:
-    _check(pool, ranks, _cases(ranks))
+    _check(pool, ranks, _cases(ranks)[:: 2 if ranks == 2 else 1])
 
 
 @pytest.mark.parametrize(("ranks", "proxies"), [(6, 2), (8, 4)])
@@ -122,6 +127,13 @@ def test_many_short_documents_and_ranks_without_tokens(pool: Pool) -> None:
     lopsided = SequencePlan((60,), 4, "test", one, linear_layout(one, nodes_of(4, 2)), ("local",))
     short = random_plan([1 + n % 4 for n in range(1000)], 4, 3, linear="equal", cuts=1)
     _check(pool, 4, [(lopsided, nodes_of(4, 2, nics=2), 2, 4, 2), (short, None, "off", 2, 2)])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-2)])
+def test_smaller_types(pool: Pool, dtype: str, tolerance: float) -> None:
+    """Merged and summed in float32: a ring of eight chunks is no less exact than its inputs."""
+    plans = [zigzag_plan((97, 5), 4, linear="random"), random_plan((40, 61), 4, 1, exchange="gather", linear="equal")]
+    _check(pool, 4, [(plan, nodes_of(4, 2, nics=2), 2, 4, 2) for plan in plans], dtype, tolerance)
 
 
 def _repeats(cases: list[Case]) -> list[Any]:
@@ -230,3 +242,28 @@ def test_what_is_not_supported_is_refused(pool: Pool) -> None:
     wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
     for message, part in zip(messages, wanted, strict=True):
         assert part in message
+
+
+def _there_and_back(plan: SequencePlan) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    from balancing.sequences.remap import remap
+
+    dist.init_process_group("gloo")
+    own = _tokens(plan, dist.get_rank())
+    x = torch.from_numpy(np.stack((own, own * own), 1).astype(float)).requires_grad_()
+    attention = remap(x, plan, dist.get_rank(), to_linear=False)
+    back = remap(attention, plan, dist.get_rank(), to_linear=True)
+    assert (back == x).all()
+    (gradient,) = torch.autograd.grad((attention * attention.detach()).sum(), x)
+    assert (gradient == x).all()  # the factor of each token came back to it
+    dist.destroy_process_group()
+    return attention[:, 0].tolist()
+
+
+def test_remapping_moves_every_token_and_its_gradient_back(pool: Pool) -> None:
+    plan = random_plan((31, 8, 1, 40), 4, 2, linear="random")
+    first = np.concatenate(([0], np.cumsum(plan.lengths)))
+    for rank, tokens in enumerate(pool.run(4, _there_and_back, plan)):
+        assert tokens == [first[s.sequence] + t for s in plan.shards(rank) for t in range(s.start, s.stop)]

@@ -32,8 +32,9 @@ class SequenceAttention:
     rank: in the plan, which is this process's rank in `group`. group: of plan.ranks processes; they call attention the
     same number of times in the same order, and use the group for nothing else meanwhile. cluster: which ranks share a
     node; without it all do. routing: "off", "auto", or the number of proxies that share a transfer between nodes.
-    statistics: what has been moved. To make one is cheap: what follows from a plan is worked out at the first call and
-    kept for the other layers.
+    kernel: what computes, by default the fastest there is. statistics: what has been moved.
+
+    To make one is cheap: what follows from a plan is worked out at the first call and kept for the other layers.
 
     Raises ValueError for a group of another size than the plan, routing without a cluster of the plan's ranks, dropout,
     and a sliding window.
@@ -47,6 +48,7 @@ class SequenceAttention:
         group: dist.ProcessGroup | None = None,
         cluster: Cluster | None = None,
         routing: Routing = "off",
+        kernel: Kernel | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] | None = None,
     ) -> None:
@@ -66,6 +68,7 @@ class SequenceAttention:
             )
         self.plan, self.rank, self.cluster, self.routing = plan, rank, cluster, routing
         self.statistics = Statistics()
+        self._kernel = kernel
 
     def check_agreement(self) -> None:
         """Raise RuntimeError unless all ranks of the group have the same plan. A small collective, for a first call or
@@ -90,7 +93,8 @@ class SequenceAttention:
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         widths = Widths.of(q, k) if self.routing != "off" else None
         way = find_way(self.plan, self.rank, self.cluster, self.routing, widths)
-        return _Attention.apply(q, k, v, Run(way, self.transport, self.statistics, scale))
+        kernel = self._kernel or choose_kernel(q.device, q.dtype, q.shape[-1])
+        return _Attention.apply(q, k, v, Run(way, self.transport, self.statistics, kernel, scale))
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         tokens = int(self.plan.linear_tokens[self.transport.rank])
@@ -143,7 +147,6 @@ class _Pass:
 
     def __init__(self, run: Run, q: torch.Tensor, kv: torch.Tensor) -> None:
         self.run, self.q, self.kv = run, q, kv
-        self.kernel: Kernel = choose_kernel(q.device, q.dtype, q.shape[-1])
         self.dtype = accumulation_dtype(q.dtype)
         self.moving: dict[Stage, Pending] = {}
 
@@ -178,7 +181,7 @@ class _Forward(_Pass):
     def compute(self, step: Compute) -> None:
         for batch in step.batches:
             rows, keys = slice(*batch.queries), self.kv[slice(*batch.keys)]
-            out, logsumexp = self.kernel.forward(self.q[rows], keys[:, 0], keys[:, 1], batch.pieces, self.run.scale)
+            out, logsumexp = self.run.kernel.forward(self.q[rows], keys[:, 0], keys[:, 1], batch.pieces, self.run.scale)
             if batch.merges:
                 out, logsumexp = merge(self.out[rows], self.logsumexp[:, rows], out, logsumexp)
             self.out[rows], self.logsumexp[:, rows] = out, logsumexp
@@ -211,7 +214,7 @@ class _Backward(_Pass):
             self.dkv[slice(*step.clear)] = 0
         for batch in step.batches:
             rows, keys = slice(*batch.queries), self.kv[slice(*batch.keys)]
-            dq, dk, dv = self.kernel.backward(
+            dq, dk, dv = self.run.kernel.backward(
                 self.grad[rows],
                 *(self.q[rows], keys[:, 0], keys[:, 1], self.out[rows], self.logsumexp[:, rows]),
                 *(batch.pieces, self.run.scale),

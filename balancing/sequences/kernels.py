@@ -185,7 +185,7 @@ class _Cuda:
         return out, logsumexp
 
     def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             grad.contiguous(),

@@ -30,6 +30,7 @@ Flow = tuple[int, int]  # (source, target)
 
 _HOP_SECONDS = 20e-6  # until a message starts to move; a transfer that takes no longer gains nothing by slices
 _SLICES = (1, 2, 4, 8)
+_MOST_MESSAGES = 8  # of a NIC; more of them are spread well enough, and cost more to plan than is to gain
 Routing = str | int  # "auto", "off", or a number of proxies
 
 
@@ -83,10 +84,6 @@ class Route:
                         found.append(Slice(number * self.slices + turn, flow, begin, end, path, turn))
         return sorted(found, key=lambda piece: (piece.turn + piece.path.index(rank), piece.number))
 
-    def proxied_by(self, rank: int) -> bool:
-        """Whether `rank` hands on what others send."""
-        return any(rank in part.path[1:-1] for part in self.parts)
-
 
 def route(messages: Mapping[Flow, int], row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
     """The way of messages (rows of each) that start together.
@@ -105,8 +102,9 @@ def route(messages: Mapping[Flow, int], row_bytes: int, cluster: Cluster, routin
         return _planned(largest_first, row_bytes, cluster, 1 if routing == "off" else min(most, int(routing)))
     best = _planned(largest_first, row_bytes, cluster, 1)
     numbers = [number for number in (2, 4, 8, 16) if number < most] + [most] * (most > 1)
-    if best.seconds <= _least_seconds(rows, row_bytes, cluster) + 3 * _HOP_SECONDS:
-        return best  # NICs are evenly loaded as it is, so no other choice needs a look
+    even = best.seconds <= _least_seconds(rows, row_bytes, cluster) + 3 * _HOP_SECONDS
+    if even or len(rows) > _MOST_MESSAGES * cluster.nodes * cluster.nics_per_node:
+        return best
     return min((best, *(_planned(largest_first, row_bytes, cluster, n) for n in numbers)), key=lambda one: one.seconds)
 
 

@@ -9,9 +9,7 @@ start transfers, wait for them, and compute (Zeppelin, arXiv 2509.21841, section
   nothing is merged. Gradients go back to the owners.
 - Everything whose keys are on the rank itself is local, and fills the time in which others are under way.
 
-The forward pass serves sequences over several nodes first, then those inside the node, then local ones, because the
-slowest transfer should start first; the backward pass goes the other way round. All ranks start transfers in one order
-of stages, so that none waits for another in a circle, and a sum has the same order in every run.
+Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
 
 Keys and values stand in one workspace of rows, a token each: the rank's own tokens first, sorted by sequence and
 position, then the gathered prefixes, then two buffers for rings over nodes and two for rings inside the node.
@@ -22,21 +20,8 @@ from collections.abc import Iterable, Sequence
 
 from balancing.cluster import Cluster
 from balancing.sequences.layout import SequencePlan, Shard
-from balancing.sequences.steps import (
-    Compute,
-    Exchange,
-    Kind,
-    Message,
-    Program,
-    Rows,
-    Stage,
-    Start,
-    Step,
-    Task,
-    Wait,
-    compute,
-    joined,
-)
+from balancing.sequences.schedule import Work, backward_steps, forward_steps
+from balancing.sequences.steps import Exchange, Message, Program, Rows, Stage, Task, joined
 
 __all__ = ["by_sequence", "make_program", "reach"]
 
@@ -46,8 +31,8 @@ def make_program(
 ) -> Program:
     """What `rank` does. Without a cluster all ranks are taken to be on one node.
 
-    relays: stages in which the rank hands on what others send, so that it takes part even where it has nothing to send
-    or receive itself. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
+    relays: stages in which the rank takes part even where it has nothing to send or receive itself, because it hands on
+    what others send. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
     """
     return _Builder(plan, rank, cluster, relays).program()
 
@@ -93,10 +78,11 @@ class _Builder:
         self.rows = row
         own = {shard.sequence for shard in self.held}
         self.shards = by_sequence(shard for shard in plan.attention if shard.sequence in own)
+        # Where the rank sends or receives itself, its own exchange takes the place of this one.
         self.exchanges = {stage: Exchange((), (), adds=stage.kind in ("return", "ring return")) for stage in relays}
         self.local: list[Task] = []
         self.gathered: dict[bool, list[Task]] = {True: [], False: []}
-        self.rounds = {True: _Rounds(), False: _Rounds()}
+        self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes, and inside
 
     def program(self) -> Program:
         gathers: list[int] = []
@@ -115,14 +101,14 @@ class _Builder:
         self._gather(gathers)
         for inter in (True, False):
             self._ring(inter)
-        return Program(
-            self.rank,
-            self.held,
-            self.rows,
+        work = Work(
             self.exchanges,
-            tuple(_without_nothing(self._forward())),
-            tuple(_without_nothing(self._backward())),
+            self.local,
+            self.gathered,
+            {inter: rounds.tasks for inter, rounds in self.rounds.items()},
+            {inter: rounds.region for inter, rounds in self.rounds.items()},
         )
+        return Program(self.rank, self.held, self.rows, self.exchanges, forward_steps(work), backward_steps(work))
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
         """Own rows of tokens that lie in one own shard or in several that stand behind one another."""
@@ -137,20 +123,21 @@ class _Builder:
         receives: dict[bool, dict[int, list[Rows]]] = {True: defaultdict(list), False: defaultdict(list)}
         for sequence in sequences:
             shards = self.shards[sequence]
-            needed = reach(shards)
+            own = [shard for shard in shards if shard.rank == self.rank]
+            needed, first = reach(shards), self._first_tokens(shards)
             for target in sorted(needed):
-                inter = self._over_nodes(shards, target, needed[target])
-                for shard in shards:
-                    if shard.rank == self.rank and shard.start < needed[target]:
+                inter = self._over_nodes(first, target, needed[target])
+                for shard in own:
+                    if shard.start < needed[target]:
                         stop = min(shard.stop, needed[target])
                         sends[inter][target].append(self._own_rows(sequence, shard.start, stop))
-            runs = _runs(shard for shard in shards if shard.rank == self.rank)
+            runs = _runs(own)
             if runs[0][0] == 0:
                 rows = self._own_rows(sequence, *runs[0])
                 self.local.append(Task(rows, rows, causal=True))
             if self.rank not in needed:
                 continue
-            inter = self._over_nodes(shards, self.rank, needed[self.rank])
+            inter = self._over_nodes(first, self.rank, needed[self.rank])
             for shard in shards:
                 if shard.start < needed[self.rank]:
                     stop = min(shard.stop, needed[self.rank])
@@ -166,8 +153,15 @@ class _Builder:
                 self.exchanges[Stage("gather", inter)] = Exchange(there, back)
                 self.exchanges[Stage("return", inter)] = Exchange(back, there, adds=True)
 
-    def _over_nodes(self, shards: Sequence[Shard], target: int, reach: int) -> bool:
-        return any(self.node[s.rank] != self.node[target] for s in shards if s.start < reach)
+    def _first_tokens(self, shards: Sequence[Shard]) -> dict[int, int]:
+        """Node -> the first token of a sequence on it."""
+        first: dict[int, int] = {}
+        for shard in shards:
+            first.setdefault(self.node[shard.rank], shard.start)
+        return first
+
+    def _over_nodes(self, first: dict[int, int], target: int, needed: int) -> bool:
+        return any(node != self.node[target] and start < needed for node, start in first.items())
 
     # Rings.
 
@@ -243,75 +237,13 @@ class _Builder:
             _messages(sums_out), _messages(sums_in), adds=True
         )
 
-    # The order of steps.
-
-    def _start(self, kind: Kind, inter: bool, turn: int = 0) -> list[Step]:
-        stage = Stage(kind, inter, turn)
-        return [Start(stage)] if stage in self.exchanges else []
-
-    def _wait(self, kind: Kind, inter: bool, turn: int = 0) -> list[Step]:
-        stage = Stage(kind, inter, turn)
-        return [Wait(stage)] if stage in self.exchanges else []
-
-    def _last_round(self) -> int:
-        late = {"ring": 0, "ring return": 1}
-        return max((stage.round - late[stage.kind] for stage in self.exchanges if stage.kind in late), default=0)
-
-    def _forward(self) -> list[Step]:
-        last = self._last_round()
-        local = _shares(self.local, max(1, last))
-        steps: list[Step] = []
-        for inter in (True, False):
-            steps += self._start("gather", inter)
-        for inter in (True, False):
-            steps += self._start("ring", inter, 1)
-        for inter in (True, False):
-            steps.append(compute(self.rounds[inter].tasks[0]))
-        steps.append(compute(local[0]))
-        for inter in (False, True):
-            steps += [*self._wait("gather", inter), compute(self.gathered[inter])]
-        for turn in range(1, last + 1):
-            for inter in (True, False):
-                steps += self._wait("ring", inter, turn) + self._start("ring", inter, turn + 1)
-                steps.append(compute(self.rounds[inter].tasks[turn]))
-            if turn < last:
-                steps.append(compute(local[turn]))
-        return steps
-
-    def _backward(self) -> list[Step]:
-        last = self._last_round()
-        returns = any(stage.kind == "return" for stage in self.exchanges)
-        local = _shares(self.local, 1 + last + returns)
-        steps: list[Step] = []
-        for inter in (True, False):
-            steps += self._start("gather", inter)
-        for inter in (True, False):
-            steps += self._start("ring", inter, 1)
-        steps.append(compute(local[0]))
-        for inter in (False, True):
-            steps.append(compute(self.rounds[inter].tasks[0]))
-        for inter in (False, True):
-            steps += [*self._wait("gather", inter), compute(self.gathered[inter]), *self._start("return", inter)]
-        for turn in range(1, last + 2):
-            if turn <= last:
-                steps.append(compute(local[turn]))
-            for inter in (False, True):
-                rounds = self.rounds[inter]
-                steps += self._wait("ring", inter, turn) + self._start("ring", inter, turn + 1)
-                steps.append(compute(rounds.tasks[turn], rounds.region.get(turn)))
-                steps += self._wait("ring return", inter, turn) + self._start("ring return", inter, turn + 1)
-        if returns:
-            steps.append(compute(local[-1]))
-        for inter in (False, True):
-            steps += self._wait("return", inter)
-        return steps
-
 
 def reach(shards: Sequence[Shard]) -> dict[int, int]:
     """Of one sequence, rank -> how many tokens of the sequence it needs, for ranks that need tokens of others."""
-    runs: dict[int, list[Rows]] = {}
-    for rank in sorted({shard.rank for shard in shards}):
-        runs[rank] = _runs(shard for shard in shards if shard.rank == rank)
+    held: dict[int, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        held[shard.rank].append(shard)
+    runs = {rank: _runs(own) for rank, own in sorted(held.items())}
     return {rank: own[-1][1] for rank, own in runs.items() if own[-1][0] > 0}
 
 
@@ -328,17 +260,3 @@ def _runs(shards: Iterable[Shard]) -> list[Rows]:
 
 def _messages(rows: dict[int, list[Rows]]) -> tuple[Message, ...]:
     return tuple(Message(peer, tuple(joined(rows[peer]))) for peer in sorted(rows))
-
-
-def _shares(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
-    """Tasks in their order, cut into `parts` of about equal area."""
-    total, done = sum(task.area for task in tasks), 0
-    found: list[list[Task]] = [[] for _ in range(parts)]
-    for task in tasks:
-        found[min(parts - 1, (done + task.area // 2) * parts // total)].append(task)
-        done += task.area
-    return found
-
-
-def _without_nothing(steps: Iterable[Step]) -> Iterable[Step]:
-    return (step for step in steps if not isinstance(step, Compute) or step.tasks or step.clear)

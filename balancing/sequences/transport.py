@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from balancing.sequences.routing import Route, Slice
+from balancing.sequences.routing import Slice
 from balancing.sequences.steps import Exchange, Message
 
 __all__ = ["Pending", "Transport"]
@@ -87,12 +87,13 @@ class Transport:
         _connect(self.group)
 
     def start(
-        self, exchange: Exchange, rows: torch.Tensor, into: torch.Tensor, tag: int = 0, route: Route | None = None
+        self, exchange: Exchange, rows: torch.Tensor, into: torch.Tensor, tag: int = 0, slices: Sequence[Slice] = ()
     ) -> Pending:
         """Send rows of `rows` [row, ...] and receive rows of `into` [row, ...], both contiguous.
 
         All ranks that send, receive or hand on start exchanges that meet in the same order. tag: differs between
-        exchanges under way at once, below 16384. route: how messages between nodes go, directly by default.
+        exchanges under way at once, below 16384. slices: this rank's part in messages that do not go directly, as
+        `Route.of` gives them.
         """
         pending = Pending(into, exchange.adds)
         sends = {message.peer: _packed(rows, message) for message in exchange.sends}
@@ -106,7 +107,7 @@ class Transport:
                 receives[message.peer] = into.new_empty(message.tokens, *into.shape[1:])
                 pending.arriving.append((message, receives[message.peer]))
         pending.sent = [*sends.values(), *receives.values()]
-        routed = frozenset() if route is None else route.flows
+        routed = {piece.flow for piece in slices}
         tag *= _SLICE_NUMBERS
         direct = [
             self._operation(dist.irecv, buffer, peer, tag)
@@ -117,20 +118,19 @@ class Transport:
             for peer, buffer in sends.items()
             if peer != self.rank and (self.rank, peer) not in routed
         ]
-        pieces = [] if route is None else route.of(self.rank)
         if into.is_cuda:
-            self._in_turns(pending, direct, pieces, (sends, receives), tag)
+            self._in_turns(pending, direct, slices, (sends, receives), tag)
         else:
-            self._on_host(pending, direct, pieces, (sends, receives), tag)
+            self._on_host(pending, direct, slices, (sends, receives), tag)
         return pending
 
     def _on_host(
-        self, pending: Pending, direct: Sequence[dist.P2POp], pieces: Sequence[Slice], ends: Ends, tag: int
+        self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
     ) -> None:
         outgoing = [operation for operation in direct if operation.op is dist.isend]
         pending.works = [_started(operation) for operation in direct if operation.op is dist.irecv]
         relays = []
-        for piece in pieces:
+        for piece in slices:
             place = piece.path.index(self.rank)
             buffer = self._buffer(piece, pending, *ends)
             coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
@@ -144,13 +144,13 @@ class Transport:
         pending.hand_on(relays)
 
     def _in_turns(
-        self, pending: Pending, direct: Sequence[dist.P2POp], pieces: Sequence[Slice], ends: Ends, tag: int
+        self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
     ) -> None:
         # NCCL runs messages in the order in which they are started, so all ranks start those of one turn together, and
         # a slice has come before the next turn sends it on.
         turns: dict[int, list[dist.P2POp]] = defaultdict(list)
         turns[0] = list(direct)
-        for piece in pieces:
+        for piece in slices:
             place = piece.path.index(self.rank)
             buffer = self._buffer(piece, pending, *ends)
             coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)

@@ -6,16 +6,17 @@ and the backward pass, by the plan's digest.
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from balancing.cluster import Cluster
-from balancing.sequences.kernels import accumulation_dtype
+from balancing.sequences.kernels import Kernel, accumulation_dtype
 from balancing.sequences.layout import SequencePlan
 from balancing.sequences.remap import moves
-from balancing.sequences.routing import Route, Routing, flows, route
+from balancing.sequences.routing import Routing, Slice, flows, route
 from balancing.sequences.steps import Exchange, Program, Stage
 from balancing.sequences.tasks import make_program
 from balancing.sequences.transport import Pending, Transport
@@ -54,14 +55,14 @@ class Widths(NamedTuple):
 @dataclass(frozen=True)
 class Way:
     """All that follows from a plan for one rank. The two changes of layout are None where attention has the linear
-    layout, token for token."""
+    layout, token for token. routes: the rank's part in messages between nodes that do not go directly."""
 
     rank: int
     cluster: Cluster | None
     program: Program
     to_attention: Exchange | None
     to_linear: Exchange | None
-    routes: dict[Stage, Route]
+    routes: dict[Stage, list[Slice]]
 
 
 _ways: OrderedDict[tuple, Way] = OrderedDict()
@@ -86,12 +87,13 @@ def keep_way(way: Way, plan: SequencePlan, routing: Routing = "off", widths: Wid
 
 
 def _make(plan: SequencePlan, rank: int, cluster: Cluster | None, routing: Routing, widths: Widths | None) -> Way:
-    routes = {}
+    routes: dict[Stage, list[Slice]] = {}
     if routing != "off":
         assert cluster is not None and widths is not None
         for stage, messages in flows(plan, cluster).items():
-            routes[stage] = route(messages, widths.of_stage(stage), cluster, routing)
-    relays = [stage for stage, way in routes.items() if way.proxied_by(rank) and stage.kind[:2] != "to"]
+            if own_part := route(messages, widths.of_stage(stage), cluster, routing).of(rank):
+                routes[stage] = own_part
+    relays = [stage for stage in routes if stage.kind not in ("to attention", "to linear")]
     program = make_program(plan, rank, cluster, relays=relays)
     own = plan.shards(rank, linear=True)
     if not plan.remapped and own == program.held:
@@ -141,33 +143,35 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Run:
-    """One call of attention: its way, what carries its transfers and counts them, and the factor of its scores."""
+    """One call of attention: its way, what carries its transfers and counts them, what computes, and the factor of its
+    scores."""
 
     way: Way
     transport: Transport
     statistics: Statistics
+    kernel: Kernel
     scale: float
 
     def start(self, stage: Stage, rows: torch.Tensor) -> Pending:
         """Start the transfers of a stage between the workspaces of the ranks."""
-        exchange, way = self.way.program.exchanges[stage], self.way.routes.get(stage)
-        self._count(exchange, rows, way, remap=False)
-        return self.transport.start(exchange, rows, rows, _tag(stage), way)
+        exchange, slices = self.way.program.exchanges[stage], self.way.routes.get(stage, ())
+        self._count(exchange, rows, slices, remap=False)
+        return self.transport.start(exchange, rows, rows, _tag(stage), slices)
 
     def moved(self, exchange: Exchange, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`parts` [token, heads, size] in the other layout, in one message a peer."""
         stage = _TO_ATTENTION if exchange is self.way.to_attention else _TO_LINEAR
         before = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).contiguous()
         after = before.new_empty(sum(message.tokens for message in exchange.receives), *before.shape[1:])
-        way = self.way.routes.get(stage)
-        self._count(exchange, before, way, remap=True)
-        self.statistics.wait(self.transport.start(exchange, before, after, _tag(stage), way))
+        slices = self.way.routes.get(stage, ())
+        self._count(exchange, before, slices, remap=True)
+        self.statistics.wait(self.transport.start(exchange, before, after, _tag(stage), slices))
         return after.split([part.shape[1] for part in parts], 1)
 
-    def _count(self, exchange: Exchange, rows: torch.Tensor, way: Route | None, *, remap: bool) -> None:
+    def _count(self, exchange: Exchange, rows: torch.Tensor, slices: Sequence[Slice], *, remap: bool) -> None:
         width = rows.shape[1:].numel() * rows.element_size()
         bytes_to = dict.fromkeys((False, True), 0)
-        for peer, tokens in sent(exchange, self.way.rank, way).items():
+        for peer, tokens in sent(exchange, self.way.rank, slices).items():
             inter = self.way.cluster is not None and not self.way.cluster.same_node(peer, self.way.rank)
             bytes_to[inter] += tokens * width
         if remap:
@@ -178,14 +182,14 @@ class Run:
             self.statistics.inter_bytes += bytes_to[True]
 
 
-def sent(exchange: Exchange, rank: int, way: Route | None) -> dict[int, int]:
+def sent(exchange: Exchange, rank: int, slices: Sequence[Slice]) -> dict[int, int]:
     """Rows that `rank` sends to each other rank, its own and what it hands on."""
     found: dict[int, int] = {}
-    routed = frozenset() if way is None else way.flows
+    routed = {piece.flow for piece in slices}
     for message in exchange.sends:
         if message.peer != rank and (rank, message.peer) not in routed:
             found[message.peer] = message.tokens
-    for piece in [] if way is None else way.of(rank):
+    for piece in slices:
         if rank != piece.path[-1]:
             peer = piece.path[piece.path.index(rank) + 1]
             found[peer] = found.get(peer, 0) + piece.stop - piece.start
