@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rich.progress import Progress
 
 from balancing.cluster import Cluster
 from balancing.sequences import (
@@ -26,6 +27,7 @@ from balancing.sequences.cost import TILE, hidden_tokens, tile_area
 from balancing.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 from balancing.sequences.leveling import level_tokens
 from balancing.sequences.traffic import Traffic, link_seconds
+from benchmarks.sequences import _sources, main, plans
 
 MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, layers=32, ffn_hidden=11008)
 GQA = AttentionShape(hidden=4096, heads=32, kv_heads=4, layers=32, ffn_hidden=11008)
@@ -333,6 +335,25 @@ def test_render_says_who_holds_what():
     first, *ranks = text.splitlines()
     assert first.startswith("ring: 3 sequences, 640 tokens on 2 ranks") and "remapped" not in first
     assert re.fullmatch(r"rank +0 +320 tokens  area 1\.\d+  ~0\[0:150\] ~0\[450:600\] .*", ranks[0])
+
+
+def test_benchmark_of_plans(tmp_path, capsys):
+    """One small cell of it, and what it says to bad input."""
+    recorded = tmp_path / "lengths.txt"
+    recorded.write_text("100 5000 700\n8000")
+    with Progress(disable=True) as progress:
+        rows = plans(_sources(str(recorded)), [8], 1, progress)
+    found = {(row.section, row.method): row for row in rows if row.case == "recorded, 8 ranks"}
+    assert found["attention max / mean", "chunks"].target == 1.02
+    assert all(row.met for row in rows if row.target is not None and "received" not in row.section)
+    times = {method: found["modelled time / limit, A800, MHA", method].figure for method in ("ring", "auto", "zones")}
+    assert 1 <= times["auto"] <= times["ring"] and times["auto"] <= times["zones"]
+    assert main(["--ranks", "12"]) == 2 and "--ranks 12 does not fill nodes of 8" in capsys.readouterr().err
+    recorded.write_text("12 x")
+    assert main(["--lengths", str(recorded)]) == 2 and "one whole number a line" in capsys.readouterr().err
+    recorded.write_text("12 0")
+    assert main(["--lengths", str(recorded)]) == 2 and "of at least 1 token" in capsys.readouterr().err
+    assert main(["--lengths", str(tmp_path / "none")]) == 2 and "No such file" in capsys.readouterr().err
 
 
 def test_planners_do_not_need_megatron():

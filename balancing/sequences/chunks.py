@@ -11,7 +11,7 @@ their ends are mixed with the cheapest tokens, so the longest goes with the shor
 consecutive ranks, which mostly share a node.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -171,6 +171,18 @@ class _Pool:
                 area, missing = area + rest.first(taken), missing - taken
         return area
 
+    def take_shortest(self, dear: _Rest, tokens: int, area: float) -> list[_Piece]:
+        """Whole sequences, shortest first, as long as the end of the dear one can still bring the area up."""
+        taken: list[_Piece] = []
+        while self.low < self.high:
+            length = self.lengths[self.low]
+            tokens, area = tokens - length, area - _area(0, length)
+            if tokens < 0 or (tokens <= dear.tokens and dear.last(tokens) < area):
+                break
+            taken.append((self.order[self.low], 0, length))
+            self.low += 1
+        return taken
+
     def drop(self, rest: _Rest) -> None:
         if not rest.tokens:
             self.cut.remove(rest)
@@ -182,40 +194,27 @@ class _Pool:
 
 
 def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
-    """(sequence, start, stop) of the pieces of one rank, taken out of the pool."""
+    """The pieces of one bucket that holds so many tokens and so much area, taken out of the pool."""
     own: list[_Piece] = []
     tolerance = _TOLERANCE * area
     while tokens:
         dear = pool.dearest(tokens, area)
-        if dear.tokens > tokens or area - dear.area < pool.least_area(tokens - dear.tokens, dear):
-            # Whole cheap sequences, as long as the end of the dear one can still bring the area up.
-            while pool.low < pool.high:
-                length = pool.lengths[pool.low]
-                left = tokens - length
-                if left < 0 or (left <= dear.tokens and dear.last(left) < area - _area(0, length)):
-                    break
-                cheap = pool.shortest()
-                tokens, area = left, area - cheap.area
-                own += cheap.take(cheap.tokens, 0)
-                pool.drop(cheap)
-            if not tokens:
-                break
-            cheap = dear
-            if dear.tokens < tokens or dear.first(tokens) > area:
-                cheap = pool.cheapest(dear, tokens, area) or dear
+        taken: list[_Piece] = []
+        if dear.tokens <= tokens and area - dear.area >= pool.least_area(tokens - dear.tokens, dear):
+            taken = dear.take(0, dear.tokens)
+        elif cheap_ones := pool.take_shortest(dear, tokens, area):
+            taken = cheap_ones
+        elif dear.tokens >= tokens and dear.first(tokens) <= area:
+            taken = dear.take(*_ends(dear, dear, tokens, area, chunk, tolerance))
+        elif (cheap := pool.cheapest(dear, tokens, area)) is None:
+            taken = dear.take(min(tokens, dear.tokens), 0)
         else:
-            cheap = dear
-        if cheap is dear:
-            first, last = (
-                (0, dear.tokens) if dear.tokens <= tokens else _mix(dear, dear, tokens, area, chunk, tolerance)
-            )
-            taken = dear.take(first, last)
-        else:
-            first, last = _mix(cheap, dear, tokens, area, chunk, tolerance)
             missing = max(0, tokens - cheap.tokens)
-            if missing and (missing > dear.tokens or dear.last(missing) + cheap.area > area):
-                first, last = cheap.tokens, 0
-            taken = cheap.take(first, 0) + dear.take(0, last)
+            if missing > dear.tokens or (missing and dear.last(missing) + cheap.area > area):
+                taken = cheap.take(cheap.tokens, 0)
+            else:
+                first, last = _ends(cheap, dear, tokens, area, chunk, tolerance)
+                taken = cheap.take(first, 0) + dear.take(0, last)
             pool.drop(cheap)
         pool.drop(dear)
         for _, start, stop in taken:
@@ -224,27 +223,19 @@ def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
     return own
 
 
-def _mix(cheap: _Rest, dear: _Rest, tokens: int, area: float, chunk: int, tolerance: float) -> tuple[int, int]:
-    """How many tokens from the beginning of `cheap` and from the end of `dear` have that area together.
-
-    Their sum is `tokens`, or less where both together have less.
-    """
-    tokens = min(tokens, dear.tokens + (0 if cheap is dear else cheap.tokens))
+def _ends(cheap: _Rest, dear: _Rest, tokens: int, area: float, chunk: int, tolerance: float) -> tuple[int, int]:
+    """How many tokens from the beginning of `cheap` and from the end of `dear`, together `tokens`, have that area."""
     least, most = (0 if cheap is dear else max(0, tokens - cheap.tokens)), min(tokens, dear.tokens)
-
-    def error(last: int) -> float:
-        return dear.last(last) + cheap.first(tokens - last) - area
-
-    last = bisect_left(range(least, most), 0.0, key=error) + least
-    if last > least and abs(error(last - 1)) < abs(error(last)):
-        last -= 1
-    tolerance = max(tolerance, abs(error(last)))
+    # The area is linear in the tokens from the end: one more costs this much more than the one less from the beginning.
+    step = dear.stop - cheap.start - tokens
+    exact = (area - cheap.first(tokens)) / step if step > 0 else least
+    exact = min(max(exact, least), most)
     while chunk > 1:
-        rounded = round(last / chunk) * chunk
-        if least <= rounded <= most and abs(error(rounded)) <= tolerance:
-            return tokens - rounded, rounded
+        last = round(exact / chunk) * chunk
+        if least <= last <= most and abs(last - exact) * step <= tolerance:
+            return tokens - last, last
         chunk //= 2
-    return tokens - last, last
+    return tokens - round(exact), round(exact)
 
 
 def _area(start: int, stop: int) -> int:

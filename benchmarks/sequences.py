@@ -1,0 +1,305 @@
+"""What planners of `balancing.sequences` make of real batches: balance, modelled time, traffic, and time to think.
+
+    python -m benchmarks.sequences [--quick] [--lengths FILE] [--ranks N ...] [--json FILE]
+
+One micro-batch a step and 4k tokens a rank, Zeppelin's regime, on 16 to 128 ranks; batches of documents as long as
+those of published training sets, or recorded lengths. Baselines: ring (Transformer Engine's p2p), gather (Llama 3's
+all-gather), hybrid (Megatron-LM's own scheduler, its groups one after another as Megatron-LM runs them).
+
+- Balance: the fullest rank over the mean, in attention's area and in tokens; hybrid's is the sum over its groups.
+- Model: modelled seconds of the step over the physical limit (`balancing.sequences.cost`), on A800 nodes with 4 NICs
+  and a 7B model with multi-head attention, and on H200 nodes with 8 NICs and an 8B model with grouped queries.
+  Baselines run without routing, as their systems do; zones and auto with and without it, zones also without remapping.
+- Traffic: keys and values that a rank receives forward in a layer, as part of all tokens of the batch.
+- Time: of one plan, processor time of one thread, the quickest of several.
+
+Each row has its ratio to ring and to the limit, which for balance and modelled time is 1. "all of these" are means over
+the distributions. Nothing is trained here. gather stops at 64 ranks. Takes about 3 minutes on one core, with --quick
+half a minute. Exit code 1 if a row misses its target.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from balancing.cluster import Cluster
+from balancing.sequences import (
+    AttentionShape,
+    SequencePlan,
+    causal_area,
+    kv_traffic,
+    limit_seconds,
+    plan_sequences,
+    step_cost,
+)
+from balancing.sequences.baselines import hybrid_groups
+from balancing.sequences.lengths import DISTRIBUTIONS, draw_batch
+
+__all__ = ["Row", "plans", "times"]
+
+_TOKENS = 4096  # a rank
+_METHODS = ("ring", "gather", "hybrid", "zones", "chunks", "auto")
+_OURS = ("zones", "chunks", "auto")
+_MACHINES: dict[str, tuple[str, AttentionShape]] = {
+    "A800, MHA": ("a800-4x200g", AttentionShape(4096, 32, 32, 32, 11008)),
+    "H200, GQA 8:1": ("h200-8x400g", AttentionShape(4096, 32, 4, 32, 14336)),
+}
+_BALANCE_ON = "A800, MHA"  # balance depends little on the machine
+_AREA, _EVEN = "attention max / mean", "token max / mean in attention"
+_TIME, _KV, _FAR = "modelled time / limit", "keys and values received / tokens", "of these from other nodes / tokens"
+_SECTIONS = [_AREA, _EVEN, *(f"{what}, {machine}" for what in (_TIME, _KV, _FAR) for machine in _MACHINES)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. figure: less is better, the mean over batches. most: of the worst batch. to_ring, to_limit: the
+    figure over that of ring, and over what is possible. target: what `most` must not exceed, None if nothing is
+    promised."""
+
+    section: str
+    case: str
+    method: str
+    figure: float
+    unit: str
+    most: float
+    to_ring: float | None
+    to_limit: float
+    target: float | None = None
+
+    @property
+    def met(self) -> bool:
+        return self.target is None or self.most <= self.target + 1e-9
+
+
+class _Found(dict[str, dict[str, list[float]]]):
+    """Figures by section, then by method, one for each batch."""
+
+    def add(self, section: str, method: str, figure: float) -> None:
+        self.setdefault(section, {}).setdefault(method, []).append(figure)
+
+
+def plans(sources: dict[str, str | np.ndarray], sizes: Sequence[int], batches: int, progress: Progress) -> list[Row]:
+    """Balance, traffic and modelled seconds of every method."""
+    rows: list[Row] = []
+    overall: dict[int, _Found] = {ranks: _Found() for ranks in sizes}
+    cells = [(name, ranks) for ranks in sizes for name in sources]
+    for name, ranks in progress.track(cells, description="plans"):
+        found = _Found()
+        for batch in range(batches if ranks < 128 else max(1, batches // 2)):
+            lengths = draw_batch(sources[name], _TOKENS * ranks, np.random.default_rng(batch))
+            kept: dict[str, list[SequencePlan]] = {}
+            for machine, (preset, shape) in _MACHINES.items():
+                cluster = Cluster.preset(preset, nodes=ranks // 8)
+                for method in _METHODS if ranks < 128 else [method for method in _METHODS if method != "gather"]:
+                    _measure(method, lengths, machine, cluster, shape, found, kept)
+        rows += _rows(f"{name}, {ranks} ranks", found)
+        for section, by_method in found.items():
+            for method, figures in by_method.items():
+                overall[ranks].add(section, method, float(np.mean(figures)))
+    for ranks, found in overall.items():
+        rows += _rows(f"all of these, {ranks} ranks", found, overall=True)
+    return sorted(rows, key=lambda row: _SECTIONS.index(row.section))
+
+
+def _measure(
+    method: str,
+    lengths: Sequence[int],
+    machine: str,
+    cluster: Cluster,
+    shape: AttentionShape,
+    found: _Found,
+    kept: dict[str, list[SequencePlan]],
+) -> None:
+    """Plan one batch for one machine. A step is the parts one after another; all methods but hybrid have one part.
+
+    kept: plans of the baselines, which are the same for every machine.
+    """
+    if method in _OURS:
+        parts = [plan_sequences(lengths, cluster, shape=shape, method=method)]
+    else:
+        if method not in kept:
+            kept[method] = _baseline(method, lengths, cluster, shape)
+        parts = kept[method]
+    if not parts:
+        return  # upstream's scheduler gives up on some batches; the others count
+    mean, limit = causal_area(lengths) / cluster.world_size, limit_seconds(lengths, cluster, shape)
+    if machine == _BALANCE_ON:
+        found.add(_AREA, method, sum(int(plan.area.max()) for plan in parts) / mean)
+        found.add(_EVEN, method, sum(int(plan.tokens.max()) for plan in parts) / _TOKENS)
+    crossing = [kv_traffic(plan).between(cluster) for plan in parts]
+    found.add(f"{_KV}, {machine}", method, sum(sum(both) for both in crossing) / cluster.world_size / sum(lengths))
+    found.add(f"{_FAR}, {machine}", method, sum(far for _, far in crossing) / cluster.world_size / sum(lengths))
+
+    def model(name: str, **how: bool | None) -> None:
+        seconds = sum(step_cost(plan, cluster, shape, **how).total for plan in parts)
+        found.add(f"{_TIME}, {machine}", method + name, seconds / limit)
+
+    model("", routed=None if method in _OURS else False)
+    if method == "zones":
+        model(", not routed", routed=False)
+        model(", not remapped", remapped=False)
+    if method == "auto":
+        model(", not routed", routed=False)
+
+
+def _baseline(method: str, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> list[SequencePlan]:
+    """One plan; of hybrid one for each of Megatron-LM's groups, which run one after another with a barrier after each,
+    nothing remapped, and none where its scheduler fails."""
+    if method != "hybrid":
+        return [plan_sequences(lengths, cluster, shape=shape, method=method)]
+    most = -(-sum(lengths) // cluster.world_size)
+    parts: list[SequencePlan] = []
+    try:
+        groups = hybrid_groups(lengths, cluster.world_size, most)
+    except ValueError:
+        return parts
+    for group in groups:
+        batch = [lengths[sequence] for sequence in sorted(group)]
+        planned = _Planned([group[sequence] for sequence in sorted(group)], cluster.world_size)
+        plan = plan_sequences(
+            batch, cluster, shape=shape, method="hybrid", token_capacity=most, scheduler=lambda *_, own=planned: own
+        )
+        parts.append(replace(plan, linear=plan.attention))
+    return parts
+
+
+class _Planned:
+    """A scheduler that has planned already: one group. ranks: those of each sequence."""
+
+    def __init__(self, ranks: Sequence[tuple[int, ...]], world_size: int) -> None:
+        self._by_rank = [
+            [sequence for sequence, held in enumerate(ranks) if rank in held] for rank in range(world_size)
+        ]
+
+    def get_groups_and_subsamples(self, lengths: object, config: object) -> tuple[None, list[list[list[int]]]]:
+        return None, [self._by_rank]
+
+
+def _rows(case: str, found: _Found, *, overall: bool = False) -> Iterator[Row]:
+    for section, by_method in found.items():
+        ring = float(np.mean(by_method["ring"]))
+        for method, figures in by_method.items():
+            target = {(_AREA, "chunks"): 1.02, (_EVEN, "chunks"): 1.0, (_AREA, "zones"): 1.20}.get((section, method))
+            if overall and section.startswith(_KV) and method == "chunks":
+                target = ring / 2
+            most, figure = max(figures), float(np.mean(figures))
+            if overall:
+                most = figure
+            yield Row(section, case, method, figure, "ratio", most, figure / ring if ring else None, figure, target)
+
+
+def times(repeats: int, progress: Progress) -> list[Row]:
+    """Milliseconds of a plan of 4k tokens a rank, on the machine whose plans take longer."""
+    rows = []
+    preset, shape = _MACHINES[_BALANCE_ON]
+    cells = [(ranks, source) for ranks in (64, 1024) for source in ("prolong", "packed", "mix")]
+    for ranks, source in progress.track(cells, description="time"):
+        lengths = draw_batch(source, _TOKENS * ranks, np.random.default_rng(0))
+        cluster, aim = Cluster.preset(preset, nodes=ranks // 8), 20.0 if ranks == 64 else 100.0
+        for method in _OURS:
+            plan = partial(plan_sequences, lengths, cluster, shape=shape, method=method)
+            figure = _milliseconds(plan, repeats)
+            case = f"{source}, {ranks} ranks, {len(lengths)} sequences"
+            target = aim if method == "chunks" or ranks == 64 else None
+            rows.append(Row("planner ms", case, method, figure, "ms", figure, None, figure / aim, target))
+    return rows
+
+
+def _milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Processor time of this thread, the quickest of several, so that other work on the machine does not count."""
+    call()
+    spent = []
+    for _ in range(repeats):
+        begin = time.thread_time()
+        call()
+        spent.append(time.thread_time() - begin)
+    return min(spent) * 1e3
+
+
+def _show(rows: Sequence[Row], console: Console) -> None:
+    """A table a section: a line a case, a column a method, the mean and, in balance, the worst batch."""
+    for section in dict.fromkeys(row.section for row in rows):
+        own = [row for row in rows if row.section == section]
+        methods = list(dict.fromkeys(row.method for row in own))
+        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
+        for head in ("case", *methods, "target"):
+            table.add_column(head, justify="left" if head in ("case", "target") else "right", no_wrap=True)
+        digits = 1 if section == "planner ms" else 3
+        for case in dict.fromkeys(row.case for row in own):
+            line = {row.method: row for row in own if row.case == case}
+            cells = []
+            for method in methods:
+                row = line.get(method)
+                worst = row is not None and section in (_AREA, _EVEN) and not case.startswith("all")
+                cells.append(
+                    "" if row is None else f"{row.figure:.{digits}f}" + (f" ({row.most:.3f})" if worst else "")
+                )
+            promised = [row for row in line.values() if row.target is not None]
+            table.add_row(case, *cells, ", ".join("met" if row.met else f"{row.method} MISSED" for row in promised))
+        console.print(table, "")
+
+
+def _sources(path: str | None) -> dict[str, str | np.ndarray]:
+    """The distributions, and recorded lengths first: every array of an .npz file, or one length a line."""
+    found: dict[str, str | np.ndarray] = {}
+    if path is not None and path.endswith(".npz"):
+        with np.load(path) as arrays:
+            found = {f"recorded {name}": arrays[name] for name in arrays}
+    elif path is not None:
+        try:
+            found = {"recorded": np.array([int(line) for line in Path(path).read_text().split()], dtype=np.int64)}
+        except ValueError as error:
+            raise ValueError(
+                f"--lengths {path} must be an .npz file or text with one whole number a line: {error}"
+            ) from error
+    for name, lengths in found.items():
+        if not isinstance(lengths, str) and (lengths.ndim != 1 or not len(lengths) or lengths.min() < 1):
+            raise ValueError(f"--lengths {path}: {name} must be a list of lengths of at least 1 token")
+    return found | {name: name for name in DISTRIBUTIONS}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sequences", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer batches and sizes; half a minute")
+    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks, multiples of 8 (default 16 32 64 128)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    options = parser.parse_args(arguments)
+    load = os.getloadavg()[0]
+    try:
+        sources = _sources(options.lengths)
+        sizes = options.ranks or ((16, 64) if options.quick else (16, 32, 64, 128))
+        if wrong := [ranks for ranks in sizes if ranks < 8 or ranks % 8]:
+            raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8")
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            rows = plans(sources, sizes, 2 if options.quick else 4, progress)
+            rows += times(5 if options.quick else 10, progress)
+        if options.json:
+            table = [asdict(row) | {"met": row.met} for row in rows]
+            Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"sequences: {error}", file=sys.stderr)
+        return 2
+    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; lengths: {options.lengths or 'made up'}\n")
+    _show(rows, Console(width=max(160, Console().width)))
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
