@@ -198,8 +198,8 @@ def _layout(history: History) -> str:
         "Where the tokens of a batch are",
         figures.sequence_layout(history.layout),
         f"The first micro-batch of iteration {history.layout['iteration']}: bars at the dashed line are equal "
-        "attention; tokens of linear layers are equal whatever the rows are. Colours show which documents send keys and "
-        "values, and how far.",
+        "attention; tokens of linear layers are equal whatever the rows are. Colours show which documents send keys "
+        "and values, and how far.",
     )
 
 

@@ -31,6 +31,7 @@ from balancing.sequences.load import zigzag_areas
 from balancing.sequences.way import Widths, find_way, keep_way
 from megatron.balanced.group import cluster_of
 from megatron.balanced.sequence_attention import DocumentRotaryEmbedding, PlannedSequences
+from megatron.balanced.sequence_checks import why_of_one_size
 from megatron.balanced.sequence_data import PlannedDataset, Rows, positions, receive
 
 __all__ = ["SequenceBalancer"]
@@ -128,9 +129,8 @@ class SequenceBalancer:
     @property
     def _rows(self) -> Rows:
         args = self._args
-        counted_on = args.pipeline_model_parallel_size > 1 or args.moe_token_dispatcher_type == "allgather"
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        return Rows(args.context_parallel_size, multiple, fixed=bool(counted_on or not args.sft))
+        return Rows(args.context_parallel_size, multiple, fixed=not args.sft or why_of_one_size(args) is not None)
 
     # Around a step.
 
