@@ -14,10 +14,15 @@ from corpus import heavy_tailed, write_documents
 from test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
 from training import MODEL, MOE, RankRun, Run, assert_same, differences, join, train, train_rank
 
+from balancing.report.history import read_history
+from balancing.report.page import page
+from balancing.report.summary import summarize
+
 CP = "--context-parallel-size"
 EP = "--expert-model-parallel-size"
 LOSS = f"{PACKED} --calculate-per-token-loss --eod-mask-loss"
 BALANCED = f"{PACKED} --balance-sequences --eod-mask-loss"
+SHORT = "--global-batch-size 4 --train-iters 3"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 # ranks, flags
@@ -43,7 +48,7 @@ PLANNERS = ("chunks", "zones", "ring", "gather", "hybrid")
 
 @pytest.fixture(scope="module")
 def packed(pool, tmp_path_factory) -> Packed:
-    return Packed(pool, tmp_path_factory.mktemp("sequences"))
+    return Packed(pool, tmp_path_factory.mktemp("sequences"), SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +85,14 @@ def test_repeats_bit_for_bit(packed):
 def test_experts(pool, tmp_path, dispatcher):
     """Balanced as well. Grouped queries and the losses of routers ride along."""
     losses = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --group-query-attention --num-query-groups 2"
-    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {losses} --moe-token-dispatcher-type {dispatcher}")
+    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {losses} {SHORT} --moe-token-dispatcher-type {dispatcher}")
     flags = f"{CP} 2 {PP} 2 {EP} 2 --balance-experts --expert-min-gain 0"
     _assert_close(experts.train(4, f"{BALANCED} {flags}"), experts.train(1, LOSS))
 
 
 def test_samples_as_sequences(pool, tmp_path):
     """Without documents in the masks, each sample is one sequence, and learned positions count from its beginning."""
-    samples = Packed(pool, tmp_path, "--position-embedding-type learned_absolute --disable-bias-linear")
+    samples = Packed(pool, tmp_path, f"--position-embedding-type learned_absolute --disable-bias-linear {SHORT}")
     reference = samples.train(1, "--calculate-per-token-loss")
     _assert_close(samples.train(2, f"--balance-sequences {CP} 2 --micro-batch-size 2"), reference)
 
@@ -114,18 +119,18 @@ def test_bf16(pool, tmp_path):
     np.testing.assert_allclose(run.losses, alone.losses, rtol=3e-3)
 
 
-def test_events(packed, tmp_path):
+def test_events_and_report(packed, tmp_path):
     """What was spread, sent and waited for, and tokens and attention of each rank."""
     flags = f"{CP} 2 {PP} 2 --sequence-planner zones --sequence-chunk 8 --balance-report {tmp_path}"
     packed.train(4, f"{BALANCED} {flags}")
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     spread = [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
-    assert {(line["iteration"], line["stage"]) for line in spread} == {(i, s) for i in range(1, 5) for s in range(2)}
+    assert {(line["iteration"], line["stage"]) for line in spread} == {(i, s) for i in range(1, 4) for s in range(2)}
     for line in spread:
-        assert line["methods"] == {"zones": 8} and line["micro_batches"] == 8
+        assert line["methods"] == {"zones": 4} and line["micro_batches"] == 4
         assert line["token_imbalance"] == 1.0
         assert line["local_share"] + line["intra_node_share"] == pytest.approx(1)
-        assert 0 < line["plan_wait_ms"] <= line["plan_ms"] * 1.001 + 50  # of whichever rank waited longest
+        assert line["plan_wait_ms"] > 0, "without a worker the step waits for its plans"
         sent = [line[name] for name in ("kv_intra_bytes", "kv_inter_bytes", "remap_intra_bytes", "remap_inter_bytes")]
         assert sum(sent) == line["moved_bytes"] > 0
         assert sent[1] == sent[3] == 0, "one node"
@@ -135,6 +140,11 @@ def test_events(packed, tmp_path):
     before, after = (np.mean([line[f"imbalance_{when}"] for line in spread]) for when in ("before", "after"))
     assert np.mean([line["imbalance_before"] for line in ranks]) < before
     assert after < before
+    history = read_history(tmp_path)
+    assert history.damaged == 0 and history.layout is not None
+    assert sum(stop - start for _, start, stop, _ in history.layout["shards"]) == 32
+    assert history.layout["area"].sum() == history.layout["area_before"].sum()
+    assert "Where the tokens of a batch are" in page(history, summarize(history))
 
 
 def _on_two_nodes(argv: list[str]) -> RankRun:

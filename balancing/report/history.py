@@ -43,6 +43,7 @@ class History:
     stages, layers, sequences    iteration -> its line
     experts      iteration -> layer -> its line
     actions      every line whose action is not "observe", in the order of the file
+    layout       where the tokens of the last batch are that was written in full, and its `iteration`; None for none
     timelines    the iterations of the trace, oldest first; `no_timeline` says why there are none
     damaged      lines that could not be read
     """
@@ -53,6 +54,7 @@ class History:
     sequences: dict[int, dict[str, Any]] = field(default_factory=dict)
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
+    layout: dict[str, Any] | None = None
     timelines: list[TraceIteration] = field(default_factory=list)
     no_timeline: str = ""
     damaged: int = 0
@@ -72,6 +74,8 @@ class History:
         if not all(math.isfinite(line[name]) for name in numbers):
             raise ValueError("not a finite number")
         if not observed:
+            if line.get("layout"):
+                self.layout = _layout_of(line["layout"]) | {"iteration": iteration}
             self.actions.append(line)
             return
         for group in _GROUPS.get(key, ()):
@@ -96,6 +100,24 @@ class History:
                 self.sequences[iteration] = line
             case "experts", "rank":
                 self.experts.setdefault(iteration, {})[int(line["layer"])] = line
+
+
+def _layout_of(layout: dict[str, Any]) -> dict[str, Any]:
+    """`layout` of a batch as `sequences` wrote it. Raises KeyError, TypeError or ValueError if it is not."""
+    ranks, per_node = int(layout["ranks"]), int(layout["ranks_per_node"])
+    shards = np.array(layout["shards"], dtype=np.int64)
+    area, before = (np.array(layout[name], dtype=float) for name in ("area", "area_before"))
+    if ranks < 1 or per_node < 1 or ranks % per_node or area.shape != (ranks,) or before.shape not in ((ranks,), (0,)):
+        raise ValueError("ranks do not fit")
+    if shards.ndim != 2 or shards.shape[1] != 4 or (shards < 0).any() or (shards[:, 3] >= ranks).any():
+        raise ValueError("shards do not fit")
+    return {
+        "ranks": ranks,
+        "ranks_per_node": per_node,
+        "shards": shards.tolist(),
+        "area": area,
+        "area_before": before,
+    }
 
 
 def read_history(directory: str | os.PathLike[str]) -> History:

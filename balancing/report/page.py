@@ -82,6 +82,7 @@ def page(history: History, summary: Summary) -> str:
         _layers(summary),
         _experts(summary),
         _work(summary),
+        _layout(history),
         _imbalance(history),
         _memory(summary),
         f"<footer>{escape(_FOOTER)}</footer>",
@@ -186,6 +187,19 @@ def _work(summary: Summary) -> str:
         "Medians over steps. Ranks with equal tokens can differ in attention, since a document of l tokens has "
         f"l (l + 1) / 2 pairs. In a typical step the fullest rank, whichever it is, has "
         f"{ratio(summary.tokens.typical)} the mean tokens and {ratio(summary.area.typical)} the mean attention area.",
+    )
+
+
+def _layout(history: History) -> str:
+    """One balanced batch; nothing where sequences are not balanced, for then there is no layout to look at."""
+    if history.layout is None:
+        return ""
+    return _figure(
+        "Where the tokens of a batch are",
+        figures.sequence_layout(history.layout),
+        f"The first micro-batch of iteration {history.layout['iteration']}: bars at the dashed line are equal "
+        "attention; tokens of linear layers are equal whatever the rows are. Colours show which documents send keys "
+        "and values, and how far.",
     )
 
 

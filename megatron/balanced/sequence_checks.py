@@ -9,7 +9,7 @@ import dataclasses
 
 from balancing.sequences.config import SequenceConfig
 
-__all__ = ["check_sequences"]
+__all__ = ["check_sequences", "why_of_one_size"]
 
 # Flags that contradict --balance-sequences: name among the arguments, values that are fine, why, and what to do.
 _ATTENTION = "is an attention that cannot be spread over ranks yet"
@@ -78,8 +78,8 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
             "--balance-sequences takes each sample as one sequence; with --dataloader-inter-document-masking each "
             "document is one"
         )
-    if args.sft and (rest := _padding_left(args)):
-        notes.append(f"--balance-sequences leaves the padding of conversations in linear layers, for {rest}")
+    if args.sft and (why := why_of_one_size(args)):
+        notes.append(f"--balance-sequences leaves the padding of conversations in linear layers, for {why}")
     args.create_attention_mask_in_dataloader = False
     return sequences, notes
 
@@ -117,12 +117,18 @@ def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
         )
 
 
-def _padding_left(args: argparse.Namespace) -> str | None:
-    """Why Megatron counts on micro-batches of one size."""
+def why_of_one_size(args: argparse.Namespace) -> str | None:
+    """Why Megatron counts on all micro-batches having as many rows on each rank; None where it does not.
+
+    Then padding that a data loader made stays in linear layers and is seen by routers, if not by attention.
+    """
     if args.pipeline_model_parallel_size > 1:
         return "messages between pipeline stages have one size"
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":
         return "--moe-token-dispatcher-type allgather needs as many tokens on each rank; alltoall does not"
+    for name in ("tp_comm_overlap", "fp8", "fp4"):
+        if getattr(args, name, None):
+            return f"--{name.replace('_', '-')} counts on one size"
     return None
 
 

@@ -31,11 +31,14 @@ from balancing.sequences.load import zigzag_areas
 from balancing.sequences.way import Widths, find_way, keep_way
 from megatron.balanced.group import cluster_of
 from megatron.balanced.sequence_attention import DocumentRotaryEmbedding, PlannedSequences
+from megatron.balanced.sequence_checks import why_of_one_size
 from megatron.balanced.sequence_data import PlannedDataset, Rows, positions, receive
 
 __all__ = ["SequenceBalancer"]
 
 _KEPT = 64  # plans
+_LAYOUT_INTERVAL = 100  # iterations
+_LAYOUT_SHARDS = 2000
 
 
 class _Batch(NamedTuple):
@@ -126,9 +129,8 @@ class SequenceBalancer:
     @property
     def _rows(self) -> Rows:
         args = self._args
-        counted_on = args.pipeline_model_parallel_size > 1 or args.moe_token_dispatcher_type == "allgather"
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        return Rows(args.context_parallel_size, multiple, fixed=bool(counted_on or not args.sft))
+        return Rows(args.context_parallel_size, multiple, fixed=not args.sft or why_of_one_size(args) is not None)
 
     # Around a step.
 
@@ -169,7 +171,7 @@ class SequenceBalancer:
             self._iteration + 1,
             "sequences",
             "micro-batch",
-            imbalance_before=float(np.mean([self._upstream_imbalance(plan) for plan in plans])),
+            imbalance_before=float(np.mean([imbalance(self._upstream_areas(plan)) for plan in plans])),
             imbalance_after=float(np.mean([imbalance(plan.area) for plan in plans])),
             plan_ms=sum(batch.plan_ms for batch in batches),
             apply_ms=int(exposed.max()) / 1e3,
@@ -187,14 +189,28 @@ class SequenceBalancer:
             **zone_shares(plans, self._cluster),
             stage=mpu.get_pipeline_model_parallel_rank(),
             replica=mpu.get_data_parallel_rank(),
+            **self._layout(plans[0]),
         )
 
-    def _upstream_imbalance(self, plan: SequencePlan) -> float:
-        """Max / mean attention as Megatron-LM would cut the batch: between documents as they come, in a zig-zag; or,
+    def _layout(self, plan: SequencePlan) -> dict[str, Any]:
+        """Now and then a whole layout, for the report to draw."""
+        if self._iteration % _LAYOUT_INTERVAL or len(plan.attention) > _LAYOUT_SHARDS:
+            return {}
+        layout = {
+            "ranks": plan.ranks,
+            "ranks_per_node": self._cluster.ranks_per_node,
+            "shards": [list(shard) for shard in plan.attention],
+            "area": plan.area,
+            "area_before": self._upstream_areas(plan),
+        }
+        return {"layout": layout}
+
+    def _upstream_areas(self, plan: SequencePlan) -> np.ndarray:
+        """Attention of each rank as Megatron-LM would cut the batch: between documents as they come, in a zig-zag; or,
         where every document is padded to fit, each over all ranks, which is level."""
         if not self._args.dataloader_inter_document_masking or self._args.sft:
-            return 1.0
-        return imbalance(zigzag_areas(plan.lengths, plan.ranks))
+            return np.full(plan.ranks, plan.area.mean())
+        return zigzag_areas(plan.lengths, plan.ranks)
 
     # A micro-batch.
 
