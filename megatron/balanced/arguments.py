@@ -20,12 +20,14 @@ from typing import Any, NoReturn
 import torch
 
 from balancing.cluster import Cluster
+from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
 from balancing.launch import detect_launch
 from megatron.balanced.checks import OnThisMachine, check_folders, check_layout, check_megatron
 from megatron.balanced.data_checks import check_data
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
+from megatron.balanced.dynamics_checks import check_dynamics
 from megatron.balanced.expert_checks import check_experts
 
 __all__ = ["BalanceConfig", "machine_of", "parse_arguments", "stop"]
@@ -75,11 +77,13 @@ class BalanceConfig:
         default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
     )
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
+    dynamics: DynamicsConfig = dataclasses.field(default_factory=DynamicsConfig)
 
 
 def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    group = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
-    for config in (BalanceConfig, ExpertConfig):
+    balancing = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
+    dynamics = parser.add_argument_group("dynamic models", "Schemes that make layers uneven; all off by default.")
+    for config, group in ((BalanceConfig, balancing), (ExpertConfig, balancing), (DynamicsConfig, dynamics)):
         for field in dataclasses.fields(config):
             if not field.metadata:
                 continue
@@ -249,6 +253,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         args = parse_args(_add_balance_flags)
         config = _config_from(args, BalanceConfig)
         config = dataclasses.replace(config, device=device, experts=_config_from(args, ExpertConfig))
+        config = dataclasses.replace(config, dynamics=_config_from(args, DynamicsConfig))
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 
@@ -264,6 +269,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             args.create_attention_mask_in_dataloader = False
         validate_args(args)
         _refuse(args, config, device)
+        check_dynamics(args, config.dynamics)
         if not config.balance_dry_run:  # which shows what does not fit instead
             check_folders(args)
             patches.check_needed(args, config)

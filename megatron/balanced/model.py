@@ -21,10 +21,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
+from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
+from megatron.balanced.dynamic_layer import dynamic_layer
 from megatron.balanced.grouped_experts import GroupedMLP
 from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 
@@ -105,7 +108,9 @@ def _layer_spec(replacements: dict[Any, Any], config: GPTModelConfig, vp_stage: 
     return _fill_in(block, replacements)
 
 
-def model_config(args: argparse.Namespace, experts: ExpertConfig) -> GPTModelConfig:
+def model_config(
+    args: argparse.Namespace, experts: ExpertConfig, dynamics: DynamicsConfig | None = None
+) -> GPTModelConfig:
     """The model that the flags describe, as a config that `megatron.training.pretrain` builds from."""
     config = gpt_config_from_args(args)
     replacements: dict[Any, Any] = {}
@@ -118,6 +123,8 @@ def model_config(args: argparse.Namespace, experts: ExpertConfig) -> GPTModelCon
         replacements[SequentialMLP] = ReplicatedSequentialMLP
     if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:
         replacements[SequentialMLP] = GroupedMLP
+    if dynamics is not None and dynamics.any:
+        replacements[TransformerLayer] = dynamic_layer(dynamics)
     if replacements and args.spec is None:
         # Named parameters, for Megatron looks at them.
         config.transformer_layer_spec = lambda config, vp_stage: _layer_spec(replacements, config, vp_stage)

@@ -101,7 +101,7 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.balance_report is not None or config.experts.balance_experts
+    return config.balance_report is not None or config.experts.balance_experts or config.dynamics.any
 
 
 PATCHES = (

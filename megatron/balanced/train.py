@@ -13,6 +13,7 @@ from megatron.training.utils import print_rank_0
 from megatron.balanced import patches, step
 from megatron.balanced.arguments import BalanceConfig, machine_of, stop
 from megatron.balanced.data import forward_step, train_valid_test_datasets
+from megatron.balanced.dynamics import add_dynamics
 from megatron.balanced.experts import DoesNotFit, ExpertBalancer
 from megatron.balanced.failure import named_failures
 from megatron.balanced.model import model_config
@@ -29,7 +30,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
     for line in patches.install(args, config):
         print_rank_0(f"> {line}")
     try:
-        model = model_config(args, config.experts)
+        model = model_config(args, config.experts, config.dynamics)
     except (ValueError, AssertionError) as error:  # what Megatron finds wrong with the model, the same on all ranks
         stop(error)
     forward = forward_step
@@ -39,10 +40,12 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         model.post_wrap_hooks.append(observer.attach)
         step.callbacks.append(observer)
         forward = partial(forward_step, on_documents=observer.documents)
+    note = observer.note if observer is not None else lambda event: None
+    if config.dynamics.any:
+        add_dynamics(args, config.dynamics, model, note)
     if config.experts.balance_experts:
         machine = machine_of(config, args.world_size)
-        report = observer.note if observer is not None else lambda event: None
-        balancer = ExpertBalancer(args, config.experts, machine, report)
+        balancer = ExpertBalancer(args, config.experts, machine, note)
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
     try:
