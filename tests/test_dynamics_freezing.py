@@ -115,13 +115,9 @@ def _run(pool, corpus, world_size: int, flags: str, restore: int = 0, from_step:
     return run, sorted({mark for _, seen, _ in results for mark in seen}), [reduced for _, _, reduced in results]
 
 
-# ranks, layout; frozen layers 1 and 2, and at PP 2 the whole first stage, or a part of the second as well
+# ranks, layout. Layers 1 and 2 are frozen, which at PP 2 is the first stage, or 3 with a part of the second stage.
 LAYOUTS = {
-    "one rank": (1, ""),
-    "PP 2": (2, PP2),
     "PP 2, 3 layers": (2, f"{PP2} --freeze-layers 3"),
-    "PP 2, interleaved": (2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
-    "DP 2": (2, ""),
     "DP 2, overlap": (2, "--overlap-grad-reduce --ddp-bucket-size 8000"),
     "DP 2, sharded": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
 }
@@ -150,3 +146,38 @@ def test_freezing_is_a_learning_rate_of_zero(pool, corpus, name):
 
         assert of(reduced, 1) == of(all_reduced, 1) == of(all_reduced, 3)
         assert of(reduced, 3) < 0.6 * of(reduced, 1)
+
+
+# ranks, flags. Each freezes, goes on from a checkpoint in which layers are frozen, and trains them again or more.
+RESUMED = {
+    "schedule, PP 2, interleaved, bf16": (
+        2,
+        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --bf16 {FREEZE} --freeze-layers-until 5",
+        [("freeze", 2), ("unfreeze", 0)],
+    ),
+    "plasticity, DP 2, sharded": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --freeze-layers 2 "
+        "--freeze-layers-policy plasticity --freeze-layers-interval 1 --freeze-layers-patience 1 "
+        "--freeze-layers-tolerance 1 --train-iters 11",
+        [("freeze", 1), ("freeze", 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_is_uninterrupted(pool, corpus, tmp_path, name):
+    world_size, flags, moves = RESUMED[name]
+    base = [*MODEL, *corpus, *f"{UNTIED} --ckpt-format torch_dist --train-iters 7".split(), *flags.split()]
+    at = 6 if "plasticity" in name else 4
+    report = f"--balance-report {tmp_path / 'report'}"
+    whole = train(pool, world_size, f"--save {tmp_path} --save-interval {at} {report}", base=base, parameters=True)
+    events = [json.loads(line) for line in (tmp_path / "report" / "events.jsonl").read_text().splitlines()]
+    assert [(e["action"], e["frozen_layers"]) for e in events if e["balancer"] == "dynamics"] == moves
+    resumed = train(
+        pool, world_size, f"--load {tmp_path} --ckpt-step {at} --save {tmp_path} --save-interval {at}", base=base,
+        parameters=True,
+    )
+    assert resumed.losses == whole.losses[at:]
+    assert_same(replace(resumed, losses=whole.losses, grad_norms=whole.grad_norms), whole)
+    assert np.mean(whole.losses[-2:]) < whole.losses[0]

@@ -6,5 +6,17 @@ why `balancing.layers` exists, and train by themselves.
 
 from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.freezing import PlasticityFreezer, scheduled_prefix, similarity_loss
+from balancing.dynamics.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
+from balancing.dynamics.sparse_linear import SparsePattern, sparse_linear
 
-__all__ = ["DynamicsConfig", "PlasticityFreezer", "scheduled_prefix", "similarity_loss"]
+__all__ = [
+    "DynamicsConfig",
+    "PlasticityFreezer",
+    "SparsePattern",
+    "cubic_sparsity",
+    "global_threshold",
+    "is_pruning_iteration",
+    "scheduled_prefix",
+    "similarity_loss",
+    "sparse_linear",
+]

@@ -15,6 +15,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from balancing.dynamics.config import DynamicsConfig
 from megatron.balanced import step
 from megatron.balanced.freezing import Freezing
+from megatron.balanced.pruning import Pruning
 
 __all__ = ["add_dynamics"]
 
@@ -46,6 +47,8 @@ def add_dynamics(
     schemes: dict[str, Any] = {}
     if config.freeze_layers:
         schemes["freezing"] = Freezing(args, config, report, saved.get("freezing"))
+    if config.prune_sparsity:
+        schemes["pruning"] = Pruning(args, config, report)
     step.callbacks.append(_Saved(args, schemes))  # whose step ends last
     for scheme in schemes.values():
         model.post_wrap_hooks.append(scheme.attach)

@@ -40,6 +40,18 @@ _FREEZE = (
     ),
     ("optimizer", "adam", "has other state than frozen layers are kept with", "use --optimizer adam"),
 )
+_PRUNE = (
+    ("optimizer", "adam", "has other state than pruned weights are kept out of", "use --optimizer adam"),
+    ("transformer_impl", "local", "multiplies with modules that are not pruned", "use --transformer-impl local"),
+    ("balance_experts", False, "copies experts without their masks", "drop it"),
+    ("delay_wgrad_compute", False, "computes gradients after they were masked", "drop it"),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        False,
+        "steps the optimizer in parts",
+        "use --overlap-param-gather alone",
+    ),
+)
 
 
 def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
@@ -54,6 +66,11 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
                 f"{scheme} leaves none of --num-layers {args.num_layers} to train; freeze at most {args.num_layers - 1}"
             )
         _contradictions(args, scheme, _FREEZE)
+    if config.prune_sparsity:
+        scheme = f"--prune-sparsity {config.prune_sparsity}"
+        _contradictions(args, scheme, _PRUNE)
+        if args.num_experts and args.moe_grouped_gemm:
+            raise ValueError(f"--moe-grouped-gemm holds experts that {scheme} does not reach; drop --moe-grouped-gemm")
 
 
 def _contradictions(args: argparse.Namespace, scheme: str, rows: tuple[tuple[str, object, str, str], ...]) -> None:

@@ -24,7 +24,7 @@ from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.freezing import PlasticityFreezer, scheduled_prefix
 from balancing.report import event
 from megatron.balanced.dynamic_layer import DynamicLayer
-from megatron.balanced.optimizer_parts import optimizer_of, parts
+from megatron.balanced.optimizer_parts import Part, optimizer_of, parts
 from megatron.balanced.plasticity import Plasticity
 
 __all__ = ["Freezing"]
@@ -63,6 +63,7 @@ class Freezing:
         self._iteration = 0
         self._optimizer: Any = None
         self._taken_out: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        self._frozen_parts: list[Part] = []
         self._plasticity: Plasticity | None = None
         if config.freeze_layers_policy == "plasticity":
             freezer = PlasticityFreezer(
@@ -90,7 +91,7 @@ class Freezing:
         self._iteration = iteration
         self._optimizer = optimizer_of(config)
         if self._plasticity is not None:
-            self._plasticity.begin_step(iteration, self._layers())
+            self._plasticity.begin_step(iteration)
         frozen = self._prefix(iteration)
         if frozen != self.frozen:
             self._freeze(frozen)
@@ -147,7 +148,7 @@ class Freezing:
 
     def begin_schedule(self) -> None:
         if self._plasticity is not None:
-            self._plasticity.begin_schedule(self._layers(), self.frozen)
+            self._plasticity.begin_schedule(self._layers())
 
     def end_schedule(self) -> None:
         """Take what is frozen out of the optimizer, until it has stepped."""
@@ -178,7 +179,7 @@ class Freezing:
             self._count_steps()
         if self._plasticity is not None:
             rate = max(group["lr"] for group in self._optimizer.param_groups)
-            self._plasticity.end_step(self._layers(), self.frozen, rate)
+            self._plasticity.end_step(rate)
 
     def _count_steps(self) -> None:
         """A checkpoint has one step for all parameters: what is frozen counts with what is not."""

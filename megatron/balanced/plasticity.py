@@ -4,8 +4,8 @@ At every measurement the first layer that is not frozen runs twice more on a mic
 and gradients: with its weights of now, and with those of the last measurement. The data-parallel mean of their
 similarity loss is what `balancing.dynamics.PlasticityFreezer` decides on, the same on all ranks.
 
-The weights to compare with are also taken anew whenever a checkpoint is written, and when training begins, so that a
-resumed run compares with the same ones.
+The weights to compare with are also taken anew after a checkpoint is written and when training begins, so that a resumed
+run compares with the same ones.
 """
 
 import argparse
@@ -33,47 +33,40 @@ class Plasticity:
         self._reference: dict[str, torch.Tensor] | None = None
         self._measured: float | None = None
 
-    def begin_step(self, iteration: int, layers: list[DynamicLayer]) -> None:
+    def begin_step(self, iteration: int) -> None:
         self._iteration = iteration
         if self._front != self.freezer.frozen + 1:
-            self._take(layers)
-
-    def _take(self, layers: list[DynamicLayer]) -> None:
-        """Keep a copy of the front layer's weights, if it is on this rank."""
-        self._front, self._reference = self.freezer.frozen + 1, None
-        for layer in layers:
-            if layer.layer_number == self._front:
-                self._reference = {name: value.detach().clone() for name, value in layer.named_parameters()}
+            self._front, self._reference = self.freezer.frozen + 1, None
 
     def _is_due(self) -> bool:
         return not (self._iteration + 1) % self._interval
 
-    def begin_schedule(self, layers: list[DynamicLayer], frozen: int) -> None:
-        if self._is_due():
-            for layer in layers:
-                if layer.layer_number == self._front and self._reference is not None:
-                    layer.probe = self._measure
+    def begin_schedule(self, layers: list[DynamicLayer]) -> None:
+        for layer in layers:
+            if layer.layer_number == self._front and (self._is_due() or self._reference is None):
+                layer.probe = self._measure
 
     def _measure(self, layer: DynamicLayer, hidden_states: torch.Tensor, run: Any) -> None:
-        """`run(hidden_states)` is the layer's forward pass."""
+        """`run(hidden_states)` is the layer's forward pass. Weights may be there only once it has been run."""
         layer.probe = None
-        assert self._reference is not None
         layer.eval()
         try:
             with torch.no_grad():
                 now = run(hidden_states)[0]
                 own = {name: value.data for name, value in layer.named_parameters()}
-                for name, value in layer.named_parameters():
-                    value.data = self._reference[name]
-                before = run(hidden_states)[0]
-                for name, value in layer.named_parameters():
-                    value.data = own[name]
+                if self._reference is not None and self._is_due():
+                    for name, value in layer.named_parameters():
+                        value.data = self._reference[name]
+                    before = run(hidden_states)[0]
+                    for name, value in layer.named_parameters():
+                        value.data = own[name]
+                    flat = (output.flatten(0, 1)[:_TOKENS].float() for output in (now, before))
+                    self._measured = similarity_loss(*flat)
+                self._reference = {name: value.clone() for name, value in own.items()}
         finally:
             layer.train()
-        flat = (now.flatten(0, 1)[:_TOKENS], before.flatten(0, 1)[:_TOKENS])
-        self._measured = similarity_loss(*(part.float() for part in flat))
 
-    def end_step(self, layers: list[DynamicLayer], frozen: int, learning_rate: float) -> None:
+    def end_step(self, learning_rate: float) -> None:
         """Agree on what was measured, and decide."""
         if self._is_due():
             told = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
@@ -81,7 +74,7 @@ class Plasticity:
                 told += torch.tensor([self._measured, 1.0], dtype=told.dtype, device=told.device)
             dist.all_reduce(told)
             self._measured = None
-            self.freezer.observe(float(told[0] / told[1].clamp(min=1)), learning_rate)
-        saves = self._save_interval and not (self._iteration + 1) % self._save_interval
-        if self._is_due() or saves:
-            self._take(layers)
+            if told[1]:  # at first there is nothing to compare with
+                self.freezer.observe(float(told[0] / told[1]), learning_rate)
+        if self._save_interval and not (self._iteration + 1) % self._save_interval:
+            self._reference = None
