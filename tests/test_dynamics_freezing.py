@@ -159,7 +159,7 @@ RESUMED = {
         2,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --freeze-layers 2 "
         "--freeze-layers-policy plasticity --freeze-layers-interval 1 --freeze-layers-patience 1 "
-        "--freeze-layers-tolerance 1 --train-iters 11",
+        "--freeze-layers-tolerance 1 --train-iters 12",
         [("freeze", 1), ("freeze", 2)],
     ),
 }
@@ -175,7 +175,10 @@ def test_resumed_is_uninterrupted(pool, corpus, tmp_path, name):
     events = [json.loads(line) for line in (tmp_path / "report" / "events.jsonl").read_text().splitlines()]
     assert [(e["action"], e["frozen_layers"]) for e in events if e["balancer"] == "dynamics"] == moves
     resumed = train(
-        pool, world_size, f"--load {tmp_path} --ckpt-step {at} --save {tmp_path} --save-interval {at}", base=base,
+        pool,
+        world_size,
+        f"--load {tmp_path} --ckpt-step {at} --save {tmp_path} --save-interval {at}",
+        base=base,
         parameters=True,
     )
     assert resumed.losses == whole.losses[at:]

@@ -32,9 +32,13 @@ def test_threshold_is_that_of_all_ranks_together(dtype):
     every = torch.cat([w.abs().float().flatten() for w in mine + theirs]).sort().values
     for count in (0, 1, 5, 6, 300, 1004, 1005):
         sums: list[torch.Tensor] = []
-        together = global_threshold(lambda: mine + theirs, count, lambda counts: sums.append(counts) or counts)
-        steps = iter(sums)
-        alone = global_threshold(lambda: mine, count, lambda counts: next(steps))
+
+        def keep(counts: torch.Tensor, sums: list = sums) -> torch.Tensor:
+            sums.append(counts)
+            return counts
+
+        together = global_threshold(lambda: mine + theirs, count, keep)
+        alone = global_threshold(lambda: mine, count, lambda counts, steps=iter(sums): next(steps))
         assert alone == together == (every[count - 1] if count else -1)
 
 

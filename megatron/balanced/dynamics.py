@@ -16,6 +16,7 @@ from balancing.dynamics.config import DynamicsConfig
 from megatron.balanced import step
 from megatron.balanced.freezing import Freezing
 from megatron.balanced.pruning import Pruning
+from megatron.balanced.token_flow import Tokens
 
 __all__ = ["add_dynamics"]
 
@@ -49,6 +50,8 @@ def add_dynamics(
         schemes["freezing"] = Freezing(args, config, report, saved.get("freezing"))
     if config.prune_sparsity:
         schemes["pruning"] = Pruning(args, config, report)
+    if config.mixture_of_depths or config.exits():
+        schemes["tokens"] = Tokens(args, config, report)
     step.callbacks.append(_Saved(args, schemes))  # whose step ends last
     for scheme in schemes.values():
         model.post_wrap_hooks.append(scheme.attach)

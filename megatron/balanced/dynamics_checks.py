@@ -52,6 +52,46 @@ _PRUNE = (
         "use --overlap-param-gather alone",
     ),
 )
+_SOME_TOKENS = (
+    ("sequence_parallel", False, "cuts the tokens that a layer chooses from over ranks", "drop it"),
+    ("context_parallel_size", 1, "cuts the tokens that a layer chooses from over ranks", "use 1"),
+    ("sft", False, "packs documents whose bounds are lost when tokens are left out", "drop it"),
+    (
+        "dataloader_inter_document_masking",
+        False,
+        "packs documents whose bounds are lost when tokens are left out",
+        "drop it",
+    ),
+    ("reset_attention_mask", False, "asks for another mask than the causal one", "drop it"),
+    ("apply_rope_fusion", False, "knows no positions of single tokens", "add --no-rope-fusion"),
+    ("multi_latent_attention", False, "knows no positions of single tokens", "drop it"),
+    ("mtp_num_layers", None, "has layers that do not know which tokens are left out", "drop it"),
+)
+_EXIT = (
+    ("mixture_of_depths", 0.0, "also decides which tokens a layer takes", "use one of the two"),
+    (
+        "recompute_granularity",
+        (None, "selective"),
+        "runs layers again after it was forgotten which tokens had exited",
+        "use --recompute-granularity selective",
+    ),
+    (
+        "virtual_pipeline_model_parallel_size",
+        None,
+        "gives a stage several chunks, whose messages about exits could be mixed up",
+        "drop it",
+    ),
+)
+_SPARSE_ATTENTION = (
+    ("transformer_impl", "local", "brings an attention of its own", "use --transformer-impl local"),
+    ("context_parallel_size", 1, "cuts the keys over ranks", "use 1"),
+    ("sft", False, "packs documents that must not attend to each other", "drop it"),
+    ("dataloader_inter_document_masking", False, "packs documents that must not attend to each other", "drop it"),
+    ("reset_attention_mask", False, "asks for another mask than the causal one", "drop it"),
+    ("multi_latent_attention", False, "has keys of another form", "drop it"),
+    ("window_size", None, "chooses keys already", "use one of the two"),
+    ("softmax_type", "vanilla", "is not done block by block", "use --softmax-type vanilla"),
+)
 
 
 def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
@@ -71,6 +111,24 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
         _contradictions(args, scheme, _PRUNE)
         if args.num_experts and args.moe_grouped_gemm:
             raise ValueError(f"--moe-grouped-gemm holds experts that {scheme} does not reach; drop --moe-grouped-gemm")
+    if config.exits():
+        scheme = f"--early-exit-layers {config.early_exit_layers}"
+        if config.exits()[-1] >= args.num_layers:
+            raise ValueError(
+                f"{scheme}: behind layer {config.exits()[-1]} of --num-layers {args.num_layers} nothing is left to "
+                f"skip; name layers up to {args.num_layers - 1}"
+            )
+        _contradictions(args, scheme, _EXIT + _SOME_TOKENS)
+    if config.mixture_of_depths:
+        scheme = f"--mixture-of-depths {config.mixture_of_depths}"
+        if config.mixture_of_depths_every > args.num_layers:
+            raise ValueError(
+                f"--mixture-of-depths-every {config.mixture_of_depths_every} routes none of --num-layers "
+                f"{args.num_layers}; use a number up to that"
+            )
+        _contradictions(args, scheme, _SOME_TOKENS)
+    if config.sparse_attention != "none":
+        _contradictions(args, f"--sparse-attention {config.sparse_attention}", _SPARSE_ATTENTION)
 
 
 def _contradictions(args: argparse.Namespace, scheme: str, rows: tuple[tuple[str, object, str, str], ...]) -> None:

@@ -30,6 +30,7 @@ from balancing.experts.config import ExpertConfig
 from megatron.balanced.dynamic_layer import dynamic_layer
 from megatron.balanced.grouped_experts import GroupedMLP
 from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+from megatron.balanced.sparse_attention import sparse_attention
 
 __all__ = ["PackedDotProductAttention", "SequenceParallelNorm", "model_config"]
 
@@ -125,6 +126,10 @@ def model_config(
         replacements[SequentialMLP] = GroupedMLP
     if dynamics is not None and dynamics.any:
         replacements[TransformerLayer] = dynamic_layer(dynamics)
+        if dynamics.sparse_attention != "none":
+            replacements[DotProductAttention] = sparse_attention(dynamics)
+        if dynamics.mixture_of_depths:  # layers with and without a router
+            config.transformer.hetereogenous_dist_checkpoint = True
     if replacements and args.spec is None:
         # Named parameters, for Megatron looks at them.
         config.transformer_layer_spec = lambda config, vp_stage: _layer_spec(replacements, config, vp_stage)

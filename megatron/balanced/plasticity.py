@@ -4,8 +4,8 @@ At every measurement the first layer that is not frozen runs twice more on a mic
 and gradients: with its weights of now, and with those of the last measurement. The data-parallel mean of their
 similarity loss is what `balancing.dynamics.PlasticityFreezer` decides on, the same on all ranks.
 
-The weights to compare with are also taken anew after a checkpoint is written and when training begins, so that a resumed
-run compares with the same ones.
+The weights to compare with are also taken anew after a checkpoint is written and when training begins, so that a
+resumed run compares with the same ones.
 """
 
 import argparse
