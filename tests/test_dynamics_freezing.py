@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from training import EXACT, MODEL, RankRun, assert_same, join, train, watch
+from plain import train_plainly
+from training import EXACT, MODEL, MOE, RankRun, assert_same, join, train, watch
 
 from balancing.dynamics import PlasticityFreezer, scheduled_prefix, similarity_loss
 
@@ -119,7 +120,11 @@ def _run(pool, corpus, world_size: int, flags: str, restore: int = 0, from_step:
 LAYOUTS = {
     "PP 2, 3 layers": (2, f"{PP2} --freeze-layers 3"),
     "DP 2, overlap": (2, "--overlap-grad-reduce --ddp-bucket-size 8000"),
-    "DP 2, sharded": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "EP 2, sharded": (
+        2,
+        f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 
 
@@ -139,7 +144,7 @@ def test_freezing_is_a_learning_rate_of_zero(pool, corpus, name):
     assert set(trained) <= set(seen)
     if "PP" not in name:
         assert seen == sorted(trained)
-    if name.startswith("DP 2") and "sharded" not in name:
+    if name == "DP 2, overlap":
 
         def of(told, iteration):
             return sum(size for i, size in told[0] if i == iteration)
@@ -169,18 +174,22 @@ RESUMED = {
 def test_resumed_is_uninterrupted(pool, corpus, tmp_path, name):
     world_size, flags, moves = RESUMED[name]
     base = [*MODEL, *corpus, *f"{UNTIED} --ckpt-format torch_dist --train-iters 7".split(), *flags.split()]
-    at = 6 if "plasticity" in name else 4
+    at, every = (6, 6) if "plasticity" in name else (4, 2)
     report = f"--balance-report {tmp_path / 'report'}"
-    whole = train(pool, world_size, f"--save {tmp_path} --save-interval {at} {report}", base=base, parameters=True)
+    whole = train(pool, world_size, f"--save {tmp_path} --save-interval {every} {report}", base=base, parameters=True)
     events = [json.loads(line) for line in (tmp_path / "report" / "events.jsonl").read_text().splitlines()]
     assert [(e["action"], e["frozen_layers"]) for e in events if e["balancer"] == "dynamics"] == moves
     resumed = train(
         pool,
         world_size,
-        f"--load {tmp_path} --ckpt-step {at} --save {tmp_path} --save-interval {at}",
+        f"--load {tmp_path} --ckpt-step {at} --save {tmp_path} --save-interval {every}",
         base=base,
         parameters=True,
     )
     assert resumed.losses == whole.losses[at:]
     assert_same(replace(resumed, losses=whole.losses, grad_norms=whole.grad_norms), whole)
     assert np.mean(whole.losses[-2:]) < whole.losses[0]
+    if "schedule" in name:  # with the moments of all layers, frozen before or not
+        ours = base.index("--freeze-layers")
+        load = f"--load {tmp_path} --ckpt-step 6".split()
+        assert train_plainly(pool, world_size, [*base[:ours], *load], tmp_path).losses == whole.losses[6:]

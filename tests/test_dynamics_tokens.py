@@ -149,16 +149,16 @@ def test_what_leaves_nothing_out_changes_no_number(pool, corpus):
     """No token is so confident, and as many blocks are kept as there are."""
     base = [*MODEL, *corpus, *EXACT, *PP2.split()]
     off, _ = _run(pool, base, 2, "")
-    nobody, lengths = _run(pool, base, 2, "--early-exit-layers 1,3 --early-exit-threshold 1")
-    every, _ = _run(pool, base, 2, "--sparse-attention blocks --sparse-attention-block 8 --sparse-attention-keep 4")
-    np.testing.assert_allclose(nobody.losses, off.losses, rtol=1e-12)
-    np.testing.assert_allclose(every.losses, off.losses, rtol=1e-12)
+    none_out = "--early-exit-layers 1,3 --early-exit-threshold 1 "
+    none_out += "--sparse-attention blocks --sparse-attention-block 8 --sparse-attention-keep 4"
+    on, lengths = _run(pool, base, 2, none_out)
+    np.testing.assert_allclose(on.losses, off.losses, rtol=1e-12)
     assert all(seen == {32} for seen in lengths.values())
 
 
 # ranks, flags
 SCHEMES = {
-    "mixture of depths": (2, f"{PP2} --mixture-of-depths 0.25 --micro-batch-size 2"),
+    "mixture of depths": (2, f"{PP2} --mixture-of-depths 0.25 --micro-batch-size 2 {' '.join(EXACT)}"),
     "early exit": (
         2,
         f"{PP2} --early-exit-layers 1,2 --early-exit-threshold 0.9 --early-exit-start 2 --early-exit-loss-weight 0.5 "
@@ -171,8 +171,9 @@ SCHEMES = {
 @pytest.mark.parametrize("name", SCHEMES)
 def test_loss_falls_and_what_is_left_out_is_not_run(pool, corpus, tmp_path, name):
     world_size, flags = SCHEMES[name]
-    base = [*MODEL, *corpus, "--train-iters", "8"]
-    run, lengths = _run(pool, base, world_size, f"{flags} --balance-report {tmp_path}")
+    base = [*MODEL, *corpus, *f"--train-iters 8 --ckpt-format torch_dist --balance-report {tmp_path}".split()]
+    save = f"--save {tmp_path / 'save'} --save-interval 6" if name == "mixture of depths" else ""
+    run, lengths = _run(pool, base, world_size, f"{flags} {save}")
     assert np.mean(run.losses[-3:]) < np.mean(run.losses[:2])
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     tokens = {}
@@ -182,6 +183,9 @@ def test_loss_falls_and_what_is_left_out_is_not_run(pool, corpus, tmp_path, name
     if name == "mixture of depths":
         assert lengths == {1: {32}, 2: {8}, 3: {32}, 4: {8}}
         assert {layer: set(shares) for layer, shares in tokens.items()} == {1: {1}, 2: {0.25}, 3: {1}, 4: {0.25}}
+        load = f"--load {tmp_path / 'save'} --ckpt-step 6 --no-load-rng"
+        alone, _ = _run(pool, base, 1, f"{flags.replace(PP2, '')} {load}")  # routers under another layout
+        np.testing.assert_allclose(alone.losses, run.losses[6:], rtol=1e-12)
     if name == "early exit":
         assert lengths[1] == {32}
         assert min(lengths[4]) <= min(lengths[3]) <= min(lengths[2]) < 32

@@ -133,8 +133,8 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
 
 def _contradictions(args: argparse.Namespace, scheme: str, rows: tuple[tuple[str, object, str, str], ...]) -> None:
     for name, fine, why, way_out in rows:
-        value = getattr(args, name, fine)
         values = fine if isinstance(fine, tuple) else (fine,)
+        value = getattr(args, name, values[0])
         if value in values or (not value and None in values):
             continue
         if fine is True:
