@@ -1,6 +1,6 @@
 """What does a layer cost under each dynamic scheme, and from where on does a sparse product pay?
 
-    python -m benchmarks.dynamics [--quick] [--json FILE]
+    python -m benchmarks.dynamics [--quick] [--table layers|crossover] [--json FILE]
 
 Real training on one process and one thread, on real text (the source of Python's standard library), a run for each
 scheme. Costs are those of the report: CPU seconds of the training thread, per layer and micro-batch, forward and
@@ -89,7 +89,7 @@ def measure_layers(steps: int, warm_up: int) -> list[dict[str, Any]]:
             row["ratio_to_baseline"] = _total(row) / _total(whole)
             row["ratio_to_limit"] = None if left is None else row["ratio_to_baseline"] / left
             rows.append(row)
-            print(f"{scheme}: done", flush=True)
+            print(f"{scheme}: measured", file=sys.stderr, flush=True)
     return rows
 
 
@@ -150,27 +150,31 @@ def measure_crossover(sizes: list[tuple[int, int]], tokens: int, repeats: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
+    parser.add_argument("--table", choices=["layers", "crossover"], help="only one of the two tables")
     parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sizes, repeats = ([(1024, 256)], 3) if options.quick else ([(1024, 256), (2048, 512), (4096, 1024)], 7)
-    crossover = measure_crossover(sizes, 1024, repeats)
-    layers = measure_layers(*((6, 3) if options.quick else (16, 6)))
-    print(f"\n{'a layer under':>42} {'forward, ms':>12} {'backward, ms':>13} {'/ off':>6} {'/ limit':>8}")
-    for row in layers:
-        limit = "" if row["ratio_to_limit"] is None else f"{row['ratio_to_limit']:.2f}"
-        print(
-            f"{row['method']:>42} {row['forward_ms']:>12.2f} {row['backward_ms']:>13.2f} "
-            f"{row['ratio_to_baseline']:>6.2f} {limit:>8}"
-        )
-    print(f"\n{'weight':>12} {'density':>8} {'sparse, ms':>11} {'dense, ms':>10} {'/ dense':>8} {'/ limit':>8}")
-    for row in crossover:
-        print(
-            f"{row['method']:>12} {row['density']:>8} {row['sparse_ms']:>11.2f} {row['dense_ms']:>10.2f} "
-            f"{row['ratio_to_baseline']:>8.2f} {row['ratio_to_limit']:>8.2f}"
-        )
+    tables: dict[str, list[dict[str, Any]]] = {}
+    if options.table != "crossover":
+        tables["layers"] = measure_layers(*((6, 3) if options.quick else (10, 4)))
+        print(f"{'a layer under':>42} {'forward, ms':>12} {'backward, ms':>13} {'/ off':>6} {'/ limit':>8}")
+        for row in tables["layers"]:
+            limit = "" if row["ratio_to_limit"] is None else f"{row['ratio_to_limit']:.2f}"
+            print(
+                f"{row['method']:>42} {row['forward_ms']:>12.2f} {row['backward_ms']:>13.2f} "
+                f"{row['ratio_to_baseline']:>6.2f} {limit:>8}"
+            )
+    if options.table != "layers":
+        sizes, repeats = ([(1024, 256)], 3) if options.quick else ([(1024, 256), (2048, 512), (4096, 1024)], 7)
+        tables["crossover"] = measure_crossover(sizes, 1024, repeats)
+        print(f"{'weight':>12} {'density':>8} {'sparse, ms':>11} {'dense, ms':>10} {'/ dense':>8} {'/ limit':>8}")
+        for row in tables["crossover"]:
+            print(
+                f"{row['method']:>12} {row['density']:>8} {row['sparse_ms']:>11.2f} {row['dense_ms']:>10.2f} "
+                f"{row['ratio_to_baseline']:>8.2f} {row['ratio_to_limit']:>8.2f}"
+            )
     if options.json:
-        Path(options.json).write_text(json.dumps({"layers": layers, "crossover": crossover}, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(tables, indent=1) + "\n")
 
 
 if __name__ == "__main__":
