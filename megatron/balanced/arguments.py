@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from balancing.cluster import Cluster
+from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
 from balancing.launch import detect_launch
@@ -28,6 +29,7 @@ from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import OnThisMachine, check_folders, check_layout, check_megatron
 from megatron.balanced.data_checks import check_data
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
+from megatron.balanced.dynamics_checks import check_dynamics
 from megatron.balanced.expert_checks import check_experts
 from megatron.balanced.layer_checks import check_layers
 from megatron.balanced.sequence_checks import check_sequences
@@ -81,6 +83,7 @@ class BalanceConfig:
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
     sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)
     layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
+    dynamics: DynamicsConfig = dataclasses.field(default_factory=DynamicsConfig)
 
     @property
     def balances(self) -> bool:
@@ -89,8 +92,10 @@ class BalanceConfig:
 
 
 def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    group = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
-    for config in (BalanceConfig, ExpertConfig, SequenceConfig, LayerConfig):
+    balancing = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
+    dynamics = parser.add_argument_group("dynamic models", "Schemes that make layers uneven; all off by default.")
+    groups = dict.fromkeys((BalanceConfig, ExpertConfig, SequenceConfig, LayerConfig), balancing)
+    for config, group in (groups | {DynamicsConfig: dynamics}).items():
         for field in dataclasses.fields(config):
             if not field.metadata:
                 continue
@@ -258,6 +263,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             experts=_config_from(args, ExpertConfig),
             sequences=_config_from(args, SequenceConfig),
             layers=_config_from(args, LayerConfig),
+            dynamics=_config_from(args, DynamicsConfig),
         )
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
@@ -276,6 +282,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             args.create_attention_mask_in_dataloader = False
         validate_args(args)
         _refuse(args, config, device)
+        check_dynamics(args, config.dynamics)
         if not config.balance_dry_run:  # which shows what does not fit instead
             check_folders(args)
             patches.check_needed(args, config)

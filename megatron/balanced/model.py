@@ -21,14 +21,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
+from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
 from balancing.sequences.config import SequenceConfig
+from megatron.balanced.dynamic_layer import dynamic_layer
 from megatron.balanced.grouped_experts import GroupedMLP
 from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.sequence_attention import SequenceCoreAttention
+from megatron.balanced.sparse_attention import sparse_attention
 
 __all__ = ["PackedDotProductAttention", "SequenceParallelNorm", "model_config"]
 
@@ -116,7 +120,9 @@ def _core_attention(args: argparse.Namespace) -> type:
     return TEDotProductAttention
 
 
-def model_config(args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig) -> GPTModelConfig:
+def model_config(
+    args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
+) -> GPTModelConfig:
     """The model that the flags describe, as a config that `megatron.training.pretrain` builds from."""
     config = gpt_config_from_args(args)
     replacements: dict[Any, Any] = {}
@@ -131,6 +137,12 @@ def model_config(args: argparse.Namespace, experts: ExpertConfig, sequences: Seq
         replacements[SequentialMLP] = ReplicatedSequentialMLP
     if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:
         replacements[SequentialMLP] = GroupedMLP
+    if dynamics.any:
+        replacements[TransformerLayer] = dynamic_layer(dynamics)
+        if dynamics.sparse_attention != "none":
+            replacements[DotProductAttention] = sparse_attention(dynamics)
+        if dynamics.mixture_of_depths:  # layers with and without a router
+            config.transformer.hetereogenous_dist_checkpoint = True
     if replacements and args.spec is None:
         # Named parameters, for Megatron looks at them.
         config.transformer_layer_spec = lambda config, vp_stage: _layer_spec(replacements, config, vp_stage)

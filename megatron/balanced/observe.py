@@ -173,15 +173,18 @@ class Observer:
         layer.register_forward_hook(leave, with_kwargs=True)
         for module in layer.modules():
             if isinstance(module, TopKRouter):
-                self._watch_router(module, part)
+                self._watch_router(module, part, layer)
 
-    def _watch_router(self, router: TopKRouter, part: _Part) -> None:
+    def _watch_router(self, router: TopKRouter, part: _Part, layer: torch.nn.Module) -> None:
         assert isinstance(part.layer, int)
         number = part.layer
         replays: Replays[None] = Replays()
 
         def count(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            if self.step is None or not module.training or replays.decide(lambda: None)[1]:
+            if self.step is None or not module.training:
+                return
+            # A frozen layer has no gradients either, but is not run again.
+            if not getattr(layer, "frozen", False) and replays.decide(lambda: None)[1]:
                 return
             tokens = output[1].detach().sum(dim=0, dtype=torch.int64)
             counted = self.step.expert_tokens.get(number)

@@ -102,7 +102,7 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.balance_report is not None or config.balances
+    return config.balance_report is not None or config.balances or config.dynamics.any
 
 
 def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:

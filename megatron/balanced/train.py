@@ -14,6 +14,7 @@ from megatron.balanced import patches, step
 from megatron.balanced.arguments import BalanceConfig, machine_of, stop
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.dropout import DropoutStreams
+from megatron.balanced.dynamics import add_dynamics
 from megatron.balanced.experts import DoesNotFit, ExpertBalancer
 from megatron.balanced.failure import named_failures
 from megatron.balanced.layers import LayerBalancer
@@ -32,7 +33,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
     for line in patches.install(args, config):
         print_rank_0(f"> {line}")
     try:
-        model = model_config(args, config.experts, config.sequences)
+        model = model_config(args, config.experts, config.sequences, config.dynamics)
     except (ValueError, AssertionError) as error:  # what Megatron finds wrong with the model, the same on all ranks
         stop(error)
     forward: Callable = forward_step
@@ -46,6 +47,8 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
     machine = machine_of(config, args.world_size)
     renew_replicas: list[Callable[[], None]] = []
     report = observer.note if observer is not None else lambda event: None
+    if config.dynamics.any:
+        add_dynamics(args, config.dynamics, model, report)
     if config.sequences.balance_sequences:
         sequences = SequenceBalancer(args, config.sequences, machine, report)
         model.pre_wrap_hooks.append(sequences.attach)

@@ -1,0 +1,28 @@
+"""Mixture of depths: a routed layer takes a fixed share of the tokens, the others bypass it.
+
+Expert-choice routing (Raposo et al., arXiv 2404.02258, section 3): a router scores every token, the layer takes the k
+with the highest scores of each sequence, and k is known in advance, so the layer's cost is too. The router learns
+because its score scales what the layer adds to the tokens that it took.
+"""
+
+import math
+
+import torch
+
+__all__ = ["choose_tokens", "gate", "is_routed"]
+
+
+def is_routed(layer_number: int, every: int) -> bool:
+    """True for layers `every`, 2 x `every`, ... (from 1)."""
+    return not layer_number % every
+
+
+def choose_tokens(scores: torch.Tensor, share: float) -> torch.Tensor:
+    """Positions [k, b], ascending, of the ceil(share x s) tokens with the highest scores [s, b] of each sequence."""
+    count = max(1, math.ceil(share * scores.shape[0]))
+    return torch.topk(scores, count, dim=0).indices.sort(dim=0).values
+
+
+def gate(scores: torch.Tensor) -> torch.Tensor:
+    """What a layer's change to a token is scaled by: between 0 and 2, and 1 for a score of 0."""
+    return 2 * torch.sigmoid(scores)

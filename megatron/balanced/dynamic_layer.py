@@ -1,0 +1,109 @@
+"""Megatron-LM's transformer layer, of which not all is always run: frozen, or run for some of the tokens only."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from balancing.dynamics.config import DynamicsConfig
+from balancing.dynamics.depth import choose_tokens, gate, is_routed
+from balancing.dynamics.early_exit import exits, saturation
+from balancing.dynamics.tokens import put_back, take, tokens_of
+
+__all__ = ["DynamicLayer", "TokenFlow", "dynamic_layer"]
+
+
+class TokenFlow:
+    """Which tokens of the micro-batch at hand have not exited, for all layers of a model chunk. None: all of them."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.active: torch.Tensor | None = None  # bool [s, b]
+
+
+class DynamicLayer(TransformerLayer):
+    """A layer of a dynamic model. Handed in through the layer spec."""
+
+    dynamics: ClassVar[DynamicsConfig]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.dynamics
+        self.frozen = False
+        # Called with this layer, the hidden states and the forward pass, before the next one in training.
+        self.probe: Callable[[DynamicLayer, torch.Tensor, Callable], None] | None = None
+        self.flow: TokenFlow | None = None
+        self.tokens_run = self.tokens_seen = 0  # in training, since somebody set them to 0
+        self.depth_router: torch.nn.Linear | None = None
+        if config.mixture_of_depths and is_routed(self.layer_number, config.mixture_of_depths_every):
+            kind, device = self.config.params_dtype, torch.cuda.current_device()
+            self.depth_router = torch.nn.Linear(self.config.hidden_size, 1, bias=False, dtype=kind, device=device)
+            if self.config.perform_initialization:
+                self.config.init_method(self.depth_router.weight)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """hidden_states [s, b, h] -> the same, and upstream's second output, the context."""
+        if self.probe is not None and self.training:
+            self.probe(self, hidden_states.detach(), partial(super().forward, *args, **kwargs))
+        if self.frozen and self.training:
+            with self._without_graph():
+                return self._run(hidden_states.detach(), *args, **kwargs)
+        return self._run(hidden_states, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _without_graph(self) -> Iterator[None]:
+        usual = self.bias_dropout_add_exec_handler  # which switches gradients on again
+        self.bias_dropout_add_exec_handler = torch.no_grad
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.bias_dropout_add_exec_handler = usual
+
+    def _run(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        flow = self.flow
+        if self.depth_router is not None:
+            output, context = self._run_chosen(hidden, *args, **kwargs)
+        elif flow is not None and flow.active is not None:
+            index, real = tokens_of(flow.active)
+            output, context = self._run_some(hidden, index, real[..., None].to(hidden.dtype), *args, **kwargs)
+        else:
+            self._count(hidden, hidden.shape[0] * hidden.shape[1])
+            output, context = super().forward(hidden, *args, **kwargs)
+        if flow is not None and flow.is_on and self.layer_number in self.dynamics.exits():
+            active = flow.active if flow.active is not None else torch.ones_like(output[..., 0], dtype=torch.bool)
+            done = exits(saturation(hidden, output), active, self.dynamics.early_exit_threshold)
+            flow.active = active & ~done
+        return output, context
+
+    def _run_chosen(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Mixture of depths: the tokens that the router scores highest."""
+        assert self.depth_router is not None
+        scores = self.depth_router(hidden)
+        index = choose_tokens(scores.detach()[..., 0], self.dynamics.mixture_of_depths)
+        return self._run_some(hidden, index, gate(take(scores, index)), *args, **kwargs)
+
+    def _run_some(
+        self, hidden: torch.Tensor, index: torch.Tensor, scale: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the tokens `index` [k, b] alone, and scale [k, b, 1] what the layer changes about them."""
+        self._count(hidden, index.numel())
+        chosen = take(hidden, index)
+        kwargs["attention_mask"] = None  # tokens are in order, so that it is the causal one of k tokens
+        if (rotary := kwargs.get("rotary_pos_emb")) is not None:  # of each token's own position
+            kwargs["rotary_pos_emb"] = rotary[:, 0, 0][index][:, :, None]
+        output, context = super().forward(chosen, *args, **kwargs)
+        return put_back(hidden, index, (output - chosen) * scale), context
+
+    def _count(self, hidden: torch.Tensor, run: int) -> None:
+        if self.training:
+            self.tokens_seen += hidden.shape[0] * hidden.shape[1]
+            self.tokens_run += run
+
+
+def dynamic_layer(config: DynamicsConfig) -> type[DynamicLayer]:
+    """The layer for a model with these schemes. A class, for Megatron's specs want one."""
+    return type("DynamicLayer", (DynamicLayer,), {"dynamics": config})

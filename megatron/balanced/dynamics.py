@@ -1,0 +1,68 @@
+"""Dynamic models in Megatron-LM: the schemes that are switched on, and what they keep in a checkpoint.
+
+Schedules are functions of the iteration, so that there is little to keep. What there is are plain numbers, which lie
+in Megatron's arguments: these are part of every checkpoint, and other versions of Megatron pass over what they do not
+know.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron.training.models.gpt import GPTModelConfig
+
+from balancing.dynamics.config import DynamicsConfig
+from megatron.balanced import step
+from megatron.balanced.freezing import Freezing
+from megatron.balanced.pruning import Pruning
+from megatron.balanced.token_flow import Tokens
+
+__all__ = ["add_dynamics"]
+
+
+class _Saved:
+    """A `megatron.balanced.step.StepCallback` that puts the schemes' state where the next checkpoint takes it from."""
+
+    def __init__(self, args: argparse.Namespace, schemes: dict[str, Any]) -> None:
+        self._args, self._schemes = args, schemes
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        """Nothing to do: `end_step` does it all."""
+
+    begin_schedule = end_schedule = lambda self: None
+
+    def end_step(self) -> None:
+        states = {name: scheme.state_dict() for name, scheme in self._schemes.items()}
+        self._args.dynamics_state = {name: state for name, state in states.items() if state is not None}
+
+
+def add_dynamics(
+    args: argparse.Namespace,
+    config: DynamicsConfig,
+    model: GPTModelConfig,
+    report: Callable[[dict[str, Any]], None],
+) -> None:
+    """Put the schemes of `config` around the training steps of `model`. report: is given the events of a step."""
+    saved = _load(args)
+    schemes: dict[str, Any] = {}
+    if config.freeze_layers:
+        schemes["freezing"] = Freezing(args, config, report, saved.get("freezing"))
+    if config.prune_sparsity:
+        schemes["pruning"] = Pruning(args, config, report)
+    if config.mixture_of_depths or config.exits():
+        schemes["tokens"] = Tokens(args, config, report)
+    step.callbacks.append(_Saved(args, schemes))  # whose step ends last
+    for scheme in schemes.values():
+        model.post_wrap_hooks.append(scheme.attach)
+        step.callbacks.append(scheme)
+
+
+def _load(args: argparse.Namespace) -> dict[str, Any]:
+    """The schemes' state in the checkpoint that this run goes on from; empty where it has none."""
+    if not args.load or args.finetune or not os.path.isdir(args.load):
+        return {}
+    from megatron.training.checkpointing import _load_base_checkpoint
+
+    state, *_ = _load_base_checkpoint(args.load, args, rank0=True)
+    return getattr((state or {}).get("args"), "dynamics_state", {})

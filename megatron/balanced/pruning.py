@@ -1,0 +1,161 @@
+"""Gradual pruning (`--prune-sparsity`) in Megatron-LM's training step.
+
+The matrices of the layers' linear modules are pruned; embedding, head, norms, biases and routers are not. When a weight
+is pruned, its parameter, its float32 copy and its moments become zero. From then on its gradient is made zero before
+the optimizer steps, so nothing moves it any more: masks stay exact without being enforced. A mask is therefore no state
+of its own: after a checkpoint is loaded it is where the weights are zero.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import unwrap_model
+
+from balancing.dynamics.config import DynamicsConfig
+from balancing.dynamics.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
+from balancing.dynamics.sparse_linear import SparsePattern, sparse_linear
+from balancing.report import event, imbalance
+from megatron.balanced.optimizer_parts import optimizer_of, parts
+
+__all__ = ["Pruning"]
+
+
+class Pruning:
+    """A `megatron.balanced.step.StepCallback`. Every rank prunes what it holds, at one threshold for all."""
+
+    def __init__(
+        self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.config, self._args, self._report = config, args, report
+        self.masks: dict[torch.nn.Parameter, torch.Tensor] = {}  # True where a weight is left
+        self._chunks: list[torch.nn.Module] = []
+        self._schedule = {"start": config.prune_start, "end": config.prune_end, "interval": config.prune_interval}
+        self._optimizer: Any = None
+
+    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Remember the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
+        self._chunks = chunks
+        return chunks
+
+    def _linears(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """The modules whose weights are pruned, with the number of their layer from 0."""
+        for model in unwrap_model(self._chunks):
+            for layer in model.decoder.layers:
+                for module in layer.modules():
+                    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                        yield layer.layer_number - 1, module
+
+    def _unique_weights(self) -> Iterator[torch.Tensor]:
+        """The weights that this rank counts, so that replicas are counted once in the world."""
+        for _, module in self._linears():
+            is_expert = not getattr(module.weight, "allreduce", True)
+            first = mpu.get_expert_data_parallel_rank() if is_expert else _data_rank()
+            if first == 0:
+                yield module.weight
+
+    def _add_up(self, counts: torch.Tensor) -> torch.Tensor:
+        counts = counts.to(torch.cuda.current_device())
+        dist.all_reduce(counts)
+        return counts.cpu()
+
+    # Around a step.
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        self._optimizer = optimizer_of(config)
+        final = self.config.prune_sparsity
+        if not self.masks and cubic_sparsity(iteration - 1, final=final, **self._schedule) > 0:
+            with torch.no_grad():
+                self._set_masks(torch.ones_like(module.weight) for _, module in self._linears())  # resumed
+        if is_pruning_iteration(iteration, **self._schedule):
+            sparsity = cubic_sparsity(iteration, final=final, **self._schedule)
+            if sparsity > 0:
+                self._prune(iteration, sparsity)
+
+    @torch.no_grad()
+    def _prune(self, iteration: int, sparsity: float) -> None:
+        for chunk in self._chunks:
+            if getattr(chunk, "remove_forward_pre_hook_handles", None):  # weights are gathered when they are used
+                chunk.start_param_sync(force_sync=True)
+        weights = sum(weight.numel() for weight in self._unique_weights())
+        total = int(self._add_up(torch.tensor([weights])))
+        threshold = global_threshold(self._unique_weights, round(sparsity * total), self._add_up)
+        self._set_masks(module.weight.abs().float() > threshold for _, module in self._linears())
+        for parameter, mask in self.masks.items():
+            parameter.masked_fill_(~mask, 0)
+            for part in parts(self._optimizer, parameter):
+                gone = ~mask.view(-1)[part.start : part.stop]
+                held = [part.main, *(part.state[name] for name in ("exp_avg", "exp_avg_sq") if name in part.state)]
+                for tensor in held:
+                    tensor.view(-1).masked_fill_(gone, 0)
+        self._report_densities(iteration, threshold)
+
+    def _set_masks(self, left: Iterator[torch.Tensor]) -> None:
+        """Masks of what is left and not zero, and sparse compute where that pays."""
+        for (_, module), mask in zip(self._linears(), left, strict=True):
+            weight = module.weight
+            self.masks[weight] = mask.bool() & (weight != 0)
+            module.__dict__.pop("_forward_impl", None)
+            if self._multiplies_sparse(module):
+                pattern = SparsePattern(self.masks[weight])
+                if pattern.density <= self.config.prune_sparse_density:
+                    module._forward_impl = partial(_multiply, pattern)
+
+    def _multiplies_sparse(self, module: torch.nn.Module) -> bool:
+        alone = self._args.tensor_model_parallel_size == 1 and self._args.expert_tensor_parallel_size in (None, 1)
+        kind = module.weight.dtype
+        return alone and (module.weight.is_cuda or kind in (torch.float32, torch.float64))
+
+    def _report_densities(self, iteration: int, threshold: float) -> None:
+        layers = self._args.num_layers
+        counts = torch.zeros(2, layers, dtype=torch.int64)
+        if _data_rank() == 0:
+            for layer, module in self._linears():
+                counts[0, layer] += int(self.masks[module.weight].sum())
+                counts[1, layer] += module.weight.numel()
+        left, whole = self._add_up(counts)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            self._report(
+                event(
+                    iteration + 1,
+                    "dynamics",
+                    "layer",
+                    imbalance_before=imbalance(left.numpy()),
+                    action="prune",
+                    reason="schedule",
+                    scheme="pruning",
+                    threshold=threshold,
+                    density=[round(float(a) / max(int(b), 1), 6) for a, b in zip(left, whole, strict=True)],
+                )
+            )
+
+    def begin_schedule(self) -> None:
+        """Nothing to do."""
+
+    def end_schedule(self) -> None:
+        """No gradient for what is pruned."""
+        for parameter, mask in self.masks.items():
+            parameter.main_grad.mul_(mask)
+
+    def end_step(self) -> None:
+        """Nothing to do: what has no gradient and no moments has not moved."""
+
+    def state_dict(self) -> None:
+        """Nothing to keep: the schedule is a function of the iteration, and masks are where weights are zero."""
+
+
+def _data_rank() -> int:
+    return mpu.get_data_parallel_rank(with_context_parallel=True)
+
+
+def _multiply(
+    pattern: SparsePattern, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **unused: Any
+) -> torch.Tensor:
+    """In the place of Megatron's matrix product, whose other arguments are about tensor parallelism and fusion."""
+    output = sparse_linear(input, weight, pattern)
+    return output if bias is None else output + bias

@@ -1,0 +1,129 @@
+"""Layers that run for some of the tokens, in Megatron-LM's training step: mixture of depths and early exit.
+
+The layers choose for themselves (`megatron.balanced.dynamic_layer`); here they are counted. Of early exit there is more
+to do: which tokens have exited must reach the next pipeline stage, where their hidden states arrive like all others,
+and the loss, which weighs them. A message of a byte a token goes beside the hidden states, in a group of its own, so
+that it does not mix with Megatron's.
+"""
+
+import argparse
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+
+from balancing.dynamics.config import DynamicsConfig
+from balancing.dynamics.early_exit import weigh_loss
+from balancing.report import event, imbalance
+from megatron.balanced.dynamic_layer import DynamicLayer, TokenFlow
+
+__all__ = ["Tokens"]
+
+
+class Tokens:
+    """A `megatron.balanced.step.StepCallback`."""
+
+    def __init__(
+        self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.config, self._args, self._report = config, args, report
+        self._layers: list[DynamicLayer] = []
+        self._flow = TokenFlow()
+        self._group: Any = None
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they have arrived
+        self._iteration = 0
+
+    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Watch the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
+        models = unwrap_model(chunks)
+        self._layers = [layer for model in models for layer in model.decoder.layers]
+        if self.config.exits():
+            if mpu.get_pipeline_model_parallel_world_size() > 1:
+                self._group = self._own_group()
+            assert len(models) == 1, "early exit with several model chunks a stage is refused"
+            model = models[0]
+            for layer in self._layers:
+                layer.flow = self._flow
+            model.decoder.register_forward_pre_hook(self._begin_chunk, with_kwargs=True)
+            model.decoder.register_forward_hook(self._end_chunk)
+            if model.post_process:
+                model.register_forward_hook(self._weigh)
+        return chunks
+
+    def _own_group(self) -> dist.ProcessGroup:
+        """A group of the same ranks as the pipeline, made by all ranks of the job together."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
+        timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
+        groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(r) for r in every})}
+        return groups[tuple(every[dist.get_rank()])]
+
+    # Around a chunk's forward pass.
+
+    def _has_exited(self, layer_number: int) -> bool:
+        """True if tokens may have exited behind a layer up to `layer_number`."""
+        return any(exit <= layer_number for exit in self.config.exits())
+
+    def _begin_chunk(self, block: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        self._flow.active = None
+        self._flow.is_on = block.training and self._iteration >= self.config.early_exit_start
+        if not (self._flow.is_on and not block.pre_process and self._has_exited(block.layers[0].layer_number - 1)):
+            return
+        hidden = block.input_tensor
+        active = torch.empty(hidden.shape[:2], dtype=torch.uint8, device=hidden.device)
+        dist.recv(active, mpu.get_pipeline_model_parallel_prev_rank(), group=self._group)
+        self._flow.active = active.bool()
+
+    def _end_chunk(self, block: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        active = self._flow.active
+        if active is None or block.post_process:
+            return
+        message = active.to(torch.uint8)
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        work = dist.isend(message, mpu.get_pipeline_model_parallel_next_rank(), group=self._group)
+        self._sent.append((work, message))
+
+    def _weigh(self, model: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        active, weight = self._flow.active, self.config.early_exit_loss_weight
+        if active is None or weight == 1:
+            return output
+        return weigh_loss(output, active, weight)
+
+    # Around a step.
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        self._iteration = iteration
+        for layer in self._layers:
+            layer.tokens_run = layer.tokens_seen = 0
+
+    def begin_schedule(self) -> None:
+        """Nothing to do."""
+
+    def end_schedule(self) -> None:
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def end_step(self) -> None:
+        if mpu.get_data_parallel_rank(with_context_parallel=True) or mpu.get_tensor_model_parallel_rank():
+            return
+        run = [layer.tokens_run for layer in self._layers]
+        self._report(
+            event(
+                self._iteration + 1,
+                "dynamics",
+                "layer",
+                imbalance_before=imbalance(run),
+                scheme="early exit" if self.config.exits() else "mixture of depths",
+                layers=[layer.layer_number - 1 for layer in self._layers],
+                tokens=run,
+                tokens_all=[layer.tokens_seen for layer in self._layers],
+            )
+        )
+
+    def state_dict(self) -> None:
+        """Nothing to keep: routers are parameters, and exits depend on nothing that is past."""

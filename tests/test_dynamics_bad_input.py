@@ -1,0 +1,79 @@
+"""Dynamic schemes that cannot work as asked: one line that names the value and the way out."""
+
+import argparse
+
+import pytest
+from test_bad_input import _assert_refused
+from training import MOCK_DATA, MODEL
+
+from balancing.dynamics import DynamicsConfig
+from megatron.balanced.dynamics_checks import check_dynamics
+
+UNTIED = {"untie_embeddings_and_output_weights": True}
+FREEZE, PRUNE = {"freeze_layers": 2}, {"prune_sparsity": 0.5, "prune_end": 5}
+EXIT, DEPTH = {"early_exit_layers": "1,2"}, {"mixture_of_depths": 0.25}
+SPARSE = {"sparse_attention": "hash"}
+
+# scheme, what Megatron was told, and the words that the line must have
+COMBINATIONS = {
+    "all frozen": ({"freeze_layers": 4}, UNTIED, "--freeze-layers 4", "--num-layers 4", "at most 3"),
+    "tied": (FREEZE, {}, "--freeze-layers 2", "add --untie-embeddings-and-output-weights"),
+    "recompute": (FREEZE, UNTIED | {"recompute_granularity": "full"}, "--recompute-granularity full", "selective"),
+    "prediction": (FREEZE, UNTIED | {"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
+    "replicas": (FREEZE, UNTIED | {"balance_experts": True}, "--balance-experts", "--freeze-layers 2", "drop it"),
+    "optimizer": (PRUNE, {"optimizer": "sgd"}, "--optimizer sgd", "--prune-sparsity 0.5", "use --optimizer adam"),
+    "grouped": (PRUNE, {"num_experts": 4, "moe_grouped_gemm": True}, "--moe-grouped-gemm", "drop"),
+    "exit at the end": ({"early_exit_layers": "2,4"}, {}, "--early-exit-layers 2,4", "up to 3"),
+    "two choosers": (EXIT, DEPTH, "--mixture-of-depths 0.25", "--early-exit-layers 1,2", "one of the two"),
+    "exit and chunks": (EXIT, {"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline", "--early-exit"),
+    "packed": (DEPTH, {"sft": True}, "--sft", "--mixture-of-depths 0.25", "drop it"),
+    "sequence parallel": (DEPTH, {"sequence_parallel": True}, "--sequence-parallel", "drop it"),
+    "no routed layer": (
+        DEPTH | {"mixture_of_depths_every": 5},
+        {},
+        "--mixture-of-depths-every 5",
+        "--num-layers 4",
+    ),
+    "context parallel": (SPARSE, {"context_parallel_size": 2}, "--context-parallel-size 2", "use 1"),
+    "Transformer Engine": (SPARSE, {"transformer_impl": "transformer_engine"}, "use --transformer-impl local"),
+    "FSDP": (DEPTH, {"use_megatron_fsdp": True}, "--use-megatron-fsdp", "use --use-distributed-optimizer"),
+}
+
+
+@pytest.mark.parametrize("case", COMBINATIONS)
+def test_combination(case):
+    scheme, told, *words = COMBINATIONS[case]
+    fine = {"num_layers": 4, "optimizer": "adam", "transformer_impl": "local", "num_experts": None}
+    ours = {"mixture_of_depths": 0.0, "untie_embeddings_and_output_weights": False}
+    own = {name: value for name, value in told.items() if name in DynamicsConfig.__dataclass_fields__}
+    args = argparse.Namespace(**(fine | ours | scheme | told))
+    with pytest.raises(ValueError) as refused:
+        check_dynamics(args, DynamicsConfig(**(scheme | own)))
+    for word in words:
+        assert word in str(refused.value)
+
+
+VALUES = {
+    "share": ({"prune_sparsity": 1.0}, "--prune-sparsity 1.0", "below 1"),
+    "backwards": ({"prune_sparsity": 0.5, "prune_start": 9, "prune_end": 3}, "--prune-end 3", "--prune-start 9"),
+    "exits": ({"early_exit_layers": "1;2"}, "--early-exit-layers 1;2", "4,8"),
+    "exit 0": ({"early_exit_layers": "0"}, "--early-exit-layers 0", "from 1"),
+    "threshold": ({"early_exit_threshold": 2.0}, "--early-exit-threshold 2.0", "between -1 and 1"),
+    "until": ({"freeze_layers_until": 1}, "--freeze-layers-until 1", "--freeze-layers-start 1"),
+    "interval": ({"freeze_layers": 1, "freeze_layers_policy": "plasticity"}, "--freeze-layers-interval"),
+    "block": ({"sparse_attention_block": 0}, "--sparse-attention-block 0", "at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_value(case):
+    values, *words = VALUES[case]
+    with pytest.raises(ValueError) as refused:
+        DynamicsConfig(**values)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_on_the_command_line(pool):
+    flags = "--early-exit-layers 2 --mixture-of-depths 0.5"
+    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], "--mixture-of-depths 0.5", "use one of the two")
