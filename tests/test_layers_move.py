@@ -38,7 +38,6 @@ CASES = {
         f"{EXACTLY} --pipeline-model-parallel-size 4 --num-layers 8",
         {1: ((1,), (1,), (1,), (5,)), 3: ((4,), (2,), (1,), (1,))},
     ),
-    "PP 2, DP 2, both overlaps": (4, f"{EXACTLY} {PP2} {OVERLAPS}", TO_THE_RIGHT),
     "PP 2, DP 2, VPP 2, both overlaps": (4, f"{EXACTLY} {PP2} {VPP} {OVERLAPS} --num-layers 8", {2: ((1, 3), (3, 1))}),
     "PP 2, DP 2, fp16": (
         4,
