@@ -9,16 +9,16 @@ any tensor, differentiably. Attention itself fuses the moves of q, k, v and of i
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from balancing.cluster import Cluster
+from balancing.sequences.gather import by_sequence
 from balancing.sequences.layout import SequencePlan, Shard
 from balancing.sequences.steps import Exchange, Message, Rows, joined
-from balancing.sequences.tasks import by_sequence
 from balancing.sequences.transport import Transport
 
 __all__ = ["linear_layout", "moves", "remap", "token_targets"]
@@ -172,7 +172,7 @@ def _sorted(shards: Iterable[Shard]) -> list[Shard]:
     return found
 
 
-def _overlaps(own: Sequence[Shard], others: dict[int, list[Shard]]) -> tuple[Message, ...]:
+def _overlaps(own: Sequence[Shard], others: Mapping[int, list[Shard]]) -> tuple[Message, ...]:
     """Own rows by the rank that has the same tokens in the other layout, each message by sequence and position."""
     first: dict[tuple[int, int], int] = {}
     row = 0

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.sequences.gather import by_sequence, needs
 from balancing.sequences.layout import SequencePlan, Shard
 from balancing.sequences.steps import Stage
-from balancing.sequences.tasks import by_sequence, reach
 
 __all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "flows", "route"]
 
@@ -125,8 +125,7 @@ def flows(plan: SequencePlan, cluster: Cluster) -> dict[Stage, dict[Flow, int]]:
             continue
         if plan.exchange[sequence] == "ring":
             _ring_flows(found, ring, shards, node)
-        else:
-            _gather_flows(found, shards, node)
+    _gather_flows(found, plan, node)
     if plan.remapped:
         _remap_flows(found, plan, node)
     return {stage: dict(counts) for stage, counts in found.items()}
@@ -146,14 +145,20 @@ def _ring_flows(
                 found[Stage("ring return", True, turn + 1)][source, target] += tokens[ring[place - turn]]
 
 
-def _gather_flows(found: dict[Stage, dict[Flow, int]], shards: Sequence[Shard], node: Sequence[int]) -> None:
-    start, stop, rank = (np.array([getattr(shard, name) for shard in shards]) for name in ("start", "stop", "rank"))
-    for target, needed in reach(shards).items():
-        sent = np.bincount(rank, np.clip(np.minimum(stop, needed) - start, 0, None)).astype(int)
+def _gather_flows(found: dict[Stage, dict[Flow, int]], plan: SequencePlan, node: Sequence[int]) -> None:
+    needed = [need for need in needs(plan, node) if need.inter]
+    sequences = {need.sequence for need in needed}
+    columns: dict[int, tuple[np.ndarray, ...]] = {}
+    for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in sequences).items():
+        columns[sequence] = tuple(np.array([s[field] for s in shards]) for field in (1, 2, 3))
+    for need in needed:
+        start, stop, rank = columns[need.sequence]
+        rows = np.clip(np.minimum(stop, need.stop) - np.maximum(start, need.begin), 0, None)
+        sent = np.bincount(rank, rows).astype(int)
         for source in np.flatnonzero(sent).tolist():
-            if node[source] != node[target]:
-                found[Stage("gather", True)][source, target] += int(sent[source])
-                found[Stage("return", True)][target, source] += int(sent[source])
+            if node[source] != node[need.rank]:
+                found[Stage("gather", True, need.turn)][source, need.rank] += int(sent[source])
+                found[Stage("return", True, need.turn)][need.rank, source] += int(sent[source])
 
 
 def _remap_flows(found: dict[Stage, dict[Flow, int]], plan: SequencePlan, node: Sequence[int]) -> None:

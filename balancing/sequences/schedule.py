@@ -21,13 +21,13 @@ __all__ = ["Work", "backward_steps", "forward_steps"]
 class Work:
     """What one rank has to do, before it is put in order.
 
-    local: tasks that need no transfer. gathered: tasks that need the gathered prefixes, by whether they span nodes.
+    local: tasks that need no transfer. gathered: tasks that need the prefixes that a stage completes.
     rounds, regions: of rings that span nodes and of others, tasks of each round and the rows in which its blocks lie.
     """
 
     exchanges: Mapping[Stage, Exchange]
     local: Sequence[Task]
-    gathered: Mapping[bool, Sequence[Task]]
+    gathered: Mapping[Stage, Sequence[Task]]
     rounds: Mapping[bool, Mapping[int, Sequence[Task]]]
     regions: Mapping[bool, Mapping[int, Rows]]
 
@@ -47,11 +47,13 @@ class Work:
         stage = Stage(kind, inter, turn)
         return [Wait(stage)] if stage in self.exchanges else []
 
+    def gathers(self) -> list[Stage]:
+        """The stages that bring prefixes, in order of tasks: those from inside the node come sooner."""
+        return sorted((s for s in self.exchanges if s.kind == "gather"), key=lambda stage: (stage.inter, stage.round))
+
     def first_transfers(self) -> list[Step]:
         """Those that depend on nothing, the slowest first."""
-        steps: list[Step] = []
-        for inter in (True, False):
-            steps += self.start("gather", inter)
+        steps: list[Step] = [Start(s) for s in sorted(self.gathers(), key=lambda stage: (stage.round, not stage.inter))]
         for inter in (True, False):
             steps += self.start("ring", inter, 1)
         return steps
@@ -65,8 +67,8 @@ def forward_steps(work: Work) -> tuple[Step, ...]:
     for inter in (True, False):
         steps.append(compute(work.rounds[inter].get(0, ())))
     steps.append(compute(local[0]))
-    for inter in (False, True):
-        steps += [*work.wait("gather", inter), compute(work.gathered[inter])]
+    for stage in work.gathers():
+        steps += [Wait(stage), compute(work.gathered.get(stage, ()))]
     for turn in range(1, last + 1):
         for inter in (True, False):
             steps += work.wait("ring", inter, turn) + work.start("ring", inter, turn + 1)
@@ -79,14 +81,19 @@ def forward_steps(work: Work) -> tuple[Step, ...]:
 def backward_steps(work: Work) -> tuple[Step, ...]:
     """Local sequences, then inside the node, then over nodes; gradients go home as soon as they are there."""
     last = work.last_round
-    returns = any(stage.kind == "return" for stage in work.exchanges)
-    local = _shares(work.local, 1 + last + returns)
+    gathers = bool(work.gathers())
+    local = _shares(work.local, 1 + last + gathers)
     steps = work.first_transfers()
     steps.append(compute(local[0]))
     for inter in (False, True):
         steps.append(compute(work.rounds[inter].get(0, ())))
+    returns: list[Stage] = []
     for inter in (False, True):
-        steps += [*work.wait("gather", inter), compute(work.gathered[inter]), *work.start("return", inter)]
+        stages = [stage for stage in work.gathers() if stage.inter == inter]
+        steps += [Wait(stage) for stage in stages]
+        for stage in reversed(stages):  # the last runs see all keys: when they are done, the last keys' gradients are
+            returns.append(stage._replace(kind="return"))
+            steps += [compute(work.gathered.get(stage, ())), Start(returns[-1])]
     for turn in range(1, last + 2):
         if turn <= last:
             steps.append(compute(local[turn]))
@@ -94,10 +101,9 @@ def backward_steps(work: Work) -> tuple[Step, ...]:
             steps += work.wait("ring", inter, turn) + work.start("ring", inter, turn + 1)
             steps.append(compute(work.rounds[inter].get(turn, ()), work.regions[inter].get(turn)))
             steps += work.wait("ring return", inter, turn) + work.start("ring return", inter, turn + 1)
-    if returns:
+    if gathers:
         steps.append(compute(local[-1]))
-    for inter in (False, True):
-        steps += work.wait("return", inter)
+    steps += [Wait(stage) for stage in returns]
     return tuple(_without_nothing(steps))
 
 

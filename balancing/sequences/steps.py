@@ -21,7 +21,8 @@ class Stage(NamedTuple):
     """A set of transfers that start together on all ranks.
 
     kind: "gather" and "ring" bring keys and values, "return" and "ring return" gradients back; "to attention" and "to
-    linear" change the layout. inter: whether they belong to sequences over several nodes. round: of the ring.
+    linear" change the layout. inter: whether they belong to sequences over several nodes. round: of the ring, or turn
+    of the gathering.
     """
 
     kind: Kind

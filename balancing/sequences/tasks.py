@@ -16,14 +16,15 @@ position, then the gathered prefixes, then two buffers for rings over nodes and 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan, Shard
+from balancing.sequences.gather import by_sequence, needs, runs_of
+from balancing.sequences.layout import SequencePlan
 from balancing.sequences.schedule import Work, backward_steps, forward_steps
 from balancing.sequences.steps import Exchange, Message, Program, Rows, Stage, Task, joined
 
-__all__ = ["by_sequence", "make_program", "reach"]
+__all__ = ["make_program"]
 
 
 def make_program(
@@ -35,14 +36,6 @@ def make_program(
     what others send. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
     """
     return _Builder(plan, rank, cluster, relays).program()
-
-
-def by_sequence(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
-    """The shards of each sequence, by position."""
-    found: dict[int, list[Shard]] = defaultdict(list)
-    for shard in sorted(shards):
-        found[shard.sequence].append(shard)
-    return found
 
 
 class _Rounds:
@@ -81,24 +74,22 @@ class _Builder:
         # Where the rank sends or receives itself, its own exchange takes the place of this one.
         self.exchanges = {stage: Exchange((), (), adds=stage.kind in ("return", "ring return")) for stage in relays}
         self.local: list[Task] = []
-        self.gathered: dict[bool, list[Task]] = {True: [], False: []}
+        self.gathered: dict[Stage, list[Task]] = defaultdict(list)
         self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes, and inside
 
     def program(self) -> Program:
-        gathers: list[int] = []
         for sequence in self.shards:
             exchange = self.plan.exchange[sequence]
             ring = self.plan.ring(sequence)
             if exchange == "ring" and len(ring) > 1:
                 inter = len({self.node[r] for r in ring}) > 1
                 self.rounds[inter].rings.append((sequence, ring.index(self.rank), ring))
-            elif exchange == "gather" and len(ring) > 1:
-                gathers.append(sequence)
             else:
-                (own,) = _runs(self.shards[sequence])
-                rows = self._own_rows(sequence, *own)
-                self.local.append(Task(rows, rows, causal=True))
-        self._gather(gathers)
+                first, *_ = runs_of(shard for shard in self.shards[sequence] if shard.rank == self.rank)
+                if first[0] == 0:  # the whole sequence, or its beginning
+                    rows = self._own_rows(sequence, *first)
+                    self.local.append(Task(rows, rows, causal=True))
+        self._gather()
         for inter in (True, False):
             self._ring(inter)
         work = Work(
@@ -118,50 +109,30 @@ class _Builder:
 
     # Gathered prefixes.
 
-    def _gather(self, sequences: Sequence[int]) -> None:
-        sends: dict[bool, dict[int, list[Rows]]] = {True: defaultdict(list), False: defaultdict(list)}
-        receives: dict[bool, dict[int, list[Rows]]] = {True: defaultdict(list), False: defaultdict(list)}
-        for sequence in sequences:
-            shards = self.shards[sequence]
-            own = [shard for shard in shards if shard.rank == self.rank]
-            needed, first = reach(shards), self._first_tokens(shards)
-            for target in sorted(needed):
-                inter = self._over_nodes(first, target, needed[target])
-                for shard in own:
-                    if shard.start < needed[target]:
-                        stop = min(shard.stop, needed[target])
-                        sends[inter][target].append(self._own_rows(sequence, shard.start, stop))
-            runs = _runs(own)
-            if runs[0][0] == 0:
-                rows = self._own_rows(sequence, *runs[0])
-                self.local.append(Task(rows, rows, causal=True))
-            if self.rank not in needed:
+    def _gather(self) -> None:
+        sends: dict[Stage, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        receives: dict[Stage, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        prefix: dict[int, int] = {}  # sequence -> first row
+        for need in needs(self.plan, self.node):
+            if need.sequence not in self.shards:
                 continue
-            inter = self._over_nodes(first, self.rank, needed[self.rank])
-            for shard in shards:
-                if shard.start < needed[self.rank]:
-                    stop = min(shard.stop, needed[self.rank])
-                    receives[inter][shard.rank].append((self.rows + shard.start, self.rows + stop))
-            for start, stop in runs:
-                if start:
-                    keys = (self.rows, self.rows + stop)
-                    self.gathered[inter].append(Task(self._own_rows(sequence, start, stop), keys, causal=True))
-            self.rows += needed[self.rank]
-        for inter in (True, False):
-            if sends[inter] or receives[inter]:
-                there, back = _messages(sends[inter]), _messages(receives[inter])
-                self.exchanges[Stage("gather", inter)] = Exchange(there, back)
-                self.exchanges[Stage("return", inter)] = Exchange(back, there, adds=True)
-
-    def _first_tokens(self, shards: Sequence[Shard]) -> dict[int, int]:
-        """Node -> the first token of a sequence on it."""
-        first: dict[int, int] = {}
-        for shard in shards:
-            first.setdefault(self.node[shard.rank], shard.start)
-        return first
-
-    def _over_nodes(self, first: dict[int, int], target: int, needed: int) -> bool:
-        return any(node != self.node[target] and start < needed for node, start in first.items())
+            stage = Stage("gather", need.inter, need.turn)
+            for shard in self.shards[need.sequence]:
+                start, stop = max(shard.start, need.begin), min(shard.stop, need.stop)
+                if start < stop and shard.rank == self.rank:
+                    sends[stage][need.rank].append(self._own_rows(need.sequence, start, stop))
+                if start < stop and need.rank == self.rank:
+                    row = prefix.setdefault(need.sequence, self.rows)
+                    receives[stage][shard.rank].append((row + start, row + stop))
+            if need.rank == self.rank:
+                row = prefix[need.sequence]
+                queries = self._own_rows(need.sequence, need.start, need.stop)
+                self.gathered[stage].append(Task(queries, (row, row + need.stop), causal=True))
+                self.rows = row + need.stop
+        for stage in sorted({*sends, *receives}):
+            there, back = _messages(sends[stage]), _messages(receives[stage])
+            self.exchanges[stage] = Exchange(there, back)
+            self.exchanges[stage._replace(kind="return")] = Exchange(back, there, adds=True)
 
     # Rings.
 
@@ -196,9 +167,9 @@ class _Builder:
     def _tasks(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> None:
         """Each run of own queries sees a prefix of the block, because the block is sorted by position."""
         first, _ = self._block(rounds, sequence, turn, source)
-        keys = _runs(shard for shard in self.shards[sequence] if shard.rank == source)
+        keys = runs_of(shard for shard in self.shards[sequence] if shard.rank == source)
         tasks = rounds.tasks[turn]
-        for start, stop in _runs(shard for shard in self.shards[sequence] if shard.rank == self.rank):
+        for start, stop in runs_of(shard for shard in self.shards[sequence] if shard.rank == self.rank):
             seen = sum(key_stop - key_start for key_start, key_stop in keys if key_start < stop)
             queries = self._own_rows(sequence, start, stop)
             task = Task(queries, (first, first + seen), causal=turn == 0, merges=turn > 0)
@@ -236,26 +207,6 @@ class _Builder:
         self.exchanges[Stage("ring return", inter, turn + 1)] = Exchange(
             _messages(sums_out), _messages(sums_in), adds=True
         )
-
-
-def reach(shards: Sequence[Shard]) -> dict[int, int]:
-    """Of one sequence, rank -> how many tokens of the sequence it needs, for ranks that need tokens of others."""
-    held: dict[int, list[Shard]] = defaultdict(list)
-    for shard in shards:
-        held[shard.rank].append(shard)
-    runs = {rank: _runs(own) for rank, own in sorted(held.items())}
-    return {rank: own[-1][1] for rank, own in runs.items() if own[-1][0] > 0}
-
-
-def _runs(shards: Iterable[Shard]) -> list[Rows]:
-    """[start, stop) of shards of one sequence and one rank, sorted; those that follow one another make one."""
-    runs: list[Rows] = []
-    for shard in shards:
-        if runs and runs[-1][1] == shard.start:
-            runs[-1] = (runs[-1][0], shard.stop)
-        else:
-            runs.append((shard.start, shard.stop))
-    return runs
 
 
 def _messages(rows: dict[int, list[Rows]]) -> tuple[Message, ...]:
