@@ -14,8 +14,8 @@ all-gather), hybrid (Megatron-LM's own scheduler, its groups one after another a
 - Time: of one plan, processor time of one thread, the quickest of several.
 
 Each row has its ratio to ring and to the limit, which for balance and modelled time is 1. "all of these" are means over
-the distributions. Nothing is trained here. gather stops at 64 ranks. Takes about 3 minutes on one core, with --quick
-half a minute. Exit code 1 if a row misses its target.
+the distributions. Nothing is trained here. gather stops at 64 ranks. Takes about 5 minutes on one core, with --quick
+one. Exit code 1 if a row misses its target.
 """
 
 import argparse
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sequences", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--quick", action="store_true", help="fewer batches and sizes; half a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer batches and sizes; about a minute")
     parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
     parser.add_argument(
         "--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks, multiples of 8 (default 16 32 64 128)"

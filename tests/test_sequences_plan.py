@@ -229,11 +229,12 @@ def test_costs_of_models():
 def test_auto_is_the_cheapest():
     cluster = a800(16)
     for batch in ([65536], [20000, 20000, 25536], [2048] * 32, [30000, *[100] * 355]):
-        for shape in (MHA, GQA):
-            best = step_cost(plan_sequences(batch, cluster, shape=shape), cluster, shape).total
+        for shape, routed in ((MHA, None), (MHA, False), (GQA, None)):
+            best = plan_sequences(batch, cluster, shape=shape, routed=routed)
+            seconds = step_cost(best, cluster, shape, routed=routed).total
             for method in ("chunks", "zones", "ring", "gather"):
-                plan = plan_sequences(batch, cluster, shape=shape, method=method)
-                assert best <= step_cost(plan, cluster, shape).total
+                plan = plan_sequences(batch, cluster, shape=shape, method=method, routed=routed)
+                assert seconds <= step_cost(plan, cluster, shape, routed=routed).total
 
 
 class HalfScheduler:

@@ -30,12 +30,17 @@ def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: Excha
 
 
 def choose_exchange(
-    shards: Sequence[Shard], lengths: Sequence[int], cluster: Cluster, shape: AttentionShape
+    shards: Sequence[Shard],
+    lengths: Sequence[int],
+    cluster: Cluster,
+    shape: AttentionShape,
+    *,
+    routed: bool | None = None,
 ) -> tuple[Exchange, ...]:
     """How the sequences of a layout for attention travel that is level in area.
 
     All that are cut are gathered where attention hides it or nothing is quicker; otherwise those that lie on several
-    nodes go round rings.
+    nodes go round rings. routed: as in `traffic.link_seconds`.
     """
     gathered = same_exchange(shards, lengths, "gather")
     nodes: dict[int, int] = {}
@@ -52,7 +57,7 @@ def choose_exchange(
     columns = np.array(shards, dtype=np.int64)
 
     def seconds(exchange: tuple[Exchange, ...]) -> float:
-        return link_seconds(layout_traffic(columns, lengths, exchange), kv_bytes(shape), cluster)
+        return link_seconds(layout_traffic(columns, lengths, exchange), kv_bytes(shape), cluster, routed)
 
     hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
     return gathered if alone <= hidden or alone <= seconds(mixed) else mixed

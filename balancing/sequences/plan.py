@@ -41,14 +41,16 @@ def plan_sequences(
     method: str = "auto",
     token_capacity: int | None = None,
     chunk: int | None = None,
+    routed: bool | None = None,
     scheduler: Scheduler | None = None,
 ) -> SequencePlan:
     """Where every token of a batch is, in attention and in linear layers.
 
     lengths: tokens of each sequence, at least one. cluster: the balancing domain; its ranks are those of the plan.
     shape: the model, for costs. token_capacity: most tokens a rank may hold; None for no limit. chunk: the granularity
-    at which method chunks cuts long sequences, 512 by default, less where balance needs it. scheduler: for method
-    hybrid, as in `baselines.hybrid_groups`.
+    at which method chunks cuts long sequences, 512 by default, less where balance needs it. routed: whether what
+    leaves a node will be spread over its NICs, for costs; None for whichever is quicker. scheduler: for method hybrid,
+    as in `baselines.hybrid_groups`.
 
     method:
     - "chunks": one layout, level in tokens and in area; a cut sequence's keys and values
@@ -80,7 +82,7 @@ def plan_sequences(
         whole = tuple(Shard(sequence, 0, length, 0) for sequence, length in enumerate(checked))
         name = "chunks" if method == "auto" else method
         return SequencePlan(checked, 1, name, whole, whole, same_exchange(whole, checked, "gather"), token_capacity)
-    planner = _Planner(checked, cluster, shape, token_capacity, chunk, scheduler)
+    planner = _Planner(checked, cluster, shape, token_capacity, chunk, routed, scheduler)
     return planner.auto() if method == "auto" else planner.plan(method)
 
 
@@ -94,10 +96,11 @@ class _Planner:
         shape: AttentionShape,
         capacity: int | None,
         chunk: int,
+        routed: bool | None,
         scheduler: Scheduler | None,
     ) -> None:
         self.lengths, self.cluster, self.shape = lengths, cluster, shape
-        self.capacity, self.chunk, self.scheduler = capacity, chunk, scheduler
+        self.capacity, self.chunk, self.routed, self.scheduler = capacity, chunk, routed, scheduler
         self.quotas = token_quotas(sum(lengths), cluster.world_size)
 
     def auto(self) -> SequencePlan:
@@ -105,7 +108,7 @@ class _Planner:
         if 2 * len(self.lengths) * self.cluster.world_size <= _MOST_RING_SHARDS:
             methods += ["gather", "ring"]
         plans = [self.plan(method) for method in methods]
-        return min(plans, key=lambda plan: step_cost(plan, self.cluster, self.shape).total)
+        return min(plans, key=lambda plan: step_cost(plan, self.cluster, self.shape, routed=self.routed).total)
 
     def plan(self, method: str) -> SequencePlan:
         ranks, capacity = self.cluster.world_size, self.capacity
@@ -120,13 +123,15 @@ class _Planner:
             attention, capacity = hybrid_layout(self.lengths, ranks, most, self.scheduler), None
         else:
             attention = even_layout(self.lengths, ranks)
-        attention = sorted(attention, key=lambda shard: (shard.rank, shard.sequence, shard.start))
-        linear = level_tokens(attention, self.quotas, self.cluster) if method in ("zones", "hybrid") else attention
+        layout = tuple(sorted(attention, key=lambda shard: (shard.rank, shard.sequence, shard.start)))
+        linear = layout
+        if method in ("zones", "hybrid"):
+            linear = tuple(level_tokens(layout, self.quotas, self.cluster))
         if method == "chunks":
-            exchange = choose_exchange(attention, self.lengths, self.cluster, self.shape)
+            exchange = choose_exchange(layout, self.lengths, self.cluster, self.shape, routed=self.routed)
         else:
-            exchange = same_exchange(attention, self.lengths, "gather" if method == "gather" else "ring")
-        return SequencePlan(self.lengths, ranks, method, tuple(attention), tuple(linear), exchange, capacity)
+            exchange = same_exchange(layout, self.lengths, "gather" if method == "gather" else "ring")
+        return SequencePlan(self.lengths, ranks, method, layout, linear, exchange, capacity)
 
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
