@@ -42,8 +42,9 @@ _LAYOUT_SHARDS = 2000
 
 
 class _Batch(NamedTuple):
-    """A micro-batch of a training step: how long its plan took to make, and how long the step waited for that."""
+    """A micro-batch of a training step in one model chunk: how long its plan took to make, and the step waited."""
 
+    chunk: int
     plan: SequencePlan
     attention: SequenceAttention
     plan_ms: float
@@ -166,7 +167,7 @@ class SequenceBalancer:
     def _event(self, batches: list[_Batch]) -> dict[str, Any]:
         exposed, waited, *sent = self._spent.T
         kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
-        plans = [batch.plan for batch in batches]
+        plans = [batch.plan for batch in batches if batch.chunk == 0]  # the same ones come by in every chunk
         return event(
             self._iteration + 1,
             "sequences",
@@ -231,7 +232,7 @@ class SequenceBalancer:
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
         attention = self._attention(plan)
         if self._step is not None:
-            self._step.append(_Batch(plan, attention, milliseconds, waited))
+            self._step.append(_Batch(chunk, plan, attention, milliseconds, waited))
         update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(plan.lengths)]))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
         planned = PlannedSequences(
