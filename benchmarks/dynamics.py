@@ -1,6 +1,6 @@
 """What does a layer cost under each dynamic scheme, and from where on does a sparse product pay?
 
-    python -m benchmarks.dynamics [--quick] [--table layers|crossover] [--json FILE]
+    python -m benchmarks.dynamics [--quick] [--table layers|crossover] [--schemes TEXT] [--json FILE]
 
 Real training on one process and one thread, on real text (the source of Python's standard library), a run for each
 scheme. Costs are those of the report: CPU seconds of the training thread, per layer and micro-batch, forward and
@@ -65,14 +65,19 @@ def _events(folder: Path, flags: str, steps: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
 
 
-def measure_layers(steps: int, warm_up: int) -> list[dict[str, Any]]:
-    """Rows of the first table: milliseconds of a layer that the scheme makes cheaper, mean over those layers."""
+def measure_layers(steps: int, warm_up: int, named: str = "") -> list[dict[str, Any]]:
+    """Rows of the first table: milliseconds of a layer that the scheme makes cheaper, mean over those layers.
+
+    named: only schemes whose name has this in it, and "off".
+    """
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), "--stdlib", "--append-eod"]
         subprocess.run([*prepare, "--output-prefix", str(folder / "corpus")], check=True, capture_output=True)
         for scheme, (flags, cheaper, left) in SCHEMES.items():
+            if scheme != "off" and named not in scheme:
+                continue
             events = _events(folder, flags, steps)
             costs = [e for e in events if (e["balancer"], e["unit"], e["action"]) == ("layers", "layer", "observe")]
             row: dict[str, Any] = {"method": scheme}
@@ -151,12 +156,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
     parser.add_argument("--table", choices=["layers", "crossover"], help="only one of the two tables")
+    parser.add_argument("--schemes", metavar="TEXT", default="", help="only schemes whose name has TEXT in it")
     parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tables: dict[str, list[dict[str, Any]]] = {}
     if options.table != "crossover":
-        tables["layers"] = measure_layers(*((6, 3) if options.quick else (10, 4)))
+        tables["layers"] = measure_layers(*((6, 3) if options.quick else (10, 4)), options.schemes)
         print(f"{'a layer under':>42} {'forward, ms':>12} {'backward, ms':>13} {'/ off':>6} {'/ limit':>8}")
         for row in tables["layers"]:
             limit = "" if row["ratio_to_limit"] is None else f"{row['ratio_to_limit']:.2f}"
