@@ -24,6 +24,7 @@ class Job:
     hot: dict = field(default_factory=dict)  # (layer, expert) -> factor
     long: dict = field(default_factory=dict)  # replica -> tokens of one long document
     memory: dict = field(default_factory=dict)  # rank -> bytes
+    moved: dict = field(default_factory=dict)  # layer -> stage, where that is not an equal part of the layers
     rank_slow: dict = field(default_factory=dict)  # rank -> factor
     tokens: int = 8192
     noise: float = 0.01
@@ -33,7 +34,7 @@ class Job:
         draw = np.random.default_rng(iteration)
         names = ["embedding"] * (self.embedding > 0) + list(range(self.layers)) + ["head"] * (self.head > 0)
         stage_of = {n: 0 if n == "embedding" else self.stages - 1 if n == "head" else n * self.stages // self.layers
-                    for n in names}  # fmt: skip
+                    for n in names} | self.moved  # fmt: skip
         routed = {}
         for layer in range(self.layers if self.experts else 0):
             share = draw.dirichlet(np.full(self.experts, 200.0), size=self.replicas)

@@ -18,7 +18,7 @@ from balancing.report.figures.timeline import MOST_ROWS, ranks_shown
 from balancing.report.findings import finding_rows, verdict
 from balancing.report.page import page
 from balancing.report.summary import warm_up
-from balancing.report.trace import TraceIteration
+from balancing.report.trace import TraceIteration, TraceLog
 from balancing.report.units import byte_count, count, duration
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -200,6 +200,24 @@ def test_page_is_one_file_with_every_figure(tmp_path):
     check_self_contained(text)
     assert text.count("<figure>") == 7 and "Left out" not in text
     assert all(row.who in text for row in finding_rows(summary))
+
+
+def test_page_shows_the_pipeline_before_and_after_a_move(tmp_path):
+    """However long ago the move was."""
+    before, after = Job(stages=2, slow={0: 3.0}), Job(stages=2, slow={0: 3.0}, moved={3: 1})
+    with EventLog(tmp_path) as log:
+        trace = TraceLog(tmp_path)
+        for iteration in range(1, 21):
+            record = (before if iteration <= 8 else after).record(iteration)
+            log.write(observe(record))
+            trace.add(record)
+        trace.write()
+    history = read_history(tmp_path)
+    assert [one.iteration for one in history.timelines] == [8, 18, 19, 20]
+    text = page(history, summarize(history))
+    check_self_contained(text)
+    assert text.count("<figure>") == 8
+    assert "stage 0 went from 4 to 3 layers, stage 1 went from 4 to 5 layers" in text
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from balancing.report import figures
 from balancing.report.findings import action_rows, basis, finding_rows, prospect_rows, rank_name, verdict
 from balancing.report.history import History
 from balancing.report.summary import Summary
+from balancing.report.trace import TraceIteration
 from balancing.report.units import byte_count, count, duration, ratio, share
 
 __all__ = ["page", "write_page"]
@@ -123,13 +124,31 @@ def _timeline(history: History, summary: Summary) -> str:
     title = "One iteration on the clock"
     if history.no_timeline:
         return _left_out(title, history.no_timeline)
-    one = figures.choose([t for t in history.timelines if any(t.spans.values())], summary.step_seconds)
-    svg, shown, lower = figures.timeline(one, summary.rank.which if summary.rank else None)
-    some = f" {shown} of {len(one.spans)} ranks are shown." if shown < len(one.spans) else ""
-    waits = " A bar lower than its row waited inside the layer: its height is the share that was work." if lower else ""
+    timed = [one for one in history.timelines if any(one.spans.values())]
+    now = [one for one in timed if one.layers == timed[-1].layers]
+    one = figures.choose(now, summary.step_seconds)
     look = "look for the row with the least idle time, the others wait for it"
     if len(one.spans) == 1:
         look = "grey is time without work on the device"
+    drawn = _one_iteration(title, one, look, summary)
+    before = [one for one in timed if one.layers != timed[-1].layers]
+    if before:
+        stages = ", ".join(
+            _moved(stage, before[-1].layers.get(stage, ()), layers) for stage, layers in one.layers.items()
+        )
+        drawn += _one_iteration("The same before layers moved", before[-1], f"since then {stages}", summary)
+    return drawn
+
+
+def _moved(stage: int, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    return f"stage {stage} went from {len(before)} to {len(after)} layers"
+
+
+def _one_iteration(title: str, one: TraceIteration, look: str, summary: Summary) -> str:
+    name = f"timeline-{one.iteration}"
+    svg, shown, lower = figures.timeline(one, summary.rank.which if summary.rank else None, name)
+    some = f" {shown} of {len(one.spans)} ranks are shown." if shown < len(one.spans) else ""
+    waits = " A bar lower than its row waited inside the layer: its height is the share that was work." if lower else ""
     return _figure(
         title,
         svg,

@@ -1,7 +1,8 @@
 """The last iterations as a trace for Perfetto or chrome://tracing: DIR/trace.json.
 
 Averages say who is slow; a trace shows when, and who waited for it. Only the last few recorded iterations are kept,
-so that neither memory nor the file grows with the run: at most `KEEP` iterations and `MAX_SPANS` spans, about 20 MB.
+so that neither memory nor the file grows with the run: `KEEP` iterations, the last one before layers moved between
+stages, to compare with, and at most `MAX_SPANS` spans of all, about 20 MB.
 
 Each rank is a process of the trace, "rank 3 (stage 1)", with a track for the step, one for the stage's calls on
 micro-batches, one for layers and one for anything else. Times are in microseconds, as the format wants them.
@@ -12,7 +13,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,18 @@ class TraceIteration:
     stage: dict[int, int]
     spans: dict[int, list[Span]]
 
+    @property
+    def layers(self) -> dict[int, tuple[int, ...]]:
+        """The layers that each stage ran."""
+        return _layers((self.stage[rank], spans) for rank, spans in self.spans.items())
+
+
+def _layers(ranks: Iterable[tuple[int, list[Span]]]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, set[int]] = {}
+    for stage, spans in ranks:
+        found.setdefault(stage, set()).update(span.layer for span in spans if isinstance(span.layer, int))
+    return {stage: tuple(sorted(layers)) for stage, layers in sorted(found.items())}
+
 
 class TraceLog:
     """Holds the last `KEEP` records of a run and writes them to DIR/trace.json.
@@ -49,10 +62,16 @@ class TraceLog:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / "trace.json"
         self._records: deque[IterationRecord] = deque(maxlen=KEEP)
+        self._before_move: IterationRecord | None = None
+        self._layers: dict[int, tuple[int, ...]] = {}
         self._failed = False
 
     def add(self, record: IterationRecord) -> None:
         """Remember `record`, and forget the oldest one if there are more than `KEEP`."""
+        layers = _layers((rank.stage, rank.spans) for rank in record.ranks)
+        if self._records and layers != self._layers:
+            self._before_move = self._records[-1]
+        self._layers = layers
         self._records.append(record)
 
     def write(self) -> None:
@@ -63,21 +82,25 @@ class TraceLog:
         if self._failed or not self._records:
             return
         try:
-            write_trace(self.path, self._records)
+            earlier = self._before_move
+            kept = list(self._records)
+            if earlier is not None and all(record is not earlier for record in kept):
+                kept.insert(0, earlier)
+            write_trace(self.path, kept)
         except OSError as error:
             self._failed = True
             logger.warning("cannot write %s (%s): training goes on without a trace", self.path, error.strerror)
 
 
 def write_trace(path: str | os.PathLike[str], records: Sequence[IterationRecord]) -> None:
-    """Write the last `KEEP` of `records`, fewer if they have more than `MAX_SPANS` spans, to `path`.
+    """Write `records`, oldest first, to `path`; only the last ones of them if they have more than `MAX_SPANS` spans.
 
     Of an iteration that alone has more spans than that, the ranks that fit are kept, lowest first. A reader sees the
     old file or the new one, never a part of it. Raises OSError if the file cannot be written.
     """
     kept: list[tuple[IterationRecord, list[RankRecord]]] = []
     left = MAX_SPANS
-    for record in list(records)[-KEEP:][::-1]:
+    for record in reversed(records):
         ranks = sorted(record.ranks, key=lambda rank: rank.rank)
         spans = sum(len(rank.spans) for rank in ranks)
         if spans > left:

@@ -59,10 +59,11 @@ def ranks_shown(one: TraceIteration, slowest_rank: int | None) -> list[int]:
     return shown[first : first + MOST_ROWS]
 
 
-def timeline(one: TraceIteration, slowest_rank: int | None) -> tuple[str, int, bool]:
+def timeline(one: TraceIteration, slowest_rank: int | None, name: str = "timeline") -> tuple[str, int, bool]:
     """SVG of one iteration, how many ranks it shows, and whether bars are lower than their row because work waited.
 
-    It shows all ranks if they fit, else at most `MOST_ROWS` in the order of stages, the slowest rank among them.
+    It shows all ranks if they fit, else at most `MOST_ROWS` in the order of stages, the slowest rank among them. name:
+    differs from that of the page's other figures.
     """
     ranks = ranks_shown(one, slowest_rank)
     with new_figure(height=1.15 + max(len(ranks), 2) * (0.3 if len(ranks) <= 16 else 0.2)) as figure:
@@ -85,7 +86,7 @@ def timeline(one: TraceIteration, slowest_rank: int | None) -> tuple[str, int, b
         patches += [Patch(color=OTHER, label=", ".join(sorted(kinds - set(known))[:4]))] if kinds - set(known) else []
         patches.append(Patch(color=IDLE, label="idle"))
         figure.legend(handles=patches, loc="outside upper right", ncols=len(patches))
-        return svg(figure, "timeline"), len(ranks), lower
+        return svg(figure, name), len(ranks), lower
 
 
 def _draw(axes: Axes, rows: list[list[Span]], end: float, scale: float, inch: float) -> bool:
