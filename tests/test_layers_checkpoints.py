@@ -3,19 +3,16 @@ one the last checkpoint goes on as if nothing had been tried."""
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from moving import train_moving
+from moving import move_at, train_moving
 from plain import train_plainly
-from pool import free_port, single_threaded
-from training import EXACT, MODEL, Run, assert_same, differences, train
+from training import EXACT, MODEL, Run, assert_same, differences, train, train_rank
 
-ROOT = Path(__file__).resolve().parent.parent
 PP2 = "--pipeline-model-parallel-size 2"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 EXACTLY = f"{' '.join(EXACT)} --init-method-std 0.1"
@@ -62,40 +59,30 @@ def test_goes_on_without_our_package(pool, corpus, tmp_path):
     _assert_goes_on(theirs, whole, 1e-6, 1e-5)
 
 
-def _start(folder: Path, victim: int, argv: list[str]) -> list[subprocess.Popen]:
-    """Two ranks started by hand: a launcher would stop the other one itself, before it can speak."""
-    port = free_port()
-    ranks = []
-    for rank in range(2):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        with (folder / f"rank-{rank}.log").open("wb") as output:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, ROOT / "tests" / "killed_in_move.py", str(victim), "3", "3,1", *argv],
-                    env=single_threaded() | {name: str(value) for name, value in place.items()},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=folder,
-                )
-            )
-    return ranks
+def _dies_in_a_move(argv: list[str], victim: int) -> None:
+    """Layers move before the fourth iteration, and the victim kills itself when it has sent what it gives away."""
+    from megatron.balanced import layer_state
+
+    exchange = layer_state.exchange
+
+    def exchange_and_die(transfers: list, *args: Any) -> int:
+        sent = exchange(transfers, *args)
+        if transfers and int(os.environ["RANK"]) == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sent
+
+    layer_state.exchange = exchange_and_die
+    move_at({3: ((3,), (1,))})
+    train_rank(argv, False)
 
 
 def test_a_rank_killed_while_layers_move(pool, corpus, tmp_path):
-    """Everybody stops, one line names it, and the last checkpoint goes on as if nothing had moved."""
-    victim, base = 1, [*MODEL, *corpus, *EXACTLY.split(), *PP2.split()]
-    ranks = _start(tmp_path, victim, [*base, "--balance-layers", "--save", f"{tmp_path}/save", "--save-interval", "2"])
-    try:
-        assert ranks[victim].wait(timeout=150) == -signal.SIGKILL
-        assert ranks[1 - victim].wait(timeout=90) not in (0, -signal.SIGKILL)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    told = (tmp_path / f"rank-{1 - victim}.log").read_text()
-    assert f"rank {victim} died or stopped answering" in told, told[-3000:]
-    assert os.listdir(tmp_path / "save")
-    resumed = train(pool, 2, f"--load {tmp_path}/save", base=base)
+    """The job ends, and its last checkpoint goes on as if nothing had moved."""
+    base = [*MODEL, *corpus, *EXACTLY.split(), *PP2.split()]
+    save = ["--balance-layers", "--save", str(tmp_path), "--save-interval", "2"]
+    with pytest.raises(RuntimeError, match=f"rank 1 of 2 died, exit code -{signal.SIGKILL:d}"):
+        pool.run(2, _dies_in_a_move, [*base, *save], 1)
+    resumed = train(pool, 2, f"--load {tmp_path}", base=base)
     unmoved = train(pool, 2, "", base=base)
+    assert len(resumed.losses) == 2
     np.testing.assert_array_equal(resumed.losses, unmoved.losses[2:])
