@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: makes .venv, prepares a corpus, trains a small mixture-of-experts GPT on four
-# processes (two pipeline stages, two expert-parallel ranks in each) and reports where the time went.
+# processes (two pipeline stages, in each two ranks that share documents and experts) with all three balancers, and
+# reports where the time went. Halfway the first layers are frozen, which makes the first stage idle until layers move.
 #
 #     scripts/quickstart.sh            what is already there is kept; an interrupted training goes on from its last checkpoint
 #     scripts/quickstart.sh --again    train from the beginning
@@ -59,27 +60,32 @@ else
         --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall
         --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
     )
-    layout=(--pipeline-model-parallel-size 2 --expert-model-parallel-size 2)
+    layout=(--pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 2)
+    balance=(
+        --freeze-layers 3 --freeze-layers-start 90
+        --balance-experts --balance-sequences --dataloader-inter-document-masking
+        --balance-layers --layer-balance-interval 30 --balance-report "$run/report"
+    )
     data=(
         --data-path "$corpus" --split "98,2,0" --num-workers 0
         --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257
     )
     training=(
-        --micro-batch-size 2 --global-batch-size 16 --train-iters "$iterations"
+        --micro-batch-size 4 --global-batch-size 16 --train-iters "$iterations"
         --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95
         --eval-interval 60 --eval-iters 2 --log-interval 10
         --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 60 --ckpt-format torch_dist
-        --tensorboard-dir "$run/tensorboard" --balance-report "$run/report" --balance-experts
+        --tensorboard-dir "$run/tensorboard"
     )
     # What of Megatron's log is shown here; all of it is in the file.
     essentials='
         s/^ *\[[^]]*\] *iteration +([0-9]+)\/ *([0-9]+) .*iteration \(ms\): ([0-9.]+) .*(lm loss: [^ ]+).*/iteration \1 of \2: \4, \3 ms/p
         s/^ *(validation loss at iteration [0-9]+) \| lm loss value: ([^ ]+).*/\1: \2/p
-        /^> (device|patched)|: error:|Error: /p'
+        /^> (device|patched|layers)|: error:|Error: /p'
     # One thread a process: the four share the cores.
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 \
         "$python" -m torch.distributed.run --standalone --nproc-per-node 4 \
-        pretrain_gpt.py "${device[@]}" "${model[@]}" "${layout[@]}" "${data[@]}" "${training[@]}" 2>&1 |
+        pretrain_gpt.py "${device[@]}" "${model[@]}" "${layout[@]}" "${data[@]}" "${training[@]}" "${balance[@]}" 2>&1 |
         tee "$run/train.log" | sed -unE "$essentials" || fail "training stopped; its log is $run/train.log"
     trained || fail "training ended without its last checkpoint; its log is $run/train.log"
 fi

@@ -253,6 +253,8 @@ class LayerBalancer:
         if dist.get_rank():
             return
         loads = [choice.cost.stage_loads(plan) for plan in (before, choice.plan)]
+        if moved is not None:
+            print(f"> layers now lie as {to_layout(choice.plan)}: {choice.reason}", flush=True)
         took = {} if moved is None else {"move_ms": moved.move_ms, "rebuild_ms": moved.rebuild_ms}
         self._report(
             event(
