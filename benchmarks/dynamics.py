@@ -47,7 +47,7 @@ SCHEMES = {
         range(4),
         None,
     ),
-    "early exit behind layer 1": ("--early-exit-layers 1 --early-exit-threshold 0.5", range(1, 4), None),
+    "early exit behind layer 2": ("--early-exit-layers 2 --early-exit-threshold 0.9", range(2, 4), None),
     "mixture of depths, 25 %": ("--mixture-of-depths 0.25", (1, 3), 0.25),
 }
 DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
@@ -89,7 +89,7 @@ def measure_layers(steps: int, warm_up: int, named: str = "") -> list[dict[str, 
                 row[f"{direction}_ms"] = 1e3 * statistics.median(means)
             if flags.startswith("--early-exit"):
                 shares = [e for e in events if e.get("scheme") == "early exit"][warm_up:]
-                left = statistics.mean(sum(e["tokens"][1:]) / sum(e["tokens_all"][1:]) for e in shares)
+                left = statistics.mean(sum(e["tokens"][2:]) / sum(e["tokens_all"][2:]) for e in shares)
             whole = (rows or [row])[0]
             row["ratio_to_baseline"] = _total(row) / _total(whole)
             row["ratio_to_limit"] = None if left is None else row["ratio_to_baseline"] / left

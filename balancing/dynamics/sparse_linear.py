@@ -80,6 +80,6 @@ class _SparseLinear(torch.autograd.Function):
 def sparse_linear(hidden: torch.Tensor, weight: torch.Tensor, pattern: SparsePattern) -> torch.Tensor:
     """hidden [..., in] times the transpose of `weight` [out, in], of which only `pattern` is not zero -> [..., out].
 
-    Differentiable; the gradient of `weight` is zero where no weight is left. float32 and float64 on a CPU.
+    Differentiable; the gradient of `weight` is zero where no weight is left. float32 and float64.
     """
     return _SparseLinear.apply(hidden, weight, pattern)

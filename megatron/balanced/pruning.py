@@ -115,8 +115,7 @@ class Pruning:
 
     def _multiplies_sparse(self, module: torch.nn.Module) -> bool:
         alone = self._args.tensor_model_parallel_size == 1 and self._args.expert_tensor_parallel_size in (None, 1)
-        kind = module.weight.dtype
-        return alone and (module.weight.is_cuda or kind in (torch.float32, torch.float64))
+        return alone and module.weight.dtype in (torch.float32, torch.float64)
 
     def _report_densities(self, iteration: int, threshold: float) -> None:
         layers = self._args.num_layers
