@@ -44,7 +44,7 @@ def add_dynamics(
     report: Callable[[dict[str, Any]], None],
 ) -> None:
     """Put the schemes of `config` around the training steps of `model`. report: is given the events of a step."""
-    saved = _load(args) if config.freeze_layers_policy == "plasticity" else {}
+    saved = _load(args)
     schemes: dict[str, Any] = {}
     if config.freeze_layers:
         schemes["freezing"] = Freezing(args, config, report, saved.get("freezing"))

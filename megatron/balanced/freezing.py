@@ -60,7 +60,6 @@ class Freezing:
         self.config, self._report = config, report
         self.frozen = 0  # layers
         self._chunks: list[torch.nn.Module] = []  # wrapped for data parallelism
-        self._groups: list[Any] = []  # of gradient buckets, as they were when layers froze last
         self._iteration = 0
         self._optimizer: Any = None
         self._taken_out: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
@@ -94,12 +93,8 @@ class Freezing:
         if self._plasticity is not None:
             self._plasticity.begin_step(iteration)
         frozen = self._prefix(iteration)
-        groups = [g for chunk in self._chunks for g in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]]
         if frozen != self.frozen:
-            self._report_change(frozen)
-        # Groups are others too where layers have moved between stages.
-        if frozen != self.frozen or (frozen and list(map(id, groups)) != list(map(id, self._groups))):
-            self._freeze(frozen, groups)
+            self._freeze(frozen)
 
     def _prefix(self, iteration: int) -> int:
         config = self.config
@@ -119,15 +114,14 @@ class Freezing:
     def _layers(self) -> list[DynamicLayer]:
         return [layer for model in unwrap_model(self._chunks) for layer in model.decoder.layers]
 
-    def _freeze(self, frozen: int, groups: list[Any]) -> None:
-        self.frozen, self._groups = frozen, groups
+    def _freeze(self, frozen: int) -> None:
+        before, self.frozen = self.frozen, frozen
         for layer in self._layers():
             layer.frozen = layer.layer_number <= frozen
-        parameters = set(self._frozen_parameters())
-        for group in groups:
-            _reduce_live(group, parameters)
-
-    def _report_change(self, frozen: int) -> None:
+        frozen_parameters = set(self._frozen_parameters())
+        for chunk in self._chunks:
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                _reduce_live(group, frozen_parameters)
         if dist.get_rank() == dist.get_world_size() - 1:
             self._report(
                 event(
@@ -135,7 +129,7 @@ class Freezing:
                     "dynamics",
                     "layer",
                     imbalance_before=1.0,
-                    action="freeze" if frozen > self.frozen else "unfreeze",
+                    action="freeze" if frozen > before else "unfreeze",
                     reason=self.config.freeze_layers_policy,
                     scheme="freezing",
                     frozen_layers=frozen,
@@ -160,13 +154,22 @@ class Freezing:
         """Take what is frozen out of the optimizer, until it has stepped."""
         if self._taken_out or not self.frozen:
             return
-        held = [part for _, part in parts(self._optimizer, self._frozen_parameters())]
+        held = [part for parameter in self._frozen_parameters() for part in parts(self._optimizer, parameter)]
+        self._fill_empty_state()
         out = {id(part.main) for part in held}
         for each in {id(part.optimizer): part.optimizer for part in held}.values():
             for group in each.param_groups:
                 self._taken_out.append((group, group["params"]))
                 group["params"] = [main for main in group["params"] if id(main) not in out]
         self._frozen_parts = held
+
+    def _fill_empty_state(self) -> None:
+        """Moments for what is frozen before its first step, for a checkpoint has them for every parameter."""
+        for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            torch_optimizer = getattr(each, "optimizer", None)
+            if torch_optimizer is None or torch_optimizer.state:
+                continue
+            each.init_state_fn(torch_optimizer, each.config)
 
     def end_step(self) -> None:
         if self._taken_out:
@@ -179,29 +182,22 @@ class Freezing:
             self._plasticity.end_step(rate)
 
     def _count_steps(self) -> None:
-        """A checkpoint has one step and moments for all parameters: what is frozen counts with what is not."""
+        """A checkpoint has one step for all parameters: what is frozen counts with what is not."""
         frozen = {id(part.main) for part in self._frozen_parts}
-        stepped: dict[int, dict[str, Any]] = {}  # by optimizer, the state of a parameter that is not frozen
-        for part in self._frozen_parts:
-            each = part.optimizer
-            if id(each) not in stepped:
-                live = (state for main, state in each.state.items() if state and id(main) not in frozen)
-                stepped[id(each)] = next(live, {})
-            live_state, state = stepped[id(each)], each.state[part.main]
-            if not state:  # frozen before its first step
-                state |= {name: torch.zeros_like(part.main) for name in ("exp_avg", "exp_avg_sq")}
-                if "step" in live_state or not live_state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-            if "step" in state and "step" in live_state:
-                step = live_state["step"]
-                state["step"] = step.clone() if torch.is_tensor(step) else step
-            elif "step" in state:  # all that this rank steps is frozen
-                state["step"] += 1
+        for each in {id(part.optimizer): part.optimizer for part in self._frozen_parts}.values():
+            steps = [state["step"] for main, state in each.state.items() if id(main) not in frozen and "step" in state]
+            for part in self._frozen_parts:
+                if part.optimizer is not each or "step" not in part.state:
+                    continue
+                if steps:
+                    part.state["step"] = steps[0].clone() if torch.is_tensor(steps[0]) else steps[0]
+                else:  # all that this rank steps is frozen
+                    part.state["step"] += 1
 
 
 def _keep_link(block: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
     """After a chunk that begins with a frozen layer: send the stage before a gradient, of zeros."""
-    if not (block.training and torch.is_grad_enabled() and block.layers and block.layers[0].frozen):
+    if not (block.training and torch.is_grad_enabled() and block.layers[0].frozen):
         return output
     linked = _Link.apply(output, block.input_tensor)
     # Megatron frees what a stage sent on, which must not be a view.

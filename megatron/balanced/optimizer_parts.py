@@ -5,7 +5,7 @@ parameters, or one that shares these out over data-parallel ranks. What torch's 
 in a different place in each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,7 @@ class Part(NamedTuple):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Moments and step; empty before the first step."""
-        return self.optimizer.state.get(self.main, {})
+        return self.optimizer.state[self.main]
 
 
 def optimizer_of(config: Any) -> Any:
@@ -33,20 +32,18 @@ def optimizer_of(config: Any) -> Any:
     return config.grad_scale_func.__self__
 
 
-def parts(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[tuple[torch.nn.Parameter, Part]]:
-    """What `optimizer` steps of `parameters` on this rank: a part of each, or none where another rank has it all."""
+def parts(optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[Part]:
+    """The parts of `parameter` that `optimizer` steps on this rank: one, or none where another rank has it all."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(each, "is_stub_optimizer", False):
             continue
-        groups = [group["params"] for group in each.optimizer.param_groups]
-        stepped = {id(main) for group in groups for main in group}
-        for parameter in parameters:
-            if not isinstance(each, DistributedOptimizer):
-                main = getattr(parameter, "main_param", None)
-                main = parameter if main is None else main
-                if id(main) in stepped:
-                    yield parameter, Part(each.optimizer, main, 0, parameter.numel())
-            elif parameter in each.model_param_group_index_map:
+        if isinstance(each, DistributedOptimizer):
+            if parameter in each.model_param_group_index_map:
                 group, order = each.model_param_group_index_map[parameter]
                 held = each._get_model_param_range_map(parameter)["param"]
-                yield parameter, Part(each.optimizer, groups[group][order], held.start, held.end)
+                yield Part(each.optimizer, each.optimizer.param_groups[group]["params"][order], held.start, held.end)
+            continue
+        main = getattr(parameter, "main_param", None)
+        main = parameter if main is None else main
+        if any(main is stepped for group in each.optimizer.param_groups for stepped in group["params"]):
+            yield Part(each.optimizer, main, 0, parameter.numel())

@@ -69,41 +69,34 @@ class Pruning:
     def begin_step(self, iteration: int, config: Any) -> None:
         self._optimizer = optimizer_of(config)
         final = self.config.prune_sparsity
-        held = {module.weight for _, module in self._linears()}
-        if cubic_sparsity(iteration - 1, final=final, **self._schedule) > 0 and held != self.masks.keys():
-            self._gather_weights()  # resumed, or layers have moved between stages
-            self._set_masks(torch.ones_like(module.weight) for _, module in self._linears())
+        if not self.masks and cubic_sparsity(iteration - 1, final=final, **self._schedule) > 0:
+            with torch.no_grad():
+                self._set_masks(torch.ones_like(module.weight) for _, module in self._linears())  # resumed
         if is_pruning_iteration(iteration, **self._schedule):
             sparsity = cubic_sparsity(iteration, final=final, **self._schedule)
             if sparsity > 0:
-                self._gather_weights()
                 self._prune(iteration, sparsity)
-
-    def _gather_weights(self) -> None:
-        """With overlap, a distributed optimizer gathers what it stepped when it is used; here it is used now."""
-        for chunk in self._chunks:
-            if getattr(chunk, "remove_forward_pre_hook_handles", None):
-                chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def _prune(self, iteration: int, sparsity: float) -> None:
+        for chunk in self._chunks:
+            if getattr(chunk, "remove_forward_pre_hook_handles", None):  # weights are gathered when they are used
+                chunk.start_param_sync(force_sync=True)
         weights = sum(weight.numel() for weight in self._unique_weights())
         total = int(self._add_up(torch.tensor([weights])))
         threshold = global_threshold(self._unique_weights, round(sparsity * total), self._add_up)
         self._set_masks(module.weight.abs().float() > threshold for _, module in self._linears())
         for parameter, mask in self.masks.items():
             parameter.masked_fill_(~mask, 0)
-        for parameter, part in parts(self._optimizer, list(self.masks)):
-            gone = ~self.masks[parameter].view(-1)[part.start : part.stop]
-            for tensor in (part.main, part.state.get("exp_avg"), part.state.get("exp_avg_sq")):
-                if tensor is not None:
+            for part in parts(self._optimizer, parameter):
+                gone = ~mask.view(-1)[part.start : part.stop]
+                held = [part.main, *(part.state[name] for name in ("exp_avg", "exp_avg_sq") if name in part.state)]
+                for tensor in held:
                     tensor.view(-1).masked_fill_(gone, 0)
         self._report_densities(iteration, threshold)
 
-    @torch.no_grad()
     def _set_masks(self, left: Iterator[torch.Tensor]) -> None:
         """Masks of what is left and not zero, and sparse compute where that pays."""
-        self.masks = {}
         for (_, module), mask in zip(self._linears(), left, strict=True):
             weight = module.weight
             self.masks[weight] = mask.bool() & (weight != 0)

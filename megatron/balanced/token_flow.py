@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
 
 from balancing.dynamics.config import DynamicsConfig
@@ -32,7 +31,7 @@ class Tokens:
         self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
     ) -> None:
         self.config, self._args, self._report = config, args, report
-        self._models: list[torch.nn.Module] = []
+        self._layers: list[DynamicLayer] = []
         self._flow = TokenFlow()
         self._group: Any = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they have arrived
@@ -40,19 +39,20 @@ class Tokens:
 
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Watch the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
-        self._models = unwrap_model(chunks)
+        models = unwrap_model(chunks)
+        self._layers = [layer for model in models for layer in model.decoder.layers]
         if self.config.exits():
             if mpu.get_pipeline_model_parallel_world_size() > 1:
                 self._group = self._own_group()
-            (model,) = self._models  # several chunks a stage are refused
+            assert len(models) == 1, "early exit with several model chunks a stage is refused"
+            model = models[0]
+            for layer in self._layers:
+                layer.flow = self._flow
             model.decoder.register_forward_pre_hook(self._begin_chunk, with_kwargs=True)
             model.decoder.register_forward_hook(self._end_chunk)
             if model.post_process:
                 model.register_forward_hook(self._weigh)
         return chunks
-
-    def _layers(self) -> list[DynamicLayer]:
-        return [layer for model in self._models for layer in model.decoder.layers]
 
     def _own_group(self) -> dist.ProcessGroup:
         """A group of the same ranks as the pipeline, made by all ranks of the job together."""
@@ -64,15 +64,14 @@ class Tokens:
 
     # Around a chunk's forward pass.
 
-    def _has_exited_before(self, block: torch.nn.Module) -> bool:
-        """True if tokens may have exited on an earlier stage than that of `block`."""
-        before = get_transformer_layer_offset(block.config, None, mpu.get_pipeline_model_parallel_rank())
-        return self.config.exits()[0] <= before
+    def _has_exited(self, layer_number: int) -> bool:
+        """True if tokens may have exited behind a layer up to `layer_number`."""
+        return any(exit <= layer_number for exit in self.config.exits())
 
     def _begin_chunk(self, block: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         self._flow.active = None
         self._flow.is_on = block.training and self._iteration >= self.config.early_exit_start
-        if not (self._flow.is_on and not block.pre_process and self._has_exited_before(block)):
+        if not (self._flow.is_on and not block.pre_process and self._has_exited(block.layers[0].layer_number - 1)):
             return
         hidden = block.input_tensor
         active = torch.empty(hidden.shape[:2], dtype=torch.uint8, device=hidden.device)
@@ -98,9 +97,8 @@ class Tokens:
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self._iteration = iteration
-        for layer in self._layers():
+        for layer in self._layers:
             layer.tokens_run = layer.tokens_seen = 0
-            layer.flow = self._flow if self.config.exits() else None
 
     def begin_schedule(self) -> None:
         """Nothing to do."""
@@ -113,8 +111,7 @@ class Tokens:
     def end_step(self) -> None:
         if mpu.get_data_parallel_rank(with_context_parallel=True) or mpu.get_tensor_model_parallel_rank():
             return
-        layers = self._layers()
-        run = [layer.tokens_run for layer in layers]
+        run = [layer.tokens_run for layer in self._layers]
         self._report(
             event(
                 self._iteration + 1,
@@ -122,9 +119,9 @@ class Tokens:
                 "layer",
                 imbalance_before=imbalance(run),
                 scheme="early exit" if self.config.exits() else "mixture of depths",
-                layers=[layer.layer_number - 1 for layer in layers],
+                layers=[layer.layer_number - 1 for layer in self._layers],
                 tokens=run,
-                tokens_all=[layer.tokens_seen for layer in layers],
+                tokens_all=[layer.tokens_seen for layer in self._layers],
             )
         )
 
