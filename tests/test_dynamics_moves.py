@@ -38,7 +38,7 @@ CASES = {
     "freezing, PP 2, DP 2, both overlaps, dropout": (4, f"{DROPOUT} {PP2} {OVERLAPS} {FREEZE}", WHILE_FREEZING),
     "freezing, interleaved, mixture of experts": (
         2,
-        f"{EXACTLY} {PP2} {' '.join(MOE)} --num-virtual-stages-per-pipeline-rank 2 --num-layers 6 {UNTIED} "
+        f"{EXACTLY} {PP2} {' '.join(MOE)} --num-layers 6 {UNTIED} "
         "--pipeline-model-parallel-layout Et|tt|tt|tL --freeze-layers 3 --freeze-layers-start 1 "
         "--freeze-layers-until 4 --train-iters 5",
         {2: ((2, 1), (1, 2)), 3: ((1, 3), (1, 1)), 4: ((2, 2), (1, 1))},
@@ -79,7 +79,7 @@ def test_a_move_changes_no_number(pool, tmp_path, case):
         assert [line["action"] for line in told][-1:] == (["freeze"] if "plasticity" in case else ["unfreeze"])
         assert len({line["frozen_layers"] for line in told}) > 1
     else:
-        assert told[-1]["imbalance_before"] > 1
+        assert max(line["imbalance_before"] for line in told) > 1
     if case == "early exit":
         tokens = {layer: n for line in told[-2:] for layer, n in zip(line["layers"], line["tokens"], strict=True)}
         assert sorted(tokens) == [0, 1, 2, 3]
@@ -110,7 +110,7 @@ def test_frozen_buckets_make_room_for_what_travels(pool):
 class _SlowBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.view_as(hidden)
+        return hidden.clone()  # Megatron frees what a stage sends on, which must not be a view
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
