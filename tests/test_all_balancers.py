@@ -1,4 +1,5 @@
-"""Three balancers in one run: documents over ranks, replicas of hot experts, layers that move. No number changes."""
+"""Three balancers and a model that freezes in one run: documents over ranks, replicas of hot experts, layers that move,
+of which the first two train no more from the fourth iteration on. No number changes."""
 
 import json
 
@@ -8,6 +9,8 @@ from training import MOE, RankRun, differences, join, train_rank
 
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUT = f"--context-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {OVERLAPS}"
+UNTIED = "--untie-embeddings-and-output-weights"
+FREEZE = f"{UNTIED} --freeze-layers 2 --freeze-layers-start 3"
 BALANCED = "--balance-sequences --balance-experts --expert-min-gain 0 --balance-layers"
 
 
@@ -17,8 +20,10 @@ def _train_moving(argv: list[str], plans: Plans) -> RankRun:
 
 
 def test_all_at_once_equal_one_rank(pool, tmp_path):
-    model = Packed(pool, tmp_path, f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2")
-    steps = "--eod-mask-loss --train-iters 6"
+    model = Packed(
+        pool, tmp_path, f"{' '.join(MOE)} {UNTIED} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
+    )
+    steps = f"--eod-mask-loss --train-iters 6 {FREEZE}"
     reference = model.train(1, f"{PACKED} {steps} --calculate-per-token-loss")
     argv = model.from_start(f"{PACKED} {steps} {LAYOUT} {BALANCED} --balance-report {tmp_path}")
     run = join(pool.run(4, _train_moving, argv, {2: ((3,), (1,)), 4: ((1,), (3,))}))
@@ -26,4 +31,7 @@ def test_all_at_once_equal_one_rank(pool, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     for balancer in ("experts", "sequences"):  # layers were told to move, and did not decide to
         assert {line["iteration"] for line in lines if line["balancer"] == balancer} == set(range(1, 7))
-    assert any(line["action"] == "replicate" and line["iteration"] > 4 for line in lines)
+    later = [line for line in lines if line["balancer"] == "experts" and line["iteration"] > 4]
+    assert {line["layer"] for line in later if line["reason"] == "frozen"} == {0, 1}
+    assert {line["layer"] for line in later if line["action"] == "replicate"} <= {2, 3}
+    assert any(line["action"] == "replicate" for line in later)

@@ -20,7 +20,7 @@ COMBINATIONS = {
     "tied": (FREEZE, {}, "--freeze-layers 2", "add --untie-embeddings-and-output-weights"),
     "recompute": (FREEZE, UNTIED | {"recompute_granularity": "full"}, "--recompute-granularity full", "selective"),
     "prediction": (FREEZE, UNTIED | {"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
-    "replicas": (FREEZE, UNTIED | {"balance_experts": True}, "--balance-experts", "--freeze-layers 2", "drop it"),
+    "replicas": (PRUNE, {"balance_experts": True}, "--balance-experts", "--prune-sparsity 0.5", "drop it"),
     "optimizer": (PRUNE, {"optimizer": "sgd"}, "--optimizer sgd", "--prune-sparsity 0.5", "use --optimizer adam"),
     "grouped": (PRUNE, {"num_experts": 4, "moe_grouped_gemm": True}, "--moe-grouped-gemm", "drop"),
     "exit at the end": ({"early_exit_layers": "2,4"}, {}, "--early-exit-layers 2,4", "up to 3"),

@@ -42,8 +42,11 @@ def add_dynamics(
     config: DynamicsConfig,
     model: GPTModelConfig,
     report: Callable[[dict[str, Any]], None],
-) -> None:
-    """Put the schemes of `config` around the training steps of `model`. report: is given the events of a step."""
+) -> list[Callable[[], None]]:
+    """Put the schemes of `config` around the training steps of `model`. report: is given the events of a step.
+
+    Returns what has to be called when layers have moved to or from a rank.
+    """
     saved = _load(args)
     schemes: dict[str, Any] = {}
     if config.freeze_layers:
@@ -56,6 +59,7 @@ def add_dynamics(
     for scheme in schemes.values():
         model.post_wrap_hooks.append(scheme.attach)
         step.callbacks.append(scheme)
+    return [scheme.renew for scheme in schemes.values()]
 
 
 def _load(args: argparse.Namespace) -> dict[str, Any]:

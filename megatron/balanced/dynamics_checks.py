@@ -30,7 +30,6 @@ _FREEZE = (
         "use --recompute-granularity selective",
     ),
     ("mtp_num_layers", None, "trains the embedding from the back of the model", "drop it"),
-    ("balance_experts", False, "waits for gradients of replicas that frozen layers do not have", "drop it"),
     ("delay_wgrad_compute", False, "asks layers for gradients that frozen ones do not have", "drop it"),
     (
         "overlap_param_gather_with_optimizer_step",

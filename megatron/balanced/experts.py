@@ -165,6 +165,8 @@ class ExpertBalancer:
         for layer in self._layers():
             layer.loads.clear()
             layer.served.clear()
+            if layer.frozen:  # replicas would come for a forward pass alone
+                self._placed[layer] = layer.alone
             if layer.placement != self._placed[layer]:
                 layer.place(self._placed[layer])
         for chunk in self._chunk_at.values():
@@ -208,13 +210,18 @@ class ExpertBalancer:
             apply_ms=exposed_seconds * 1e3,
             moved_bytes=chunk.slots.moved_bytes(layer.experts.position),
             action="replicate" if replicas else "keep",
-            reason="" if replicas else "nothing to gain" if self._iteration else "no load seen yet",
+            reason="" if replicas else self._why_none(layer),
             layer=layer.layer_number - 1,
             planner=self.config.expert_planner,
             replicas=replicas,
             added=replicas - self._placed[layer].replicas,
             plan_wait_ms=self._waited_ms / len(self._layers()),
         )
+
+    def _why_none(self, layer: BalancedMoELayer) -> str:
+        if layer.frozen:
+            return "frozen"
+        return "nothing to gain" if self._iteration else "no load seen yet"
 
     # Plans.
 
@@ -223,6 +230,8 @@ class ExpertBalancer:
 
     def _on_load(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> None:
         """`layer` is about to split `load`, that of one more micro-batch."""
+        if layer.frozen:
+            return
         if not layer.loads and self._machine is not None and layer.placement.split == "level":
             self._repair(chunk, layer, *_host([load]))
         if (

@@ -10,9 +10,13 @@ What is left is to keep their parameters out of what happens between backward pa
   they are, in the optimizer and in its checkpoints. Checkpoints know one step for all parameters, so Adam's goes on.
 - The pipeline. A stage that begins with a frozen layer has no gradient for the stage before, which waits for one. It
   gets zeros.
+
+A frozen layer asks for gradients and is in the optimizer all the same, whenever no step is under way: so it moves to
+another stage, moments and all, as any other does (`megatron.balanced.move`).
 """
 
 import argparse
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +28,7 @@ from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.freezing import PlasticityFreezer, scheduled_prefix
 from balancing.report import event
 from megatron.balanced.dynamic_layer import DynamicLayer
+from megatron.balanced.moe_layer import BalancedMoELayer
 from megatron.balanced.optimizer_parts import Part, optimizer_of, parts
 from megatron.balanced.plasticity import Plasticity
 
@@ -116,12 +121,7 @@ class Freezing:
 
     def _freeze(self, frozen: int) -> None:
         before, self.frozen = self.frozen, frozen
-        for layer in self._layers():
-            layer.frozen = layer.layer_number <= frozen
-        frozen_parameters = set(self._frozen_parameters())
-        for chunk in self._chunks:
-            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-                _reduce_live(group, frozen_parameters)
+        self.renew()
         if dist.get_rank() == dist.get_world_size() - 1:
             self._report(
                 event(
@@ -135,6 +135,18 @@ class Freezing:
                     frozen_layers=frozen,
                 )
             )
+
+    def renew(self) -> None:
+        """Freeze and thaw the layers that are here now. To be called again when layers have come or gone."""
+        for layer in self._layers():
+            layer.frozen = layer.layer_number <= self.frozen
+            for module in layer.modules():
+                if isinstance(module, BalancedMoELayer):
+                    module.frozen = layer.frozen
+        frozen_parameters = set(self._frozen_parameters())
+        for chunk in self._chunks:
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                _reduce_live(group, frozen_parameters)
 
     def _frozen_parameters(self) -> list[torch.nn.Parameter]:
         found = []
@@ -177,6 +189,7 @@ class Freezing:
                 group["params"] = parameters
             self._taken_out.clear()
             self._count_steps()
+            self._frozen_parts.clear()  # which would keep the memory of layers that move away
         if self._plasticity is not None:
             rate = max(group["lr"] for group in self._optimizer.param_groups)
             self._plasticity.end_step(rate)
@@ -220,8 +233,9 @@ def _reduce_live(group: Any, frozen: set[torch.nn.Parameter]) -> None:
             bucket.grad_data = bucket.whole_grad_data[: max(live, default=0)]
     if group.params:
         return
+    own = weakref.proxy(group)  # a group that held itself would not free its buffers when layers move
 
     def nothing(force_all_reduce: bool | None = False) -> None:
-        group.param_gather_dispatched = False  # as the original does
+        own.param_gather_dispatched = False  # as the original does
 
     group.start_grad_sync = group.finish_grad_sync = nothing

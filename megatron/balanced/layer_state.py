@@ -65,9 +65,10 @@ def named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[Buffer]:
     for model in models:
         for layer in model.decoder.layers:
             for path, module in layer.named_modules():
+                beside = next(module.parameters(recurse=False), None)  # which are sharded alike
                 for own, buffer in module.named_buffers(recurse=False):
                     whole = f"{path}.{own}" if path else own
-                    yield Buffer(f"{layer.layer_number - 1}.{whole}@{_coordinates(None)}", module, own, buffer)
+                    yield Buffer(f"{layer.layer_number - 1}.{whole}@{_coordinates(beside)}", module, own, buffer)
 
 
 def _coordinates(parameter: torch.Tensor | None) -> str:

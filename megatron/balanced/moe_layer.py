@@ -103,6 +103,7 @@ class BalancedMoELayer(MoELayer):
     def __init__(self, *args: Any, slots: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.slots = slots
+        self.frozen = False  # only runs forward, without gradients
         width = self.num_local_experts + slots
         config = copy.copy(self.config)
         config.num_moe_experts = self.ep_group.size() * width
@@ -143,7 +144,10 @@ class BalancedMoELayer(MoELayer):
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         if self.training:
-            (first, last), _ = self._splits.decide(lambda: self._share(routing_map))
+            if self.frozen:  # which is not run again, as other passes without gradients are
+                first, last = self._share(routing_map)
+            else:
+                (first, last), _ = self._splits.decide(lambda: self._share(routing_map))
             expert = self._log_of_phys
         else:
             (first, last), expert = self._home_share(routing_map)

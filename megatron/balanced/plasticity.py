@@ -4,7 +4,8 @@ At every measurement the first layer that is not frozen runs twice more on a mic
 and gradients: with its weights of now, and with those of the last measurement. The data-parallel mean of their
 similarity loss is what `balancing.dynamics.PlasticityFreezer` decides on, the same on all ranks.
 
-The weights to compare with are also taken anew after a checkpoint is written and when training begins, so that a
+The weights to compare with are buffers of the layer, no part of any checkpoint, and go with it to another stage. They
+are also taken anew after a checkpoint is written and when training begins, so that a
 resumed run compares with the same ones.
 """
 
@@ -29,22 +30,25 @@ class Plasticity:
         self.freezer, self._interval = freezer, interval
         self._save_interval = args.save_interval if args.save else None
         self._iteration = 0
-        self._front = -1  # number of the layer that `_reference` was taken of, if it is here
-        self._reference: dict[str, torch.Tensor] | None = None
+        self._front = -1  # number of the layer that is measured
+        self._is_outdated = True  # what there is to compare with
         self._measured: float | None = None
 
     def begin_step(self, iteration: int) -> None:
         self._iteration = iteration
         if self._front != self.freezer.frozen + 1:
-            self._front, self._reference = self.freezer.frozen + 1, None
+            self._front, self._is_outdated = self.freezer.frozen + 1, True
 
     def _is_due(self) -> bool:
         return not (self._iteration + 1) % self._interval
 
     def begin_schedule(self, layers: list[DynamicLayer]) -> None:
         for layer in layers:
-            if layer.layer_number == self._front and (self._is_due() or self._reference is None):
+            if self._is_outdated or layer.layer_number != self._front:
+                _forget(layer)
+            if layer.layer_number == self._front and (self._is_due() or self._is_outdated):
                 layer.probe = self._measure
+        self._is_outdated = False
 
     def _measure(self, layer: DynamicLayer, hidden_states: torch.Tensor, run: Any) -> None:
         """`run(hidden_states)` is the layer's forward pass. Weights may be there only once it has been run."""
@@ -53,16 +57,17 @@ class Plasticity:
         try:
             with torch.no_grad():
                 now = run(hidden_states)[0]
-                own = {name: value.data for name, value in layer.named_parameters()}
-                if self._reference is not None and self._is_due():
-                    for name, value in layer.named_parameters():
-                        value.data = self._reference[name]
+                reference = _reference(layer)
+                if reference and self._is_due():
+                    own = [parameter.data for parameter, _ in reference]
+                    for parameter, weights in reference:
+                        parameter.data = weights
                     before = run(hidden_states)[0]
-                    for name, value in layer.named_parameters():
-                        value.data = own[name]
+                    for (parameter, _), weights in zip(reference, own, strict=True):
+                        parameter.data = weights
                     flat = (output.flatten(0, 1)[:_TOKENS].float() for output in (now, before))
                     self._measured = similarity_loss(*flat)
-                self._reference = {name: value.clone() for name, value in own.items()}
+                _remember(layer)
         finally:
             layer.train()
 
@@ -77,4 +82,30 @@ class Plasticity:
             if told[1]:  # at first there is nothing to compare with
                 self.freezer.observe(float(told[0] / told[1]), learning_rate)
         if self._save_interval and not (self._iteration + 1) % self._save_interval:
-            self._reference = None
+            self._is_outdated = True
+
+
+# What a parameter was at the last measurement lies beside it, and is sharded as it is.
+_SUFFIX = "_at_last_measurement"
+
+
+def _reference(layer: DynamicLayer) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """The parameters of `layer` and what they were; empty where nobody has taken that down."""
+    return [
+        (parameter, module.get_buffer(name + _SUFFIX))
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name + _SUFFIX in module._buffers
+    ]
+
+
+def _remember(layer: DynamicLayer) -> None:
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_buffer(name + _SUFFIX, parameter.data.clone(), persistent=False)
+
+
+def _forget(layer: DynamicLayer) -> None:
+    for module in layer.modules():
+        for name in [name for name in module._buffers if name.endswith(_SUFFIX)]:
+            delattr(module, name)

@@ -43,6 +43,18 @@ class Pruning:
         self._chunks = chunks
         return chunks
 
+    def renew(self) -> None:
+        """Mask the layers that are here now. To be called again when layers have come or gone. Pruned weights stay
+        zero on their way, so that masks of new layers are where their weights are not."""
+        if not self.masks:
+            return
+        before, self.masks = self.masks, {}
+        for module in (module for _, module in self._linears()):
+            if module.weight in before:
+                self.masks[module.weight] = before[module.weight]
+            else:
+                self._set_mask(module, torch.ones_like(module.weight))
+
     def _linears(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """The modules whose weights are pruned, with the number of their layer from 0."""
         for model in unwrap_model(self._chunks):
@@ -98,13 +110,16 @@ class Pruning:
     def _set_masks(self, left: Iterator[torch.Tensor]) -> None:
         """Masks of what is left and not zero, and sparse compute where that pays."""
         for (_, module), mask in zip(self._linears(), left, strict=True):
-            weight = module.weight
-            self.masks[weight] = mask.bool() & (weight != 0)
-            module.__dict__.pop("_forward_impl", None)
-            if self._multiplies_sparse(module):
-                pattern = SparsePattern(self.masks[weight])
-                if pattern.density <= self.config.prune_sparse_density:
-                    module._forward_impl = partial(_multiply, pattern)
+            self._set_mask(module, mask)
+
+    def _set_mask(self, module: torch.nn.Module, left: torch.Tensor) -> None:
+        weight = module.weight
+        self.masks[weight] = left.bool() & (weight != 0)
+        module.__dict__.pop("_forward_impl", None)
+        if self._multiplies_sparse(module):
+            pattern = SparsePattern(self.masks[weight])
+            if pattern.density <= self.config.prune_sparse_density:
+                module._forward_impl = partial(_multiply, pattern)
 
     def _multiplies_sparse(self, module: torch.nn.Module) -> bool:
         alone = self._args.tensor_model_parallel_size == 1 and self._args.expert_tensor_parallel_size in (None, 1)

@@ -31,7 +31,7 @@ class Tokens:
         self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
     ) -> None:
         self.config, self._args, self._report = config, args, report
-        self._layers: list[DynamicLayer] = []
+        self._models: list[torch.nn.Module] = []
         self._flow = TokenFlow()
         self._group: Any = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they have arrived
@@ -39,20 +39,26 @@ class Tokens:
 
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Watch the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
-        models = unwrap_model(chunks)
-        self._layers = [layer for model in models for layer in model.decoder.layers]
+        models = self._models = unwrap_model(chunks)
+        self.renew()
         if self.config.exits():
             if mpu.get_pipeline_model_parallel_world_size() > 1:
                 self._group = self._own_group()
             assert len(models) == 1, "early exit with several model chunks a stage is refused"
             model = models[0]
-            for layer in self._layers:
-                layer.flow = self._flow
             model.decoder.register_forward_pre_hook(self._begin_chunk, with_kwargs=True)
             model.decoder.register_forward_hook(self._end_chunk)
             if model.post_process:
                 model.register_forward_hook(self._weigh)
         return chunks
+
+    def renew(self) -> None:
+        """Tell the layers that are here now about exits. To be called again when layers have come or gone."""
+        for layer in self._layers() if self.config.exits() else []:
+            layer.flow = self._flow
+
+    def _layers(self) -> list[DynamicLayer]:
+        return [layer for model in self._models for layer in model.decoder.layers]
 
     def _own_group(self) -> dist.ProcessGroup:
         """A group of the same ranks as the pipeline, made by all ranks of the job together."""
@@ -97,7 +103,7 @@ class Tokens:
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self._iteration = iteration
-        for layer in self._layers:
+        for layer in self._layers():
             layer.tokens_run = layer.tokens_seen = 0
 
     def begin_schedule(self) -> None:
@@ -111,7 +117,8 @@ class Tokens:
     def end_step(self) -> None:
         if mpu.get_data_parallel_rank(with_context_parallel=True) or mpu.get_tensor_model_parallel_rank():
             return
-        run = [layer.tokens_run for layer in self._layers]
+        layers = self._layers()
+        run = [layer.tokens_run for layer in layers]
         self._report(
             event(
                 self._iteration + 1,
@@ -119,9 +126,9 @@ class Tokens:
                 "layer",
                 imbalance_before=imbalance(run),
                 scheme="early exit" if self.config.exits() else "mixture of depths",
-                layers=[layer.layer_number - 1 for layer in self._layers],
+                layers=[layer.layer_number - 1 for layer in layers],
                 tokens=run,
-                tokens_all=[layer.tokens_seen for layer in self._layers],
+                tokens_all=[layer.tokens_seen for layer in layers],
             )
         )
 

@@ -45,10 +45,10 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         step.callbacks.append(observer)
         forward = partial(forward_step, on_documents=observer.documents)
     machine = machine_of(config, args.world_size)
-    renew_replicas: list[Callable[[], None]] = []
+    renew: list[Callable[[], None]] = []  # when layers have moved
     report = observer.note if observer is not None else lambda event: None
     if config.dynamics.any:
-        add_dynamics(args, config.dynamics, model, report)
+        renew += add_dynamics(args, config.dynamics, model, report)
     if config.sequences.balance_sequences:
         sequences = SequenceBalancer(args, config.sequences, machine, report)
         model.pre_wrap_hooks.append(sequences.attach)
@@ -59,14 +59,14 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         balancer = ExpertBalancer(args, config.experts, machine, report)
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
-        renew_replicas = [balancer.renew]
+        renew.append(balancer.renew)
     if config.layers.on:
         assert observer is not None
         layers = LayerBalancer(args, config.layers, model, observer.note)
         observer.listeners.append(layers.measured)
         layers.settled = partial(observer.listeners.remove, layers.measured)
         layers.mover.built.append(observer.watch_layer)
-        layers.mover.moved += renew_replicas
+        layers.mover.moved += renew
         model.post_wrap_hooks.append(layers.attach)
         step.callbacks.append(layers)
         if args.attention_dropout or args.hidden_dropout:

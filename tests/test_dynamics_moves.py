@@ -1,0 +1,149 @@
+"""Dynamic models whose layers move: what a scheme has done to a layer goes with it, and no number changes."""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from moving import Plans, train_moving
+from test_layers_balance import _decisions, _train_willing
+from test_layers_move import _assert_same_run, _assert_same_tensors, _peeks_at_buffers
+from training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, differences, train
+
+from balancing.clock import pace
+
+PP2 = "--pipeline-model-parallel-size 2"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+UNTIED = "--untie-embeddings-and-output-weights"
+EXACTLY = " ".join(EXACT)
+DROPOUT = f"{EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1"
+BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1 --global-batch-size 4".split()]
+
+# Frozen are one layer from iteration 2 on, two from 4, three from 6, and none from 8. Moves come before all that,
+# together with a freeze, while all of the first stage is frozen, together with the thaw, and after it.
+FREEZE = (
+    f"{UNTIED} --freeze-layers 3 --freeze-layers-start 2 --freeze-layers-interval 2 --freeze-layers-until 8 "
+    "--train-iters 10"
+)
+WHILE_FREEZING: Plans = {1: ((3,), (1,)), 4: ((1,), (3,)), 7: ((3,), (1,)), 8: ((1,), (3,)), 9: ((2,), (2,))}
+PLASTICITY = (
+    f"{UNTIED} --freeze-layers 2 --freeze-layers-policy plasticity --freeze-layers-interval 2 "
+    "--freeze-layers-patience 1 --freeze-layers-tolerance 1 --train-iters 12"
+)
+
+# ranks, flags, plans
+CASES = {
+    "freezing, PP 2, DP 2, both overlaps, dropout": (4, f"{DROPOUT} {PP2} {OVERLAPS} {FREEZE}", WHILE_FREEZING),
+    "freezing, interleaved, mixture of experts": (
+        2,
+        f"{EXACTLY} {PP2} {' '.join(MOE)} --num-experts 2 --num-layers 5 {UNTIED} "
+        "--pipeline-model-parallel-layout Et|t|tt|tL --freeze-layers 3 --freeze-layers-start 1 "
+        "--freeze-layers-until 4 --train-iters 5",
+        {2: ((2, 1), (1, 1)), 3: ((1, 1), (2, 1)), 4: ((1, 2), (1, 1))},
+    ),
+    # Comparing with weights of two iterations ago, which move in between.
+    "freezing by plasticity, both overlaps": (
+        2,
+        f"{EXACTLY} {PP2} {OVERLAPS} {PLASTICITY}",
+        {3: ((1,), (3,)), 6: ((3,), (1,)), 9: ((1,), (3,)), 10: ((2,), (2,))},
+    ),
+    "pruning, mixture of depths, sparse attention": (
+        2,
+        f"{EXACTLY} {PP2} --prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 "
+        "--prune-sparse-density 0.6 --mixture-of-depths 0.25 --sparse-attention hash --sparse-attention-block 8 "
+        "--sparse-attention-keep 2 --train-iters 6",
+        {2: ((1,), (3,)), 4: ((3,), (1,))},
+    ),
+    "early exit": (
+        2,
+        f"{EXACTLY} {PP2} --early-exit-layers 1,2,3 --early-exit-threshold 0.9 --early-exit-start 1 "
+        "--early-exit-loss-weight 0.5 --train-iters 5",
+        {2: ((1,), (3,)), 3: ((3,), (1,))},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_move_changes_no_number(pool, tmp_path, case):
+    world_size, flags, plans = CASES[case]
+    run, state = train_moving(pool, world_size, f"{flags} --balance-report {tmp_path}", plans, base=BASE)
+    reference, expected = train_moving(pool, world_size, flags, {}, base=BASE)
+    _assert_same_run(run, reference)
+    _assert_same_tensors(state, expected)
+    assert len([name for name in expected if name.endswith("exp_avg_sq")]) > 4 * 8
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = [line for line in lines if line["balancer"] == "dynamics"]
+    if "freezing" in case:
+        assert [line["action"] for line in told][-1:] == (["freeze"] if "plasticity" in case else ["unfreeze"])
+        assert len({line["frozen_layers"] for line in told}) > 1
+    else:
+        assert max(line["imbalance_before"] for line in told) > 1
+    if case == "early exit":
+        tokens = {layer: n for line in told[-2:] for layer, n in zip(line["layers"], line["tokens"], strict=True)}
+        assert sorted(tokens) == [0, 1, 2, 3]
+        assert tokens[3] < tokens[0]
+
+
+def test_frozen_layers_are_saved_where_they_moved_to_and_thaw_elsewhere(pool, tmp_path):
+    freeze = f"{EXACTLY} {UNTIED} --freeze-layers 3 --freeze-layers-start 1 --freeze-layers-until 5 --train-iters 6"
+    base = [*BASE, *freeze.split(), *"--num-layers 6 --ckpt-format torch_dist".split()]
+    save = f"{OVERLAPS} --pipeline-model-parallel-size 4 --save {tmp_path} --save-interval 4"
+    # At the save the first stage is frozen, the second as well, and the third in part.
+    plans: Plans = {2: ((1,), (1,), (3,), (1,)), 4: ((3,), (1,), (1,), (1,))}
+    layout = "--pipeline-model-parallel-layout Ett|t|tt|tL"
+    whole, _ = train_moving(pool, 4, f"{save} {layout}", plans, base=base)
+    resumed = train(pool, 1, f"--load {tmp_path} --ckpt-step 4", base=base, parameters=True)
+    assert len(resumed.losses) == 2
+    resumed.losses[:0] = whole.losses[:4]
+    assert max(differences(resumed, whole)) <= 1e-12
+
+
+def test_frozen_buckets_make_room_for_what_travels(pool):
+    flags = f"{PP2} {OVERLAPS} --bf16 --balance-layers {UNTIED} --freeze-layers 3 --train-iters 3"
+    for gone in pool.run(2, _peeks_at_buffers, [*BASE, *flags.split()]):
+        assert gone
+        assert all(gone)
+
+
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()  # Megatron frees what a stage sends on, which must not be a view
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        pace(0.02)
+        return gradient
+
+
+def _train_slowly(argv: list[str]) -> RankRun:
+    """Each layer takes ten milliseconds forward, and twenty backward where it has a backward pass."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    forward: Callable = TransformerLayer.forward
+
+    @functools.wraps(forward)
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pace(0.01)
+        output, context = forward(self, *args, **kwargs)
+        return _SlowBackward.apply(output), context
+
+    TransformerLayer.forward = slow
+    return _train_willing(argv)
+
+
+def test_layers_move_to_where_others_are_frozen(pool, tmp_path):
+    flags = (
+        f"{PP2} {UNTIED} --num-layers 6 --freeze-layers 3 --freeze-layers-start 3 --balance-layers "
+        f"--layer-balance-interval 3 --train-iters 10 --balance-report {tmp_path}"
+    )
+    pool.run(2, _train_slowly, [*BASE, *flags.split()])
+    decisions = _decisions(tmp_path)
+    move = next(line for line in decisions if line["action"] == "move" and line["iteration"] > 4)
+    assert move["layout_before"] == "Ettt|tttL"
+    assert move["layout_after"] in ("Et*4|ttL", "Et*5|tL")
+    assert move["imbalance_after"] < move["imbalance_before"] - 0.1
+    assert move["predicted_step_after"] < move["predicted_step_before"]
+    assert decisions[-1]["layout_after"] != "Ettt|tttL"
