@@ -1,4 +1,4 @@
-"""How long does a training step take with documents of very different length, and how near is it to the limit? Emulated.
+"""How long does a step take with documents of very different length, and how near is it to the limit? Emulated.
 
     python -m benchmarks.sequences_emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--json FILE] [--figure FILE.svg]
 
@@ -8,14 +8,14 @@ emulated cluster with fewer NICs than ranks. Keys, values, gradients and remappe
 stands for and how it is scaled, `benchmarks.emulated.sequences` how every step checks itself.
 
 All methods take turns, batch by batch, so that they see the same machine. ring stands for Transformer Engine's p2p,
-gather for Llama 3's all-gather, hybrid for Megatron-LM's hybrid context parallelism, planned by its own scheduler; none of
-them is routed. The limit is arithmetic: the batch's exact FLOPs spread evenly, every transfer hidden. "model" is what
-`balancing.sequences.step_cost`, by which `auto` chooses, predicts. Plans are made before, as in training.
+gather for Llama 3's all-gather, hybrid for Megatron-LM's hybrid context parallelism, planned by its own scheduler; none
+of them is routed. The limit is arithmetic: the batch's exact FLOPs spread evenly, every transfer hidden. "model" is
+what `balancing.sequences.step_cost`, by which `auto` chooses, predicts. Plans are made before, as in training.
 
-Routing alone: one round of one long sequence's ring, between nodes over the sender's own NIC, and over all.
+Routing alone: one round of one long sequence's ring over one rank of each node, through its own NIC, and through all.
 
-Not to scale: within a node bytes are not limited and cost what CPU they cost, as the engine's work on the host does, for
-all ranks on few cores; a NIC lets the first 2 ms of a burst pass at once.
+Not to scale: within a node bytes are not limited and cost what CPU they cost, as the engine's work on the host does,
+for all ranks on few cores; a NIC lets the first 2 ms of a burst pass at once.
 
 Takes about 8 minutes on two idle cores, with --quick about one. Exit code 1 if a target is missed.
 """
@@ -39,13 +39,13 @@ from benchmarks.emulated.rate import format_rate
 from benchmarks.emulated.sequence_load import CLUSTERS, METHODS, SHAPES, Case, Scale, make_case, predicted_seconds
 from benchmarks.emulated.sequences import Job, Rounds
 
-__all__ = ["Row", "RoutingRow", "measure"]
+__all__ = ["RoutingRow", "Row", "measure"]
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 600.0  # seconds for one launch of ranks
 _TIME = 20.0  # emulated seconds for each modelled one
-_ROUND_WIDTH = 64  # numbers of a head in the round of a long sequence
+_ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
 
 _DISTRIBUTIONS = ("prolong", "packed", "mix")
 _QUICK_METHODS = ("ring", "gather", "hybrid", "zones", "chunks", "auto")
@@ -167,8 +167,8 @@ def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None
     limited = "loopback, NICs not limited: " + reason if reason else f"NICs of {format_rate(job.scale.nic)}"
     cluster = job.scale.cluster
     print(
-        f"\nemulated: {name} ranks, {cluster.nics_per_node} NICs a node; {job.scale.time:g} times slower than modelled, "
-        f"1/{job.scale.bytes:g} of its bytes; {limited}"
+        f"\nemulated: {name} ranks, {cluster.nics_per_node} NICs a node; {job.scale.time:g} times slower than "
+        f"modelled, 1/{job.scale.bytes:g} of its bytes; {limited}"
     )
     print(f"{'model':8} {'documents':10} {'method':20}  s/step  x ring  / limit   model  exposed  batches")
     before = None
@@ -176,7 +176,9 @@ def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None
         if before not in (None, (row.model, row.distribution)):
             print()
         before = (row.model, row.distribution)
-        figures = f"{row.seconds:6.2f}  {row.speedup:6.2f}  {row.to_limit:7.3f} {row.predicted:7.3f}  {row.exposed:7.0%}"
+        figures = (
+            f"{row.seconds:6.2f}  {row.speedup:6.2f}  {row.to_limit:7.3f} {row.predicted:7.3f}  {row.exposed:7.0%}"
+        )
         print(f"{row.model:8} {row.distribution:10} {row.method:20}  {figures}  {row.batches:7}", flush=True)
 
 
@@ -196,7 +198,9 @@ def _print_ablation(rows: Sequence[Row]) -> None:
     columns = list(dict.fromkeys((row.cluster, row.distribution) for row in rows))
     print(f"  {'':20}  " + "  ".join(f"{f'{cluster}, {name}':>14}" for cluster, name in columns) + "   paper")
     for method, paper in _PAPER.items():
-        own = {(row.cluster, row.distribution): row.speedup for row in rows if (row.model, row.method) == ("MHA", method)}
+        own = {
+            (row.cluster, row.distribution): row.speedup for row in rows if (row.model, row.method) == ("MHA", method)
+        }
         print(f"  {method:20}  " + "  ".join(f"{own[column]:14.2f}" for column in columns) + f"  {paper:6.2f}")
 
 
@@ -263,7 +267,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.sequences_emulated",
         description="Step time with documents of very different length on an emulated cluster, method by method.",
     )
-    parser.add_argument("--quick", action="store_true", help="one cluster, distribution, layer and batch; about a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="one cluster, distribution, layer and batch; about a minute"
+    )
     parser.add_argument("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     parser.add_argument("--figure", metavar="FILE", help="draw the step times there; the ending says the format: .svg")

@@ -70,7 +70,8 @@ METHODS = {
 class Scale:
     """The modelled machine and what becomes of it.
 
-    nodes, ranks_per_node: the machine. time: emulated seconds for each modelled one. width: numbers of an emulated head.
+    nodes, ranks_per_node: the machine. time: emulated seconds for each modelled one. width: numbers of an
+    emulated head.
     """
 
     nodes: int
@@ -130,9 +131,7 @@ def make_case(
     return Case(model, distribution, batch, lengths, {name: parts for name, parts in found.items() if parts})
 
 
-def _parts(
-    method: Method, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape
-) -> tuple[SequencePlan, ...]:
+def _parts(method: Method, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> tuple[SequencePlan, ...]:
     if method.peer:
         return tuple(baseline_parts(method.planner, lengths, cluster, shape))
     routed = None if method.routed else False
