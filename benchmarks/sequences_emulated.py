@@ -44,7 +44,7 @@ __all__ = ["RoutingRow", "Row", "measure"]
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 600.0  # seconds for one launch of ranks
-_TIME = 20.0  # emulated seconds for each modelled one
+_TIME = 25.0  # emulated seconds for each modelled one
 _ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
 
 _DISTRIBUTIONS = ("prolong", "packed", "mix")
@@ -105,11 +105,9 @@ def measure(job: Job, *, limited: bool = True, timeout: float = _TIMEOUT) -> tup
     limited: whether NICs shall be. Raises RankFailed and RunTimeout.
     """
     scale = job.scale
-    shape = {"nics_per_node": scale.cluster.nics_per_node, "nic": scale.nic if limited else None}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        EmulatedCluster(scale.nodes, scale.ranks_per_node, **shape) as cluster,
-    ):
+    nics, nic = scale.cluster.nics_per_node, scale.nic if limited else None
+    emulated = EmulatedCluster(scale.nodes, scale.ranks_per_node, nics_per_node=nics, nic=nic)
+    with tempfile.TemporaryDirectory() as folder, emulated as cluster:
         path = Path(folder, "job.pickle")
         path.write_bytes(pickle.dumps(job))
         program = ["ignore", "-m", "benchmarks.emulated.sequences", str(path)]

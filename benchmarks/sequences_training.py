@@ -5,8 +5,8 @@
 A GPT with context parallelism 2 trains on documents of real, heavy-tailed length (the source of Python's standard
 library, a token a byte), each attending to itself, with `--balance-sequences`. The same steps run with the planner
 ring, which cuts every document over both ranks as Transformer Engine does, and with auto, in turns, each run a new pair
-of processes. Real compute and real transfers; nothing is emulated. The ratio to the limit is the step over what is left of
-it without the time in which the rank that waited longest waited for transfers.
+of processes. Real compute and real transfers; nothing is emulated. The ratio to the limit is the step over what is left
+of it without the time in which the rank that waited longest waited for transfers.
 """
 
 import argparse

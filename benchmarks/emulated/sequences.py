@@ -167,7 +167,7 @@ def _tokens(shards: Sequence[Shard], lengths: Sequence[int]) -> tuple[torch.Tens
 def _step(parts: Sequence[_Part], layers: int, device: Device) -> tuple[float, float]:
     """Forward and backward of all parts, one after another. Seconds, and those for which the rank that waited longest
     waited for transfers."""
-    device.late = 0.0
+    device.finish()
     results: list[tuple[_Part, list[torch.Tensor], list[torch.Tensor]]] = []
     dist.barrier()
     begin = time.perf_counter()
@@ -179,6 +179,7 @@ def _step(parts: Sequence[_Part], layers: int, device: Device) -> tuple[float, f
         for output in reversed(outputs):
             gradients.append(torch.autograd.grad(output, (part.q, part.k, part.v), part.grad)[2])
             device.run(part.linear * 2 / 3)
+        device.finish()
         if len(parts) > 1:
             dist.barrier()
         results.append((part, [output.detach() for output in outputs], gradients))
@@ -240,14 +241,12 @@ def _run_rounds(rounds: Rounds) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    import faulthandler
 
-    faulthandler.dump_traceback_later(60, repeat=True)
     job: Job = pickle.loads(Path(sys.argv[1]).read_bytes())
     torch.set_num_threads(1)
     if job.rounds is not None:
         _run_rounds(job.rounds)
-    device = Device()
+    device = Device(shortest=0.001)
     for number in range(len(job.cases)):
         _run_case(number, job, device)
     dist.barrier()
