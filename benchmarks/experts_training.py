@@ -10,16 +10,13 @@ emulated. The ratio to the limit is the tokens of the busier rank over the mean,
 
 import argparse
 import json
-import os
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks.pinned import prepare_corpus, step_milliseconds
+
 MODEL = (
     "--device cpu --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256 "
     "--max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu "
@@ -29,24 +26,6 @@ MODEL = (
     "--eval-iters 0 --log-interval 1 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 "
     "--null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --split 100,0,0 --ckpt-format torch_dist"
 ).split()
-_STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([0-9.]+)")
-_PIN = (
-    "import os, runpy, sys; cores = sorted(os.sched_getaffinity(0)); "
-    "os.sched_setaffinity(0, {cores[int(os.environ['LOCAL_RANK']) % len(cores)]}); "
-    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-)
-
-
-def _run(folder: Path, *flags: str) -> list[float]:
-    """Train on two pinned processes; the milliseconds of each step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command += [sys.executable, "-c", _PIN, str(REPOSITORY / "pretrain_gpt.py"), *MODEL]
-    command += ["--data-path", str(folder / "corpus"), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=3600)
-    if done.returncode:
-        raise SystemExit(f"training failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return [float(found[2]) for found in _STEP.finditer(done.stdout)]
 
 
 def _imbalance(report: Path) -> tuple[float, float]:
@@ -61,11 +40,10 @@ def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
     """Rows of the table. train: steps before the measurement. steps: of each run. rounds: runs of each kind."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), "--stdlib", "--append-eod"]
-        subprocess.run([*prepare, "--output-prefix", str(folder / "corpus")], check=True, capture_output=True)
+        model = [*MODEL, *prepare_corpus(folder)]
         print(f"training {train} steps, so that experts specialise ...", flush=True)
         checkpoint = ["--save", str(folder / "checkpoint"), "--save-interval", str(train), "--train-iters", str(train)]
-        _run(folder, *checkpoint)
+        step_milliseconds([*model, *checkpoint])
         times: dict[str, list[float]] = {"off": [], "on": []}
         report = folder / "report"
         for number in range(rounds):
@@ -73,7 +51,7 @@ def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
                 flags = ["--load", str(folder / "checkpoint"), "--train-iters", str(train + steps), "--finetune"]
                 flags += ["--balance-experts"] if kind == "on" else []
                 flags += ["--balance-report", str(report)] if (kind, number) == ("on", rounds - 1) else []
-                times[kind] += _run(folder, *flags)[4:]  # the first ones warm up and have no plan yet
+                times[kind] += step_milliseconds([*model, *flags])[4:]  # the first ones warm up and have no plan yet
                 print(f"round {number + 1} of {rounds}, {kind}: {statistics.median(times[kind]):.1f} ms", flush=True)
         before, after = _imbalance(report)
         median = {kind: statistics.median(values) for kind, values in times.items()}

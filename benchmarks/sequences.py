@@ -46,7 +46,7 @@ from balancing.sequences import (
 from balancing.sequences.baselines import hybrid_groups
 from balancing.sequences.lengths import DISTRIBUTIONS, draw_batch
 
-__all__ = ["Row", "plans", "times"]
+__all__ = ["Row", "baseline_parts", "plans", "times"]
 
 _TOKENS = 4096  # a rank
 _METHODS = ("ring", "gather", "hybrid", "zones", "chunks", "auto")
@@ -129,7 +129,7 @@ def _measure(
         parts = [plan_sequences(lengths, cluster, shape=shape, method=method)]
     else:
         if method not in kept:
-            kept[method] = _baseline(method, lengths, cluster, shape)
+            kept[method] = baseline_parts(method, lengths, cluster, shape)
         parts = kept[method]
     if not parts:
         return  # upstream's scheduler gives up on some batches; the others count
@@ -153,7 +153,7 @@ def _measure(
         model(", not routed", routed=False)
 
 
-def _baseline(method: str, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> list[SequencePlan]:
+def baseline_parts(method: str, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> list[SequencePlan]:
     """One plan; of hybrid one for each of Megatron-LM's groups, which run one after another with a barrier after each,
     nothing remapped, and none where its scheduler fails."""
     if method != "hybrid":

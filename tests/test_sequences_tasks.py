@@ -288,3 +288,17 @@ def test_a_proxy_takes_part_in_rounds_of_a_ring_it_is_not_in() -> None:
 
 def _routes(plan: SequencePlan, cluster: Cluster) -> dict[Stage, Route]:
     return {stage: route(messages, 4096, cluster, 2) for stage, messages in flows(plan, cluster).items()}
+
+
+@pytest.mark.parametrize("kind", ["gather", "return"])
+def test_a_proxy_takes_part_in_one_direction_alone(kind) -> None:
+    """Gradients are wider than keys, so ranks may hand on the ones and not the others."""
+    plan = SequencePlan((8,), 4, "gather", *[(Shard(0, 0, 4, 0), Shard(0, 4, 8, 2))] * 2, ("gather",))
+    cluster = Cluster(2, 2, 2, 1e9, 1e9, 1e12, 1e9)
+    stage = Stage(kind, True, 2)
+    assert stage in flows(plan, cluster)
+    program = make_program(plan, 1, cluster, relays=[stage])
+    forward, backward = (
+        [step.stage for step in steps if isinstance(step, Start)] for steps in (program.forward, program.backward)
+    )
+    assert backward == [stage] and forward == ([stage] if kind == "gather" else [])

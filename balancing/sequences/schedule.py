@@ -51,6 +51,11 @@ class Work:
         """The stages that bring prefixes, in order of tasks: those from inside the node come sooner."""
         return sorted((s for s in self.exchanges if s.kind == "gather"), key=lambda stage: (stage.inter, stage.round))
 
+    def turns(self, inter: bool) -> list[int]:
+        """The turns in which prefixes come or their gradients go. A rank that only hands on may have a part in one of
+        the two: gradients are wider than keys, so they may go another way."""
+        return sorted({s.round for s in self.exchanges if s.kind in ("gather", "return") and s.inter == inter})
+
     def first_transfers(self) -> list[Step]:
         """Those that depend on nothing, the slowest first."""
         steps: list[Step] = [Start(s) for s in sorted(self.gathers(), key=lambda stage: (stage.round, not stage.inter))]
@@ -81,19 +86,21 @@ def forward_steps(work: Work) -> tuple[Step, ...]:
 def backward_steps(work: Work) -> tuple[Step, ...]:
     """Local sequences, then inside the node, then over nodes; gradients go home as soon as they are there."""
     last = work.last_round
-    gathers = bool(work.gathers())
+    gathers = any(work.turns(inter) for inter in (False, True))
     local = _shares(work.local, 1 + last + gathers)
     steps = work.first_transfers()
     steps.append(compute(local[0]))
     for inter in (False, True):
         steps.append(compute(work.rounds[inter].get(0, ())))
-    returns: list[Stage] = []
+    returns: list[Step] = []
     for inter in (False, True):
-        stages = [stage for stage in work.gathers() if stage.inter == inter]
-        steps += [Wait(stage) for stage in stages]
-        for stage in reversed(stages):  # the last runs see all keys: when they are done, the last keys' gradients are
-            returns.append(stage._replace(kind="return"))
-            steps += [compute(work.gathered.get(stage, ())), Start(returns[-1])]
+        turns = work.turns(inter)
+        for turn in turns:
+            steps += work.wait("gather", inter, turn)
+        for turn in reversed(turns):  # the last runs see all keys: when they are done, the last keys' gradients are
+            steps.append(compute(work.gathered.get(Stage("gather", inter, turn), ())))
+            steps += work.start("return", inter, turn)
+            returns += work.wait("return", inter, turn)
     for turn in range(1, last + 2):
         if turn <= last:
             steps.append(compute(local[turn]))
@@ -103,7 +110,7 @@ def backward_steps(work: Work) -> tuple[Step, ...]:
             steps += work.wait("ring return", inter, turn) + work.start("ring return", inter, turn + 1)
     if gathers:
         steps.append(compute(local[-1]))
-    steps += [Wait(stage) for stage in returns]
+    steps += returns
     return tuple(_without_nothing(steps))
 
 

@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.clock import pace
+from benchmarks.emulated.device import Device
 
 __all__ = ["Variant", "routing_map"]
 
@@ -48,22 +49,6 @@ class Variant:
     shared: bool = False
 
 
-@dataclass
-class _Device:
-    """Timed waits one after another. What one of them overran, as timers do, is taken off the next."""
-
-    late: float = field(default=0.0)
-
-    def run(self, seconds: float) -> None:
-        wait = seconds - self.late
-        if wait <= 0:
-            self.late -= seconds
-            return
-        begin = time.perf_counter()
-        pace(wait)
-        self.late = time.perf_counter() - begin - wait
-
-
 class _Compute(torch.autograd.Function):
     """The identity on tokens [token, hidden], for `seconds`. Each element of the weight's gradient is their number.
 
@@ -71,7 +56,7 @@ class _Compute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor | None, device: _Device, seconds: float) -> Any:
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor | None, device: Device, seconds: float) -> Any:
         ctx.weight, ctx.device, ctx.seconds, ctx.count = weight, device, seconds, len(tokens)
         device.run(seconds)
         return tokens.clone()
@@ -90,7 +75,7 @@ class _Compute(torch.autograd.Function):
 class _Expert(torch.nn.Module):
     """Stands for one expert: all of its weights in one vector, each with the expert's number as its value."""
 
-    def __init__(self, device: _Device, expert: int, size: int, seconds_per_token: float) -> None:
+    def __init__(self, device: Device, expert: int, size: int, seconds_per_token: float) -> None:
         super().__init__()
         self._device, self._seconds = device, seconds_per_token
         self.weight = torch.nn.Parameter(torch.full((size,), expert, dtype=torch.bfloat16))
@@ -128,7 +113,7 @@ def routing_map(counts: np.ndarray, top_k: int) -> torch.Tensor:
 class _Model:
     """The layers of one variant on this rank, and their slots."""
 
-    def __init__(self, variant: Variant, job: dict[str, Any], device: _Device, groups: Any) -> None:
+    def __init__(self, variant: Variant, job: dict[str, Any], device: Device, groups: Any) -> None:
         from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
         from megatron.balanced.moe_layer import BalancedMoELayer
@@ -280,7 +265,7 @@ def _groups() -> Any:
 def _run(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     loads = dict(np.load(folder / "loads.npz"))
-    rank, device, groups = dist.get_rank(), _Device(), _groups()
+    rank, device, groups = dist.get_rank(), Device(), _groups()
     maps = {kind: [_maps(step[rank], job["top_k"]) for step in loads[kind]] for kind in ("recorded", "even")}
     variants = [Variant(**each) for each in job["variants"]]
     models = {variant.name: _Model(variant, job, device, groups) for variant in variants}

@@ -1,0 +1,158 @@
+"""What an emulated run of sequences stands for: a machine, models, batches, methods, and how all of it is scaled down.
+
+Modelled are two nodes of eight A800s with four NICs of 200 Gbit/s (`Cluster.preset("a800-4x200g")`), or four nodes of
+half that, and layers of a 7B model with multi-head attention or with grouped queries 8:1, 4096 tokens a rank in one
+micro-batch. Documents keep their lengths and every token its place. Emulated is the same with
+
+- fewer bytes: a token's query, key and value have 8 heads of 8 numbers for 32 of 128, a factor of 64;
+- more time: one factor on all compute. A NIC's rate is the modelled one over both factors.
+
+So compute and NIC time keep their proportions. Methods that stand for other systems send gradients of keys and values
+with as many bytes as keys and values, as those systems do; ours send them in float32, as the engine sums them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
+from balancing.sequences.kernels import Pieces
+from balancing.sequences.lengths import draw_batch
+from benchmarks.sequences import baseline_parts
+
+__all__ = ["CLUSTERS", "METHODS", "SHAPES", "Case", "Method", "Scale", "make_case", "predicted_seconds", "tile_pairs"]
+
+CLUSTERS = {"2 x 8": (2, 8), "4 x 4": (4, 4)}
+SHAPES = {
+    "MHA": AttentionShape(4096, 32, 32, 2, 11008),
+    "GQA 8:1": AttentionShape(4096, 32, 4, 2, 14336),
+}
+_HEADS, _HEAD_SIZE = 8, 8  # emulated, of two bytes
+_TOKENS = 4096  # a rank
+_TILE = 128
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to run a batch.
+
+    planner: of `plan_sequences`. routed: whether the routing layer is on. remapped: whether linear layers have the
+    plan's linear layout; otherwise they have that of attention. peer: it stands for another system.
+    """
+
+    name: str
+    planner: str
+    routed: bool = True
+    remapped: bool = True
+    peer: bool = False
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("ring", "ring", routed=False, peer=True),
+        Method("gather", "gather", routed=False, peer=True),
+        Method("hybrid", "hybrid", routed=False, remapped=False, peer=True),
+        Method("ring + routing", "ring", peer=True),
+        Method("zones: engine only", "zones", routed=False, remapped=False),
+        Method("zones, not remapped", "zones", remapped=False),
+        Method("zones, not routed", "zones", routed=False),
+        Method("zones", "zones"),
+        Method("chunks", "chunks"),
+        Method("auto", "auto"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The modelled machine and what becomes of it.
+
+    nodes, ranks_per_node: the machine. time: emulated seconds for each modelled one. width: numbers of an
+    emulated head.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    time: float
+    width: int = _HEAD_SIZE
+
+    @property
+    def cluster(self) -> Cluster:
+        """The modelled machine."""
+        return Cluster.preset("a800-4x200g").relabel(self.nodes, self.ranks_per_node)
+
+    @property
+    def bytes(self) -> float:
+        """Modelled bytes for each emulated one."""
+        return 32 * 128 / (_HEADS * self.width)
+
+    @property
+    def nic(self) -> float:
+        """Emulated bytes/s of a NIC."""
+        return self.cluster.nic_bandwidth / (self.bytes * self.time)
+
+    @property
+    def told(self) -> Cluster:
+        """What the engine is told of the machine: emulated bytes/s at the modelled pace, so that messages of emulated
+        bytes are routed exactly as those of the modelled machine."""
+        cluster = self.cluster
+        return replace(
+            cluster,
+            nic_bandwidth=cluster.nic_bandwidth / self.bytes,
+            intra_node_bandwidth=cluster.intra_node_bandwidth / self.bytes,
+        )
+
+    def heads(self, shape: AttentionShape) -> tuple[int, int]:
+        """Emulated heads and key-value heads."""
+        return _HEADS, max(1, _HEADS * shape.kv_heads // shape.heads)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch of one model, planned by every method. parts: by method, plans that run one after another; a method
+    that finds no plan is not in it."""
+
+    model: str
+    distribution: str
+    batch: int
+    lengths: tuple[int, ...]
+    parts: dict[str, tuple[SequencePlan, ...]]
+
+
+def make_case(
+    cluster: Cluster, model: str, distribution: str, batch: int, methods: Sequence[Method], tokens: int = _TOKENS
+) -> Case:
+    """Draw a batch of `tokens` a rank and plan it. batch: its number, the seed."""
+    lengths = draw_batch(distribution, tokens * cluster.world_size, np.random.default_rng(batch))
+    found = {method.name: _parts(method, lengths, cluster, SHAPES[model]) for method in methods}
+    return Case(model, distribution, batch, lengths, {name: parts for name, parts in found.items() if parts})
+
+
+def _parts(method: Method, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> tuple[SequencePlan, ...]:
+    if method.peer:
+        return tuple(baseline_parts(method.planner, lengths, cluster, shape))
+    routed = None if method.routed else False
+    plan = plan_sequences(lengths, cluster, shape=shape, method=method.planner, routed=routed)
+    return (plan if method.remapped else replace(plan, linear=plan.attention),)
+
+
+def predicted_seconds(case: Case, method: Method, cluster: Cluster) -> float:
+    """What the cost model says of a step."""
+    routed = None if method.routed else False
+    shape = SHAPES[case.model]
+    return sum(step_cost(plan, cluster, shape, routed=routed).total for plan in case.parts[method.name])
+
+
+def tile_pairs(pieces: Pieces) -> int:
+    """Query-key pairs that flash attention computes, in whole tiles."""
+    tiles = 0
+    for queries, keys in zip(pieces.queries, pieces.keys, strict=True):
+        rows, columns = -(-queries // _TILE), -(-keys // _TILE)
+        if pieces.causal:
+            tiles += (rows - 1) * -(-(keys - queries) // _TILE) + rows * (rows - 1) // 2 + columns
+        else:
+            tiles += rows * columns
+    return tiles * _TILE**2

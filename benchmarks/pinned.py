@@ -1,0 +1,38 @@
+"""Real training on two processes, each pinned to a core of its own, and how long its steps take."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["REPOSITORY", "prepare_corpus", "step_milliseconds"]
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_TIMEOUT = 3600.0  # seconds of one run
+_STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([0-9.]+)")
+_PIN = (
+    "import os, runpy, sys; cores = sorted(os.sched_getaffinity(0)); "
+    "os.sched_setaffinity(0, {cores[int(os.environ['LOCAL_RANK']) % len(cores)]}); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def prepare_corpus(folder: Path) -> list[str]:
+    """Write the source of Python's standard library, a file a document, into `folder`; returns Megatron-LM's flags."""
+    prepare = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), "--stdlib", "--append-eod"]
+    prefix = str(folder / "corpus")
+    subprocess.run([*prepare, "--output-prefix", prefix], check=True, capture_output=True, timeout=_TIMEOUT)
+    return ["--data-path", prefix]
+
+
+def step_milliseconds(flags: Sequence[str]) -> list[float]:
+    """Train on two pinned processes; the milliseconds of each step. Raises SystemExit where training fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [sys.executable, "-c", _PIN, str(REPOSITORY / "pretrain_gpt.py"), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
+    if done.returncode:
+        raise SystemExit(f"training failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return [float(found[2]) for found in _STEP.finditer(done.stdout)]

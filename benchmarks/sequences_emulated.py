@@ -1,0 +1,332 @@
+"""How long does a step take with documents of very different length, and how near is it to the limit? Emulated.
+
+    python -m benchmarks.sequences_emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--json FILE] [--figure FILE.svg]
+
+Two layers, forward and backward, of one micro-batch with 4k tokens a rank (Zeppelin's regime), on 16 processes of an
+emulated cluster with fewer NICs than ranks. Keys, values, gradients and remapped tokens really move, through
+`balancing.sequences`; compute is a timed wait. `benchmarks.emulated.sequence_load` says what machine and models this
+stands for and how it is scaled, `benchmarks.emulated.sequences` how every step checks itself.
+
+All methods take turns, batch by batch, so that they see the same machine. ring stands for Transformer Engine's p2p,
+gather for Llama 3's all-gather, hybrid for Megatron-LM's hybrid context parallelism, planned by its own scheduler; none
+of them is routed. The limit is arithmetic: the batch's exact FLOPs spread evenly, every transfer hidden. "model" is
+what `balancing.sequences.step_cost`, by which `auto` chooses, predicts. Plans are made before, as in training.
+
+Routing alone: one round of one long sequence's ring over one rank of each node, through its own NIC, and through all.
+
+Not to scale: within a node bytes are not limited and cost what CPU they cost, as the engine's work on the host does,
+for all ranks on few cores; a NIC lets the first 2 ms of a burst pass at once.
+
+Takes about 8 minutes on two idle cores, with --quick about one. Exit code 1 if a target is missed.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from balancing.sequences import limit_seconds
+from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.emulated.rate import format_rate
+from benchmarks.emulated.sequence_load import CLUSTERS, METHODS, SHAPES, Case, Scale, make_case, predicted_seconds
+from benchmarks.emulated.sequences import Job, Rounds
+
+__all__ = ["RoutingRow", "Row", "measure"]
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+_TIMEOUT = 600.0  # seconds for one launch of ranks
+_TIME = 25.0  # emulated seconds for each modelled one
+_ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
+
+_DISTRIBUTIONS = ("prolong", "packed", "mix")
+_QUICK_METHODS = ("ring", "gather", "hybrid", "zones", "chunks", "auto")
+# The paper's figures for its own ring on the data set of its ablation, ArXiv.
+_PAPER = {
+    "ring + routing": 1.6,
+    "zones: engine only": 3.2,
+    "zones, not remapped": 3.51,
+    "zones": 3.64,
+}
+_AIM_RING, _AIM_ROUTING = 2.8, 0.8
+_NOISE = 1.03  # steps that take as long differ by so much here
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one cluster, model and distribution; means over batches.
+
+    seconds: emulated, of a step. speedup: of ring's seconds over these, batch by batch. to_limit: these over the
+    physical limit. model: to_limit as the cost model predicts it. exposed: part of the step for which the rank that
+    waited longest waited for transfers, other ranks' lateness included.
+    """
+
+    cluster: str
+    model: str
+    distribution: str
+    method: str
+    seconds: float
+    speedup: float
+    to_limit: float
+    predicted: float
+    exposed: float
+    batches: int
+
+
+@dataclass(frozen=True)
+class RoutingRow:
+    """A round of one long sequence on one cluster; seconds are emulated. gain: over one NIC. aim: what it should be."""
+
+    cluster: str
+    nics: int
+    one_nic: float
+    all_nics: float
+
+    @property
+    def gain(self) -> float:
+        return self.one_nic / self.all_nics
+
+    @property
+    def aim(self) -> float:
+        return _AIM_ROUTING * self.nics
+
+
+def measure(job: Job, *, limited: bool = True, timeout: float = _TIMEOUT) -> tuple[list[dict[str, Any]], str | None]:
+    """Run the job; returns the lines that the ranks wrote, and why NICs were not limited.
+
+    limited: whether NICs shall be. Raises RankFailed and RunTimeout.
+    """
+    scale = job.scale
+    nics, nic = scale.cluster.nics_per_node, scale.nic if limited else None
+    emulated = EmulatedCluster(scale.nodes, scale.ranks_per_node, nics_per_node=nics, nic=nic)
+    with tempfile.TemporaryDirectory() as folder, emulated as cluster:
+        path = Path(folder, "job.pickle")
+        path.write_bytes(pickle.dumps(job))
+        program = ["ignore", "-m", "benchmarks.emulated.sequences", str(path)]
+        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT)
+        reason = cluster.not_shaped_because
+    return [json.loads(line) for line in run.output[0] if line.startswith("{")], reason
+
+
+def make_rows(name: str, job: Job, lines: Iterable[dict[str, Any]]) -> list[Row]:
+    """What was measured, by model, distribution and method. name: of the cluster."""
+    found = {(line["case"], line["method"]): line for line in lines if "case" in line}
+    rows = []
+    groups = dict.fromkeys((case.model, case.distribution) for case in job.cases)
+    for model, distribution in groups:
+        for method in job.methods:
+            ran = [
+                (case, found[number, method], found[number, "ring"])
+                for number, case in enumerate(job.cases)
+                if (case.model, case.distribution) == (model, distribution) and (number, method) in found
+            ]
+            if ran:
+                rows.append(_row(name, job, method, ran))
+    return rows
+
+
+def _row(name: str, job: Job, method: str, ran: Sequence[tuple[Case, dict[str, Any], dict[str, Any]]]) -> Row:
+    cluster = job.scale.cluster
+    first = ran[0][0]
+    shape = SHAPES[first.model]
+    limits = np.array([limit_seconds(case.lengths, cluster, shape) for case, *_ in ran]) * job.layers / shape.layers
+    seconds, ring, exposed = np.array([(own["seconds"], ring["seconds"], own["exposed"]) for _, own, ring in ran]).T
+    predicted = np.array([predicted_seconds(case, METHODS[method], cluster) for case, *_ in ran]) * job.layers
+    return Row(
+        cluster=name,
+        model=first.model,
+        distribution=first.distribution,
+        method=method,
+        seconds=float(seconds.mean()),
+        speedup=float((ring / seconds).mean()),
+        to_limit=float((seconds / (limits * job.scale.time)).mean()),
+        predicted=float((predicted / shape.layers / limits).mean()),
+        exposed=float((exposed / seconds).mean()),
+        batches=len(ran),
+    )
+
+
+def make_routing_row(name: str, scale: Scale, lines: Iterable[dict[str, Any]]) -> RoutingRow:
+    """The quickest round of each routing: whatever else runs on the machine can only slow it down."""
+    rounds = [line for line in lines if "routing" in line]
+    one, every = (min(line["seconds"] for line in rounds if line["routing"] == kind) for kind in ("off", "auto"))
+    return RoutingRow(name, scale.cluster.nics_per_node, one, every)
+
+
+def _print(name: str, job: Job, rows: Sequence[Row], reason: str | None) -> None:
+    limited = "loopback, NICs not limited: " + reason if reason else f"NICs of {format_rate(job.scale.nic)}"
+    cluster = job.scale.cluster
+    print(
+        f"\nemulated: {name} ranks, {cluster.nics_per_node} NICs a node; {job.scale.time:g} times slower than "
+        f"modelled, 1/{job.scale.bytes:g} of its bytes; {limited}"
+    )
+    print(f"{'model':8} {'documents':10} {'method':20}  s/step  x ring  / limit   model  exposed  batches")
+    before = None
+    for row in rows:
+        if before not in (None, (row.model, row.distribution)):
+            print()
+        before = (row.model, row.distribution)
+        figures = (
+            f"{row.seconds:6.2f}  {row.speedup:6.2f}  {row.to_limit:7.3f} {row.predicted:7.3f}  {row.exposed:7.0%}"
+        )
+        print(f"{row.model:8} {row.distribution:10} {row.method:20}  {figures}  {row.batches:7}", flush=True)
+
+
+def _print_routing(rows: Sequence[RoutingRow]) -> None:
+    print("\nrouting alone, a round of one long sequence between nodes, emulated:")
+    for row in rows:
+        print(
+            f"  {row.cluster}: {row.one_nic * 1e3:.0f} ms over one NIC, {row.all_nics * 1e3:.0f} ms over {row.nics}: "
+            f"{row.gain:.2f} times faster"
+        )
+
+
+def _print_ablation(rows: Sequence[Row]) -> None:
+    if not {row.method for row in rows} >= set(_PAPER):
+        return
+    print("\nablation, times faster than ring, MHA, emulated, beside the paper's figures (ArXiv):")
+    columns = list(dict.fromkeys((row.cluster, row.distribution) for row in rows))
+    print(f"  {'':20}  " + "  ".join(f"{f'{cluster}, {name}':>14}" for cluster, name in columns) + "   paper")
+    for method, paper in _PAPER.items():
+        own = {
+            (row.cluster, row.distribution): row.speedup for row in rows if (row.model, row.method) == ("MHA", method)
+        }
+        print(f"  {method:20}  " + "  ".join(f"{own[column]:14.2f}" for column in columns) + f"  {paper:6.2f}")
+
+
+def targets(rows: Sequence[Row], routing: Sequence[RoutingRow]) -> list[tuple[str, str, bool]]:
+    """What was promised, what came out, and whether that is enough."""
+    gains = [row.speedup for row in rows if (row.model, row.method) == ("MHA", "auto")]
+    checks = []
+    if gains:
+        gain = float(np.mean(gains))
+        checks.append((f"auto {_AIM_RING} times faster than ring, mean over MHA", f"{gain:.2f}", gain >= _AIM_RING))
+    auto = {(row.cluster, row.model, row.distribution): row.seconds for row in rows if row.method == "auto"}
+    if auto:
+        worst, row = max((auto[row.cluster, row.model, row.distribution] / row.seconds, row) for row in _by_ratio(rows))
+        text = f"{worst:.3f} times as long as {row.method} on {row.distribution}, {row.model}, {row.cluster}"
+        checks.append((f"auto slower than no other, up to {_NOISE - 1:.0%}", text, worst <= _NOISE))
+    for each in routing:
+        text = f"{_AIM_ROUTING:g} of {each.nics} NICs' rate by routing, {each.cluster}"
+        checks.append((text, f"{each.gain / each.nics:.2f}", each.gain >= each.aim))
+    return checks
+
+
+def _by_ratio(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.method != "auto"]
+
+
+def _draw(rows: Sequence[Row], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(row.model for row in rows))
+    methods = list(dict.fromkeys(row.method for row in rows))
+    figure, panels = plt.subplots(
+        1, len(models), figsize=(5.4 * len(models), 1.4 + 0.34 * len(methods)), squeeze=False, sharey=True
+    )
+    for model, axes in zip(models, panels[0], strict=True):
+        means = {
+            method: float(np.mean([row.to_limit for row in rows if (row.model, row.method) == (model, method)]))
+            for method in methods
+        }
+        for place, (method, mean) in enumerate(means.items()):
+            color = "#1f5a99" if method == "auto" else "#b9bcc2" if METHODS[method].peer else "#9db8d6"
+            axes.barh(place, mean, height=0.66, color=color, zorder=2)
+            axes.annotate(f"{mean:.2f}", (mean, place), (4, 0), textcoords="offset points", va="center", size=8)
+        axes.axvline(1, color="#c0392b", linewidth=1.2, zorder=3)
+        axes.annotate("limit", (1, -0.62), (3, 0), textcoords="offset points", color="#c0392b", size=8)
+        axes.set_yticks(range(len(methods)), methods)
+        axes.set_ylim(len(methods) - 0.5, -1)
+        axes.set_xlim(0, 1.15 * max(means.values()))
+        axes.set_title(model, loc="left", size=10)
+        axes.set_xlabel("step time / physical limit (emulated)")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    clusters = " and ".join(dict.fromkeys(row.cluster for row in rows))
+    figure.suptitle(f"Step time with documents of very different length, {clusters} A800s", x=0.01, ha="left", size=11)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sequences_emulated",
+        description="Step time with documents of very different length on an emulated cluster, method by method.",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one cluster, distribution, layer and batch; about a minute"
+    )
+    parser.add_argument("--cluster", choices=list(CLUSTERS), help="only this one; both by default")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--figure", metavar="FILE", help="draw the step times there; the ending says the format: .svg")
+    return parser
+
+
+def _job(name: str, quick: bool) -> Job:
+    nodes, per_node = CLUSTERS[name]
+    scale = Scale(nodes, per_node, _TIME)
+    methods = _QUICK_METHODS if quick else tuple(METHODS)
+    wide = Scale(nodes, per_node, _TIME * _ROUND_WIDTH / scale.width, _ROUND_WIDTH)
+    cases = [
+        make_case(scale.cluster, model, distribution, batch, [METHODS[each] for each in methods])
+        for model in SHAPES
+        for distribution in (_DISTRIBUTIONS[:1] if quick else _DISTRIBUTIONS)
+        for batch in range(1)
+    ]
+    return Job(scale, 1 if quick else 2, methods, tuple(cases), Rounds(4096, wide, repeats=3))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 where ranks failed or a target was missed."""
+    options = _parser().parse_args(arguments)
+    names = [options.cluster] if options.cluster else list(CLUSTERS)[:1] if options.quick else list(CLUSTERS)
+    rows: list[Row] = []
+    routing: list[RoutingRow] = []
+    load = os.getloadavg()[0]
+    print(f"emulated cluster on {os.cpu_count()} cores, no GPU; load {load:.1f} before the start", flush=True)
+    try:
+        for name in names:
+            job = _job(name, options.quick)
+            lines, reason = measure(job)
+            found = make_rows(name, job, lines)
+            _print(name, job, found, reason)
+            rows += found
+            assert job.rounds is not None
+            routing.append(make_routing_row(name, job.rounds.scale, lines))
+    except (RankFailed, RunTimeout) as error:
+        print(f"sequences_emulated: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
+        return 1
+    _print_routing(routing)
+    _print_ablation(rows)
+    checks = targets(rows, routing)
+    print()
+    for text, value, met in checks:
+        print(f"  {'met   ' if met else 'MISSED'}  {text}: {value}")
+    if options.json:
+        content = {
+            "emulated": True,
+            "load": load,
+            "time": _TIME,
+            "rows": [asdict(row) for row in rows],
+            "routing": [asdict(row) | {"gain": row.gain} for row in routing],
+        }
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    if options.figure:
+        _draw(rows, options.figure)
+    return 0 if all(met for *_, met in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

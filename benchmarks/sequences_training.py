@@ -1,0 +1,91 @@
+"""Do plans of sequences make real training faster? Two processes, each pinned to a core of its own.
+
+    python -m benchmarks.sequences_training [--quick] [--json FILE]
+
+A GPT with context parallelism 2 trains on documents of real, heavy-tailed length (the source of Python's standard
+library, a token a byte), each attending to itself, with `--balance-sequences`. The same steps run with the planner
+ring, which cuts every document over both ranks as Transformer Engine does, and with auto, in turns, each run a new pair
+of processes. Real compute and real transfers; nothing is emulated. The ratio to the limit is the step over what is left
+of it without the time in which the rank that waited longest waited for transfers.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pinned import prepare_corpus, step_milliseconds
+
+MODEL = (
+    "--device cpu --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 8192 "
+    "--max-position-embeddings 8192 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --context-parallel-size 2 --balance-sequences "
+    "--dataloader-inter-document-masking --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --eval-interval 100000 "
+    "--eval-iters 0 --log-interval 1 --num-workers 1 --tokenizer-type NullTokenizer --vocab-size 258 "
+    "--null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257 --split 100,0,0"
+).split()
+_BASELINE = "ring"
+_WARM_UP = 2  # steps
+
+
+def _events(report: Path) -> list[dict[str, Any]]:
+    """Those of sequences, after the first steps."""
+    lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["balancer"] == "sequences" and line["iteration"] > _WARM_UP]
+
+
+def measure(steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows of the table. steps: of each run. rounds: runs of each planner."""
+    times: dict[str, list[float]] = {_BASELINE: [], "auto": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = [*MODEL, *prepare_corpus(folder), "--train-iters", str(_WARM_UP + steps)]
+        for number in range(rounds):
+            for planner, own in times.items():
+                report = ["--balance-report", str(folder / planner)]
+                own += step_milliseconds([*model, "--sequence-planner", planner, *report])[_WARM_UP:]
+                middle = statistics.median(own)
+                print(f"round {number + 1} of {rounds}, {planner}: {middle:.1f} ms", flush=True)
+        events = {planner: _events(folder / planner) for planner in times}
+    median = {planner: statistics.median(own) for planner, own in times.items()}
+    rows = []
+    for planner, own in times.items():
+        exposed = statistics.median(event["apply_ms"] for event in events[planner])
+        rows.append(
+            {
+                "method": planner,
+                "step_ms": median[planner],
+                "ratio_to_baseline": median[planner] / median[_BASELINE],
+                "ratio_to_limit": median[planner] / (median[planner] - exposed),
+                "exposed_ms": exposed,
+                "area_imbalance": statistics.mean(event["imbalance_after"] for event in events[planner]),
+                "sent_bytes": statistics.mean(event["moved_bytes"] for event in events[planner]),
+                "steps": len(own),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps, noisier figures")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    options = parser.parse_args()
+    rows = measure(4, 1) if options.quick else measure(12, 3)
+    print(
+        f"{'planner':>8} {'step, ms':>9} {'/ ring':>6} {'/ limit':>7} {'exposed':>8} {'max/mean':>8} {'sent, MB':>8} "
+        f"{'steps':>5}"
+    )
+    for row in rows:
+        print(
+            f"{row['method']:>8} {row['step_ms']:>9.1f} {row['ratio_to_baseline']:>6.3f} {row['ratio_to_limit']:>7.3f} "
+            f"{row['exposed_ms']:>8.1f} {row['area_imbalance']:>8.3f} {row['sent_bytes'] / 1e6:>8.1f} {row['steps']:>5}"
+        )
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The benchmark of emulated sequences: it runs, checks itself, and nothing takes less time than the work there is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from balancing.sequences import limit_seconds, plan_sequences
+from balancing.sequences.cost import kv_bytes, linear_seconds, tile_area
+from balancing.sequences.kernels import Pieces, choose_kernel
+from balancing.sequences.steps import Compute
+from balancing.sequences.tasks import make_program
+from benchmarks.emulated.device import Device
+from benchmarks.emulated.sequence_load import METHODS, SHAPES, Scale, make_case, predicted_seconds, tile_pairs
+from benchmarks.emulated.sequences import Job, Rounds, ZeroScores
+from benchmarks.sequences_emulated import RoutingRow, Row, make_routing_row, make_rows, measure, targets
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_is_attention_where_scores_are_zero(causal):
+    pieces = Pieces((5, 3), (9, 3), causal)
+    q, k = torch.zeros(8, 4, 8, dtype=torch.float64), torch.zeros(12, 2, 8, dtype=torch.float64)
+    v, grad = torch.randn(12, 2, 8, dtype=torch.float64), torch.zeros_like(q)
+    grad[:, 0, 0] = torch.randn(8, dtype=torch.float64)
+    ours, exact = ZeroScores(Device(), 0.0), choose_kernel(q.device, q.dtype, 8)
+    out, logsumexp = exact.forward(q, k, v, pieces, 1.0)
+    found = ours.forward(q, k, v, pieces, 1.0)
+    torch.testing.assert_close(found[0][:, 0, 0], out[:, 0, 0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1].double(), logsumexp, rtol=1e-6, atol=1e-6)
+    gradients = (kernel.backward(grad, q, k, v, out, logsumexp, pieces, 1.0)[2] for kernel in (ours, exact))
+    one, other = (gradient[:, 0, 0] for gradient in gradients)
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_tiles_are_those_of_the_cost_model():
+    scale = Scale(2, 2, 20.0)
+    lengths = [5000, 1, 127, 129, 3000]
+    plan = plan_sequences(lengths, scale.cluster, shape=SHAPES["MHA"], method="gather")
+    for rank in range(4):
+        steps = make_program(plan, rank, scale.cluster).forward
+        computed = [batch.pieces for step in steps if isinstance(step, Compute) for batch in step.batches]
+        # Runs of one rank that stand behind one another are one piece, of no more tiles than two.
+        assert 0.9 * tile_area(plan)[rank] <= sum(map(tile_pairs, computed)) <= tile_area(plan)[rank]
+    assert tile_pairs(Pieces((128, 1), (256, 129), True)) == (2 + 2) * 128**2
+    assert tile_pairs(Pieces((129,), (257,), False)) == 6 * 128**2
+
+
+def test_the_scaled_machine_keeps_its_proportions():
+    scale = Scale(2, 8, 20.0)
+    assert scale.cluster.nics_per_node < scale.cluster.ranks_per_node
+    for shape in SHAPES.values():
+        _, kv_heads = scale.heads(shape)
+        emulated = 2 * kv_heads * scale.width * 2
+        assert emulated * scale.bytes == kv_bytes(shape)
+        # A token's seconds on a NIC against its seconds in linear layers, as modelled and as emulated.
+        modelled = kv_bytes(shape) / scale.cluster.nic_bandwidth / linear_seconds(1, scale.cluster, shape)
+        slow = linear_seconds(1, scale.cluster, shape) * scale.time
+        assert emulated / scale.nic / slow == pytest.approx(modelled)
+
+
+@pytest.mark.limit(120)
+def test_a_run_is_right_and_takes_no_less_than_its_work():
+    scale = Scale(2, 2, 10.0)
+    case = make_case(scale.cluster, "GQA 8:1", "prolong", 0, list(METHODS.values()), tokens=1024)
+    job = Job(scale, 1, tuple(METHODS), (case,), Rounds(64, replace(scale, width=16), repeats=1))
+    lines, reason = measure(job, limited=False, timeout=90)
+    assert reason is not None
+    rows = make_rows("2 x 2", job, lines)
+    assert [row.method for row in rows] == [name for name in METHODS if name in case.parts]
+    work = limit_seconds(case.lengths, scale.cluster, SHAPES["GQA 8:1"]) / SHAPES["GQA 8:1"].layers * scale.time
+    for row in rows:
+        assert row.seconds >= 0.999 * work, f"{row.method} took {row.seconds} s for {work} s of work"
+        assert row.to_limit == pytest.approx(row.seconds / work) and row.predicted >= 0.999
+        assert row.batches == 1 and 0 <= row.exposed <= 1
+    routing = make_routing_row("2 x 2", scale, lines)
+    assert min(routing.one_nic, routing.all_nics) > 0
+
+
+def test_predictions_know_what_is_switched_off():
+    scale = Scale(2, 8, 20.0)
+    case = make_case(scale.cluster, "MHA", "prolong", 0, list(METHODS.values()))
+    seconds = {name: predicted_seconds(case, METHODS[name], scale.cluster) for name in case.parts}
+    assert seconds["auto"] == min(seconds.values())
+    assert seconds["ring + routing"] < seconds["ring"]
+    assert seconds["zones"] < seconds["zones, not remapped"] < seconds["zones: engine only"] < seconds["ring"]
+    (unmapped,) = case.parts["zones, not remapped"]
+    np.testing.assert_array_equal(unmapped.linear_tokens, unmapped.tokens)
+
+
+def test_targets_are_missed_by_what_is_too_slow():
+    def row(method: str, seconds: float) -> Row:
+        return Row("2 x 8", "MHA", "prolong", method, seconds, 6.0 / seconds, seconds, seconds, 0.0, 1)
+
+    def met(*rows: Row, gain: float = 3.3) -> list[bool]:
+        return [each for *_, each in targets(rows, [RoutingRow("2 x 8", 4, gain, 1.0)])]
+
+    assert met(row("ring", 6.0), row("zones", 1.2), row("auto", 1.1)) == [True, True, True]
+    assert met(row("ring", 6.0), row("zones", 1.0), row("auto", 1.1)) == [True, False, True]
+    assert met(row("ring", 6.0), row("auto", 2.5), gain=3.1) == [False, True, False]
