@@ -31,6 +31,8 @@ DEFAULT_CHUNK = 512
 _ZONES_ROOM = 1.5
 # A ring over all ranks only pays for a few long sequences; with more pieces than this, auto does not look at it.
 _MOST_RING_SHARDS = 2048
+# On 128 ranks chunks was the cheapest for every batch of benchmarks/sequences.py, and zones take longest to plan.
+_MOST_ZONES_RANKS = 64
 
 
 def plan_sequences(
@@ -59,7 +61,8 @@ def plan_sequences(
       most 1.5 times the mean in attention. Where sequences do not pack into a tight capacity, all go over all ranks.
     - "ring", "gather": every sequence over all ranks. "hybrid": the layout of Megatron-LM's scheduler; its groups run
       one after another there, so the capacity holds for each of them, not for the plan.
-    - "auto": the cheapest of chunks, zones, and for few sequences ring and gather, by `cost.step_cost`.
+    - "auto": the cheapest of chunks, on up to 64 ranks zones, and for few sequences ring and gather, by
+      `cost.step_cost`.
 
     Linear layers get the same number of tokens on every rank with every method, up to one. With fewer tokens than ranks
     some ranks are empty. On one rank everything is local whatever the method.
@@ -104,10 +107,12 @@ class _Planner:
         self.quotas = token_quotas(sum(lengths), cluster.world_size)
 
     def auto(self) -> SequencePlan:
-        methods = ["chunks", "zones"]
+        methods = ["chunks", "zones"] if self.cluster.world_size <= _MOST_ZONES_RANKS else ["chunks"]
         if 2 * len(self.lengths) * self.cluster.world_size <= _MOST_RING_SHARDS:
             methods += ["gather", "ring"]
         plans = [self.plan(method) for method in methods]
+        if len(plans) == 1:
+            return plans[0]
         return min(plans, key=lambda plan: step_cost(plan, self.cluster, self.shape, routed=self.routed).total)
 
     def plan(self, method: str) -> SequencePlan:
