@@ -77,7 +77,6 @@ def test_a_move_changes_no_number(pool, tmp_path, case):
     told = [line for line in lines if line["balancer"] == "dynamics"]
     if "freezing" in case:
         assert [line["action"] for line in told][-1:] == (["freeze"] if "plasticity" in case else ["unfreeze"])
-        assert len({line["frozen_layers"] for line in told}) > 1
     else:
         assert max(line["imbalance_before"] for line in told) > 1
     if case == "early exit":
@@ -88,12 +87,10 @@ def test_a_move_changes_no_number(pool, tmp_path, case):
 
 def test_frozen_layers_are_saved_where_they_moved_to_and_thaw_elsewhere(pool, tmp_path):
     freeze = f"{EXACTLY} {UNTIED} --freeze-layers 3 --freeze-layers-start 1 --freeze-layers-until 5 --train-iters 6"
-    base = [*BASE, *freeze.split(), *"--num-layers 6 --ckpt-format torch_dist".split()]
-    save = f"{OVERLAPS} --pipeline-model-parallel-size 4 --save {tmp_path} --save-interval 4"
-    # At the save the first stage is frozen, the second as well, and the third in part.
-    plans: Plans = {2: ((1,), (1,), (3,), (1,)), 4: ((3,), (1,), (1,), (1,))}
-    layout = "--pipeline-model-parallel-layout Ett|t|tt|tL"
-    whole, _ = train_moving(pool, 4, f"{save} {layout}", plans, base=base)
+    base = [*BASE, *freeze.split(), *"--ckpt-format torch_dist".split()]
+    save = f"{PP2} --save {tmp_path} --save-interval 4"
+    # At the save the second stage begins with two frozen layers.
+    whole, _ = train_moving(pool, 2, save, {2: ((1,), (3,)), 4: ((3,), (1,))}, base=base)
     resumed = train(pool, 1, f"--load {tmp_path} --ckpt-step 4", base=base, parameters=True)
     assert len(resumed.losses) == 2
     resumed.losses[:0] = whole.losses[:4]
