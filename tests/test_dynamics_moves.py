@@ -21,8 +21,8 @@ EXACTLY = " ".join(EXACT)
 DROPOUT = f"{EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1"
 BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1 --global-batch-size 4".split()]
 
-# Frozen are one layer in iteration 2, two in 3, three in 4, and none from 5 on. Moves come before all that, together with
-# freezes, after which one of the stages is frozen as a whole, and together with the thaw.
+# Frozen are one layer in iteration 2, two in 3, three in 4, and none from 5 on. Moves come before all that, together
+# with freezes, after which one of the stages is frozen as a whole, and together with the thaw.
 FREEZE = (
     f"{UNTIED} --freeze-layers 3 --freeze-layers-start 2 --freeze-layers-interval 1 --freeze-layers-until 5 "
     "--train-iters 7"
