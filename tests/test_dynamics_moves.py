@@ -21,16 +21,16 @@ EXACTLY = " ".join(EXACT)
 DROPOUT = f"{EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1"
 BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1 --global-batch-size 4".split()]
 
-# Frozen are one layer from iteration 2 on, two from 4, three from 6, and none from 8. Moves come before all that,
-# together with a freeze, while all of the first stage is frozen, together with the thaw, and after it.
+# Frozen are one layer in iteration 2, two in 3, three in 4, and none from 5 on. Moves come before all that, together
+# with freezes, after which one of the stages is frozen as a whole, and together with the thaw.
 FREEZE = (
-    f"{UNTIED} --freeze-layers 3 --freeze-layers-start 2 --freeze-layers-interval 2 --freeze-layers-until 8 "
-    "--train-iters 10"
+    f"{UNTIED} --freeze-layers 3 --freeze-layers-start 2 --freeze-layers-interval 1 --freeze-layers-until 5 "
+    "--train-iters 7"
 )
-WHILE_FREEZING: Plans = {1: ((3,), (1,)), 4: ((1,), (3,)), 7: ((3,), (1,)), 8: ((1,), (3,)), 9: ((2,), (2,))}
+WHILE_FREEZING: Plans = {1: ((3,), (1,)), 3: ((1,), (3,)), 4: ((3,), (1,)), 5: ((2,), (2,))}
 PLASTICITY = (
-    f"{UNTIED} --freeze-layers 2 --freeze-layers-policy plasticity --freeze-layers-interval 2 "
-    "--freeze-layers-patience 1 --freeze-layers-tolerance 1 --train-iters 12"
+    f"{UNTIED} --freeze-layers 2 --freeze-layers-policy plasticity --freeze-layers-interval 1 "
+    "--freeze-layers-patience 1 --freeze-layers-tolerance 1 --train-iters 8"
 )
 
 # ranks, flags, plans
@@ -43,11 +43,11 @@ CASES = {
         "--freeze-layers-until 4 --train-iters 5",
         {2: ((2, 1), (1, 1)), 3: ((1, 1), (2, 1)), 4: ((1, 2), (1, 1))},
     ),
-    # Comparing with weights of two iterations ago, which move in between.
+    # Comparing with weights of the iteration before, which move in between.
     "freezing by plasticity, both overlaps": (
         2,
         f"{EXACTLY} {PP2} {OVERLAPS} {PLASTICITY}",
-        {3: ((1,), (3,)), 6: ((3,), (1,)), 9: ((1,), (3,)), 10: ((2,), (2,))},
+        {2: ((1,), (3,)), 4: ((3,), (1,)), 7: ((1,), (3,))},
     ),
     "pruning, mixture of depths, sparse attention": (
         2,
