@@ -1,29 +1,32 @@
 """Ranks of the last stages leave while the model trains: no number changes, and the job can grow back."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from moving import _state_of, _whole, move_at, train_moving
-from training import EXACT, MOCK_DATA, MODEL, Run, join, train, watch
+from training import EXACT, MOCK_DATA, MODEL, RankRun, Run, differences, join, train, watch
+
+from balancing.layers import release_of
 
 PP4 = "--pipeline-model-parallel-size 4"
 RELEASE = "--balance-layers --repack-throughput-floor 0.5"
 EXACTLY = " ".join(EXACT)
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SINGLE = "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0"
-BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1 --train-iters 5 --eval-interval 2 --eval-iters 1".split()]
+OPTIONS = "--init-method-std 0.1 --num-layers 8 --train-iters 5 --eval-interval 2 --eval-iters 1"
+BASE = [*MODEL, *MOCK_DATA, *OPTIONS.split()]
 
 
-def _rank(argv: list[str], plans: Any, stay: int) -> tuple[Any, dict[str, Any], int | None]:
+def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, Any], int | None]:
     """Train, and leave if told so. Returns the run, the optimizer's state at its end, and the exit code of a leaver."""
     from megatron.balanced.arguments import parse_arguments
 
     args, config = parse_arguments(argv)
 
-    from megatron.balanced import layers, step
+    from megatron.balanced import layers, step, train
     from megatron.balanced.optimizer_state import states_of
-    from megatron.balanced.train import train
 
     state: dict[str, Any] = {}
 
@@ -37,39 +40,42 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[Any, dict[str, Any], 
     finish = watch(args.rank < stay)
     code = None
     try:
-        train(args, config)
+        train.train(args, config)
     except SystemExit as left:
         code = left.code
     return finish(), state, code
 
 
-def _train_releasing(pool: Any, ranks: int, stay: int, flags: str, plans: Any) -> tuple[Run, dict[str, np.ndarray]]:
+def _release(pool: Any, ranks: int, stay: int, flags: str, plans: Any) -> tuple[Run, dict[str, np.ndarray]]:
+    """Train on `ranks`, of which `stay` are left in the end."""
     done = pool.run(ranks, _rank, [*BASE, *RELEASE.split(), *flags.split()], plans, stay)
     assert [code for _, _, code in done] == [None] * stay + [0] * (ranks - stay)
-    runs = [run for run, _, _ in done]
-    before = max((run.losses for run in runs[stay:]), key=len)
-    after = max((run.losses for run in runs[:stay]), key=len)
-    assert before and after
-    for run in runs:
-        run.losses, run.grad_norms = [], []
-    validation = [run.validation for run in runs]
-    for run in runs:
-        run.validation = []
-    whole = join(runs[:stay])
-    last = max(validation[stay:], key=len) + max(validation[:stay], key=len)
-    return Run(before + after, [], last, whole.parameters), _whole([state for _, state, _ in done[:stay]])
+    losses: dict[int, float] = {}  # a rank has them of the steps in which it was on the last stage, up to its last one
+    validation: list[float] = []
+    for run, _, _ in reversed(done):
+        first = len(run.grad_norms) - len(run.losses)
+        for iteration, loss in enumerate(run.losses, first):
+            assert losses.setdefault(iteration, loss) == loss
+        validation += run.validation if run.validation != validation else []
+    parameters = join([RankRun(pieces=run.pieces) for run, _, _ in done]).parameters
+    run = Run([losses[iteration] for iteration in sorted(losses)], [], validation, parameters)
+    return run, _whole([state for _, state, _ in done[:stay]])
 
 
 # ranks, those that stay, flags, plans
 CASES = {
-    "PP 4 to 2": (4, 2, EXACTLY, {2: ((3,), (1,))}),
-    "PP 4 to 2, DP 2, both overlaps": (8, 4, f"{EXACTLY} {OVERLAPS}", {2: ((2,), (2,))}),
-    "PP 4 to 3 to 1": (4, 1, EXACTLY, {1: ((1,), (2,), (1,)), 3: ((4,),)}),
+    "PP 2 to 1, DP 2, both overlaps": (4, 2, f"{EXACTLY} --pipeline-model-parallel-size 2 {OVERLAPS}", {2: ((8,),)}),
+    "PP 4 to 3 to 1, dropout": (
+        4,
+        1,
+        f"{PP4} {EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1",
+        {1: ((1,), (3,), (4,)), 3: ((8,),)},
+    ),
     "PP 4 to 2, bf16, untied": (
         4,
         2,
-        f"{SINGLE} --bf16 --untie-embeddings-and-output-weights --use-distributed-optimizer",
-        {3: ((1,), (3,))},
+        f"{PP4} {SINGLE} --bf16 --untie-embeddings-and-output-weights --use-distributed-optimizer",
+        {3: ((4,), (4,))},
     ),
 }
 
@@ -77,12 +83,46 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_misses_the_ranks_that_left(pool, case):
     ranks, stay, flags, plans = CASES[case]
-    run, state = _train_releasing(pool, ranks, stay, f"{PP4} {flags}", plans)
-    reference, expected = train_moving(pool, ranks, f"{PP4} {flags}", {}, base=BASE)
+    run, state = _release(pool, ranks, stay, flags, plans)
+    reference, expected = train_moving(pool, ranks, flags, {}, base=BASE)
+    _assert_same(run, reference)
+    for name, whole in state.items():  # tied weights had state on both ends of the pipeline
+        np.testing.assert_allclose(whole, expected[name], rtol=1e-12, atol=1e-14, err_msg=name)
+
+
+def _assert_same(run: Run, reference: Run) -> None:
     assert run.losses == pytest.approx(reference.losses, rel=1e-12)
     assert run.validation == pytest.approx(reference.validation, rel=1e-12)
-    assert run.parameters.keys() == reference.parameters.keys()
-    for name, whole in reference.parameters.items():
-        np.testing.assert_allclose(run.parameters[name], whole, rtol=1e-12, atol=1e-14, err_msg=name)
-    for name, whole in state.items():
-        np.testing.assert_allclose(whole, expected[name], rtol=1e-12, atol=1e-14, err_msg=name)
+    assert differences(run, reference)[1] <= 1e-12
+
+
+def test_saved_by_few_ranks_it_grows_back(pool, tmp_path):
+    flags = f"{PP4} {EXACTLY}"
+    save = f"{flags} --save {tmp_path} --save-interval 3"
+    shrunk, _ = _release(pool, 4, 2, save, {2: ((5,), (3,))})
+    load = f"{flags} --load {tmp_path} --ckpt-step 3 --no-load-rng"
+    grown = train(pool, 4, load, base=BASE, parameters=True)
+    assert grown.losses == pytest.approx(shrunk.losses[3:], rel=1e-12)
+    assert differences(replace(grown, losses=shrunk.losses), shrunk)[1] <= 1e-12
+
+
+def test_who_leaves():
+    # world, stages before and after, ranks of a node -> first rank that leaves, nodes that get free, nodes left
+    for given, first, nodes, left in [
+        ((4, 4, 2, 1), 2, range(2, 4), 2),
+        ((32, 8, 6, 8), 24, range(3, 4), 3),
+        ((32, 8, 7, 8), 28, range(4, 4), 4),  # half a node stays busy
+        ((16, 4, 1, 8), 4, range(1, 2), 1),
+        ((8, 4, 1, 8), 2, range(1, 1), 1),
+    ]:
+        release = release_of(*given)
+        assert (release.ranks, release.nodes, release.nodes_left) == (range(first, given[0]), nodes, left)
+        assert (release.stages, release.stay) == (given[2], first)
+        gone = {rank // given[3] for rank in release.ranks} - {rank // given[3] for rank in range(first)}
+        assert gone == set(nodes)
+
+
+@pytest.mark.parametrize("stages", [0, 4, 5])
+def test_nothing_to_release(stages):
+    with pytest.raises(ValueError, match="nothing to release"):
+        release_of(8, 4, stages, 2)

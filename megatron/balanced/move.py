@@ -160,7 +160,7 @@ class LayerMover:
     def _change(
         self, plan: StagePlan, ends: list[torch.nn.Module], everyone: list[Told]
     ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], Wanted]:
-        """Have the modules of `plan`. Returns the new layers with their chunks, buffers' layouts and what is missing."""
+        """Have the modules of `plan`. Returns new layers with their chunks, the layouts of buffers, what is missing."""
         set_layout(plan, self._chunks, self._spec, self._args)
         arrived = change_layers(plan, self.models(), self._spec, everyone)
         layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]

@@ -22,7 +22,7 @@ _SHARE_OF_DEVICE = 0.9  # of a GPU's memory that stages may fill: some goes to b
 
 
 class Repacker:
-    """One on each rank; all decide alike. memory: the most bytes that this rank has held. reason: of the last choice."""
+    """One on each rank; all decide alike. memory: the most bytes this rank has held. reason: of the last choice."""
 
     def __init__(self, args: argparse.Namespace, config: LayerConfig) -> None:
         self.memory = 0
