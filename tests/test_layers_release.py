@@ -56,7 +56,8 @@ def _release(pool: Any, ranks: int, stay: int, flags: str, plans: Any) -> tuple[
         first = len(run.grad_norms) - len(run.losses)
         for iteration, loss in enumerate(run.losses, first):
             assert losses.setdefault(iteration, loss) == loss
-        validation += run.validation if run.validation != validation else []
+        if run.validation != validation[-len(run.validation) :]:  # else a replica has told it
+            validation += run.validation
     parameters = join([RankRun(pieces=run.pieces) for run, _, _ in done]).parameters
     run = Run([losses[iteration] for iteration in sorted(losses)], [], validation, parameters)
     return run, _whole([state for _, state, _ in done[:stay]])

@@ -142,8 +142,8 @@ def complete_ends(stages: int, model: torch.nn.Module, spec: GPTModelConfig) -> 
     """Make `model` the chunk of its stage in a pipeline of `stages` stages, which was longer before.
 
     The stage may have become the last one: then it gets the final norm and the head. They are taken from a model
-    without layers that Megatron-LM builds for this stage. All ranks that stay call it together, after their groups are set.
-    Returns the new modules, still without content.
+    without layers that Megatron-LM builds for this stage. All ranks that stay call it together, after their groups are
+    set. Returns the new modules, still without content.
     """
     config = model.config
     before = config.pipeline_model_parallel_layout
