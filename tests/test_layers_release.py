@@ -5,18 +5,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moving import _state_of, _whole, move_at, train_moving
-from training import EXACT, MOCK_DATA, MODEL, RankRun, Run, differences, join, train, watch
+from moving import _state_of, _whole, move_at
+from training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, Run, differences, join, train, watch
 
 from balancing.layers import release_of
 
+PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
 RELEASE = "--balance-layers --repack-throughput-floor 0.5"
 EXACTLY = " ".join(EXACT)
+EP2 = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SINGLE = "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0"
-OPTIONS = "--init-method-std 0.1 --num-layers 8 --train-iters 5 --eval-interval 2 --eval-iters 1"
-BASE = [*MODEL, *MOCK_DATA, *OPTIONS.split()]
+VALIDATED = "--eval-interval 2 --eval-iters 1"
+BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1".split()]
 
 
 def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, Any], int | None]:
@@ -46,8 +48,8 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, An
     return finish(), state, code
 
 
-def _release(pool: Any, ranks: int, stay: int, flags: str, plans: Any) -> tuple[Run, dict[str, np.ndarray]]:
-    """Train on `ranks`, of which `stay` are left in the end."""
+def _train(pool: Any, ranks: int, stay: int, flags: str, plans: Any) -> tuple[Run, dict[str, np.ndarray]]:
+    """Train on `ranks`, of which `stay` are left in the end: all of them without plans."""
     done = pool.run(ranks, _rank, [*BASE, *RELEASE.split(), *flags.split()], plans, stay)
     assert [code for _, _, code in done] == [None] * stay + [0] * (ranks - stay)
     losses: dict[int, float] = {}  # a rank has them of the steps in which it was on the last stage, up to its last one
@@ -65,18 +67,19 @@ def _release(pool: Any, ranks: int, stay: int, flags: str, plans: Any) -> tuple[
 
 # ranks, those that stay, flags, plans
 CASES = {
-    "PP 2 to 1, DP 2, both overlaps": (4, 2, f"{EXACTLY} --pipeline-model-parallel-size 2 {OVERLAPS}", {2: ((8,),)}),
+    "PP 2 to 1, DP 2, both overlaps, validated": (4, 2, f"{PP2} {EXACTLY} {OVERLAPS} {VALIDATED}", {2: ((4,),)}),
     "PP 4 to 3 to 1, dropout": (
         4,
         1,
         f"{PP4} {EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1",
-        {1: ((1,), (3,), (4,)), 3: ((8,),)},
+        {1: ((1,), (2,), (1,)), 2: ((4,),)},
     ),
+    "PP 2 to 1, EP 2": (4, 2, f"{PP2} {EXACTLY} {EP2} --use-distributed-optimizer", {2: ((4,),)}),
     "PP 4 to 2, bf16, untied": (
         4,
         2,
         f"{PP4} {SINGLE} --bf16 --untie-embeddings-and-output-weights --use-distributed-optimizer",
-        {3: ((4,), (4,))},
+        {2: ((3,), (1,))},
     ),
 }
 
@@ -84,8 +87,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_misses_the_ranks_that_left(pool, case):
     ranks, stay, flags, plans = CASES[case]
-    run, state = _release(pool, ranks, stay, flags, plans)
-    reference, expected = train_moving(pool, ranks, flags, {}, base=BASE)
+    run, state = _train(pool, ranks, stay, flags, plans)
+    reference, expected = _train(pool, ranks, ranks, flags, {})
     _assert_same(run, reference)
     for name, whole in state.items():  # tied weights had state on both ends of the pipeline
         np.testing.assert_allclose(whole, expected[name], rtol=1e-12, atol=1e-14, err_msg=name)
@@ -100,7 +103,7 @@ def _assert_same(run: Run, reference: Run) -> None:
 def test_saved_by_few_ranks_it_grows_back(pool, tmp_path):
     flags = f"{PP4} {EXACTLY}"
     save = f"{flags} --save {tmp_path} --save-interval 3"
-    shrunk, _ = _release(pool, 4, 2, save, {2: ((5,), (3,))})
+    shrunk, _ = _train(pool, 4, 2, save, {2: ((1,), (3,))})
     load = f"{flags} --load {tmp_path} --ckpt-step 3 --no-load-rng"
     grown = train(pool, 4, load, base=BASE, parameters=True)
     assert grown.losses == pytest.approx(shrunk.losses[3:], rel=1e-12)
