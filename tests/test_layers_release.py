@@ -130,3 +130,46 @@ def test_who_leaves():
 def test_nothing_to_release(stages):
     with pytest.raises(ValueError, match="nothing to release"):
         release_of(8, 4, stages, 2)
+
+
+def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
+    """What is left of four stages of which only the first and the last have much to do, now and in later iterations."""
+    from argparse import Namespace
+
+    from balancing.layers import LayerCost, StagePlan
+    from balancing.layers.config import LayerConfig
+    from megatron.balanced import repack
+
+    repack.get_num_microbatches = lambda: 8
+    config = LayerConfig(balance_layers=True, **asked)
+    repacker = repack.Repacker(Namespace(world_size=4, log_interval=10), config)
+    seconds = np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 1.0, 1.0])
+    plan = StagePlan.from_counts(((2,),) * 4)
+    if not repacker.wants(plan) or not repacker.consider(
+        LayerCost(seconds, seconds), plan, [(stage, peak) for stage in range(4)]
+    ):
+        return [None, None, None]
+    assert not repacker.wants(plan)  # one choice at a time
+    due = [repacker.due(iteration) for iteration in (15, 20, 30)]
+    return [None if each is None else each.counts for each in due]
+
+
+def _choices(asks: list[tuple[dict[str, Any], int]]) -> list[list[Any]]:
+    return [_chosen(*ask) for ask in asks]
+
+
+def test_a_choice_waits_for_the_log(pool):
+    asks = [
+        ({"repack_throughput_floor": 0.9}, 0, 2),
+        ({"repack_throughput_floor": 0.9, "repack_min_stages": 3}, 0, 3),
+        ({"repack_throughput_floor": 0.3}, 0, 1),
+        ({"repack_throughput_floor": 0.9, "repack_min_stages": 4}, 0, None),
+        ({}, 0, None),
+        ({"repack_memory_limit": 1.0}, 10**6, 1),
+        ({"repack_memory_limit": 1.0}, 450 * 10**6, 2),  # two stages' layers fit, four do not
+        ({"repack_memory_limit": 1.0}, 900 * 10**6, None),
+    ]
+    (found,) = pool.run(1, _choices, [ask[:2] for ask in asks])
+    for (asked, peak, stages), (early, due, late) in zip(asks, found, strict=True):
+        assert early is None and late is None
+        assert (None if due is None else len(due)) == stages, (asked, peak, due)
