@@ -137,7 +137,7 @@ class LayerBalancer:
             if choice.action == "keep" and self._repacker.wants(choice.plan):
                 peaks = self.mover.gather((mpu.get_pipeline_model_parallel_rank(), self._repacker.memory))
                 if self._repacker.consider(choice.cost, choice.plan, peaks):
-                    choice = choice._replace(reason=self._repacker.reason)
+                    choice = choice._replace(reason=f"with the next log line, {self._repacker.reason}")
             self._tell(choice)
             return self._repacker.due(self.iteration)
         self._move_as(choice)

@@ -66,6 +66,7 @@ class Departure:
         if self.leaves:
             self._store.wait([f"done/{rank}" for rank in self._stay], self._timeout)
             self._store.set(f"left/{self._rank}", "")
+            dist.destroy_process_group()
             raise Released(0)
         self._store.set(f"done/{self._rank}", "")
         # All wait for one another, or a group would be torn down under a rank that still reads from it.
