@@ -91,6 +91,47 @@ def test_values_out_of_range():
     for wrong in ({"layer_balance_interval": 0}, {"layer_min_gain": 1.0}, {"layer_min_gain": -0.1}):
         with pytest.raises(ValueError, match="must be at least"):
             LayerConfig(**wrong)
+    for name, value in [("repack_throughput_floor", 0.0), ("repack_throughput_floor", 1.1), ("repack_min_stages", 0),
+                        ("repack_memory_limit", -1.0), ("repack_throughput_floor", float("nan"))]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} {value} must be"):
+            LayerConfig(**{name: value})
+
+
+# what is given beside --balance-layers and PP 2, what is asked of a release, and the words that the line must have
+NOT_RELEASED = {
+    "nothing to release": ({}, {"repack_throughput_floor": 0.9, "repack_min_stages": 2}, "nothing to release", "2"),
+    "one stage": ({"pipeline_model_parallel_size": 1}, {"repack_memory_limit": 8.0}, "nothing to release", "use more"),
+    "no reason to": ({}, {"repack_min_stages": 2}, "--repack-min-stages 2", "--repack-throughput-floor"),
+    "layers that stay": ({}, {"balance_layers": False, "repack_throughput_floor": 0.9}, "0.9", "add --balance-layers"),
+    "settled": (
+        {},
+        {"balance_layers": False, "balance_layers_once": True, "repack_throughput_floor": 0.9},
+        "--balance-layers",
+        "can move",
+    ),
+    "interleaved": (
+        {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 8},
+        {"repack_throughput_floor": 0.9},
+        "not of 2",
+        "use one",
+    ),
+    "mapping": ({"use_tp_pp_dp_mapping": True}, {"repack_memory_limit": 8.0}, "--use-tp-pp-dp-mapping", "drop it"),
+    "writer": ({"wandb_project": "p"}, {"repack_throughput_floor": 1.0}, "--wandb-project p", "--tensorboard-dir"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_RELEASED)
+def test_ranks_that_cannot_leave(case):
+    given, asked, *words = NOT_RELEASED[case]
+    with pytest.raises(ValueError) as refused:
+        check_layers(_args(**given), LayerConfig(**({"balance_layers": True} | asked)))
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_one_layer_a_stage_can_still_be_released():
+    on, _ = check_layers(_args(num_layers=2), LayerConfig(balance_layers=True, repack_throughput_floor=0.9))
+    assert on.on and on.repacks
 
 
 def test_from_the_command_line(pool):

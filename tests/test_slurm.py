@@ -5,6 +5,7 @@ The cluster is tests/slurm_cluster.py: four nodes on this machine. Without Slurm
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -328,6 +329,50 @@ def test_training_continues_after_the_time_limit(cluster: SlurmCluster, tmp_path
     stopped = int(re.findall(r"stopped at iteration (\d+) \(srun ended with 0\); requeueing", job_log())[0])
     assert iterations(0) == list(range(1, stopped + 1))
     assert iterations(1)[:3] == [stopped + 1, stopped + 2, stopped + 3]
+
+
+def test_stages_that_are_not_needed_go_back_while_training_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Four stages on four nodes, of which two are enough: their ranks end well, and the job has two nodes left."""
+    options = f"""--device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-layers 4
+        --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1
+        --global-batch-size 4 --train-iters 100000 --eval-interval 1000000 --eval-iters 0 --lr 1e-3 --num-workers 0
+        --pipeline-model-parallel-size 4 --log-interval 1 --balance-layers --layer-balance-interval 5
+        --layer-min-gain 0.99 --repack-throughput-floor 0.01 --repack-min-stages 2 --balance-report {tmp_path}/report"""
+    job = cluster.submit(
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        str(SCRIPTS / "pretrain_gpt.sbatch"),
+        *options.split(),
+        directory=tmp_path,
+        environment={"PYTHON": sys.executable},
+    )
+
+    def log(rank: int) -> str:
+        path = tmp_path / "logs" / str(job) / f"rank-{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    def trained(rank: int) -> list[int]:
+        return [int(i) for i in re.findall(r"iteration +(\d+)/", log(rank))]
+
+    def job_log() -> str:
+        path = tmp_path / f"slurm-{job}.out"
+        return (path.read_text() if path.exists() else "") + log(0)[-3000:] + log(3)[-3000:]
+
+    def nodes() -> int:
+        return int(cluster.command("squeue", "-h", f"--job={job}", "--format=%D"))
+
+    wait_until(lambda: "went back to SLURM" in log(0) or "failed" in job_log(), 240, job_log)
+    assert nodes() == 2, job_log()
+    assert cluster.command("sinfo", "-hN", "-tidle", "-o%N").split() == ["n3", "n4"]
+    seen = trained(1)[-1]
+    wait_until(lambda: trained(1)[-1] > seen + 5 or "failed" in job_log(), 60, job_log)
+    cluster.command("scancel", str(job))
+    every = trained(3) + trained(1)
+    assert every == list(range(1, every[-1] + 1)), "an iteration was lost or done twice"
+    assert trained(0) == trained(2) == []
+    events = (tmp_path / "report" / "events.jsonl").read_text().splitlines()
+    (release,) = [event for event in map(json.loads, events) if event["action"] == "release"]
+    assert (release["stages_left"], release["ranks_freed"]) == (2, 2)
 
 
 def test_outside_of_a_job_it_says_how_to_submit() -> None:

@@ -7,7 +7,7 @@ from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.migration import Move, migration_bytes, migration_seconds, moves
 from balancing.layers.plan import plan_stages
 from balancing.layers.refine import refine_plan
-from balancing.layers.repack import Repack, choose_repack, first_fit, repack_options
+from balancing.layers.repack import Release, Repack, choose_repack, first_fit, release_of, repack_options
 from balancing.layers.schedule import Operation, operations
 from balancing.layers.stages import StagePlan
 from balancing.layers.timeline import Span, Timeline, simulate_schedule, simulate_steps
@@ -21,6 +21,7 @@ __all__ = [
     "LayerMemory",
     "Move",
     "Operation",
+    "Release",
     "Repack",
     "Span",
     "StagePlan",
@@ -36,6 +37,7 @@ __all__ = [
     "over_ranks",
     "plan_stages",
     "refine_plan",
+    "release_of",
     "repack_options",
     "simulate_schedule",
     "simulate_steps",

@@ -48,14 +48,49 @@ class LayerConfig:
             "help": "Move layers only where that is predicted to take at least this share off the time of a step.",
         },
     )
+    repack_throughput_floor: float | None = field(
+        default=None,
+        metadata={
+            "type": float,
+            "metavar": "X",
+            "help": "Go on with fewer pipeline stages as soon as that takes fewer GPU-hours and keeps at least this "
+            "share of the throughput, such as 0.9. Ranks that are not needed any more exit with code 0, and under "
+            "SLURM their nodes go back. Needs --balance-layers.",
+        },
+    )
+    repack_memory_limit: float | None = field(
+        default=None,
+        metadata={
+            "type": float,
+            "metavar": "GB",
+            "help": "10^9 bytes a rank may use when stages get fewer (default: 0.9 of the GPU's). Without "
+            "--repack-throughput-floor, stages get as few as fit and save GPU-hours.",
+        },
+    )
+    repack_min_stages: int = field(
+        default=1, metadata={"metavar": "P", "help": "Fewest pipeline stages that may be left."}
+    )
 
     def __post_init__(self) -> None:
         if self.layer_balance_interval < 1:
             raise ValueError(f"--layer-balance-interval {self.layer_balance_interval} must be at least 1")
         if not 0 <= self.layer_min_gain < 1:
             raise ValueError(f"--layer-min-gain {self.layer_min_gain} must be at least 0 and below 1")
+        if self.repack_throughput_floor is not None and not 0 < self.repack_throughput_floor <= 1:
+            raise ValueError(
+                f"--repack-throughput-floor {self.repack_throughput_floor} must be above 0 and at most 1, such as 0.9"
+            )
+        if self.repack_memory_limit is not None and not 0 < self.repack_memory_limit < float("inf"):
+            raise ValueError(f"--repack-memory-limit {self.repack_memory_limit} must be above 0, in 10^9 bytes")
+        if self.repack_min_stages < 1:
+            raise ValueError(f"--repack-min-stages {self.repack_min_stages} must be at least 1")
 
     @property
     def on(self) -> bool:
         """Whether layers are to be balanced at all."""
         return self.balance_layers or self.balance_layers_once
+
+    @property
+    def repacks(self) -> bool:
+        """Whether stages may get fewer, and ranks leave."""
+        return self.repack_throughput_floor is not None or self.repack_memory_limit is not None

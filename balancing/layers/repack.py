@@ -17,7 +17,7 @@ from balancing.layers.memory import LayerMemory
 from balancing.layers.plan import plan_stages
 from balancing.layers.stages import StagePlan
 
-__all__ = ["Repack", "choose_repack", "first_fit", "repack_options"]
+__all__ = ["Release", "Repack", "choose_repack", "first_fit", "release_of", "repack_options"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,41 @@ def choose_repack(options: Iterable[Repack], throughput_floor: float, *, whole_n
     if whole_nodes:
         able = [each for each in able if each.freed_nodes] or able
     return min(able, key=lambda each: (each.gpu_time, each.stages), default=None)
+
+
+@dataclass(frozen=True)
+class Release:
+    """Who leaves a job when its pipeline gets shorter.
+
+    stages: that are left. ranks: that leave. nodes: all of whose ranks leave, by their number in the job. nodes_left:
+    that keep a rank.
+    """
+
+    stages: int
+    ranks: range
+    nodes: range
+    nodes_left: int
+
+    @property
+    def stay(self) -> int:
+        """How many ranks stay: those from 0 on."""
+        return self.ranks.start
+
+
+def release_of(world_size: int, stages_before: int, stages: int, ranks_per_node: int) -> Release:
+    """Who leaves when a pipeline of `stages_before` stages shrinks to `stages`.
+
+    Ranks are numbered stage after stage and node after node, so the last stages are the last ranks, and whole nodes
+    are free as soon as a node's worth of ranks is; those that stay keep their numbers. Raises ValueError where nobody
+    would leave, or nobody stay.
+    """
+    if not 1 <= stages < stages_before:
+        raise ValueError(f"there is nothing to release: {stages} stages of {stages_before} are to be left")
+    if world_size % stages_before:
+        raise ValueError(f"{world_size} ranks are not {stages_before} equal stages")
+    stay = world_size // stages_before * stages
+    left = _nodes(stay, ranks_per_node)
+    return Release(stages, range(stay, world_size), range(left, _nodes(world_size, ranks_per_node)), left)
 
 
 def first_fit(current: StagePlan, bytes_of_stage: ArrayLike, limit: float, stages: int) -> tuple[tuple[int, ...], ...]:

@@ -103,7 +103,10 @@ def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
             if field.type is bool:
                 options["action"] = "store_true"
             else:
-                options |= {"type": field.type if field.type in (int, float) else str, "default": field.default}
+                options = {
+                    "type": field.type if field.type in (int, float) else str,
+                    "default": field.default,
+                } | options
             group.add_argument("--" + field.name.replace("_", "-"), **options)
     parser.set_defaults(**_defaults_of_this_machine())
     parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]

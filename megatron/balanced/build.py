@@ -5,8 +5,9 @@ layer stands, whether it has experts, its precision, is decided here by the same
 """
 
 import argparse
+import contextlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +18,19 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import _get_block_submodules
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
 from balancing.layers.layout import to_layout
 from balancing.layers.stages import StagePlan
 from megatron.balanced.layer_state import Told, layer_of, named_parameters
 
-__all__ = ["change_layers", "set_layout"]
+__all__ = ["change_layers", "complete_ends", "set_layout"]
 
 # What train() hangs on the model's config once the model is built. Some layers keep a copy of their config.
 _HUNG = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
+
+
+_OF_EVERY_MODULE = {*vars(torch.nn.Module()), "config"}
 
 
 def set_layout(
@@ -93,11 +97,7 @@ def _layer_spec(model: torch.nn.Module, config: GPTModelConfig) -> Any:
 def _build(block: torch.nn.Module, position: int) -> torch.nn.Module:
     """A layer of `block` as Megatron-LM would build and cast it, uninitialized, without drawing a random number."""
     config = block.config
-    hung = {name: getattr(config, name) for name in _HUNG} | {"perform_initialization": config.perform_initialization}
-    states = torch.get_rng_state(), torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()
-    for name in hung:
-        setattr(config, name, None)
-    try:
+    with _quietly(config):
         layer = build_module(
             block.submodules.layer_specs[position],
             config=config,
@@ -105,21 +105,71 @@ def _build(block: torch.nn.Module, position: int) -> torch.nn.Module:
             pg_collection=block.pg_collection,
             vp_stage=block.vp_stage,
         )
+    return _finished(layer, config).train(block.training)
+
+
+@contextlib.contextmanager
+def _quietly(config: Any) -> Iterator[None]:
+    """Build modules in this without values, random numbers, and copies of what train() hangs on `config`."""
+    hung = {name: getattr(config, name) for name in _HUNG} | {"perform_initialization": config.perform_initialization}
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()
+    for name in hung:
+        setattr(config, name, None)
+    try:
+        yield
     finally:
         for name, value in hung.items():
             setattr(config, name, value)
         torch.set_rng_state(states[0])
         torch.cuda.set_rng_state(states[1])
         get_cuda_rng_tracker().set_states(states[2])
-    for parameter in layer.parameters():
+
+
+def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
+    """`module` with the attributes, device and precision that Megatron-LM gives a model once it is built."""
+    for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    layer.cuda(torch.cuda.current_device())
+    module.cuda(torch.cuda.current_device())
     if config.fp16 or config.bf16:
-        layer.to(torch.float16 if config.fp16 else torch.bfloat16)
-        for module in layer.modules():
-            if hasattr(module, "_maintain_float32_expert_bias"):
-                module._maintain_float32_expert_bias()
-    return layer.train(block.training)
+        module.to(torch.float16 if config.fp16 else torch.bfloat16)
+        for part in module.modules():
+            if hasattr(part, "_maintain_float32_expert_bias"):
+                part._maintain_float32_expert_bias()
+    return module
+
+
+def complete_ends(stages: int, model: torch.nn.Module, spec: GPTModelConfig) -> list[torch.nn.Module]:
+    """Make `model` the chunk of its stage in a pipeline of `stages` stages, which was longer before.
+
+    The stage may have become the last one: then it gets the final norm and the head. They are taken from a model
+    without layers that Megatron-LM builds for this stage. All ranks that stay call it together, after their groups are
+    set. Returns the new modules, still without content.
+    """
+    config = model.config
+    before = config.pipeline_model_parallel_layout
+    config.pipeline_model_parallel_layout = PipelineParallelLayerLayout("E" + "|" * (stages - 1) + "L", stages)
+    try:
+        with _quietly(config):
+            fresh = GPTModelBuilder(spec).build_model(model.pg_collection)
+    finally:
+        config.pipeline_model_parallel_layout = before
+    _finished(fresh, config)
+    if fresh.pre_process:  # which of its weights are tied to a copy on another stage has changed
+        weight, example = model.embedding.word_embeddings.weight, fresh.embedding.word_embeddings.weight
+        for name in ("shared_embedding", "zero_out_wgrad"):
+            if hasattr(weight, name):
+                delattr(weight, name)
+            if hasattr(example, name):
+                setattr(weight, name, getattr(example, name))
+    if model.post_process or not fresh.post_process:
+        return []
+    arrived = []
+    for own, new, parts in ((model, fresh, ("output_layer",)), (model.decoder, fresh.decoder, ("final_layernorm",))):
+        own.__dict__.update({name: value for name, value in vars(new).items() if name not in _OF_EVERY_MODULE})
+        for part in parts:
+            setattr(own, part, getattr(new, part).train(own.training))
+            arrived.append(getattr(own, part))
+    return arrived
 
 
 def _register_buffers(layers: dict[int, torch.nn.Module], everyone: Sequence[Told]) -> None:

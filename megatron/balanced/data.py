@@ -68,6 +68,11 @@ def _stage_reads_data(args: argparse.Namespace, vp_stage: int | None) -> bool:
     return everywhere or is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
 
 
+def releases(args: argparse.Namespace) -> bool:
+    """Whether ranks may leave the job, so that any stage may become the last one and read data."""
+    return args.repack_throughput_floor is not None or args.repack_memory_limit is not None
+
+
 def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     tokenizer = get_tokenizer()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -131,7 +136,8 @@ def train_valid_test_datasets(sizes: list[int | None], vp_stage: int | None = No
     print_rank_0("> building train, validation, and test datasets for GPT ...")
 
     def reads_data() -> bool:
-        return _stage_reads_data(args, vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+        reads = _stage_reads_data(args, vp_stage) or releases(args)
+        return reads and mpu.get_tensor_model_parallel_rank() == 0
 
     return BlendedMegatronDatasetBuilder(_dataset_class(args), sizes, reads_data, _dataset_config(args)).build()
 
@@ -142,9 +148,12 @@ train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]  #
 def _next_batch(data_iterator: Iterator | None, vp_stage: int | None) -> dict[str, Any] | None:
     """The next micro-batch of this rank, or None on a stage that needs none of it."""
     args = get_args()
-    if not _stage_reads_data(args, vp_stage):
-        return None
     tensor_rank = mpu.get_tensor_model_parallel_rank()
+    if not _stage_reads_data(args, vp_stage):
+        if releases(args) and tensor_rank == 0:  # it may become the last stage, and shall be at the right sample then
+            assert data_iterator is not None, "a stage that may have to read data has no data iterator"
+            next(data_iterator)
+        return None
     batch: dict[str, Any] = {}
     if tensor_rank == 0:
         assert data_iterator is not None, "a stage that reads data has no data iterator"

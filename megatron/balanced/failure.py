@@ -25,7 +25,8 @@ class _Vigil:
     """This rank's signs of life, and what the store knows of the others."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+        self.world_size = world_size
+        self._rank = rank
         self._store: dist.Store | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
@@ -51,7 +52,7 @@ class _Vigil:
         self._thread.join(timeout=_SILENT_SECONDS)
 
     def _seen(self, store: dist.Store, kind: str) -> dict[int, bytes]:
-        keys = {rank: f"{kind}/{rank}" for rank in range(self._world_size)}
+        keys = {rank: f"{kind}/{rank}" for rank in range(self.world_size)}
         return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
 
     def verdict(self, error: Exception) -> str | None:
@@ -63,7 +64,7 @@ class _Vigil:
         before = self._seen(store, "alive")
         time.sleep(_SILENT_SECONDS)
         after, failed = self._seen(store, "alive"), self._seen(store, "failed")
-        ranks = range(self._world_size)
+        ranks = range(self.world_size)
         silent = [rank for rank in ranks if rank not in failed and before.get(rank) == after.get(rank)]
         first_living = next(rank for rank in ranks if rank not in silent)
         if not silent or self._rank != first_living:
@@ -73,11 +74,14 @@ class _Vigil:
 
 
 @contextlib.contextmanager
-def named_failures(rank: int, world_size: int) -> Iterator[None]:
-    """Run a job's training inside this. When it fails because other ranks fell silent, they are named on stderr."""
+def named_failures(rank: int, world_size: int) -> Iterator[_Vigil]:
+    """Run a job's training inside this. When it fails because other ranks fell silent, they are named on stderr.
+
+    Yields what has to be told, as its `world_size`, when the last ranks leave on purpose.
+    """
     vigil = _Vigil(rank, world_size)
     try:
-        yield
+        yield vigil
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # the store died with the rank that held it: nothing more to learn
             if (verdict := vigil.verdict(error)) is not None:

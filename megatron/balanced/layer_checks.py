@@ -49,6 +49,21 @@ _CONTRADICTIONS: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
     ("non_persistent_ckpt_type", (None, "global", "in_memory"), "ties state to ranks", "use global"),
 )
 
+# Flags that contradict ranks that leave.
+_CONTRADICT_RELEASE: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
+    ("balance_sequences", (False,), "plans for all ranks there are", "drop one of the two"),
+    ("use_tp_pp_dp_mapping", (False,), "spreads stages over all nodes, so that none gets free", "drop it"),
+    ("num_distributed_optimizer_instances", (1, None), "ties the optimizer to all ranks there are", "drop it"),
+    ("async_save", (False,), "saves with ranks that may be gone", "drop it"),
+    ("ckpt_assume_constant_structure", (False,), "saves what ranks had that may be gone", "drop it"),
+    ("wandb_project", ("", None), "is written by a rank that leaves", "use --tensorboard-dir"),
+    ("log_straggler", (False,), "counts ranks that leave", "use --balance-report"),
+    ("enable_ft_package", (False,), "takes ranks that leave for dead", "drop it"),
+    ("inprocess_restart", (False,), "takes ranks that leave for dead", "drop it"),
+    ("dataloader_type", ("single", "cyclic", None), "may not read data on every stage", "use single"),
+    ("hybrid_context_parallel", (False,), "makes groups that cannot shrink yet", "drop it"),
+)
+
 
 def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerConfig, list[str]]:
     """How layers will be balanced, and what the user should know of it, one line each.
@@ -56,6 +71,8 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     To be called before Megatron validates `args`, of which the format of checkpoints may change. Where there is nothing
     to balance, balancing is switched off. Raises ValueError for what cannot be done.
     """
+    if layers.repacks or layers.repack_min_stages > 1:
+        _check_release(args, layers)
     if not layers.on:
         return layers, []
     if layers.balance_layers and layers.balance_layers_once:
@@ -65,16 +82,12 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     why = None
     if stages == 1:
         why = "--pipeline-model-parallel-size 1 has one stage"
-    elif args.num_layers == stages * chunks:
+    elif args.num_layers == stages * chunks and not layers.repacks:
         why = f"each of the {stages * chunks} pipeline stages has one layer"
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    for name, fine, reason, instead in _CONTRADICTIONS:
-        value = getattr(args, name, fine[0])
-        if value not in fine:
-            given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
-            raise ValueError(f"{flag} contradicts {given}, which {reason}; {instead}")
+    _refuse(args, flag, _CONTRADICTIONS)
     if chunks > 1 and layers.layer_planner in ("diffusion", "deepspeed"):
         raise ValueError(
             f"--layer-planner {layers.layer_planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
@@ -93,6 +106,35 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if args.attention_dropout or args.hidden_dropout:
         notes.append(f"{flag} draws dropout from a stream of each layer: masks differ from those of a run without it")
     return layers, notes
+
+
+def _refuse(args: argparse.Namespace, flag: str, rows: tuple[tuple[str, tuple[object, ...], str, str], ...]) -> None:
+    for name, fine, reason, instead in rows:
+        value = getattr(args, name, fine[0])
+        if value not in fine:
+            given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+            raise ValueError(f"{flag} contradicts {given}, which {reason}; {instead}")
+
+
+def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
+    """What was said of ranks that leave. Raises ValueError where there is nothing to release, or it cannot be done."""
+    stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
+    asked = [name for name in ("repack_throughput_floor", "repack_memory_limit") if getattr(layers, name) is not None]
+    if not asked:
+        raise ValueError(
+            f"--repack-min-stages {layers.repack_min_stages} releases nothing by itself; add --repack-throughput-floor"
+        )
+    flag = f"--{asked[0].replace('_', '-')} {getattr(layers, asked[0])}"
+    if not layers.balance_layers:
+        raise ValueError(f"{flag} needs measured layers that can move; add --balance-layers")
+    if layers.repack_min_stages >= stages:
+        raise ValueError(
+            f"{flag} has nothing to release: --pipeline-model-parallel-size {stages} must be above --repack-min-stages "
+            f"{layers.repack_min_stages}; use more stages, or drop it"
+        )
+    if chunks > 1:
+        raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
+    _refuse(args, flag, _CONTRADICT_RELEASE)
 
 
 def _chunks(args: argparse.Namespace) -> int:

@@ -49,14 +49,14 @@ class Buffer(NamedTuple):
 
 
 def named_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this rank's chunks, each by the name that any rank has for it that could hold the same."""
-    stage = mpu.get_pipeline_model_parallel_rank()
-    for chunk, model in enumerate(models):
+    """The parameters of this rank's chunks, each by the name that any rank has for it that could hold the same.
+
+    Those of the layers begin with the number of their layer; embedding, final norm and head are there once anyway.
+    """
+    for model in models:
         for name, parameter in model.named_parameters():
             found = _LAYER.fullmatch(name)
-            where = f"stage {stage}.{chunk}.{name}"
-            if found:
-                where = f"{model.decoder.layers[int(found[1])].layer_number - 1}.{found[2]}"
+            where = f"{model.decoder.layers[int(found[1])].layer_number - 1}.{found[2]}" if found else name
             yield f"{where}@{_coordinates(parameter)}", parameter
 
 
@@ -126,7 +126,7 @@ def wanted(
     ranges: Mapping[torch.nn.Parameter, tuple[int, int]],
     everyone: Sequence[Told],
 ) -> Wanted:
-    """What is missing in the layers that `arrived`, and the optimizer's state of the elements in `ranges`."""
+    """What is missing in the modules that `arrived`, and the optimizer's state of the elements in `ranges`."""
     rank = dist.get_rank()
     scalars = {name: numbers for told in everyone for name, numbers in told.scalars.items()}
     kinds: dict[str, set[str]] = {}
@@ -134,12 +134,12 @@ def wanted(
         for tensor in told.dtypes:
             name, _, kind = tensor.rpartition(":")
             kinds.setdefault(name, set()).add(kind)
-    coming = {layer.layer_number - 1 for layer in arrived}
+    empty = {id(tensor) for module in arrived for tensor in (*module.parameters(), *module.buffers())}
     missing = Wanted([], {}, {})
     tensors = [(f"{name}:{_WEIGHT}", parameter) for name, parameter in named_parameters(models)]
     tensors += [(f"{buffer.name}:{_BUFFER}", buffer.tensor) for buffer in named_buffers(models)]
     for name, tensor in tensors:
-        if layer_of(name) in coming:
+        if id(tensor) in empty:
             missing.targets[name] = (0, tensor.data.view(-1))
             missing.pieces.append(Piece(name, rank, 0, tensor.numel()))
     for name, parameter in named_parameters(models):

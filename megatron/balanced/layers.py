@@ -3,6 +3,8 @@
 Between two steps, every few iterations, all ranks tell what their layers have cost, make the same plan of it, and ask
 the same gate whether it is worth its move (`balancing.layers`). If it is, layers move (`megatron.balanced.move`) and
 training goes on with the same numbers. Steps are watched after a move, and one that made them slower is taken back.
+Where layers are at their best and the user allows it, the pipeline gets shorter when that saves GPU-hours: the last
+stages give their layers away and leave (`megatron.balanced.repack`).
 """
 
 import argparse
@@ -37,6 +39,7 @@ from balancing.report import RankRecord, event, imbalance
 from megatron.balanced import step
 from megatron.balanced.device import is_cpu
 from megatron.balanced.move import LayerMover, Moved
+from megatron.balanced.repack import Repacker
 
 __all__ = ["LayerBalancer"]
 
@@ -80,6 +83,7 @@ class LayerBalancer:
         self._settled = False
         self._costs = CostAverage(window=config.layer_balance_interval)
         self._gate: Gate | None = None
+        self._repacker = Repacker(args, config)
         self._seconds: list[np.ndarray] = []
         self._steps: list[tuple[int, float]] = []
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
@@ -87,6 +91,10 @@ class LayerBalancer:
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """To be called with the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
         self.mover.attach(chunks)
+        self._gate = self._new_gate()
+        return chunks
+
+    def _new_gate(self) -> Gate:
         usual = GateConfig(
             min_gain=self._config.layer_min_gain, interval=self._config.layer_balance_interval, confirm=1
         )
@@ -96,8 +104,7 @@ class LayerBalancer:
             if self._config.balance_layers_once
             else usual
         )
-        self._gate = Gate(gate, self.mover.plan)
-        return chunks
+        return Gate(gate, self.mover.plan)
 
     def measured(self, iteration: int, record: RankRecord) -> None:
         """What this rank measured in an iteration that is over."""
@@ -105,6 +112,7 @@ class LayerBalancer:
         if iteration > self._warm and not self._settled:
             self._seconds.append(layer_seconds(record, self.mover.plan.layers))
             self._steps.append((iteration, record.step_seconds))
+            self._repacker.memory = record.memory_bytes
 
     # Around a step.
 
@@ -112,9 +120,14 @@ class LayerBalancer:
         self.iteration = iteration
         if self._first is None:
             self._first = self._warm = iteration
+        shorter = self._repacker.due(iteration)
         since = iteration - self._first
-        if not self._settled and since and since % self._config.layer_balance_interval == 0 and self._seconds:
+        decides = not self._settled and since and since % self._config.layer_balance_interval == 0
+        if shorter is None and decides and self._seconds:
             self._carry_out(self._choose())
+            shorter = self._repacker.due(iteration)
+        if shorter is not None:
+            self.move(shorter)
 
     def begin_schedule(self) -> None:
         pass
@@ -136,6 +149,10 @@ class LayerBalancer:
             )
         before = self.mover.plan
         if choice.plan.chunks == before.chunks:
+            if choice.action == "keep" and self._repacker.wants(choice.plan):
+                peaks = self.mover.gather((mpu.get_pipeline_model_parallel_rank(), self._repacker.memory))
+                if self._repacker.consider(choice.cost, choice.plan, peaks):
+                    choice = choice._replace(reason=self._repacker.reason)
             self._tell(choice, before, None)
             return
         moved = self.move(choice.plan)
@@ -148,8 +165,12 @@ class LayerBalancer:
         """Have the layers as `plan` says, now."""
         self._warm = self.iteration
         self._seconds, self._steps = [], []
-        trained = step.trained()
-        return self.mover.move(plan, trained.optimizer, trained.scheduler)
+        trained, before = step.trained(), self.mover.plan
+        moved = self.mover.move(plan, trained.optimizer, trained.scheduler)
+        if plan.stages < before.stages:
+            self._gate = self._new_gate()
+            self._tell_release(before, moved)
+        return moved
 
     # What it costs, and what to do.
 
@@ -248,6 +269,38 @@ class LayerBalancer:
 
     def _layer_bytes(self) -> np.ndarray:
         return self.mover.parameters()[:-2] * self.mover.travelling_bytes()
+
+    def _tell_release(self, before: StagePlan, moved: Moved) -> None:
+        plan = self.mover.plan
+        if dist.get_rank():
+            return
+        free = self._args.world_size // plan.stages * (before.stages - plan.stages)
+        print_rank_0(f"> {plan.stages} of {before.stages} pipeline stages go on, {free} ranks left the job")
+        loads = (
+            [self._costs.cost.stage_loads(each) for each in (before, plan)]
+            if self._costs.iterations
+            else [[1.0], [1.0]]
+        )
+        self._report(
+            event(
+                self.iteration + 1,
+                "layers",
+                "stage",
+                imbalance_before=imbalance(loads[0]),
+                imbalance_after=imbalance(loads[1]),
+                plan_ms=0.0,
+                apply_ms=moved.move_ms + moved.rebuild_ms,
+                moved_bytes=moved.moved_bytes,
+                action="release",
+                reason=self._repacker.reason,
+                layout_before=to_layout(before),
+                layout_after=to_layout(plan),
+                stages_left=plan.stages,
+                ranks_freed=free,
+                move_ms=moved.move_ms,
+                rebuild_ms=moved.rebuild_ms,
+            )
+        )
 
     def _tell(self, choice: _Choice, before: StagePlan, moved: Moved | None) -> None:
         if dist.get_rank():

@@ -5,7 +5,8 @@ objects stay and are filled anew. In this order: parameters are gathered if that
 taken out, the new layout is set and missing layers are built (`megatron.balanced.build`), every rank tells what it
 holds and what it shall hold, tensors travel (`megatron.balanced.layer_state`), data parallelism and optimizer are built
 around the new layers, and state is put back. Gradient buffers go first and come back last, which makes room for what
-travels. Embedding, final norm and head stay where they are.
+travels. Embedding, final norm and head stay where they are, unless stages get fewer: then the ranks of the last ones
+give all they have away and leave the job (`megatron.balanced.release`).
 """
 
 import argparse
@@ -22,13 +23,18 @@ from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.utils import unwrap_model
+from megatron.training import training
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.training import get_megatron_optimizer_config
 
+from balancing.launch import detect_launch
+from balancing.layers.repack import release_of
 from balancing.layers.stages import StagePlan
-from megatron.balanced.build import change_layers, set_layout
-from megatron.balanced.layer_state import bring, inventory, wanted
+from megatron.balanced import step
+from megatron.balanced.build import change_layers, complete_ends, set_layout
+from megatron.balanced.layer_state import Told, Wanted, bring, inventory, wanted
 from megatron.balanced.optimizer_state import ParameterState, Taken, bucket_layout, future_ranges, put_back, take
+from megatron.balanced.release import Departure
 
 __all__ = ["LayerMover", "Moved"]
 
@@ -52,6 +58,8 @@ class LayerMover:
     def __init__(self, args: argparse.Namespace, spec: GPTModelConfig) -> None:
         self.built: list[Callable[[torch.nn.Module, int], None]] = []
         self.moved: list[Callable[[], None]] = []
+        self.leaving: list[Callable[[], None]] = []
+        self.stayed: list[Callable[[torch.nn.Module | None], None]] = []
         self.plan: StagePlan
         self._args, self._spec = args, spec
         self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
@@ -63,8 +71,7 @@ class LayerMover:
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Remember the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
         self._chunks = chunks
-        self._objects = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._tensors = dist.new_group(timeout=self._timeout)
+        self._make_groups()
         self._remember_nodes()
         mine = [tuple(layer.layer_number - 1 for layer in model.decoder.layers) for model in self.models()]
         told = self.gather((mpu.get_pipeline_model_parallel_rank(), mine))
@@ -72,13 +79,17 @@ class LayerMover:
         self.plan = StagePlan(tuple(stages[stage] for stage in sorted(stages)))
         return chunks
 
+    def _make_groups(self) -> None:
+        self._objects = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._tensors = dist.new_group(timeout=self._timeout)
+
     def models(self) -> list[torch.nn.Module]:
         """The model chunks of this rank, without what wraps them."""
         return unwrap_model(self._chunks)
 
     def gather(self, told: Any) -> list[Any]:
         """What every rank of the job tells, in the order of ranks."""
-        every: list[Any] = [None] * dist.get_world_size()
+        every: list[Any] = [None] * dist.get_world_size(self._objects)
         dist.all_gather_object(every, told, group=self._objects)
         return every
 
@@ -106,9 +117,10 @@ class LayerMover:
         return self.travelling_bytes() + max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
 
     def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
-        """Have the layers as `plan` says. To be called between two steps.
+        """Have the layers as `plan` says, which may have fewer stages. To be called between two steps.
 
-        Raises RuntimeError, before anything has changed, when ranks want different plans.
+        Raises RuntimeError, before anything has changed, when ranks want different plans, and Released on ranks that
+        leave the job, when nobody needs them any more.
         """
         self._agree(plan)
         begin = time.perf_counter()
@@ -118,13 +130,21 @@ class LayerMover:
         everyone = self.gather(told)
         taken.states.clear()
         self._free_buffers()
-        set_layout(plan, self._chunks, self._spec, self._args)
-        arrived = change_layers(plan, self.models(), self._spec, everyone)
-        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
-        ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
-        missing = wanted(self.models(), [layer for layer, _ in arrived], ranges, everyone)
+        departure = self._depart(plan) if plan.stages < self.plan.stages else None
+        arrived: list[tuple[torch.nn.Module, int]] = []
+        ends: list[torch.nn.Module] = []
+        layouts: list[Any] = []
+        missing = Wanted([], {}, {})
+        if departure is None or not departure.leaves:
+            if departure is not None:
+                ends = complete_ends(plan.stages, self.models()[0], self._spec)
+            arrived, layouts, missing = self._change(plan, ends, everyone)
         everybody = [piece for pieces in self.gather(missing.pieces) for piece in pieces]
         sent = bring(self.models(), held, missing, everyone, everybody, self._tensors, self._timeout)
+        if departure is not None:
+            departure.finish([self._objects, self._tensors])
+            self._make_groups()
+            step.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
         moved = time.perf_counter()
         for chunk, ddp in enumerate(self._chunks):
             self._wrap(ddp, chunk, layouts[chunk], hooked[chunk])
@@ -133,11 +153,32 @@ class LayerMover:
         for layer, chunk in arrived:
             for tell in self.built:
                 tell(layer, chunk)
+        for stay in self.stayed if departure is not None else []:
+            stay(self.models()[0] if ends else None)
         for again in self.moved:
             again()
         self.plan = plan
         took = self.gather((sent, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3))
         return Moved(sum(bytes for bytes, _, _ in took), max(ms for _, ms, _ in took), max(ms for _, _, ms in took))
+
+    def _depart(self, plan: StagePlan) -> Departure:
+        for tell in self.leaving:
+            tell()
+        per_node = detect_launch().ranks_per_node
+        return Departure(
+            self._args, release_of(self._args.world_size, self.plan.stages, plan.stages, per_node), self._chunks
+        )
+
+    def _change(
+        self, plan: StagePlan, ends: list[torch.nn.Module], everyone: list[Told]
+    ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], Wanted]:
+        """Have the modules of `plan`. Returns new layers with their chunks, the layouts of buffers, what is missing."""
+        set_layout(plan, self._chunks, self._spec, self._args)
+        arrived = change_layers(plan, self.models(), self._spec, everyone)
+        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
+        ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
+        new = [*ends, *(layer for layer, _ in arrived)]
+        return arrived, layouts, wanted(self.models(), new, ranges, everyone)
 
     def _agree(self, plan: StagePlan) -> None:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()

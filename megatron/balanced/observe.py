@@ -144,9 +144,13 @@ class Observer:
         self._log: EventLog | None = None
         self._trace: TraceLog | None = None
         self._trace_written = time.monotonic()
-        if config.balance_report is not None and args.rank == args.world_size - 1:
-            self._log = EventLog(config.balance_report)
-            self._trace = TraceLog(config.balance_report)
+        self._directory = config.balance_report
+        self._open_logs()
+
+    def _open_logs(self) -> None:
+        if self._directory is not None and self.args.rank == self.args.world_size - 1:
+            self._log = EventLog(self._directory)
+            self._trace = TraceLog(self._directory)
 
     # What is watched.
 
@@ -158,8 +162,15 @@ class Observer:
             if getattr(model, "embedding", None) is not None:
                 self._watch_embedding(model.embedding, number)
             if model.post_process:
-                self._watch_head(model, number)
+                self.watch_head(model, number)
         return chunks
+
+    def stayed(self, headed: torch.nn.Module | None) -> None:
+        """Go on in a job that ranks have left, after `close` on all of them. headed: the model that got the head."""
+        self._group = None
+        self._open_logs()
+        if headed is not None:
+            self.watch_head(headed, 0)
 
     def watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
         """Put the hooks on a layer of model chunk `chunk`."""
@@ -197,7 +208,7 @@ class Observer:
         embedding.register_forward_pre_hook(part.enter)
         embedding.register_forward_hook(lambda module, args, output: part.leave(None, output))
 
-    def _watch_head(self, model: torch.nn.Module, chunk: int) -> None:
+    def watch_head(self, model: torch.nn.Module, chunk: int) -> None:
         """The head: from the output layer's beginning to the end of the model's loss, and back."""
         part = _Part(self, "head", chunk)
         hidden_in: list[torch.Tensor] = []

@@ -1,6 +1,7 @@
 """Training, from checked flags to the last checkpoint: everything ours is put in place, then Megatron takes over."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -20,6 +21,7 @@ from megatron.balanced.failure import named_failures
 from megatron.balanced.layers import LayerBalancer
 from megatron.balanced.model import model_config
 from megatron.balanced.observe import Observer
+from megatron.balanced.release import Released, hand_over_tensorboard
 from megatron.balanced.sequences import SequenceBalancer
 
 __all__ = ["train"]
@@ -38,7 +40,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         stop(error)
     forward: Callable = forward_step
     datasets: Callable = train_valid_test_datasets
-    observer = None
+    observer, layers = None, None
     if config.balance_report is not None or config.layers.on:
         observer = Observer(args, config)
         model.post_wrap_hooks.append(observer.attach)
@@ -67,6 +69,8 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         layers.settled = partial(observer.listeners.remove, layers.measured)
         layers.mover.built.append(observer.watch_layer)
         layers.mover.moved += renew
+        layers.mover.leaving.append(observer.close)
+        layers.mover.stayed += [observer.stayed, lambda headed: hand_over_tensorboard(args)]
         model.post_wrap_hooks.append(layers.attach)
         step.callbacks.append(layers)
         if args.attention_dropout or args.hidden_dropout:
@@ -75,10 +79,13 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
             model.post_wrap_hooks.append(streams.attach)
             step.callbacks.append(streams)
     try:
-        with named_failures(args.rank, args.world_size):
+        with named_failures(args.rank, args.world_size) as vigil:
+            if layers is not None:
+                layers.mover.stayed.append(lambda headed: setattr(vigil, "world_size", args.world_size))
             _pretrain(args, model, datasets, forward, observer)
     finally:
         step.callbacks.clear()
+        step.use_schedule(None)
         patches.uninstall()
 
 
@@ -90,6 +97,9 @@ def _pretrain(
         pretrain(container, datasets, ModelType.encoder_or_decoder, forward)
     except DoesNotFit as error:
         stop(error)
+    except Released:
+        sys.stdout.flush()
+        raise
     except SystemExit:  # how Megatron ends early, on all ranks together: at --exit-interval, on a signal, ...
         if observer is not None:
             observer.close()

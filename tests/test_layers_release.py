@@ -1,0 +1,175 @@
+"""Ranks of the last stages leave while the model trains: no number changes, and the job can grow back."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from moving import _state_of, _whole, move_at
+from training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, Run, differences, join, train, watch
+
+from balancing.layers import release_of
+
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4"
+RELEASE = "--balance-layers --repack-throughput-floor 0.5"
+EXACTLY = " ".join(EXACT)
+EP2 = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+SINGLE = "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0"
+VALIDATED = "--eval-interval 2 --eval-iters 1"
+BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1".split()]
+
+
+def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, Any], int | None]:
+    """Train, and leave if told so. Returns the run, the optimizer's state at its end, and the exit code of a leaver."""
+    from megatron.balanced.arguments import parse_arguments
+
+    args, config = parse_arguments(argv)
+
+    from megatron.balanced import layers, step, train
+    from megatron.balanced.optimizer_state import states_of
+
+    state: dict[str, Any] = {}
+
+    def end_step(self: Any) -> None:
+        if self.iteration == self._args.train_iters - 1:
+            state.update(_state_of(self.mover, states_of(step.trained().optimizer)))
+
+    if plans:
+        move_at(plans)
+    layers.LayerBalancer.end_step = end_step
+    finish = watch(args.rank < stay)
+    code = None
+    try:
+        train.train(args, config)
+    except SystemExit as left:
+        code = left.code
+    return finish(), state, code
+
+
+def _train(pool: Any, ranks: int, stay: int, flags: str, plans: Any) -> tuple[Run, dict[str, np.ndarray]]:
+    """Train on `ranks`, of which `stay` are left in the end: all of them without plans."""
+    done = pool.run(ranks, _rank, [*BASE, *RELEASE.split(), *flags.split()], plans, stay)
+    assert [code for _, _, code in done] == [None] * stay + [0] * (ranks - stay)
+    losses: dict[int, float] = {}  # a rank has them of the steps in which it was on the last stage, up to its last one
+    validation: list[float] = []
+    for run, _, _ in reversed(done):
+        first = len(run.grad_norms) - len(run.losses)
+        for iteration, loss in enumerate(run.losses, first):
+            assert losses.setdefault(iteration, loss) == loss
+        if run.validation != validation[-len(run.validation) :]:  # else a replica has told it
+            validation += run.validation
+    parameters = join([RankRun(pieces=run.pieces) for run, _, _ in done]).parameters
+    run = Run([losses[iteration] for iteration in sorted(losses)], [], validation, parameters)
+    return run, _whole([state for _, state, _ in done[:stay]])
+
+
+# ranks, those that stay, flags, plans
+CASES = {
+    "PP 2 to 1, DP 2, both overlaps, validated": (4, 2, f"{PP2} {EXACTLY} {OVERLAPS} {VALIDATED}", {2: ((4,),)}),
+    "PP 4 to 3 to 1, dropout": (
+        4,
+        1,
+        f"{PP4} {EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1",
+        {1: ((1,), (2,), (1,)), 2: ((4,),)},
+    ),
+    "PP 2 to 1, EP 2": (4, 2, f"{PP2} {EXACTLY} {EP2} --use-distributed-optimizer", {2: ((4,),)}),
+    "PP 4 to 2, bf16, untied": (
+        4,
+        2,
+        f"{PP4} {SINGLE} --bf16 --untie-embeddings-and-output-weights --use-distributed-optimizer",
+        {2: ((3,), (1,))},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nobody_misses_the_ranks_that_left(pool, case):
+    ranks, stay, flags, plans = CASES[case]
+    run, state = _train(pool, ranks, stay, flags, plans)
+    reference, expected = _train(pool, ranks, ranks, flags, {})
+    _assert_same(run, reference)
+    for name, whole in state.items():  # tied weights had state on both ends of the pipeline
+        np.testing.assert_allclose(whole, expected[name], rtol=1e-12, atol=1e-14, err_msg=name)
+
+
+def _assert_same(run: Run, reference: Run) -> None:
+    assert run.losses == pytest.approx(reference.losses, rel=1e-12)
+    assert run.validation == pytest.approx(reference.validation, rel=1e-12)
+    assert differences(run, reference)[1] <= 1e-12
+
+
+def test_saved_by_few_ranks_it_grows_back(pool, tmp_path):
+    flags = f"{PP4} {EXACTLY}"
+    save = f"{flags} --save {tmp_path} --save-interval 3"
+    shrunk, _ = _train(pool, 4, 2, save, {2: ((1,), (3,))})
+    load = f"{flags} --load {tmp_path} --ckpt-step 3 --no-load-rng"
+    grown = train(pool, 4, load, base=BASE, parameters=True)
+    assert grown.losses == pytest.approx(shrunk.losses[3:], rel=1e-12)
+    assert differences(replace(grown, losses=shrunk.losses), shrunk)[1] <= 1e-12
+
+
+def test_who_leaves():
+    # world, stages before and after, ranks of a node -> first rank that leaves, nodes that get free, nodes left
+    for given, first, nodes, left in [
+        ((4, 4, 2, 1), 2, range(2, 4), 2),
+        ((32, 8, 6, 8), 24, range(3, 4), 3),
+        ((32, 8, 7, 8), 28, range(4, 4), 4),  # half a node stays busy
+        ((16, 4, 1, 8), 4, range(1, 2), 1),
+        ((8, 4, 1, 8), 2, range(1, 1), 1),
+    ]:
+        release = release_of(*given)
+        assert (release.ranks, release.nodes, release.nodes_left) == (range(first, given[0]), nodes, left)
+        assert (release.stages, release.stay) == (given[2], first)
+        gone = {rank // given[3] for rank in release.ranks} - {rank // given[3] for rank in range(first)}
+        assert gone == set(nodes)
+
+
+@pytest.mark.parametrize("stages", [0, 4, 5])
+def test_nothing_to_release(stages):
+    with pytest.raises(ValueError, match="nothing to release"):
+        release_of(8, 4, stages, 2)
+
+
+def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
+    """What is left of four stages of which only the first and the last have much to do, now and in later iterations."""
+    from argparse import Namespace
+
+    from balancing.layers import LayerCost, StagePlan
+    from balancing.layers.config import LayerConfig
+    from megatron.balanced import repack
+
+    repack.get_num_microbatches = lambda: 8
+    config = LayerConfig(balance_layers=True, **asked)
+    repacker = repack.Repacker(Namespace(world_size=4, log_interval=10), config)
+    seconds = np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 1.0, 1.0])
+    plan = StagePlan.from_counts(((2,),) * 4)
+    if not repacker.wants(plan) or not repacker.consider(
+        LayerCost(seconds, seconds), plan, [(stage, peak) for stage in range(4)]
+    ):
+        return [None, None, None]
+    assert not repacker.wants(plan)  # one choice at a time
+    due = [repacker.due(iteration) for iteration in (15, 20, 30)]
+    return [None if each is None else each.counts for each in due]
+
+
+def _choices(asks: list[tuple[dict[str, Any], int]]) -> list[list[Any]]:
+    return [_chosen(*ask) for ask in asks]
+
+
+def test_a_choice_waits_for_the_log(pool):
+    asks = [
+        ({"repack_throughput_floor": 0.9}, 0, 2),
+        ({"repack_throughput_floor": 0.9, "repack_min_stages": 3}, 0, 3),
+        ({"repack_throughput_floor": 0.3}, 0, 1),
+        ({"repack_throughput_floor": 0.9, "repack_min_stages": 4}, 0, None),
+        ({}, 0, None),
+        ({"repack_memory_limit": 1.0}, 10**6, 1),
+        ({"repack_memory_limit": 1.0}, 450 * 10**6, 2),  # two stages' layers fit, four do not
+        ({"repack_memory_limit": 1.0}, 900 * 10**6, None),
+    ]
+    (found,) = pool.run(1, _choices, [ask[:2] for ask in asks])
+    for (asked, peak, stages), (early, due, late) in zip(asks, found, strict=True):
+        assert early is None and late is None
+        assert (None if due is None else len(due)) == stages, (asked, peak, due)
