@@ -141,8 +141,12 @@ def _measure(
     found.add(f"{_KV}, {machine}", method, sum(sum(both) for both in crossing) / cluster.world_size / sum(lengths))
     found.add(f"{_FAR}, {machine}", method, sum(far for _, far in crossing) / cluster.world_size / sum(lengths))
 
-    def model(name: str, **how: bool | None) -> None:
-        seconds = sum(step_cost(plan, cluster, shape, **how).total for plan in parts)
+    def model(name: str, routed: bool | None = None, remapped: bool = True) -> None:
+        width = 2.0 if method in _OURS else 1.0  # baselines send gradients in bf16
+        costs = (
+            step_cost(plan, cluster, shape, routed=routed, remapped=remapped, gradient_width=width) for plan in parts
+        )
+        seconds = sum(cost.total for cost in costs)
         found.add(f"{_TIME}, {machine}", method + name, seconds / limit)
 
     model("", routed=None if method in _OURS else False)

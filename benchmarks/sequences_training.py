@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.pinned import prepare_corpus, step_milliseconds
 
 MODEL = (
-    "--device cpu --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 8192 "
-    "--max-position-embeddings 8192 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--device cpu --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 4096 "
+    "--max-position-embeddings 4096 --position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --context-parallel-size 2 --balance-sequences "
     "--dataloader-inter-document-masking --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --eval-interval 100000 "
     "--eval-iters 0 --log-interval 1 --num-workers 1 --tokenizer-type NullTokenizer --vocab-size 258 "

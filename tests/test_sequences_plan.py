@@ -226,6 +226,23 @@ def test_costs_of_models():
     assert bare.remap == 0 and bare.linear > step_cost(zones, cluster, MHA).linear
 
 
+def test_a_ring_goes_at_the_pace_of_its_largest_share():
+    """Four nodes of one rank and one NIC: three rounds forward, three backward, and three of wider gradients."""
+    cluster = nodes_of(4, 1)
+
+    def exchange(*shares: int, width: float = 2.0) -> float:
+        ends = np.cumsum(shares).tolist()
+        places = enumerate(zip([0, *ends[:-1]], ends, strict=True))
+        shards = tuple(Shard(0, start, stop, rank) for rank, (start, stop) in places)
+        plan = SequencePlan((ends[-1],), 4, "ring", shards, shards, ("ring",))
+        return step_cost(plan, cluster, MHA, gradient_width=width).exchange
+
+    block = 1000 * 16384 / cluster.nic_bandwidth * MHA.layers
+    assert exchange(1000, 1000, 1000, 1000) == pytest.approx(3 * 4 * block)
+    assert exchange(1000, 1000, 1000, 1000, width=1.0) == pytest.approx(3 * 3 * block)
+    assert exchange(400, 2000, 600, 1000) == pytest.approx(3 * 4 * 2 * block)
+
+
 def test_auto_is_the_cheapest():
     cluster = a800(16)
     for batch in ([65536], [20000, 20000, 25536], [2048] * 32, [30000, *[100] * 355]):

@@ -17,7 +17,7 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences.layout import AttentionShape, SequencePlan
 from balancing.sequences.load import causal_area
-from balancing.sequences.traffic import kv_traffic, link_seconds, remap_traffic
+from balancing.sequences.traffic import layout_traffic, link_seconds, remap_traffic
 
 __all__ = [
     "StepCost",
@@ -34,7 +34,7 @@ __all__ = [
 TILE = 128
 _BYTES = 2  # of bf16
 _ATTENTION_ACHIEVED = 0.6  # flash attention's FLOP/s over those of large matrix products: 0.57 on H200, 0.72 on A800
-_ATTENTION_BACKWARD, _LINEAR_BACKWARD, _KV_BACKWARD = 2.5, 2.0, 2.0  # over forward
+_ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,37 @@ class StepCost:
 
 
 def step_cost(
-    plan: SequencePlan, cluster: Cluster, shape: AttentionShape, *, routed: bool | None = None, remapped: bool = True
+    plan: SequencePlan,
+    cluster: Cluster,
+    shape: AttentionShape,
+    *,
+    routed: bool | None = None,
+    remapped: bool = True,
+    gradient_width: float = 2.0,
 ) -> StepCost:
     """The cost of one micro-batch.
 
     routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker. remapped: whether
-    linear layers use the plan's linear layout; otherwise they use attention's, and nothing is remapped. Raises
-    ValueError where the plan has more ranks than the cluster.
+    linear layers use the plan's linear layout; otherwise they use attention's, and nothing is remapped. gradient_width:
+    bytes of a key's gradient over those of a key; the engine sums and sends gradients in float32, other systems mostly
+    in bf16. Raises ValueError where the plan has more ranks than the cluster.
     """
-    exchange = link_seconds(kv_traffic(plan), kv_bytes(shape), cluster, routed)
+    columns = np.array(plan.attention, dtype=np.int64)
+    moved = layout_traffic(columns, plan.lengths, plan.exchange, in_step=True)
+    exchange = link_seconds(moved, kv_bytes(shape), cluster, routed)
+    back = 1 + gradient_width
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
     exposed = max(0.0, exchange - compute)
-    exposed += max(0.0, _KV_BACKWARD * exchange - _ATTENTION_BACKWARD * compute)
+    exposed += max(0.0, back * exchange - _ATTENTION_BACKWARD * compute)
     remap = 0.0
     if remapped and plan.remapped:
         moved = remap_traffic(plan)
-        there, back = (shape.heads + 2 * shape.kv_heads), shape.heads  # q, k and v to attention; its output back
-        size = shape.head_size * _BYTES
-        remap = link_seconds(moved, (there + back) * size, cluster, routed)  # both ways are equally long
+        heads = (shape.heads + 2 * shape.kv_heads) + shape.heads  # q, k and v to attention; its output back
+        remap = link_seconds(moved, heads * shape.head_size * _BYTES, cluster, routed)  # both ways are equally long
     tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
     return StepCost(
         attention=shape.layers * (1 + _ATTENTION_BACKWARD) * compute,
-        exchange=shape.layers * (1 + _KV_BACKWARD) * exchange,
+        exchange=shape.layers * (1 + back) * exchange,
         exposed=shape.layers * exposed,
         linear=linear_seconds(int(tokens), cluster, shape),
         remap=shape.layers * 2 * remap,

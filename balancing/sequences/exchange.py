@@ -57,7 +57,7 @@ def choose_exchange(
     columns = np.array(shards, dtype=np.int64)
 
     def seconds(exchange: tuple[Exchange, ...]) -> float:
-        return link_seconds(layout_traffic(columns, lengths, exchange), kv_bytes(shape), cluster, routed)
+        return link_seconds(layout_traffic(columns, lengths, exchange, in_step=True), kv_bytes(shape), cluster, routed)
 
     hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
     return gathered if alone <= hidden or alone <= seconds(mixed) else mixed

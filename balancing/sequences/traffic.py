@@ -46,10 +46,17 @@ def kv_traffic(plan: SequencePlan) -> Traffic:
     return layout_traffic(np.array(plan.attention, dtype=np.int64), plan.lengths, plan.exchange)
 
 
-def layout_traffic(columns: np.ndarray, lengths: Sequence[int], exchange: Sequence[str]) -> Traffic:
-    """As `kv_traffic`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)]."""
+def layout_traffic(
+    columns: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], *, in_step: bool = False
+) -> Traffic:
+    """As `kv_traffic`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)].
+
+    in_step: for time instead of bytes. All ranks of a ring go from round to round together, so that every round takes
+    as long as the largest share under way; each share counts as much as the largest.
+    """
     how = np.array(exchange)[columns[:, 0]]
-    on_rings, gathered = _on_rings(columns[how == "ring"], lengths), _gathered(columns[how == "gather"], len(lengths))
+    on_rings = _on_rings(columns[how == "ring"], lengths, in_step)
+    gathered = _gathered(columns[how == "gather"], len(lengths))
     return Traffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered, strict=True)))
 
 
@@ -113,7 +120,7 @@ def _members(columns: np.ndarray) -> _Members:
     return _Members(member[order] // ranks, member[order] % ranks, tokens[order], sees[order])
 
 
-def _on_rings(columns: np.ndarray, lengths: Sequence[int]) -> Traffic:
+def _on_rings(columns: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traffic:
     """What each member of a ring hands to the next."""
     members = _members(columns)
     if not len(columns):
@@ -122,6 +129,9 @@ def _on_rings(columns: np.ndarray, lengths: Sequence[int]) -> Traffic:
     following = np.arange(1, len(members.rank) + 1)
     following[np.append(begins[1:], len(members.rank)) - 1] = begins
     handed = np.array(lengths)[members.sequence] - members.tokens[following]
+    if in_step:
+        number = np.diff(np.append(begins, len(members.rank)))
+        handed = np.repeat((number - 1) * np.maximum.reduceat(members.tokens, begins), number)
     return _off_diagonal(members.rank, members.rank[following], handed)
 
 

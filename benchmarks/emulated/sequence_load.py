@@ -142,8 +142,9 @@ def _parts(method: Method, lengths: Sequence[int], cluster: Cluster, shape: Atte
 def predicted_seconds(case: Case, method: Method, cluster: Cluster) -> float:
     """What the cost model says of a step."""
     routed = None if method.routed else False
-    shape = SHAPES[case.model]
-    return sum(step_cost(plan, cluster, shape, routed=routed).total for plan in case.parts[method.name])
+    shape, width = SHAPES[case.model], 1.0 if method.peer else 2.0
+    parts = case.parts[method.name]
+    return sum(step_cost(plan, cluster, shape, routed=routed, gradient_width=width).total for plan in parts)
 
 
 def tile_pairs(pieces: Pieces) -> int:
