@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from moving import _state_of, _whole, move_at
+from test_dynamics_moves import FREEZE
 from training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, Run, differences, join, train, watch
 
 from balancing.layers import release_of
@@ -81,6 +82,7 @@ CASES = {
         f"{PP4} {SINGLE} --bf16 --untie-embeddings-and-output-weights --use-distributed-optimizer",
         {2: ((3,), (1,))},
     ),
+    "PP 4 to 2, frozen layers": (4, 2, f"{PP4} {EXACTLY} {FREEZE} --use-distributed-optimizer", {3: ((2,), (2,))}),
 }
 
 
