@@ -24,7 +24,7 @@ cd "$repository"
 
 run=runs/quickstart
 corpus=$run/data/stdlib
-iterations=180
+iterations=150
 
 mkdir -p "$run" || fail "cannot write to $repository/$run"
 [ "${1:-}" != --again ] || rm -rf "$run/checkpoint" "$run/report" "$run/report.html" "$run/tensorboard"
@@ -62,7 +62,7 @@ else
     )
     layout=(--pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 2)
     balance=(
-        --freeze-layers 3 --freeze-layers-start 90
+        --freeze-layers 3 --freeze-layers-start 60
         --balance-experts --balance-sequences --dataloader-inter-document-masking
         --balance-layers --layer-balance-interval 30 --balance-report "$run/report"
     )
@@ -73,8 +73,8 @@ else
     training=(
         --micro-batch-size 4 --global-batch-size 16 --train-iters "$iterations"
         --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95
-        --eval-interval 60 --eval-iters 2 --log-interval 10
-        --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 60 --ckpt-format torch_dist
+        --eval-interval 50 --eval-iters 2 --log-interval 10
+        --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 50 --ckpt-format torch_dist
         --tensorboard-dir "$run/tensorboard"
     )
     # What of Megatron's log is shown here; all of it is in the file.
