@@ -51,7 +51,7 @@ else
         device=(--device cpu)
         [ "$gpus" = 0 ] || echo "$gpus GPU(s), and the four processes need one each: training on the CPU"
     fi
-    echo "Model: training for $iterations iterations, about three minutes on two cores; log in $run/train.log"
+    echo "Model: training for $iterations iterations, about four minutes on two cores; log in $run/train.log"
 
     model=(
         --num-layers 8 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256
