@@ -9,7 +9,6 @@ in it.
 """
 
 import argparse
-import datetime
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +30,7 @@ from balancing.launch import detect_launch
 from balancing.report import event, imbalance
 from megatron.balanced.device import is_cpu
 from megatron.balanced.expert_chunk import ExpertChunk
-from megatron.balanced.group import cluster_of
+from megatron.balanced.group import cluster_of, twin_of
 from megatron.balanced.moe_layer import BalancedMoELayer
 
 __all__ = ["DoesNotFit", "ExpertBalancer"]
@@ -74,7 +73,8 @@ class ExpertBalancer:
 
         Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
         """
-        self._model, self._process_group = chunks, self._own_group()
+        self._model = chunks
+        self._process_group = twin_of(mpu.get_expert_model_parallel_group(), self._args.distributed_timeout_minutes)
         self._group = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
         self._shared = self._agree_on_mode([layer for own in self._layers_of_model() for layer in own])
         for position, ddp in enumerate(chunks):
@@ -109,14 +109,6 @@ class ExpertBalancer:
     def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
         models = unwrap_model(self._model)
         return [[module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models]
-
-    def _own_group(self) -> dist.ProcessGroup:
-        """A group of the same ranks as the expert-parallel one, so that transfers pass beside the tokens."""
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, dist.get_process_group_ranks(mpu.get_expert_model_parallel_group()))
-        timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
-        groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(r) for r in every})}
-        return groups[tuple(every[dist.get_rank()])]
 
     def _agree_on_mode(self, layers: list[BalancedMoELayer]) -> bool:
         """True if layers share slots. Ranks may have more or less memory free; what they do must be the same."""

@@ -1,9 +1,14 @@
-"""The machine as one process group sees it: what a planner that balances over this group is told."""
+"""Process groups: the machine as one of them sees it, which a planner is told, and a second one of the same ranks."""
+
+import datetime
+from typing import Any
+
+import torch.distributed as dist
 
 from balancing.cluster import Cluster
 from balancing.launch import detect_launch
 
-__all__ = ["cluster_of"]
+__all__ = ["cluster_of", "twin_of"]
 
 
 def cluster_of(ranks: list[int], machine: Cluster | None) -> Cluster:
@@ -16,3 +21,12 @@ def cluster_of(ranks: list[int], machine: Cluster | None) -> Cluster:
     if len(ranks) % nodes or ranks != sorted(ranks):
         nodes = 1
     return (machine or Cluster.preset("h200-8x400g")).relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)
+
+
+def twin_of(group: dist.ProcessGroup, timeout_minutes: float) -> dist.ProcessGroup:
+    """A new group of the ranks of `group`, whose messages pass beside those. All ranks of the job call it together."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, dist.get_process_group_ranks(group))
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(r) for r in every})}
+    return groups[tuple(every[dist.get_rank()])]

@@ -7,7 +7,6 @@ that it does not mix with Megatron's.
 """
 
 import argparse
-import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.early_exit import weigh_loss
 from balancing.report import event, imbalance
 from megatron.balanced.dynamic_layer import DynamicLayer, TokenFlow
+from megatron.balanced.group import twin_of
 
 __all__ = ["Tokens"]
 
@@ -43,7 +43,7 @@ class Tokens:
         self.renew()
         if self.config.exits():
             if mpu.get_pipeline_model_parallel_world_size() > 1:
-                self._group = self._own_group()
+                self._group = twin_of(mpu.get_pipeline_model_parallel_group(), self._args.distributed_timeout_minutes)
             assert len(models) == 1, "early exit with several model chunks a stage is refused"
             model = models[0]
             model.decoder.register_forward_pre_hook(self._begin_chunk, with_kwargs=True)
@@ -59,14 +59,6 @@ class Tokens:
 
     def _layers(self) -> list[DynamicLayer]:
         return [layer for model in self._models for layer in model.decoder.layers]
-
-    def _own_group(self) -> dist.ProcessGroup:
-        """A group of the same ranks as the pipeline, made by all ranks of the job together."""
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
-        timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
-        groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(r) for r in every})}
-        return groups[tuple(every[dist.get_rank()])]
 
     # Around a chunk's forward pass.
 
