@@ -8,6 +8,7 @@ Jobs come over stdin and answers go over stdout, both pickled. Results and outpu
 folder. When the test run goes away, stdin ends and so does everything here.
 """
 
+import argparse
 import contextlib
 import ctypes
 import gc
@@ -175,6 +176,24 @@ def _run(job: Job, server: int) -> dict[int, int]:
     return ended
 
 
+def _read_flags_once() -> None:
+    """Megatron takes the help of its flags out of its own source whenever it makes a parser, which takes half a second
+    and is done twice in a run."""
+    from megatron.training import arguments
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    known: dict[type, dict[str, str]] = {}
+    read = ArgumentGroupFactory._get_field_docstrings
+
+    def docstrings(self: Any, source: type) -> dict[str, str]:
+        if source not in known:
+            known[source] = read(self, source)
+        return known[source]
+
+    ArgumentGroupFactory._get_field_docstrings = docstrings
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
 def _preload() -> None:
     from megatron.balanced.device import use_cpu
 
@@ -183,6 +202,7 @@ def _preload() -> None:
         warnings.simplefilter("ignore")  # of what is not installed; the same on every import
         for module in PRELOAD:
             importlib.import_module(module)
+    _read_flags_once()
     gc.collect()
     gc.freeze()  # or a collection in a rank would copy every page of this process
 
