@@ -10,14 +10,14 @@ stands for and how it is scaled. Loads are a recorded run's (--trace, as `balanc
 All methods take turns, step by step, so that they see the same machine. The limit, "forced balance", is Megatron's own
 layer with as many tokens spread evenly over experts; "none" is Megatron's own layer too. Replicas are placed from the
 record before and tokens split on the true counts, as in training. Every planner gets the same slots, handed on and
-overlapped transfers, and one transfer an iteration: what differs is the plan and the split. Planning is done before,
-timed, and added to the step, stretched like everything else.
+overlapped transfers, and one transfer an iteration: what differs is the plan and the split. Planning is done before
+and timed; in training a thread does it beside the last micro-batch's passes, which take longer, so it delays no step.
 
-Not to scale: within a node bytes are not limited and cost what CPU they cost, as latencies and the host's work do, for
-all ranks on few cores; a NIC lets the first 2 ms of a burst pass at once. These weigh on all methods, most on those
-that do more on the host, so the distance to the limit is rather over- than understated.
+Not to scale: within a node bytes are not limited and cost what CPU they cost, as latencies and the host's work do; a
+NIC lets the first 2 ms of a burst pass at once. The host's work would count as often as ranks share a core, so the
+machine is slowed down until a rank's work weighs about what it weighs with a core of its own (`_EXPERT_SECONDS`).
 
-Takes about 8 minutes on two idle cores, with --quick less than one.
+Takes about 25 minutes on two idle cores, a third of it for 8 ranks; with --quick a minute.
 """
 
 import argparse
@@ -44,7 +44,7 @@ __all__ = ["CEILING", "VARIANTS", "Row", "measure"]
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 900.0  # seconds for one launch of ranks
-_EXPERT_SECONDS = {8: 0.04, 16: 0.06}  # by ranks: more ranks need more of the host for each layer
+_EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by ranks, which share two cores: see above
 _MIN_GAIN = 0.02  # of --expert-min-gain
 
 CEILING = "forced balance"
@@ -110,7 +110,7 @@ class Row:
 
     seconds: of a step. speedup: none's seconds over these, step by step. of_ceiling: the ceiling's over these. exposed:
     seconds for which the rank that waited longest waited for replicas' transfers. imbalance: tokens of the busiest rank
-    over the mean. planning: seconds on the modelled host, an iteration. sent_bytes: the most that a rank sent of
+    over the mean. planning: seconds on this host, an iteration. sent_bytes: the most that a rank sent of
     weights and gradients, emulated.
     """
 
@@ -160,7 +160,7 @@ def measure(
     split, planning = {}, {}
     for name in sorted({variant.planned for variant in variants if variant.planned}):
         slots, planning[name], split[name] = _placements(_PLANS[name], loads, scale)
-        arrays |= {f"slots of {name}": slots, f"seconds of {name}": planning[name] * scale.time}
+        arrays[f"slots of {name}"] = slots
     job = {
         "layers": loads.now.shape[2],
         "experts": scale.experts,

@@ -96,6 +96,25 @@ def _build(layer: Layer) -> Any:
     return built
 
 
+def _check_known_counts() -> None:
+    """Patch Megatron's dispatcher as training does, and compare what it is handed with what it would have gathered."""
+    import torch
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from megatron.balanced.known_counts import with_known_counts
+
+    gather = token_dispatcher.gather_from_sequence_parallel_region
+    handed = with_known_counts(gather)
+
+    def both(input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = handed(input_, *args, **kwargs)
+        if not result.is_floating_point():
+            assert torch.equal(result, gather(input_, *args, **kwargs))
+        return result
+
+    token_dispatcher.gather_from_sequence_parallel_region = both
+
+
 def _start(world_size: int) -> int:
     import torch
     import torch.distributed as dist
@@ -105,6 +124,7 @@ def _start(world_size: int) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=world_size)
+    _check_known_counts()
     model_parallel_cuda_manual_seed(1)
     return dist.get_rank()
 

@@ -166,8 +166,21 @@ class TestEquations:
         assert hidden.trans_exposed == pytest.approx(trans - forward - 1.0)
         assert hidden.agg_exposed == pytest.approx(agg - 2 * forward - 2.0)
         assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).exposed == 0
+        assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).slowed == 0, "no token travels"
         shared = layer_cost(tokens, placement, cluster, SHAPE, micro_batches=4)
         assert shared.total == pytest.approx(3 * forward + (trans + agg) / 4)
+
+
+def test_hidden_transfers_hold_up_tokens():
+    """Tokens travel in half of the time: a transfer of 1 s takes 4/3 s, two thirds of a second beside tokens."""
+    placement = ReplicaPlacement(np.arange(2), [[-1], [0]])
+    cluster, tokens = nodes(1, 2, inside=9e6), np.array([[50, 50], [50, 50]])
+    cost = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=10.0)
+    exchanging = 4 * cost.all_to_all
+    even = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=exchanging / 3 - cost.forward, micro_batches=2)
+    assert (even.trans + even.agg, even.exposed) == (pytest.approx(1.0), pytest.approx((1.0 - exchanging) / 2))
+    assert even.slowed == pytest.approx(1 / 3)
+    assert even.total == pytest.approx(exchanging + 3 * even.forward + even.exposed + 1 / 6)
 
 
 def test_slots_that_fit():

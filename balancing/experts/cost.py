@@ -5,7 +5,7 @@ Machines have two: ranks of a node talk over NVLink or PCIe, nodes over NICs, wh
 exchange is a table of bytes from rank to rank, and takes as long as its busiest link; within one node of equal links
 that is the paper's model. A layer takes four all-to-alls (two forward, two backward), expert compute forward and twice
 that backward, and the transfers of replicas: weights out (Trans) and gradients home (Agg), as far as nothing hides
-them.
+them. Hidden transfers are not free either: where they meet an all-to-all on a link, each gets half of it.
 """
 
 from dataclasses import dataclass
@@ -76,8 +76,8 @@ class LayerCost:
     """Seconds of one MoE layer and micro-batch, forward and backward, on the rank or link that takes longest.
 
     all_to_all: one of the four exchanges of tokens. forward: expert compute; backward is twice that. trans, agg:
-    transfers of replicas' weights and gradients; trans_exposed, agg_exposed: what of them nothing hides. micro_batches:
-    how many one transfer serves.
+    transfers of replicas' weights and gradients; trans_exposed, agg_exposed: what of them nothing hides; slowed: by how
+    much the hidden ones hold up tokens. micro_batches: how many one transfer serves.
     """
 
     all_to_all: float
@@ -86,6 +86,7 @@ class LayerCost:
     agg: float
     trans_exposed: float
     agg_exposed: float
+    slowed: float = 0.0
     micro_batches: int = 1
 
     @property
@@ -95,8 +96,8 @@ class LayerCost:
 
     @property
     def total(self) -> float:
-        """Eq. 6 where transfers are exposed, Eq. 8 where compute hides them."""
-        return 4 * self.all_to_all + 3 * self.forward + self.exposed
+        """Eq. 6 where transfers are exposed; Eq. 8, and what they hold up, where compute hides them."""
+        return 4 * self.all_to_all + 3 * self.forward + self.exposed + self.slowed / self.micro_batches
 
 
 def layer_cost(
@@ -121,14 +122,21 @@ def layer_cost(
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
     trans = trans_seconds(placement, cluster, shape, relayed=relayed)
     agg = agg_seconds(placement, cluster, shape, relayed=relayed)
-    window = 0.0 if hidden_under is None else forward + hidden_under
+    all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
+    window, slowed = 0.0, 0.0
+    if hidden_under is not None:
+        window = forward + hidden_under
+        exchanging = 4 * all_to_all / (4 * all_to_all + 3 * window)  # share of the time in which tokens travel
+        # Then a transfer goes at half its rate, and so do they: it takes 1 / (1 - exchanging / 2) of its time.
+        slowed = (trans + agg) * exchanging / (2 - exchanging)
     return LayerCost(
-        all_to_all=exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster),
+        all_to_all=all_to_all,
         forward=forward,
         trans=trans,
         agg=agg,
         trans_exposed=max(0.0, trans - window),
         agg_exposed=max(0.0, agg - 2 * window),
+        slowed=slowed,
         micro_batches=micro_batches,
     )
 

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from balancing.clock import pace
 from benchmarks.emulated.device import Device
 
 __all__ = ["Variant", "routing_map"]
@@ -142,7 +141,7 @@ class _Model:
     def _home_weights(self) -> list[Any]:
         return [expert.weight for layer in self.layers for expert in layer.experts.local_experts]
 
-    def step(self, routing: Sequence[Sequence[torch.Tensor]], placements: Sequence[Any], plan_seconds: float) -> float:
+    def step(self, routing: Sequence[Sequence[torch.Tensor]], placements: Sequence[Any]) -> float:
         """One iteration; returns its seconds. routing: [micro-batch][layer], maps. placements: [layer]."""
         hidden = torch.ones(len(routing[0][0]), 1, self.layers[0].config.hidden_size)
         for weight in self._home_weights():
@@ -150,7 +149,6 @@ class _Model:
             weight.tokens = 0
         dist.barrier()
         begin = time.perf_counter()
-        pace(plan_seconds)
         if self.slots is not None:
             for layer, placement in zip(self.layers, placements, strict=True):
                 layer.loads.clear()
@@ -262,6 +260,16 @@ def _groups() -> Any:
     return groups
 
 
+def _patch() -> None:
+    """What training with balanced experts replaces in Megatron's dispatcher."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from megatron.balanced.known_counts import with_known_counts
+
+    gather = token_dispatcher.gather_from_sequence_parallel_region
+    token_dispatcher.gather_from_sequence_parallel_region = with_known_counts(gather)
+
+
 def _run(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     loads = dict(np.load(folder / "loads.npz"))
@@ -284,17 +292,13 @@ def _step(at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: 
 
     kind, warm_up, number = "even" if variant.even else "recorded", at < 0, max(at, 0)
     load, ranks = loads[kind][number], dist.get_world_size()
-    placements, plan_seconds = [], 0.0
+    placements = []
     if variant.planned is not None:
-        plans, seconds = loads[f"slots of {variant.planned}"], loads[f"seconds of {variant.planned}"]
-        home, split, plan_seconds = (
-            contiguous_homes(job["experts"], ranks),
-            job["split"][variant.planned],
-            seconds[number],
-        )
-        placements = [ReplicaPlacement(home, plan, split, job["ranks_per_node"]) for plan in plans[number]]
+        home, split = contiguous_homes(job["experts"], ranks), job["split"][variant.planned]
+        plans = loads[f"slots of {variant.planned}"][number]
+        placements = [ReplicaPlacement(home, plan, split, job["ranks_per_node"]) for plan in plans]
     routing = maps[kind][number][:1] if warm_up else maps[kind][number]
-    seconds = model.step(routing, placements, float(plan_seconds))
+    seconds = model.step(routing, placements)
     model.check(load[:, :, :1] if warm_up else load, placements)
     traffic = model.slots.take_traffic() if model.slots is not None else None
     if warm_up:
@@ -304,7 +308,7 @@ def _step(at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: 
     most = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        row = {"variant": variant.name, "step": at, "seconds": seconds, "plan": float(plan_seconds)}
+        row = {"variant": variant.name, "step": at, "seconds": seconds}
         row |= {"exposed": float(most[0]), "sent_bytes": float(most[1])}
         row["imbalance"] = float(np.mean(served.max(-1) / served.mean(-1)))
         print(json.dumps(row), flush=True)
@@ -322,6 +326,7 @@ def main() -> None:
     from megatron.balanced.device import use_cpu
 
     use_cpu()
+    _patch()
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     with torch.random.fork_rng(devices=[]):
         _run(Path(sys.argv[1]))

@@ -6,9 +6,10 @@ experts stay Megatron's parameters; replicas are leaves of autograd that `balanc
 that no optimizer, checkpoint or gradient norm ever sees them.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +22,20 @@ from balancing.experts.apply import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split import Splitter
 from megatron.balanced.device import is_cpu
+from megatron.balanced.known_counts import known_counts
 from megatron.balanced.replay import Replays
 
 __all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP"]
+
+
+class _Share(NamedTuple):
+    """first, last: for each physical expert, the tokens of its logical expert on this rank, counted from 1, that it
+    serves: first < number <= last. counts: what each rank sends to each physical expert, flat, in the order of ranks.
+    """
+
+    first: torch.Tensor
+    last: torch.Tensor
+    counts: torch.Tensor
 
 
 class _OnBackward(torch.autograd.Function):
@@ -118,7 +130,7 @@ class BalancedMoELayer(MoELayer):
         self.loads: list[Any] = []  # [source_rank, expert]
         self.served: list[Any] = []  # [rank], tokens after the split
         self.on_load: Callable[[Any], None] | None = None  # told each load before it is split; may `place` anew
-        self._splits: Replays[tuple[torch.Tensor, torch.Tensor]] = Replays()
+        self._splits: Replays[_Share] = Replays()
         # Where the split is computed: on a GPU beside the tokens, so that the host does not wait for counts.
         self._device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
         experts = self.config.num_moe_experts
@@ -143,21 +155,25 @@ class BalancedMoELayer(MoELayer):
         return values if self._device is None else torch.as_tensor(values, device=self._device)
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
+        known: Any = contextlib.nullcontext()
         if self.training:
             if self.frozen:  # which is not run again, as other passes without gradients are
-                first, last = self._share(routing_map)
+                first, last, counts = self._share(routing_map)
             else:
-                (first, last), _ = self._splits.decide(lambda: self._share(routing_map))
+                (first, last, counts), _ = self._splits.decide(lambda: self._share(routing_map))
             expert = self._log_of_phys
+            if isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
+                known = known_counts(counts)
         else:
             (first, last), expert = self._home_share(routing_map)
-        ordinal = routing_map.cumsum(dim=0)[:, expert]  # tokens of an expert are numbered from 1
+        ordinal = routing_map.cumsum(dim=0, dtype=torch.int32)[:, expert]  # tokens of an expert are numbered from 1
         physical = routing_map[:, expert] & (ordinal > first) & (ordinal <= last)
         self._logical_map = routing_map
-        return super().preprocess(hidden_states, probs[:, expert] * physical, physical)
+        with known:
+            return super().preprocess(hidden_states, probs[:, expert] * physical, physical)
 
-    def _share(self, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each physical expert, which of this rank's tokens of its logical expert it serves: from, to."""
+    def _share(self, routing_map: torch.Tensor) -> _Share:
+        """What each physical expert serves of the tokens on this rank, when the split is made on the load of all."""
         local = routing_map.sum(dim=0, dtype=torch.int64)
         group = self.token_dispatcher.tp_ep_group
         tensor_ranks, experts = self.token_dispatcher.tp_size, local.shape[0]
@@ -171,19 +187,21 @@ class BalancedMoELayer(MoELayer):
         self.served.append(served.sum(0).reshape(len(load), -1).sum(1))
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
-        mine = served[self.ep_group.rank()]
-        earlier = counts[self.ep_group.rank(), : self.token_dispatcher.tp_rank].sum(0)
         expert = self._log_of_phys if self._device is not None else self._log_of_phys.numpy()
-        first = self._before(mine) - earlier[expert]
-        if self._device is None:
-            first, mine = torch.from_numpy(first), torch.from_numpy(mine)
-        return first, first + mine
+        own = counts[:, :, expert]  # [source_rank, tensor_rank, physical]
+        first = self._before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
+        last = first + served[:, None]
+        none = own * 0
+        sent = last.clip(none, own) - first.clip(none, own)
+        me = self.ep_group.rank(), self.token_dispatcher.tp_rank
+        parts = first[me], last[me], sent.reshape(-1)
+        return _Share(*(torch.from_numpy(part) if self._device is None else part for part in parts))
 
     def _before(self, served: Any) -> Any:
-        """For each physical expert, tokens that go to lower numbered instances of the same logical expert."""
-        tokens = served[self._order]
-        total = tokens.cumsum(0) - tokens
-        return (total - total[self._group_start])[self._back]
+        """[source_rank, physical]: tokens that go to lower numbered instances of the same logical expert."""
+        tokens = served[:, self._order]
+        total = tokens.cumsum(1) - tokens
+        return (total - total[:, self._group_start])[:, self._back]
 
     def _home_share(self, routing_map: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Outside training every token goes home."""

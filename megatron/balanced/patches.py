@@ -22,6 +22,7 @@ import torch
 
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.flat_batch import with_flat_batches
+from megatron.balanced.known_counts import with_known_counts
 from megatron.balanced.step import with_callbacks
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
@@ -110,6 +111,10 @@ def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return packs and max(args.micro_batch_size, args.eval_micro_batch_size or 1) > 1
 
 
+def _splits_experts(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    return config.experts.balance_experts and args.moe_token_dispatcher_type == "alltoall"
+
+
 PATCHES = (
     Patch(
         target="megatron.core.datasets.utils:compile_helpers",
@@ -134,6 +139,14 @@ PATCHES = (
         signature=("self", "model_param", "tensors"),
         versions=("0.19.2",),
         needed=_loads_torch_adam,
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.token_dispatcher:gather_from_sequence_parallel_region",
+        replacement=with_known_counts,
+        why="the dispatcher gathers the counts of tokens that balanced experts have just told it",
+        signature=("input_", "tensor_parallel_output_grad", "group", "output_split_sizes", "use_global_buffer"),
+        versions=("0.19.2",),
+        needed=_splits_experts,
     ),
     Patch(
         target="megatron.training.training:get_forward_backward_func",
