@@ -3,10 +3,11 @@
 import argparse
 
 from balancing.dynamics.config import DynamicsConfig
+from megatron.balanced.contradictions import Contradiction, refuse
 
 __all__ = ["check_dynamics"]
 
-_ANY = (
+_ANY: tuple[Contradiction, ...] = (
     ("spec", None, "puts another model in the place of the one that is dynamic", "drop it"),
     ("use_megatron_fsdp", False, "splits layers over ranks", "use --use-distributed-optimizer"),
     ("use_torch_fsdp2", False, "splits layers over ranks", "use --use-distributed-optimizer"),
@@ -15,14 +16,7 @@ _ANY = (
     ("optimizer_cpu_offload", False, "keeps optimizer state where a scheme does not find it", "drop it"),
     ("use_precision_aware_optimizer", False, "keeps optimizer state where a scheme does not find it", "drop it"),
 )
-# Flags that contradict a scheme: name among the arguments, value that is fine, why, and what to do.
-_FREEZE = (
-    (
-        "untie_embeddings_and_output_weights",
-        True,
-        "a tied embedding is trained by the head and cannot be frozen",
-        "add --untie-embeddings-and-output-weights",
-    ),
+_FREEZE: tuple[Contradiction, ...] = (
     (
         "recompute_granularity",
         (None, "selective"),
@@ -39,7 +33,7 @@ _FREEZE = (
     ),
     ("optimizer", "adam", "has other state than frozen layers are kept with", "use --optimizer adam"),
 )
-_PRUNE = (
+_PRUNE: tuple[Contradiction, ...] = (
     ("optimizer", "adam", "has other state than pruned weights are kept out of", "use --optimizer adam"),
     ("transformer_impl", "local", "multiplies with modules that are not pruned", "use --transformer-impl local"),
     ("balance_experts", False, "copies experts without their masks", "drop it"),
@@ -51,7 +45,7 @@ _PRUNE = (
         "use --overlap-param-gather alone",
     ),
 )
-_SOME_TOKENS = (
+_SOME_TOKENS: tuple[Contradiction, ...] = (
     ("sequence_parallel", False, "cuts the tokens that a layer chooses from over ranks", "drop it"),
     ("context_parallel_size", 1, "cuts the tokens that a layer chooses from over ranks", "use 1"),
     ("sft", False, "packs documents whose bounds are lost when tokens are left out", "drop it"),
@@ -66,7 +60,7 @@ _SOME_TOKENS = (
     ("multi_latent_attention", False, "knows no positions of single tokens", "drop it"),
     ("mtp_num_layers", None, "has layers that do not know which tokens are left out", "drop it"),
 )
-_EXIT = (
+_EXIT: tuple[Contradiction, ...] = (
     ("mixture_of_depths", 0.0, "also decides which tokens a layer takes", "use one of the two"),
     (
         "recompute_granularity",
@@ -81,7 +75,7 @@ _EXIT = (
         "drop it",
     ),
 )
-_SPARSE_ATTENTION = (
+_SPARSE_ATTENTION: tuple[Contradiction, ...] = (
     ("transformer_impl", "local", "brings an attention of its own", "use --transformer-impl local"),
     ("context_parallel_size", 1, "cuts the keys over ranks", "use 1"),
     ("sft", False, "packs documents that must not attend to each other", "drop it"),
@@ -97,17 +91,22 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
     """To be called after Megatron has validated `args`. Raises ValueError for what cannot be done."""
     if not config.any:
         return
-    _contradictions(args, "a dynamic model", _ANY)
+    refuse(args, "a dynamic model", _ANY)
     if config.freeze_layers:
         scheme = f"--freeze-layers {config.freeze_layers}"
         if config.freeze_layers >= args.num_layers:
             raise ValueError(
                 f"{scheme} leaves none of --num-layers {args.num_layers} to train; freeze at most {args.num_layers - 1}"
             )
-        _contradictions(args, scheme, _FREEZE)
+        if not args.untie_embeddings_and_output_weights:
+            raise ValueError(
+                f"{scheme} cannot freeze an embedding that the head trains as well; add "
+                "--untie-embeddings-and-output-weights"
+            )
+        refuse(args, scheme, _FREEZE)
     if config.prune_sparsity:
         scheme = f"--prune-sparsity {config.prune_sparsity}"
-        _contradictions(args, scheme, _PRUNE)
+        refuse(args, scheme, _PRUNE)
         if args.num_experts and args.moe_grouped_gemm:
             raise ValueError(f"--moe-grouped-gemm holds experts that {scheme} does not reach; drop --moe-grouped-gemm")
     if config.exits():
@@ -117,7 +116,7 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
                 f"{scheme}: behind layer {config.exits()[-1]} of --num-layers {args.num_layers} nothing is left to "
                 f"skip; name layers up to {args.num_layers - 1}"
             )
-        _contradictions(args, scheme, _EXIT + _SOME_TOKENS)
+        refuse(args, scheme, _EXIT + _SOME_TOKENS)
     if config.mixture_of_depths:
         scheme = f"--mixture-of-depths {config.mixture_of_depths}"
         if config.mixture_of_depths_every > args.num_layers:
@@ -125,18 +124,6 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
                 f"--mixture-of-depths-every {config.mixture_of_depths_every} routes none of --num-layers "
                 f"{args.num_layers}; use a number up to that"
             )
-        _contradictions(args, scheme, _SOME_TOKENS)
+        refuse(args, scheme, _SOME_TOKENS)
     if config.sparse_attention != "none":
-        _contradictions(args, f"--sparse-attention {config.sparse_attention}", _SPARSE_ATTENTION)
-
-
-def _contradictions(args: argparse.Namespace, scheme: str, rows: tuple[tuple[str, object, str, str], ...]) -> None:
-    for name, fine, why, way_out in rows:
-        values = fine if isinstance(fine, tuple) else (fine,)
-        value = getattr(args, name, values[0])
-        if value in values or (not value and None in values):
-            continue
-        if fine is True:
-            raise ValueError(f"{scheme} needs --{name.replace('_', '-')}: {why}; {way_out}")
-        flag = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
-        raise ValueError(f"{flag} cannot be combined with {scheme}: it {why}; {way_out}")
+        refuse(args, f"--sparse-attention {config.sparse_attention}", _SPARSE_ATTENTION)

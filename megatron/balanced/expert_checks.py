@@ -9,11 +9,11 @@ import dataclasses
 import importlib.util
 
 from balancing.experts.config import ExpertConfig
+from megatron.balanced.contradictions import Contradiction, refuse
 
 __all__ = ["check_experts"]
 
-# Flags that contradict --balance-experts: name among the arguments, value that is fine, why, and what to do.
-_CONTRADICTIONS = (
+_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ("spec", None, "puts another model in the place of the one that has replicas", "drop it"),
     (
         "moe_pad_expert_input_to_capacity",
@@ -126,11 +126,7 @@ def _check_contradictions(args: argparse.Namespace, device: str) -> None:
             f"--balance-experts cannot replicate the experts of --transformer-impl {args.transformer_impl} yet; "
             "use --transformer-impl local, with --moe-grouped-gemm for grouped experts"
         )
-    for name, fine, why, instead in _CONTRADICTIONS:
-        value = getattr(args, name, fine)
-        if value != fine:
-            flag = "--" + name.replace("_", "-") + ("" if value is True else f" {_shown(value)}")
-            raise ValueError(f"--balance-experts contradicts {flag}, which {why}; {instead}")
+    refuse(args, "--balance-experts", _CONTRADICTIONS)
     if args.moe_token_dispatcher_type == "flex":
         has_backend = args.moe_flex_dispatcher_backend == "deepep" and importlib.util.find_spec("deep_ep") is not None
         if device == "cpu" or not has_backend:
@@ -138,7 +134,3 @@ def _check_contradictions(args: argparse.Namespace, device: str) -> None:
                 "--balance-experts with --moe-token-dispatcher-type flex needs DeepEP on GPUs "
                 "(--moe-flex-dispatcher-backend deepep); use alltoall or allgather"
             )
-
-
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

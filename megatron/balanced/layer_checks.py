@@ -9,11 +9,11 @@ import dataclasses
 
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import from_layout
+from megatron.balanced.contradictions import Contradiction, refuse
 
 __all__ = ["check_layers"]
 
-# Flags that contradict --balance-layers: name among the arguments, values that are fine, why, and what to do.
-_CONTRADICTIONS: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
+_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ("spec", (None,), "puts another model in the place of the one whose layers can move", "drop it"),
     ("mtp_num_layers", (None, 0), "adds layers that cannot move", "drop it"),
     ("hybrid_layer_pattern", (None,), "builds layers that cannot move yet", "drop it"),
@@ -50,7 +50,7 @@ _CONTRADICTIONS: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
 )
 
 # Flags that contradict ranks that leave.
-_CONTRADICT_RELEASE: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
+_CONTRADICT_RELEASE: tuple[Contradiction, ...] = (
     ("balance_sequences", (False,), "plans for all ranks there are", "drop one of the two"),
     ("balance_experts", (False,), "keeps replicas that a release does not know yet", "drop one of the two"),
     ("early_exit_layers", ("", None), "weighs its losses on the stage that was the last", "drop one of the two"),
@@ -89,7 +89,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    _refuse(args, flag, _CONTRADICTIONS)
+    refuse(args, flag, _CONTRADICTIONS)
     if chunks > 1 and layers.layer_planner in ("diffusion", "deepspeed"):
         raise ValueError(
             f"--layer-planner {layers.layer_planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
@@ -110,14 +110,6 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     return layers, notes
 
 
-def _refuse(args: argparse.Namespace, flag: str, rows: tuple[tuple[str, tuple[object, ...], str, str], ...]) -> None:
-    for name, fine, reason, instead in rows:
-        value = getattr(args, name, fine[0])
-        if value not in fine:
-            given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
-            raise ValueError(f"{flag} contradicts {given}, which {reason}; {instead}")
-
-
 def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     """What was said of ranks that leave. Raises ValueError where there is nothing to release, or it cannot be done."""
     stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
@@ -136,7 +128,7 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
         )
     if chunks > 1:
         raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
-    _refuse(args, flag, _CONTRADICT_RELEASE)
+    refuse(args, flag, _CONTRADICT_RELEASE)
 
 
 def _chunks(args: argparse.Namespace) -> int:

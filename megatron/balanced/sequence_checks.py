@@ -8,13 +8,13 @@ import argparse
 import dataclasses
 
 from balancing.sequences.config import SequenceConfig
+from megatron.balanced.contradictions import Contradiction, refuse
 
 __all__ = ["check_sequences", "why_of_one_size"]
 
-# Flags that contradict --balance-sequences: name among the arguments, values that are fine, why, and what to do.
 _ATTENTION = "is an attention that cannot be spread over ranks yet"
 _GRAPHS = "would replay the transfers of another plan"
-_CONTRADICTIONS: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
+_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ("spec", (None,), "puts another model in the place of the one that follows plans", "drop it"),
     (
         "transformer_impl",
@@ -63,11 +63,7 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         args.balance_sequences = False
         note = "--balance-sequences has nothing to balance: with --context-parallel-size 1 every rank has whole batches"
         return dataclasses.replace(sequences, balance_sequences=False), [note]
-    for name, fine, why, instead in _CONTRADICTIONS:
-        value = getattr(args, name, fine[0])
-        if value not in fine:
-            flag = "--" + name.replace("_", "-") + ("" if value is True else f" {_shown(value)}")
-            raise ValueError(f"--balance-sequences contradicts {flag}, which {why}; {instead}")
+    refuse(args, "--balance-sequences", _CONTRADICTIONS)
     _check_sizes(args, sequences)
     notes = []
     if not args.calculate_per_token_loss:
@@ -130,7 +126,3 @@ def why_of_one_size(args: argparse.Namespace) -> str | None:
         if getattr(args, name, None):
             return f"--{name.replace('_', '-')} counts on one size"
     return None
-
-
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
