@@ -203,6 +203,9 @@ def _preload() -> None:
         for module in PRELOAD:
             importlib.import_module(module)
     _read_flags_once()
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 2000  # documents; of the 100,000 it has, a rank shuffles the samples for 0.3 s
     gc.collect()
     gc.freeze()  # or a collection in a rank would copy every page of this process
 
