@@ -96,6 +96,18 @@ def _build(layer: Layer) -> Any:
     return built
 
 
+def tiny_config() -> tuple[Any, Any]:
+    """On one rank: the config of a layer of experts, and its process groups."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    _start(1)
+    config = TransformerConfig(
+        num_layers=1, num_attention_heads=4, hidden_size=HIDDEN, num_moe_experts=2, add_bias_linear=False
+    )
+    return config, ProcessGroupCollection.use_mpu_process_groups()
+
+
 def _check_known_counts() -> None:
     """Patch Megatron's dispatcher as training does, and compare what it is handed with what it would have gathered."""
     import torch

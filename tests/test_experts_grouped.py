@@ -54,6 +54,31 @@ def test_experts_and_ranks_without_tokens(pool, shared):
         assert_alike(grouped, reference, tolerance=TOLERANCE["float32"])
 
 
+def _in_the_place_of_transformer_engines() -> list[str]:
+    """Experts of a spec with Transformer Engine's, built as balancing builds them: their kind and their parameters."""
+    from functools import partial
+
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+    from megatron.core.transformer.moe.moe_layer import MoESubmodules
+    from one_layer import tiny_config
+
+    from megatron.balanced import model
+    from megatron.balanced.grouped_experts import GroupedMLP
+
+    theirs = GroupedMLPSubmodules(linear_fc1=None, linear_fc2=None)
+    spec = MoESubmodules(experts=partial(TEGroupedMLP, submodules=theirs))
+    filled = model._fill_in(spec, {TEGroupedMLP: model._on_own_linears(GroupedMLP)})
+    config, groups = tiny_config()
+    built = filled.experts(2, config, pg_collection=groups)
+    return [type(built).__name__, *(name for name, _ in built.named_parameters())]
+
+
+def test_they_stand_in_for_transformer_engines(pool):
+    (built,) = pool.run(1, _in_the_place_of_transformer_engines)
+    linears = [f"local_experts.{n}.linear_fc{m}.weight" for n in range(2) for m in (1, 2)]
+    assert built == ["GroupedMLP", *linears]
+
+
 MOE = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --num-layers 2 "
     "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --train-iters 4"

@@ -16,6 +16,15 @@ __all__ = ["check_experts"]
 _CONTRADICTIONS: tuple[Contradiction, ...] = (
     ("spec", None, "puts another model in the place of the one that has replicas", "drop it"),
     (
+        "transformer_impl",
+        ("local", "transformer_engine"),
+        "has experts of its own",
+        "use --transformer-impl local, with --moe-grouped-gemm for grouped experts",
+    ),
+    ("use_te_activation_func", False, "is not known to experts that can have replicas", "drop it"),
+    ("use_transformer_engine_op_fuser", False, "fuses experts that cannot have replicas", "drop it"),
+    ("moe_mlp_glu_interleave_size", None, "orders weights in a way that replicas do not have", "drop it"),
+    (
         "moe_pad_expert_input_to_capacity",
         False,
         "pads by logical experts, which replicas would see as tokens",
@@ -61,16 +70,20 @@ def check_experts(
     ValueError for what cannot be done.
     """
     _check_numbers(args)
-    if args.transformer_impl == "local" and args.num_experts and args.moe_grouped_gemm:
+    if (args.transformer_impl == "local" or experts.balance_experts) and args.num_experts and args.moe_grouped_gemm:
         _check_grouped(args, fp64=fp64)
     if not experts.balance_experts:
         return experts, []
     if why := _nothing_to_balance(args):
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
     _check_contradictions(args, device)
+    notes = []
     if args.mtp_num_layers:
-        return experts, [f"--balance-experts leaves out the experts of --mtp-num-layers {args.mtp_num_layers}"]
-    return experts, []
+        notes.append(f"--balance-experts leaves out the experts of --mtp-num-layers {args.mtp_num_layers}")
+    if args.transformer_impl != "local":
+        how = "torch's grouped GEMM" if args.moe_grouped_gemm else "Megatron-LM's own linear layers"
+        notes.append(f"--balance-experts runs experts on {how} in the place of Transformer Engine's")
+    return experts, notes
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -91,13 +104,15 @@ def _check_grouped(args: argparse.Namespace, *, fp64: bool) -> None:
         raise ValueError(f"--moe-grouped-gemm has no float64, which --fp64 asks for; {alone}")
     if args.add_bias_linear:
         raise ValueError(
-            f"--moe-grouped-gemm without Transformer Engine has no biases; add --disable-bias-linear or {alone}"
+            f"--moe-grouped-gemm on torch's grouped GEMM has no biases; add --disable-bias-linear or {alone}"
         )
     if args.moe_apply_probs_on_input:
-        raise ValueError(f"--moe-apply-probs-on-input needs Transformer Engine for --moe-grouped-gemm; {alone}")
+        raise ValueError(
+            f"--moe-apply-probs-on-input needs Transformer Engine's experts for --moe-grouped-gemm; {alone}"
+        )
     if "moe_act" in (args.recompute_modules or []):
         raise ValueError(
-            f"--recompute-modules moe_act needs Transformer Engine; use --recompute-modules moe or {alone}"
+            f"--recompute-modules moe_act needs Transformer Engine's experts; use --recompute-modules moe or {alone}"
         )
     unit = 8 if args.bf16 or args.fp16 else 4  # numbers in 16 bytes, which each row must be a multiple of
     tensor_ranks = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
@@ -121,11 +136,6 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
 
 
 def _check_contradictions(args: argparse.Namespace, device: str) -> None:
-    if args.transformer_impl != "local":
-        raise ValueError(
-            f"--balance-experts cannot replicate the experts of --transformer-impl {args.transformer_impl} yet; "
-            "use --transformer-impl local, with --moe-grouped-gemm for grouped experts"
-        )
     refuse(args, "--balance-experts", _CONTRADICTIONS)
     if args.moe_token_dispatcher_type == "flex":
         has_backend = args.moe_flex_dispatcher_backend == "deepep" and importlib.util.find_spec("deep_ep") is not None

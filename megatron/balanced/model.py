@@ -8,14 +8,17 @@ filled in through the layer spec, as are experts with replicas; nothing is patch
 import argparse
 import copy
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -111,6 +114,17 @@ def _layer_spec(replacements: dict[Any, Any], config: GPTModelConfig, vp_stage: 
     return _fill_in(block, replacements)
 
 
+def _on_own_linears(experts: type[SequentialMLP]) -> Callable[..., SequentialMLP]:
+    """`experts` made of Megatron's own linear layers, whatever the spec has in their place. A replica runs a home
+    expert's modules on other weights, which those of Transformer Engine, tied to their own, may not be used for."""
+
+    def build(*args: Any, submodules: Any, **kwargs: Any) -> SequentialMLP:
+        own = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return experts(*args, submodules=own, **kwargs)
+
+    return build
+
+
 def _core_attention(args: argparse.Namespace) -> type:
     """The class of core attention in Megatron's own layer spec."""
     if args.transformer_impl == "local":
@@ -135,6 +149,9 @@ def model_config(
     if experts.balance_experts:
         replacements[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)
         replacements[SequentialMLP] = ReplicatedSequentialMLP
+        if args.transformer_impl != "local":
+            replacements[SequentialMLP] = _on_own_linears(ReplicatedSequentialMLP)
+            replacements[TEGroupedMLP] = _on_own_linears(GroupedMLP)
     if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:
         replacements[SequentialMLP] = GroupedMLP
     if dynamics.any:
