@@ -22,7 +22,7 @@ BALANCE = "--balance-experts"
 REFUSED = {
     "no experts": ("--num-experts 0", "--expert-model-parallel-size 2", "--num-experts"),
     "experts over ranks": ("--num-experts 5", "--num-experts 5", "--expert-model-parallel-size 2", "use 6"),
-    "Transformer Engine": (f"{BALANCE} --transformer-impl transformer_engine", "transformer_engine", "local"),
+    "inference": (f"{BALANCE} --transformer-impl inference_optimized", "--transformer-impl inference_opt", "local"),
     "dispatcher": (f"{BALANCE} --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
     "padding to capacity": (
         f"{BALANCE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
@@ -86,6 +86,9 @@ def test_fused_accumulation():
         check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")
     args.gradient_accumulation_fusion = False
     assert check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")[1] == []
+    args.transformer_impl = "transformer_engine"
+    _, (note,) = check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")
+    assert "in the place of Transformer Engine's" in note
 
 
 def test_grouped_experts_with_biases(pool):
