@@ -19,9 +19,19 @@ __all__ = ["ExpertChunk"]
 
 
 class ExpertChunk:
-    """The MoE layers of one model chunk, their slots, and the gradients that wait for their replicas."""
+    """The MoE layers of one model chunk, their slots, and the gradients that wait for their replicas.
 
-    def __init__(self, ddp: torch.nn.Module, layers: list[BalancedMoELayer], group: dist.ProcessGroup, shared: bool):
+    shared, ranks_per_node: as in `ReplicaSlots`.
+    """
+
+    def __init__(
+        self,
+        ddp: torch.nn.Module,
+        layers: list[BalancedMoELayer],
+        group: dist.ProcessGroup,
+        shared: bool,
+        ranks_per_node: int,
+    ):
         self.layers = layers
         self._waiting: dict[int, list[Callable[[], None]]] = {}
         homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
@@ -30,6 +40,7 @@ class ExpertChunk:
             layers[0].slots,
             group,
             shared=shared,
+            ranks_per_node=ranks_per_node,
             gradient=lambda parameter: parameter.main_grad,
             reduced=self._release,
         )

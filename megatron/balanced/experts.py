@@ -101,7 +101,10 @@ class ExpertBalancer:
         placed, self._placed, self._chunk_at = self._placed, {}, {}
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:
-                chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared)
+                assert self._group is not None
+                chunk = self._chunk_at[position] = ExpertChunk(
+                    ddp, own, self._process_group, self._shared, self._group.ranks_per_node
+                )
                 for layer in own:
                     self._placed[layer] = placed.get(layer, layer.placement)
                     layer.on_load = partial(self._on_load, chunk, layer)
