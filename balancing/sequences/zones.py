@@ -56,9 +56,10 @@ class _Buckets:
             return None
         fitting = [at for at, room in enumerate(self.room) if room * number >= length]
         held = sorted(nsmallest(number, fitting, key=lambda at: (self.area[at], at)))
+        tokens, part = ceil(length / number), area / number
         for at in held:
-            self.room[at] -= ceil(length / number)
-            self.area[at] += area / number
+            self.room[at] -= tokens
+            self.area[at] += part
             heappush(self._queue, (self.area[at], at))
         return held
 
@@ -134,9 +135,10 @@ def _zones(
             continue
         members = [node * ranks + local for node in held for local in range(ranks)]
         rings.append((sequence, members))
+        tokens, part = ceil(sequence.length / len(members)), sequence.area / len(members)
         for rank in members:
-            rooms[rank] -= ceil(sequence.length / len(members))
-            areas[rank] += sequence.area / len(members)
+            rooms[rank] -= tokens
+            areas[rank] += part
     fullest = 0.0
     for node in sorted(range(cluster.nodes), key=nodes.room.__getitem__):  # where it does not work out, that shows early
         first = node * ranks
