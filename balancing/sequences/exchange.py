@@ -8,8 +8,6 @@ need, too. Inside a node gathering is the better one. Between nodes it is as lon
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_seconds, kv_bytes
 from balancing.sequences.layout import AttentionShape, Exchange, Shard, columns

@@ -60,8 +60,8 @@ def plan_sequences(
       most 1.5 times the mean in attention. Where sequences do not pack into a tight capacity, all go over all ranks.
     - "ring", "gather": every sequence over all ranks. "hybrid": the layout of Megatron-LM's scheduler; its groups run
       one after another there, so the capacity holds for each of them, not for the plan.
-    - "auto": the cheapest of chunks, zones, and for few sequences ring and gather, by `cost.step_cost`. It takes as long
-      to plan as all of them: in training a data loader's worker plans, so that no step waits.
+    - "auto": the cheapest of chunks, zones, and for few sequences ring and gather, by `cost.step_cost`. It takes longer
+      to plan than all of them; in training a data loader's worker does it, ahead of the step.
 
     Linear layers get the same number of tokens on every rank with every method, up to one. With fewer tokens than ranks
     some ranks are empty. On one rank everything is local whatever the method.

@@ -39,7 +39,8 @@ class _Buckets:
         self.room, self.area = room[:], area[:]  # tokens that still fit, query-key pairs
         self._queue = [(held, at) for at, held in enumerate(area)]  # least area first; entries grow stale
         heapify(self._queue)
-        self._full: list[tuple[int, int]] = []  # taken out of the queue while pieces are too long for them, most room first
+        # Those too full for the sequences at hand are out of the queue until shorter ones come; most room first.
+        self._full: list[tuple[int, int]] = []
 
     def place(self, length: int, area: float, pieces: int) -> list[int] | None:
         """Put equal pieces of a sequence into the buckets of least area, as many as `pieces`, or more where rooms are
@@ -117,8 +118,8 @@ def zone_layout(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape,
 def _zones(
     batch: Sequence[_Sequence], cluster: Cluster, shape: AttentionShape, capacity: int, grain: float, most: float
 ) -> tuple[_Split | None, float]:
-    """The ranks that share each sequence, and the area of the fullest rank: None, and the area of a rank that would have
-    more than `most`, or infinity where sequences do not fit."""
+    """The ranks that share each sequence, and the area of the fullest rank. Where a rank has an area of more than
+    `most`, None and that area; where sequences do not fit, None and infinity."""
     ranks = cluster.ranks_per_node
     hidden_far = hidden_tokens(cluster, shape, cluster.nic_bandwidth) * ranks  # tokens of a node's ranks
     hidden_near = hidden_tokens(cluster, shape, cluster.intra_node_bandwidth)
@@ -140,7 +141,8 @@ def _zones(
             rooms[rank] -= tokens
             areas[rank] += part
     fullest = 0.0
-    for node in sorted(range(cluster.nodes), key=nodes.room.__getitem__):  # where it does not work out, that shows early
+    # Where it does not work out, that mostly shows on the nodes with least room.
+    for node in sorted(range(cluster.nodes), key=nodes.room.__getitem__):
         first = node * ranks
         buckets = _Buckets(rooms[first : first + ranks], areas[first : first + ranks])
         split = _partition(inside[node], buckets, capacity, hidden_near, grain)
