@@ -20,8 +20,10 @@ def level_tokens(shards: Sequence[Shard], quotas: Sequence[int], cluster: Cluste
     shards: a layout of the same number of tokens. A rank gives away the last of its tokens.
     """
     held: list[list[Shard]] = [[] for _ in quotas]
-    for shard in sorted(shards):
+    for shard in shards:
         held[shard.rank].append(shard)
+    for own in held:
+        own.sort()
     surplus = [sum(stop - start for _, start, stop, _ in own) - quota for own, quota in zip(held, quotas, strict=True)]
     assert not sum(surplus), f"a layout of {sum(surplus)} tokens more than its quotas"
     moved: list[list[Shard]] = [[] for _ in quotas]

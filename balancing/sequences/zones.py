@@ -16,7 +16,7 @@ The layout is level in area only; for linear layers tokens are remapped (`leveli
 """
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, nsmallest
+from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class _Buckets:
         if pieces == 1 and (one := self._emptiest(length)) is not None:
             self.room[one] -= length
             self.area[one] += area
-            heappush(self._queue, (self.area[one], one))
+            heapreplace(self._queue, (self.area[one], one))
             return [one]
         rooms = sorted(self.room, reverse=True)
         numbers = range(max(2, pieces), len(rooms) + 1)
@@ -65,17 +65,18 @@ class _Buckets:
         return held
 
     def _emptiest(self, tokens: int) -> int | None:
-        """Take the bucket of least area among those with so much room out of the queue."""
-        while self._full and self._full[0][0] <= -tokens:
-            _, at = heappop(self._full)
-            heappush(self._queue, (self.area[at], at))
-        while self._queue:
-            area, at = heappop(self._queue)
-            if area != self.area[at]:  # an entry from before the bucket got more
-                continue
-            if self.room[at] >= tokens:
-                return at
-            heappush(self._full, (-self.room[at], at))
+        """The bucket of least area among those with so much room: the first of the queue."""
+        queue, full = self._queue, self._full
+        while full and full[0][0] <= -tokens:
+            _, at = heappop(full)
+            heappush(queue, (self.area[at], at))
+        while queue:
+            area, at = queue[0]
+            if area == self.area[at]:  # else an entry from before the bucket got more
+                if self.room[at] >= tokens:
+                    return at
+                heappush(full, (-self.room[at], at))
+            heappop(queue)
         return None
 
 
