@@ -26,11 +26,12 @@ LABELS = {
     "hybrid": "hybrid (Megatron-LM)",
     "zones": "zones (Zeppelin)",
     "chunks": "chunks (ours)",
+    "auto": "auto (ours)",
 }
-COLORS = {"ring": "#9aa0a6", "hybrid": "#c9a227", "zones": "#d9733a", "chunks": "#2f7d5b"}
+COLORS = {"ring": "#9aa0a6", "hybrid": "#c9a227", "zones": "#d9733a", "chunks": "#2f7d5b", "auto": "#3b6ea5"}
 PANELS = {
     "attention max / mean": ("attention of the busiest rank / mean", (0.95, 4.2), [1, 1.5, 2, 3, 4]),
-    f"modelled time / limit, {MACHINE}": ("modelled time of a step / limit", (0.9, 40), [1, 2, 4, 8, 16, 32]),
+    f"modelled time / limit, {MACHINE}": ("modelled time of a step / limit", (0.9, 44), [1, 2, 4, 8, 16, 32]),
 }
 
 
@@ -46,7 +47,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.bar(at, values, width * 0.92, color=COLORS[method], label=LABELS[method])
             for x, value in zip(at, values, strict=True):
                 axes.annotate(
-                    f"{value:.2f}" if value < 10 else f"{value:.0f}", (x, value), ha="center", va="bottom", fontsize=7
+                    f"{value:.2f}" if value < 10 else f"{value:.0f}", (x, value), ha="center", va="bottom", fontsize=6.5
                 )
         axes.set_yscale("log")
         axes.set_ylim(*limits)
@@ -56,7 +57,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_ylabel(title, fontsize=8.5)
         axes.spines[["top", "right"]].set_visible(False)
     panels[1].set_xticks(range(len(CASES)), list(CASES.values()))
-    panels[0].legend(ncols=len(LABELS), frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, 1.2))
+    panels[0].legend(ncols=len(LABELS), frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.2))
     figure.savefig(path, bbox_inches="tight", facecolor="white")
 
 

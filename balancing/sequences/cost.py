@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import AttentionShape, SequencePlan
+from balancing.sequences.layout import AttentionShape, SequencePlan, columns
 from balancing.sequences.load import causal_area
 from balancing.sequences.traffic import layout_traffic, link_seconds, remap_traffic
 
@@ -73,8 +73,7 @@ def step_cost(
     bytes of a key's gradient over those of a key; the engine sums and sends gradients in float32, other systems mostly
     in bf16. Raises ValueError where the plan has more ranks than the cluster.
     """
-    columns = np.array(plan.attention, dtype=np.int64)
-    moved = layout_traffic(columns, plan.lengths, plan.exchange, in_step=True)
+    moved = layout_traffic(columns(plan.attention), plan.lengths, plan.exchange, in_step=True)
     exchange = link_seconds(moved, kv_bytes(shape), cluster, routed)
     back = 1 + gradient_width
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
@@ -139,7 +138,7 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
 
     Where a sequence goes round a ring, every round's keys are tiles of their own, which short sequences do not fill.
     """
-    sequence, start, stop, rank = np.array(plan.attention, dtype=np.int64).T
+    sequence, start, stop, rank = columns(plan.attention).T
     rows = -(-(stop - start) // TILE)
     # Rows of tiles end at start + 128, start + 256 and so on, the last one at stop, and reach back to key 0.
     tiles = (rows - 1) * -(-start // TILE) + rows * (rows - 1) // 2 + -(-stop // TILE)

@@ -8,11 +8,9 @@ need, too. Inside a node gathering is the better one. Between nodes it is as lon
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_seconds, kv_bytes
-from balancing.sequences.layout import AttentionShape, Exchange, Shard
+from balancing.sequences.layout import AttentionShape, Exchange, Shard, columns
 from balancing.sequences.load import causal_area
 from balancing.sequences.traffic import layout_traffic, link_seconds
 
@@ -54,10 +52,10 @@ def choose_exchange(
         return gathered
     mixed = tuple("ring" if number in across else exchange for number, exchange in enumerate(gathered))
 
-    columns = np.array(shards, dtype=np.int64)
+    table = columns(shards)
 
     def seconds(exchange: tuple[Exchange, ...]) -> float:
-        return link_seconds(layout_traffic(columns, lengths, exchange, in_step=True), kv_bytes(shape), cluster, routed)
+        return link_seconds(layout_traffic(table, lengths, exchange, in_step=True), kv_bytes(shape), cluster, routed)
 
     hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
     return gathered if alone <= hidden or alone <= seconds(mixed) else mixed

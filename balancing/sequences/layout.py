@@ -10,13 +10,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from balancing.sequences.load import causal_area
 
-__all__ = ["AttentionShape", "Exchange", "SequencePlan", "Shard"]
+__all__ = ["AttentionShape", "Exchange", "SequencePlan", "Shard", "columns"]
 
 Exchange = Literal["local", "ring", "gather"]
 
@@ -142,7 +143,7 @@ class SequencePlan:
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
     def _sum(self, shards: Sequence[Shard], what: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-        _, start, stop, rank = np.array(shards, dtype=np.int64).reshape(-1, 4).T
+        _, start, stop, rank = columns(shards).T
         total = np.zeros(self.ranks, dtype=np.int64)
         np.add.at(total, rank, what(start, stop))
         return total
@@ -163,20 +164,30 @@ class SequencePlan:
         return tuple(tuple(ranks) for ranks in found)
 
 
+def columns(shards: Sequence[Shard]) -> np.ndarray:
+    """int64 [shard, (sequence, start, stop, rank)]."""
+    return np.fromiter(chain.from_iterable(shards), np.int64, 4 * len(shards)).reshape(-1, 4)
+
+
 def _check_layout(name: str, shards: Sequence[Shard], lengths: Sequence[int], ranks: int) -> None:
     """Every token of every sequence exactly once, on ranks that exist."""
-    expected = [0] * len(lengths)
-    for sequence, start, stop, rank in sorted(shards):
-        if not 0 <= sequence < len(lengths):
-            raise ValueError(f"the {name} layout has a shard of sequence {sequence}; there are {len(lengths)}")
-        if not 0 <= rank < ranks:
-            raise ValueError(f"the {name} layout puts sequence {sequence} on rank {rank} of {ranks}")
-        if start != expected[sequence] or stop <= start:
-            raise ValueError(
-                f"the {name} layout of sequence {sequence} goes on with tokens {start} to {stop}, where "
-                f"{expected[sequence]} comes next"
-            )
-        expected[sequence] = stop
-    for sequence, (held, length) in enumerate(zip(expected, lengths, strict=True)):
-        if held != length:
-            raise ValueError(f"the {name} layout holds {held} of the {length} tokens of sequence {sequence}")
+    table = columns(shards)
+    sequence, start, stop, rank = table[np.lexsort((table[:, 1], table[:, 0]))].T
+    if (wrong := np.flatnonzero((sequence < 0) | (sequence >= len(lengths)))).size:
+        raise ValueError(f"the {name} layout has a shard of sequence {sequence[wrong[0]]}; there are {len(lengths)}")
+    if (wrong := np.flatnonzero((rank < 0) | (rank >= ranks))).size:
+        at = wrong[0]
+        raise ValueError(f"the {name} layout puts sequence {sequence[at]} on rank {rank[at]} of {ranks}")
+    follows = np.append(False, sequence[1:] == sequence[:-1])[: len(sequence)]
+    expected = np.where(follows, np.roll(stop, 1), 0)
+    if (wrong := np.flatnonzero((start != expected) | (stop <= start))).size:
+        at = wrong[0]
+        raise ValueError(
+            f"the {name} layout of sequence {sequence[at]} goes on with tokens {start[at]} to {stop[at]}, where "
+            f"{expected[at]} comes next"
+        )
+    held = np.zeros(len(lengths), dtype=np.int64)
+    np.maximum.at(held, sequence, stop)
+    if (wrong := np.flatnonzero(held != lengths)).size:
+        at = wrong[0]
+        raise ValueError(f"the {name} layout holds {held[at]} of the {lengths[at]} tokens of sequence {at}")

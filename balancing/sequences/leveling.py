@@ -20,16 +20,18 @@ def level_tokens(shards: Sequence[Shard], quotas: Sequence[int], cluster: Cluste
     shards: a layout of the same number of tokens. A rank gives away the last of its tokens.
     """
     held: list[list[Shard]] = [[] for _ in quotas]
-    for shard in sorted(shards):
+    for shard in shards:
         held[shard.rank].append(shard)
-    surplus = [sum(shard.tokens for shard in own) - quota for own, quota in zip(held, quotas, strict=True)]
+    for own in held:
+        own.sort()
+    surplus = [sum(stop - start for _, start, stop, _ in own) - quota for own, quota in zip(held, quotas, strict=True)]
     assert not sum(surplus), f"a layout of {sum(surplus)} tokens more than its quotas"
     moved: list[list[Shard]] = [[] for _ in quotas]
     nodes = [range(first, first + cluster.ranks_per_node) for first in range(0, len(quotas), cluster.ranks_per_node)]
     for members in (*nodes, range(len(quotas))):
         for source, target, tokens in _matches(members, surplus):
             moved[target] += _give(held[source], tokens, target)
-    return [shard for own, new in zip(held, moved, strict=True) for shard in _joined(sorted(own + new))]
+    return [shard for own, new in zip(held, moved, strict=True) for shard in _joined(sorted(own + new) if new else own)]
 
 
 def _matches(members: range, surplus: list[int]) -> list[tuple[int, int, int]]:
@@ -62,10 +64,11 @@ def _give(own: list[Shard], tokens: int, target: int) -> list[Shard]:
 
 
 def _joined(shards: list[Shard]) -> list[Shard]:
-    joined: list[Shard] = []
-    for shard in shards:
-        if joined and joined[-1].sequence == shard.sequence and joined[-1].stop == shard.start:
-            joined[-1] = joined[-1]._replace(stop=shard.stop)
+    joined = shards[:1]
+    for shard in shards[1:]:
+        last = joined[-1]
+        if last.sequence == shard.sequence and last.stop == shard.start:
+            joined[-1] = last._replace(stop=shard.stop)
         else:
             joined.append(shard)
     return joined

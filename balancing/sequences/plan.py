@@ -7,6 +7,7 @@ talking. It can also be made ahead, in a data loader's worker.
 import difflib
 import numbers
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Literal, get_args
 
 import numpy as np
@@ -31,8 +32,6 @@ DEFAULT_CHUNK = 512
 _ZONES_ROOM = 1.5
 # A ring over all ranks only pays for a few long sequences; with more pieces than this, auto does not look at it.
 _MOST_RING_SHARDS = 2048
-# On 128 ranks chunks was the cheapest for every batch of benchmarks/sequences.py, and zones take longest to plan.
-_MOST_ZONES_RANKS = 64
 
 
 def plan_sequences(
@@ -61,8 +60,8 @@ def plan_sequences(
       most 1.5 times the mean in attention. Where sequences do not pack into a tight capacity, all go over all ranks.
     - "ring", "gather": every sequence over all ranks. "hybrid": the layout of Megatron-LM's scheduler; its groups run
       one after another there, so the capacity holds for each of them, not for the plan.
-    - "auto": the cheapest of chunks, on up to 64 ranks zones, and for few sequences ring and gather, by
-      `cost.step_cost`.
+    - "auto": the cheapest of chunks, zones, and for few sequences ring and gather, by `cost.step_cost`. It takes longer
+      to plan than all of them; in training a data loader's worker does it, ahead of the step.
 
     Linear layers get the same number of tokens on every rank with every method, up to one. With fewer tokens than ranks
     some ranks are empty. On one rank everything is local whatever the method.
@@ -107,12 +106,10 @@ class _Planner:
         self.quotas = token_quotas(sum(lengths), cluster.world_size)
 
     def auto(self) -> SequencePlan:
-        methods = ["chunks", "zones"] if self.cluster.world_size <= _MOST_ZONES_RANKS else ["chunks"]
+        methods = ["chunks", "zones"]
         if 2 * len(self.lengths) * self.cluster.world_size <= _MOST_RING_SHARDS:
             methods += ["gather", "ring"]
         plans = [self.plan(method) for method in methods]
-        if len(plans) == 1:
-            return plans[0]
         return min(plans, key=lambda plan: step_cost(plan, self.cluster, self.shape, routed=self.routed).total)
 
     def plan(self, method: str) -> SequencePlan:
@@ -128,7 +125,7 @@ class _Planner:
             attention, capacity = hybrid_layout(self.lengths, ranks, most, self.scheduler), None
         else:
             attention = even_layout(self.lengths, ranks)
-        layout = tuple(sorted(attention, key=lambda shard: (shard.rank, shard.sequence, shard.start)))
+        layout = tuple(sorted(attention, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
         linear = layout
         if method in ("zones", "hybrid"):
             linear = tuple(level_tokens(layout, self.quotas, self.cluster))

@@ -32,6 +32,7 @@ _HOP_SECONDS = 20e-6  # until a message starts to move; a transfer that takes no
 _SLICES = (1, 2, 4, 8)
 _MOST_MESSAGES = 8  # of a NIC; more of them are spread well enough, and cost more to plan than is to gain
 Routing = str | int  # "auto", "off", or a number of proxies
+_Nearest = list[tuple[int, int]]  # NICs of a node, each with a rank that is next to it
 
 
 class Part(NamedTuple):
@@ -189,30 +190,36 @@ def _least_seconds(rows: Mapping[Flow, int], row_bytes: int, cluster: Cluster) -
 
 def _planned(rows: Sequence[tuple[Flow, int]], row_bytes: int, cluster: Cluster, number: int) -> Route:
     """Each message in `number` parts, each part over the NICs that are least busy."""
-    outgoing: dict[int, float] = defaultdict(float)  # NIC -> bytes
-    incoming: dict[int, float] = defaultdict(float)
-    inside: dict[int, float] = defaultdict(float)  # rank -> bytes it sends to or receives from its own node
+    near = _nearest(cluster)
+    outgoing, incoming = ([0] * cluster.nodes * cluster.nics_per_node for _ in range(2))  # NIC -> rows
+    inside = [0] * cluster.world_size  # rank -> rows it sends to or receives from its own node
     parts: list[Part] = []
-    for (source, target), count in rows:
-        senders = _least_busy(source, number, outgoing, cluster)
-        receivers = _least_busy(target, number, incoming, cluster)
-        for index, (sender, receiver) in enumerate(zip(senders, receivers, strict=True)):
-            start, stop = count * index // number, count * (index + 1) // number
+    for flow, count in rows:
+        source, target = flow
+        senders = _least_busy(near[source], number, outgoing)
+        receivers = _least_busy(near[target], number, incoming)
+        start = 0
+        for index in range(number):
+            (out, sender), (into, receiver) = senders[index], receivers[index]
+            stop = count * (index + 1) // number
             if start == stop:
                 continue
-            size = (stop - start) * row_bytes
-            outgoing[cluster.nic(sender)] += size
-            incoming[cluster.nic(receiver)] += size
-            for one, other in ((source, sender), (receiver, target)):
-                if one != other:
-                    inside[one] += size
-                    inside[other] += size
+            outgoing[out] += stop - start
+            incoming[into] += stop - start
+            path = [source]
+            if sender != source:
+                inside[source] += stop - start
+                inside[sender] += stop - start
+                path.append(sender)
+            if receiver != target:
+                inside[target] += stop - start
+                inside[receiver] += stop - start
+                path.append(receiver)
             if number > 1:
-                parts.append(
-                    Part((source, target), start, stop, tuple(dict.fromkeys((source, sender, receiver, target))))
-                )
-    network = max((*outgoing.values(), *incoming.values()), default=0.0) / cluster.nic_bandwidth
-    dispatch = max(inside.values(), default=0.0) / cluster.intra_node_bandwidth
+                parts.append(Part(flow, start, stop, (*path, target)))
+            start = stop
+    network = max(max(outgoing), max(incoming)) * row_bytes / cluster.nic_bandwidth
+    dispatch = max(inside) * row_bytes / cluster.intra_node_bandwidth
     longest = max(network, dispatch)
 
     def seconds(slices: int) -> float:
@@ -224,22 +231,22 @@ def _planned(rows: Sequence[tuple[Flow, int]], row_bytes: int, cluster: Cluster,
     return Route(tuple(parts), slices, number, seconds(slices))
 
 
-def _least_busy(rank: int, number: int, load: Mapping[int, float], cluster: Cluster) -> list[int]:
-    """`rank` and other ranks of its node, each with another NIC."""
+def _least_busy(near: _Nearest, number: int, load: Sequence[int]) -> _Nearest:
+    """The first of them, and those others whose NICs are least busy."""
     if number == 1:
-        return [rank]
-    _, *near = _neighbours(rank, cluster)
-    chosen = sorted(range(len(near)), key=lambda place: (load.get(near[place][0], 0.0), place))[: number - 1]
-    return [rank, *(near[place][1] for place in chosen)]
+        return near[:1]
+    return [near[0], *sorted(near[1:], key=lambda place: load[place[0]])[: number - 1]]
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _neighbours(rank: int, cluster: Cluster) -> list[tuple[int, int]]:
-    """NICs of the rank's node and a rank that is next to each, its own first."""
-    size = cluster.ranks_per_node
-    first = cluster.node(rank) * size
-    by_nic: dict[int, int] = {}
-    for step in range(size):
-        other = first + (rank - first + step) % size
-        by_nic.setdefault(cluster.nic(other), other)
-    return list(by_nic.items())
+@functools.lru_cache(maxsize=8)
+def _nearest(cluster: Cluster) -> list[_Nearest]:
+    """For each rank the NICs of its node and a rank that is next to each, its own first."""
+    size, nic, found = cluster.ranks_per_node, [cluster.nic(rank) for rank in range(cluster.world_size)], []
+    for rank in range(cluster.world_size):
+        by_nic: dict[int, int] = {}
+        first = rank - rank % size
+        for step in range(size):
+            other = first + (rank - first + step) % size
+            by_nic.setdefault(nic[other], other)
+        found.append(list(by_nic.items()))
+    return found

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan
+from balancing.sequences.layout import SequencePlan, columns
 
 __all__ = ["Traffic", "kv_traffic", "layout_traffic", "link_seconds", "remap_traffic"]
 
@@ -43,20 +43,20 @@ def kv_traffic(plan: SequencePlan) -> Traffic:
     On a ring each rank hands on to the next all but what the next one holds itself. Gathered, each rank receives, of
     every token that its last query sees and it does not hold, the keys and values from the rank that holds them.
     """
-    return layout_traffic(np.array(plan.attention, dtype=np.int64), plan.lengths, plan.exchange)
+    return layout_traffic(columns(plan.attention), plan.lengths, plan.exchange)
 
 
 def layout_traffic(
-    columns: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], *, in_step: bool = False
+    shards: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], *, in_step: bool = False
 ) -> Traffic:
     """As `kv_traffic`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)].
 
     in_step: for time instead of bytes. All ranks of a ring go from round to round together, so that every round takes
     as long as the largest share under way; each share counts as much as the largest.
     """
-    how = np.array(exchange)[columns[:, 0]]
-    on_rings = _on_rings(columns[how == "ring"], lengths, in_step)
-    gathered = _gathered(columns[how == "gather"], len(lengths))
+    how = np.array(exchange)[shards[:, 0]]
+    on_rings = _on_rings(shards[how == "ring"], lengths, in_step)
+    gathered = _gathered(shards[how == "gather"], len(lengths))
     return Traffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered, strict=True)))
 
 
@@ -65,7 +65,7 @@ def remap_traffic(plan: SequencePlan) -> Traffic:
     offset = np.cumsum([0, *plan.lengths])
     owners, cuts = [], []
     for layout in (plan.linear, plan.attention):
-        sequence, start, _, rank = np.array(sorted(layout), dtype=np.int64).T
+        sequence, start, _, rank = columns(sorted(layout)).T
         cuts.append(offset[sequence] + start)
         owners.append(rank)
     begin = np.union1d(*cuts)
@@ -109,8 +109,8 @@ class _Members(NamedTuple):
     sees: np.ndarray  # keys that its last query sees
 
 
-def _members(columns: np.ndarray) -> _Members:
-    sequence, start, stop, rank = columns.T
+def _members(shards: np.ndarray) -> _Members:
+    sequence, start, stop, rank = shards.T
     ranks = int(rank.max(initial=0)) + 1
     member, first, which = np.unique(sequence * ranks + rank, return_index=True, return_inverse=True)
     tokens, sees = np.zeros(len(member), dtype=np.int64), np.zeros(len(member), dtype=np.int64)
@@ -120,10 +120,10 @@ def _members(columns: np.ndarray) -> _Members:
     return _Members(member[order] // ranks, member[order] % ranks, tokens[order], sees[order])
 
 
-def _on_rings(columns: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traffic:
+def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traffic:
     """What each member of a ring hands to the next."""
-    members = _members(columns)
-    if not len(columns):
+    members = _members(shards)
+    if not len(shards):
         return Traffic(members.rank, members.rank, members.tokens)
     begins = np.flatnonzero(np.append(True, np.diff(members.sequence) != 0))
     following = np.arange(1, len(members.rank) + 1)
@@ -135,13 +135,13 @@ def _on_rings(columns: np.ndarray, lengths: Sequence[int], in_step: bool) -> Tra
     return _off_diagonal(members.rank, members.rank[following], handed)
 
 
-def _gathered(columns: np.ndarray, sequences: int) -> Traffic:
+def _gathered(shards: np.ndarray, sequences: int) -> Traffic:
     """What each rank needs of each shard: all pairs of a shard and a member of its sequence."""
-    members = _members(columns)
+    members = _members(shards)
     number = np.bincount(members.sequence, minlength=sequences)
-    sequence, start, stop, holder = columns.T
+    sequence, start, stop, holder = shards.T
     pairs = number[sequence]
-    shard = np.repeat(np.arange(len(columns)), pairs)
+    shard = np.repeat(np.arange(len(shards)), pairs)
     within = np.arange(len(shard)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
     member = (np.cumsum(number) - number)[sequence[shard]] + within
     tokens = np.clip(np.minimum(stop[shard], members.sees[member]) - start[shard], 0, None)

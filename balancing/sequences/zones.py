@@ -16,8 +16,9 @@ The layout is level in area only; for linear layers tokens are remapped (`leveli
 """
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, nsmallest
+from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from math import ceil, inf
+from typing import NamedTuple
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_tokens
@@ -36,121 +37,160 @@ class _Buckets:
 
     def __init__(self, room: list[int], area: list[float]) -> None:
         self.room, self.area = room[:], area[:]  # tokens that still fit, query-key pairs
-        self.queue = [(held, at) for at, held in enumerate(area)]
-        heapify(self.queue)
+        self._queue = [(held, at) for at, held in enumerate(area)]  # least area first; entries grow stale
+        heapify(self._queue)
+        # Those too full for the sequences at hand are out of the queue until shorter ones come; most room first.
+        self._full: list[tuple[int, int]] = []
 
-    def place(self, length: int, pieces: int) -> list[int] | None:
-        """Buckets of least area for so many equal pieces, more pieces where rooms are small; None if none fit."""
+    def place(self, length: int, area: float, pieces: int) -> list[int] | None:
+        """Put equal pieces of a sequence into the buckets of least area, as many as `pieces`, or more where rooms are
+        small; the buckets, or None if they do not fit. Sequences come longest first."""
         if pieces == 1 and (one := self._emptiest(length)) is not None:
+            self.room[one] -= length
+            self.area[one] += area
+            heapreplace(self._queue, (self.area[one], one))
             return [one]
-        for number in range(max(2, pieces), len(self.room) + 1):
-            fitting = [at for at, room in enumerate(self.room) if room >= ceil(length / number)]
-            if len(fitting) >= number:
-                return sorted(nsmallest(number, fitting, key=lambda at: (self.area[at], at)))
-        return None
-
-    def put(self, held: list[int], length: int, area: float) -> None:
-        """Put a sequence's equal pieces into these buckets."""
+        rooms = sorted(self.room, reverse=True)
+        numbers = range(max(2, pieces), len(rooms) + 1)
+        number = next((number for number in numbers if rooms[number - 1] * number >= length), None)
+        if number is None:
+            return None
+        fitting = [at for at, room in enumerate(self.room) if room * number >= length]
+        held = sorted(nsmallest(number, fitting, key=lambda at: (self.area[at], at)))
+        tokens, part = ceil(length / number), area / number
         for at in held:
-            self.room[at] -= ceil(length / len(held))
-            self.area[at] += area / len(held)
-            heappush(self.queue, (self.area[at], at))
+            self.room[at] -= tokens
+            self.area[at] += part
+            heappush(self._queue, (self.area[at], at))
+        return held
 
     def _emptiest(self, tokens: int) -> int | None:
-        full, found = [], None
-        while self.queue and found is None:
-            area, at = heappop(self.queue)
+        """The bucket of least area among those with so much room: the first of the queue."""
+        queue, full = self._queue, self._full
+        while full and full[0][0] <= -tokens:
+            _, at = heappop(full)
+            heappush(queue, (self.area[at], at))
+        while queue:
+            area, at = queue[0]
             if area == self.area[at]:  # else an entry from before the bucket got more
-                full.append((area, at))
-                found = at if self.room[at] >= tokens else None
-        for entry in full:
-            heappush(self.queue, entry)
-        return found
+                if self.room[at] >= tokens:
+                    return at
+                heappush(full, (-self.room[at], at))
+            heappop(queue)
+        return None
+
+
+class _Sequence(NamedTuple):
+    number: int
+    length: int
+    area: float
+
+
+_Split = list[tuple[_Sequence, list[int]]]  # sequences, longest first, and the buckets or ranks of each
 
 
 def zone_layout(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int) -> list[Shard] | None:
     """The layout for attention; None where no rank may hold more than `capacity` tokens and
     sequences do not pack so tightly. Cut evenly over all ranks they always do."""
-    best, best_fullest = None, inf
+    order = sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence))
+    batch = [_Sequence(number, lengths[number], lengths[number] * (lengths[number] + 1) / 2) for number in order]
+    level = _LEVEL * sum(sequence.area for sequence in batch) / cluster.world_size
+    best, uneven = None, []
     for grain in _GRAINS:
-        rings, area = _zones(lengths, cluster, shape, capacity, grain)
-        fullest = max(area) * len(area) / sum(area) if rings else inf
-        if fullest < best_fullest:
-            best, best_fullest = rings, fullest
-        if best_fullest <= _LEVEL:
+        best, fullest = _zones(batch, cluster, shape, capacity, grain, level)
+        if best is not None:
             break
+        if fullest < inf:
+            uneven.append(grain)
+    else:
+        least = inf
+        for grain in uneven:
+            rings, fullest = _zones(batch, cluster, shape, capacity, grain, least)
+            if rings is not None and fullest < least:
+                best, least = rings, fullest
     if best is None:
         return None
     rooms, shards = [capacity] * cluster.world_size, []
-    for sequence, members in best.items():
-        shards += _ring(sequence, lengths[sequence], members, rooms)
+    for sequence, members in best:
+        shards += _ring(sequence, members, rooms)
     return shards if min(rooms) >= 0 else None
 
 
 def _zones(
-    lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int, grain: float
-) -> tuple[dict[int, list[int]] | None, list[float]]:
-    """The ranks that share each sequence, and the area of each rank."""
+    batch: Sequence[_Sequence], cluster: Cluster, shape: AttentionShape, capacity: int, grain: float, most: float
+) -> tuple[_Split | None, float]:
+    """The ranks that share each sequence, and the area of the fullest rank. Where a rank has an area of more than
+    `most`, None and that area; where sequences do not fit, None and infinity."""
     ranks = cluster.ranks_per_node
     hidden_far = hidden_tokens(cluster, shape, cluster.nic_bandwidth) * ranks  # tokens of a node's ranks
     hidden_near = hidden_tokens(cluster, shape, cluster.intra_node_bandwidth)
     nodes = _Buckets([ranks * capacity] * cluster.nodes, [0.0] * cluster.nodes)
-    by_node = _partition(range(len(lengths)), lengths, nodes, ranks * capacity, hidden_far, grain)
+    by_node = _partition(batch, nodes, ranks * capacity, hidden_far, grain)
     if by_node is None:
-        return None, []
+        return None, inf
     rooms, areas = [capacity] * cluster.world_size, [0.0] * cluster.world_size
-    rings: dict[int, list[int]] = {}
-    inside: list[list[int]] = [[] for _ in range(cluster.nodes)]
-    for sequence, held in by_node.items():
+    rings: _Split = []
+    inside: list[list[_Sequence]] = [[] for _ in range(cluster.nodes)]
+    for sequence, held in by_node:
         if len(held) == 1:
             inside[held[0]].append(sequence)
             continue
-        rings[sequence] = [node * ranks + local for node in held for local in range(ranks)]
-        for rank in rings[sequence]:
-            rooms[rank] -= ceil(lengths[sequence] / len(rings[sequence]))
-            areas[rank] += lengths[sequence] * (lengths[sequence] + 1) / 2 / len(rings[sequence])
-    for node, own in enumerate(inside):
+        members = [node * ranks + local for node in held for local in range(ranks)]
+        rings.append((sequence, members))
+        tokens, part = ceil(sequence.length / len(members)), sequence.area / len(members)
+        for rank in members:
+            rooms[rank] -= tokens
+            areas[rank] += part
+    fullest = 0.0
+    # Where it does not work out, that mostly shows on the nodes with least room.
+    for node in sorted(range(cluster.nodes), key=nodes.room.__getitem__):
         first = node * ranks
         buckets = _Buckets(rooms[first : first + ranks], areas[first : first + ranks])
-        split = _partition(own, lengths, buckets, capacity, hidden_near, grain)
+        split = _partition(inside[node], buckets, capacity, hidden_near, grain)
         if split is None:
-            return None, []
-        rings.update((sequence, [first + at for at in held]) for sequence, held in split.items())
-        areas[first : first + ranks] = buckets.area
-    return rings, areas
+            return None, inf
+        fullest = max(fullest, *buckets.area)
+        if fullest > most:
+            return None, fullest
+        rings += [(sequence, [first + at for at in held]) for sequence, held in split]
+    return rings, fullest
 
 
 def _partition(
-    sequences: Sequence[int], lengths: Sequence[int], buckets: _Buckets, capacity: int, hidden: float, grain: float
-) -> dict[int, list[int]] | None:
+    sequences: Sequence[_Sequence], buckets: _Buckets, capacity: int, hidden: float, grain: float
+) -> _Split | None:
     """The buckets of each sequence, which has an equal piece in each, so that areas are level; None if they do not fit.
 
-    buckets: with what they hold already; capacity: tokens that one holds at most. hidden: tokens that a piece must have
-    for its transfers to hide. grain: pieces are at most a bucket's share of the area over this.
+    sequences: longest first. buckets: with what they hold already; capacity: tokens that one holds at most. hidden:
+    tokens that a piece must have for its transfers to hide. grain: pieces are at most a bucket's share of the area over
+    this.
     """
-    order = sorted(sequences, key=lambda sequence: (-lengths[sequence], sequence))
-    area = [lengths[sequence] * (lengths[sequence] + 1) / 2 for sequence in order]
     number = len(buckets.room)
-    share = (sum(buckets.area) + sum(area)) / number
-    split: dict[int, list[int]] = {}
-    for sequence, own in zip(order, area, strict=True):
-        length = lengths[sequence]
-        least = max(ceil(grain * own / share), ceil(length / capacity))
-        free = min(ceil(2 * own / share), int(length / hidden) if hidden else number)
-        held = buckets.place(length, min(max(least, free), number))
+    share = (sum(buckets.area) + sum(area for _, _, area in sequences)) / number
+    split: _Split = []
+    pieces = number
+    for sequence in sequences:
+        _, length, area = sequence
+        if pieces > 1:  # else they are 1 for all that are shorter
+            least = max(ceil(grain * area / share), ceil(length / capacity))
+            free = min(ceil(2 * area / share), int(length / hidden) if hidden else number)
+            pieces = min(max(least, free), number)
+        held = buckets.place(length, area, pieces)
         if held is None:
             return None
-        buckets.put(held, length, own)
-        split[sequence] = held
+        split.append((sequence, held))
     return split
 
 
-def _ring(sequence: int, length: int, members: list[int], rooms: list[int]) -> list[Shard]:
+def _ring(sequence: _Sequence, members: list[int], rooms: list[int]) -> list[Shard]:
     """Cut a sequence over ranks; what does not divide goes where most room is. Alters rooms."""
-    base, more = divmod(length, len(members))
+    if len(members) == 1:
+        rooms[members[0]] -= sequence.length
+        return [Shard(sequence.number, 0, sequence.length, members[0])]
+    base, more = divmod(sequence.length, len(members))
     counts = [base] * len(members)
     for at in sorted(range(len(members)), key=lambda at: (-rooms[members[at]], at))[:more] if more else ():
         counts[at] += 1
     for rank, count in zip(members, counts, strict=True):
         rooms[rank] -= count
-    return zigzag(sequence, members, counts)
+    return zigzag(sequence.number, members, counts)
