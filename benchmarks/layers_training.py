@@ -10,9 +10,10 @@ A GPT of 12 layers trains on real text (the source of Python's standard library)
 The same steps run with Megatron's six layers a stage and with `--balance-layers`, in turns, each run a new pair of
 processes. Real compute, real transfers and real moves; nothing is emulated. Steps are compared before the model
 changes, between change and move, and after the move. The bound is what the best cut between whole layers gains in
-simulated 1F1B with the CPU seconds measured in the run that never moves. On a machine that others use, a stage that has
-to share its core hurts balanced stages most, for neither waits; so the quickest step is told beside the median. Losses of both runs must agree; clipping is off, for
-its norm is summed stage by stage. Exit code 1 if they do not, or nothing moved.
+simulated 1F1B with the CPU seconds measured in the run that never moves. On a machine that others use, whoever takes a
+core hurts balanced stages most, for neither of them waits; so the quickest step stands beside the median. Losses of
+both runs must agree; clipping is off, for its norm is summed stage by stage. Exit code 1 if they do not, or if layers
+did not move.
 """
 
 import argparse
@@ -153,8 +154,8 @@ def main() -> int:
     after = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {after:.1f} at the end; seconds of a step, medians\n")
     print(
-        f"{'':>10} {'':>9} {'before':>7} {'changed':>8} {'moved':>7} {'speedup':>8} {'quickest':>9} {'speedup':>8} {'bound':>6} "
-        f"{'move, s':>8} {'losses apart':>13} {'steps':>6}"
+        f"{'':>10} {'':>9} {'before':>7} {'changed':>8} {'moved':>7} {'speedup':>8} {'quickest':>9} {'speedup':>8} "
+        f"{'bound':>6} {'move, s':>8} {'losses apart':>13} {'steps':>6}"
     )
     for row in rows:
         before, changed, moved = (row[f"{when}_ms"] / 1e3 for when in ("before", "changed", "moved"))
