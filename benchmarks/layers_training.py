@@ -41,6 +41,7 @@ MODEL = (
     f"--device cpu --num-layers {_LAYERS} --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 "
     "--seq-length 192 --max-position-embeddings 192 --position-embedding-type rope --normalization RMSNorm "
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--train-iters 1000 "  # of which the first are run, so that the gate has something to gain
     f"--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size {_MICRO_BATCHES} --lr 1e-3 "
     "--clip-grad 0 --eval-interval 100000 --eval-iters 0 --log-interval 1 --tensorboard-log-interval 1 "
     "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 "
@@ -95,7 +96,7 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
     losses: dict[str, list[list[float]]] = {kind: [] for kind in found}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = [*MODEL, *prepare_corpus(folder), *CASES[case].split(), "--train-iters", str(_MOVED + steps)]
+        model = [*MODEL, *prepare_corpus(folder), *CASES[case].split(), "--exit-interval", str(_MOVED + steps)]
         for number in range(rounds):
             for kind, phase in found.items():
                 own = folder / f"{kind} {number}"
@@ -112,7 +113,7 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
     each = [each for of_kind in losses.values() for each in of_kind]
     apart = max(abs(a / b - 1) for one in each for a, b in zip(one, each[0], strict=True))
     wrong = [] if apart <= 1e-6 else [f"{case}: losses differ by {apart:.1e}"]
-    wrong += [f"{case}: layers moved {len(m)} times, not once" for m in moves if len(m) != 1]
+    wrong += [f"{case}: layers did not move" for own in moves if not own]
     median = {kind: {when: statistics.median(t) for when, t in times.items()} for kind, times in found.items()}
     rows = []
     for kind, of in median.items():
