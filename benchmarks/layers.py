@@ -362,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     kind = "recorded" if options.trace else "modelled"
     print(f"{os.cpu_count()} cores, load {load:.1f} before the start; {kind} costs, simulated steps\n")
-    _show(rows, Console(width=max(150, Console().width)))
+    _show(rows, Console(width=max(165, Console().width)))
     return 0 if all(row.met for row in rows) else 1
 
 
