@@ -33,6 +33,13 @@ __all__ = ["FLAGS", "record", "replay"]
 
 LAYERS, ITERATIONS, _WARM_UP, _WINDOW = 32, 80, 2, 15
 _TIMEOUT = 600.0  # seconds of a run
+# Freed memory is kept. Given back, each backward pass would fetch it anew, and its first layers seem to cost more.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+}
 MODEL = (
     f"--device cpu --num-layers {LAYERS} --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 "
     "--seq-length 512 --max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm "
@@ -64,7 +71,7 @@ def record(scheme: str, folder: Path) -> dict[str, np.ndarray]:
     report = folder / "report"
     command = [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, *prepare_corpus(folder)]
     command += [*FLAGS[scheme].split(), "--train-iters", str(ITERATIONS), "--balance-report", str(report)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = os.environ | _ENVIRONMENT
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
     if done.returncode:
         raise SystemExit(f"training failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
