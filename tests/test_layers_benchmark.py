@@ -55,11 +55,13 @@ def _recording(path, scheme, seconds):
 
 def test_a_recording_is_stretched_over_run_and_depth(tmp_path):
     # Every second of four layers costs a tenth; at half time the first two lose their backward pass.
-    seconds = np.ones((4, 6, 2)) * np.array([1, 0.1, 1, 0.1, 0, 0.5])[:, None]
-    seconds[2:, :2, 1] = 0
-    given = replay(_recording(tmp_path / "depths.npz", "mixture of depths", seconds), 8, 40)
-    assert len(given.costs) == 40 and given.costs[0].layers == 8
-    before, after = given.costs[19], given.costs[20]
+    seconds = np.ones((40, 6, 2)) * np.array([1, 0.1, 1, 0.1, 0, 0.5])[:, None]
+    seconds[20:, :2, 1] = 0
+    seconds[5] *= 9  # disturbed
+    given = replay(_recording(tmp_path / "depths.npz", "mixture of depths", seconds), 8, 80)
+    assert len(given.costs) == 80 and given.costs[0].layers == 8
+    assert given.costs[10].total == pytest.approx(given.costs[0].total)
+    before, after = given.costs[39], given.costs[40]
     assert before.forward / before.forward[0] == pytest.approx([1, 0.1] * 4)
     assert before.head == pytest.approx((0.5 * before.forward[0],) * 2)
     assert (after.backward[:4] == 0).all() and after.backward[4:] == pytest.approx(before.backward[4:])
