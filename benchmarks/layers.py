@@ -1,6 +1,7 @@
 """What planning stages anew gains while six kinds of dynamic models train, and what it costs.
 
     python -m benchmarks.layers [--quick] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.layers --trace benchmarks/traces/*.npz
 
 - Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches. What layers cost is
   modelled (`benchmarks.layers_traces` says from what); every step is simulated with Megatron's own 1F1B schedule, and
@@ -15,6 +16,9 @@
 - Reach: costs under which the best plan is as far ahead of the uniform one as DynMo's "up to" figure.
 - Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.
 - Time: of one plan, processor time of one thread, the quickest of several.
+
+With --trace, only the first of these, over costs that `benchmarks.layers_record` took from real training of a small
+model, interpolated over the run and over depth.
 
 Nothing is trained here. `benchmarks.layers_emulated` runs such pipelines by the clock. Takes some minutes on one core,
 with --quick less than one. Exit code 1 if a row misses its target.
@@ -48,9 +52,10 @@ from balancing.layers import (
     simulate_schedule,
 )
 from balancing.layers.plan import METHODS, Method
+from benchmarks.layers_record import replay
 from benchmarks.layers_traces import TRACES, Trace, trace
 
-__all__ = ["Row", "reach", "repack", "times", "training"]
+__all__ = ["Row", "reach", "recorded", "repack", "times", "training"]
 
 _STAGES, _MICRO_BATCHES = 8, 32
 _BANDWIDTH, _REBUILD = 50e9, 0.25
@@ -145,6 +150,13 @@ def training(layers: Sequence[int], iterations: int, progress: Progress) -> Iter
     """Every case at every number of layers."""
     for name, count in progress.track([(n, c) for n in TRACES for c in layers], description="training"):
         yield from _train(_Run(trace(name, count, iterations)), f"{name}, {count} layers", TRACES[name][1])
+
+
+def recorded(traces: Sequence[Trace], progress: Progress) -> Iterator[Row]:
+    """Every recorded run."""
+    for given in progress.track(traces, description="training"):
+        run = _Run(given)
+        yield from _train(run, f"{given.name}, recorded, {run.layers} layers", TRACES[given.name][1])
 
 
 def _train(run: _Run, case: str, paper: float) -> Iterator[Row]:
@@ -302,6 +314,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _show(rows: Sequence[Row], console: Console) -> None:
     for section, heads in _HEADS.items():
+        if not any(row.section == section for row in rows):
+            continue
         table = Table(title=section, title_justify="left", box=None, pad_edge=False)
         for head in heads:
             table.add_column(head, justify="left" if head in ("case", "method", "target") else "right", no_wrap=True)
@@ -319,15 +333,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="shorter runs, one number of layers; under a minute")
     parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
+    parser.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="replay these recordings, nothing else")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     parser.add_argument("--figure", metavar="FILE", help="draw the speedups there; the ending says the format")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     iterations = 80 if options.quick else 400
+    sizes = options.layers or ([32] if options.quick else [32, 48])
+    try:
+        traces = [replay(path, count, iterations) for path in options.trace or () for count in sizes]
+    except (OSError, ValueError) as error:
+        print(f"layers: --trace: {error}", file=sys.stderr)
+        return 2
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        sizes = options.layers or ([32] if options.quick else [32, 48])
-        rows = list(training(sizes, iterations, progress))
-    rows += [*reach(), *repack(iterations), *times(5 if options.quick else 20)]
+        rows = list(recorded(traces, progress) if traces else training(sizes, iterations, progress))
+    if not traces:
+        rows += [*reach(), *repack(iterations), *times(5 if options.quick else 20)]
     try:
         if options.json:
             table = [asdict(row) for row in rows]
@@ -339,8 +360,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"layers: {error}", file=sys.stderr)
         return 2
-    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; modelled costs, simulated steps\n")
-    _show(rows, Console(width=max(150, Console().width)))
+    kind = "recorded" if options.trace else "modelled"
+    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; {kind} costs, simulated steps\n")
+    _show(rows, Console(width=max(165, Console().width)))
     return 0 if all(row.met for row in rows) else 1
 
 

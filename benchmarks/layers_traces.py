@@ -27,9 +27,10 @@ import numpy as np
 
 from balancing.layers import LayerCost
 
-__all__ = ["TRACES", "Trace", "trace"]
+__all__ = ["EXPERT_SHARE", "TRACES", "Trace", "trace"]
 
 _FLOPS, _WORDS = 400e12, 32000
+EXPERT_SHARE = 0.6  # of a layer with experts
 _STATE_BYTES = 14  # a parameter: bf16 weight, fp32 main copy and two moments
 
 
@@ -84,7 +85,7 @@ def _experts(model: _Model, iterations: int, draw: np.random.Generator) -> list[
     for _ in range(iterations):
         drift = 0.98 * drift + 0.05 * draw.standard_normal(model.layers)
         ratio = np.maximum(1 + (fullest - 1) * np.exp(drift + 0.1 * draw.standard_normal(model.layers)), 1)
-        costs.append(model.cost(0.4 + 0.6 * ratio, ones))
+        costs.append(model.cost(1 - EXPERT_SHARE + EXPERT_SHARE * ratio, ones))
     return costs
 
 

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from balancing.layers import plan_stages
+from balancing.layers import LayerCost, plan_stages
 from benchmarks.layers import _MICRO_BATCHES, _STAGES, _Run, main
+from benchmarks.layers_record import replay
 from benchmarks.layers_traces import TRACES, trace
+from benchmarks.layers_training import bound
 
 LAYERS, ITERATIONS = 24, 60
 
@@ -43,6 +45,40 @@ def test_balanced_training_beats_a_fixed_plan_and_never_the_oracle():
     assert total < 0.9 * run.fixed(uniform).sum()
     for cost, own in zip(run.trace.costs, seconds, strict=True):
         assert own >= _MICRO_BATCHES * cost.stage_loads(plan_stages(cost.total, _STAGES, head=sum(cost.head))).max()
+
+
+def _recording(path, scheme, seconds):
+    """seconds: [iteration, layer, pass], the embedding and the head behind the layers."""
+    np.savez(path, scheme=scheme, command="", seconds=seconds, fullest=np.ones((len(seconds), seconds.shape[1] - 2)))
+    return path
+
+
+def test_a_recording_is_stretched_over_run_and_depth(tmp_path):
+    # Every second of four layers costs a tenth; at half time the first two lose their backward pass.
+    seconds = np.ones((40, 6, 2)) * np.array([1, 0.1, 1, 0.1, 0, 0.5])[:, None]
+    seconds[20:, :2, 1] = 0
+    seconds[5] *= 9  # disturbed
+    given = replay(_recording(tmp_path / "depths.npz", "mixture of depths", seconds), 8, 80)
+    assert len(given.costs) == 80 and given.costs[0].layers == 8
+    assert given.costs[10].total == pytest.approx(given.costs[0].total)
+    before, after = given.costs[39], given.costs[40]
+    assert before.forward / before.forward[0] == pytest.approx([1, 0.1] * 4)
+    assert before.head == pytest.approx((0.5 * before.forward[0],) * 2)
+    assert (after.backward[:4] == 0).all() and after.backward[4:] == pytest.approx(before.backward[4:])
+    dense = trace("layer freezing", 8, 1).costs[0].total.mean()
+    assert before.total.mean() == pytest.approx(dense)
+
+
+def test_a_recording_of_nothing_known_is_said(tmp_path, capsys):
+    path = _recording(tmp_path / "other.npz", "knitting", np.ones((2, 6, 2)))
+    assert main(["--trace", str(path)]) == 2
+    assert f"layers: --trace: {path} is of scheme 'knitting'" in capsys.readouterr().err
+
+
+def test_the_bound_of_training_is_the_best_cut():
+    cost = LayerCost(np.ones(6), np.array([0.0, 0, 0, 2, 2, 2]))
+    speedup, first = bound(cost, 1000)
+    assert first == 4 and speedup == pytest.approx(9 / 6, rel=0.01)
 
 
 def test_unwritable_output_is_said(tmp_path, capsys, monkeypatch):

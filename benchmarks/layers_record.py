@@ -1,0 +1,159 @@
+"""Records what layers cost while a small dynamic model really trains, for `benchmarks.layers --trace` to replay.
+
+    python -m benchmarks.layers_record --scheme NAME --out FILE.npz
+
+A GPT of 32 layers trains on real text (the source of Python's standard library, a token a byte) in one process and one
+thread, with the scheme's own flags, its whole schedule pressed into the run. Costs are those of `--balance-report`: CPU
+seconds of the training thread, layer by layer, forward and backward, embedding and head included; input and weight
+gradients are not timed apart. They are stored as measured. A core that is shared makes them noisy, by a tenth for tens
+of iterations, so the replay takes medians over a fifth of the run, which keeps steps where they are.
+
+With mixture of experts, layers of one process cost the same whatever the routing; what makes them uneven is that ranks
+wait for the one with the fullest expert. So of that scheme the routing is recorded too: the tokens of the fullest
+expert over the mean, by layer and iteration. The replay has one expert a rank, and lets that ratio stretch the share of
+a layer that experts are taken to be, as the modelled trace does.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from balancing.layers import LayerCost
+from balancing.report import History, read_history
+from benchmarks.layers_traces import EXPERT_SHARE, TRACES, Trace, trace
+from benchmarks.pinned import REPOSITORY, prepare_corpus
+
+__all__ = ["FLAGS", "record", "replay"]
+
+LAYERS, ITERATIONS, _WARM_UP, _WINDOW = 32, 80, 2, 15
+_TIMEOUT = 600.0  # seconds of a run
+# Freed memory is kept. Given back, each backward pass would fetch it anew, and its first layers seem to cost more.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+}
+MODEL = (
+    f"--device cpu --num-layers {LAYERS} --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 "
+    "--seq-length 512 --max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --eval-interval 100000 --eval-iters 0 --num-workers 0 "
+    "--log-interval 10 --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 "
+    "--null-tokenizer-pad-id 257 --split 100,0,0"
+).split()
+FLAGS = {
+    "layer freezing": "--freeze-layers 24 --freeze-layers-start 10 --freeze-layers-interval 2",
+    # So early in training, layers behind the first hardly tell tokens apart: nearly all that are left exit together.
+    "early exit": "--early-exit-layers 1,16 --early-exit-threshold 0.4 --early-exit-start 20",
+    "mixture of depths": "--mixture-of-depths 0.125",
+    "sparse attention": "--sparse-attention hash --sparse-attention-block 32 --sparse-attention-keep 4",
+    "gradual pruning": "--prune-sparsity 0.9 --prune-start 24 --prune-end 56 --prune-interval 8 "
+    "--prune-sparse-density 0.1",
+    "mixture of experts": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+}
+_PERIOD = {"mixture of depths": 2}  # layers of a kind stand that far apart
+
+
+def record(scheme: str, folder: Path) -> dict[str, np.ndarray]:
+    """Train, and return what `replay` takes. Raises SystemExit where training fails.
+
+    seconds: float array [iteration, layer, pass], per micro-batch, the embedding and the head behind the layers.
+    fullest: [iteration, layer], tokens of the fullest expert over the mean; ones without experts.
+    """
+    report = folder / "report"
+    command = [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, *prepare_corpus(folder)]
+    command += [*FLAGS[scheme].split(), "--train-iters", str(ITERATIONS), "--balance-report", str(report)]
+    environment = os.environ | _ENVIRONMENT
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
+    if done.returncode:
+        raise SystemExit(f"training failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    history = read_history(report)
+    iterations = sorted(history.layers)[_WARM_UP:]
+    seconds = np.array([_seconds(history, iteration) for iteration in iterations])
+    fullest = np.array([_fullest(history, iteration) for iteration in iterations])
+    flags = " ".join([*MODEL, *FLAGS[scheme].split()])
+    return {
+        "scheme": np.array(scheme),
+        "command": np.array(f"python -m benchmarks.layers_record --scheme '{scheme}': pretrain_gpt.py {flags}"),
+        "seconds": seconds.astype(np.float16),  # to a tenth of a percent
+        "fullest": fullest.astype(np.float16),
+    }
+
+
+def _seconds(history: History, iteration: int) -> np.ndarray:
+    line = history.layers[iteration]
+    at = {name: number for number, name in enumerate(line["layers"])}
+    passes = np.stack([line["forward_s"], line["backward_s"] + line["recompute_s"]], axis=1)
+    return np.array([passes[at[name]] for name in (*range(LAYERS), "embedding", "head")])
+
+
+def _fullest(history: History, iteration: int) -> np.ndarray:
+    lines = history.experts.get(iteration, {})
+    tokens: Iterable[np.ndarray] = (lines[n]["tokens_per_expert"] if n in lines else np.ones(1) for n in range(LAYERS))
+    return np.array([each.max() / each.mean() for each in tokens])
+
+
+def _medians(values: np.ndarray) -> np.ndarray:
+    """Of `_WINDOW` iterations around each, fewer at the ends."""
+    half = _WINDOW // 2
+    whole = values.astype(float)
+    around = [whole[max(at - half, 0) : at + half + 1] for at in range(len(whole))]
+    return np.array([np.median(each, axis=0) for each in around])
+
+
+def replay(path: Path, layers: int, iterations: int) -> Trace:
+    """The recorded costs, for a run and a model of another length.
+
+    Each recorded iteration, and each recorded layer (among those of its kind), stands for as many as it has to. Costs
+    are scaled together so that the mean layer begins with the seconds of a dense one in the modelled trace, whose bytes
+    and messages it takes over: what is recorded is how layers compare. Raises OSError, or ValueError if FILE is none of
+    `record`'s.
+    """
+    try:
+        with np.load(path) as file:
+            name, seconds, fullest = str(file["scheme"]), _medians(file["seconds"]), _medians(file["fullest"])
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}; make it with python -m benchmarks.layers_record") from None
+    if name not in TRACES:
+        raise ValueError(f"{path} is of scheme {name!r}, not one of {', '.join(TRACES)}")
+    like = trace("layer freezing", layers, 1)
+    recorded, period = seconds.shape[1] - 2, _PERIOD.get(name, 1)
+    at = np.zeros(layers, dtype=int)
+    for kind in range(period):
+        targets, sources = np.arange(kind, layers, period), np.arange(kind, recorded, period)
+        at[targets] = sources[((np.arange(len(targets)) + 0.5) * len(sources) / len(targets)).astype(int)]
+    stretched = 1 + EXPERT_SHARE * (fullest - 1)
+    scale = like.costs[0].total.mean() / seconds[0, :recorded].sum(-1).mean()
+    costs = []
+    for now in (np.arange(iterations) * len(seconds) // iterations).tolist():
+        passes = scale * seconds[now]
+        own = passes[at] * stretched[now, at, None]
+        embedding, head = passes[recorded].tolist(), passes[recorded + 1].tolist()
+        costs.append(LayerCost(own[:, 0], own[:, 1], 0.0, (embedding[0], embedding[1]), (head[0], head[1])))
+    return Trace(name, costs, like.parameters, like.end_parameters, like.layer_bytes, like.message_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheme", choices=[*FLAGS], required=True)
+    parser.add_argument("--out", type=Path, metavar="FILE.npz", required=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        found = record(options.scheme, Path(name))
+    np.savez_compressed(options.out, **found)  # type: ignore[arg-type]
+    seconds = found["seconds"][:, :LAYERS].sum(-1) * 1e3
+    ratio = seconds.max(1) / seconds.mean(1)
+    print(f"{len(seconds)} iterations; milliseconds of a layer, mean: {seconds[0].mean():.1f} at first, "
+          f"{seconds[-1].mean():.1f} at last; slowest over mean: {ratio[0]:.2f} and {ratio[-1]:.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Does moving layers make real training faster? Two pipeline stages, each a process pinned to a core of its own.
+
+    python -m benchmarks.layers_training [--quick] [--cases NAME ...] [--json FILE]
+
+A GPT of 12 layers trains on real text (the source of Python's standard library), and after some steps becomes uneven:
+
+- freezing: the first six layers are frozen, all of the first stage.
+- early exit: about a third of the tokens leave behind the first layer, and nearly all that are left behind the sixth.
+
+The same steps run with Megatron's six layers a stage and with `--balance-layers`, in turns, each run a new pair of
+processes. Real compute, real transfers and real moves; nothing is emulated. Steps are compared before the model
+changes, between change and move, and after the move. The bound is what the best cut between whole layers gains in
+simulated 1F1B with the CPU seconds measured in the run that never moves. On a machine that others use, whoever takes a
+core hurts balanced stages most, for neither of them waits; so the quickest step stands beside the median. Losses of
+both runs must agree; clipping is off, for its norm is summed stage by stage. Exit code 1 if they do not, or if layers
+did not move.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+from balancing.layers import LayerCost, StagePlan
+from balancing.report import read_history
+from benchmarks.pinned import prepare_corpus, step_milliseconds
+
+__all__ = ["bound", "measure"]
+
+_LAYERS, _MICRO_BATCHES = 12, 8
+_CHANGE, _INTERVAL = 4, 4  # steps before the model changes, and between decisions about layers
+_MOVED = _CHANGE + _INTERVAL  # steps when layers have moved
+MODEL = (
+    f"--device cpu --num-layers {_LAYERS} --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 "
+    "--seq-length 192 --max-position-embeddings 192 --position-embedding-type rope --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--train-iters 1000 "  # of which the first are run, so that the gate has something to gain
+    f"--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size {_MICRO_BATCHES} --lr 1e-3 "
+    "--clip-grad 0 --eval-interval 100000 --eval-iters 0 --log-interval 1 --tensorboard-log-interval 1 "
+    "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 "
+    "--null-tokenizer-pad-id 257 --split 100,0,0"
+).split()
+CASES = {
+    "freezing": f"--freeze-layers 6 --freeze-layers-start {_CHANGE}",
+    "early exit": f"--early-exit-layers 1,6 --early-exit-threshold 0.2 --early-exit-start {_CHANGE}",
+}
+_BALANCE = f"--balance-layers --layer-balance-interval {_INTERVAL}".split()
+
+
+def _losses(folder: Path) -> list[float]:
+    """Of every step, as exact as they were computed: the log has seven digits."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [each.value for each in events.Scalars("lm loss")]
+
+
+def _costs(report: Path) -> LayerCost:
+    """Medians over the iterations of a run after its model has changed."""
+    lines = [line for at, line in read_history(report).layers.items() if at > _CHANGE + 1]
+    forward, backward = (np.median([line[name] for line in lines], axis=0) for name in ("forward_s", "backward_s"))
+    at = {name: number for number, name in enumerate(lines[0]["layers"])}
+    layers = [at[number] for number in range(_LAYERS)]
+    ends = [(float(forward[at[end]]), float(backward[at[end]])) for end in ("embedding", "head")]
+    return LayerCost(forward[layers], backward[layers], 0.0, *ends)
+
+
+def bound(cost: LayerCost, micro_batches: int) -> tuple[float, int]:
+    """The largest speedup over equal halves that a cut between two layers gives, and the layers before that cut."""
+    seconds = {
+        first: cost.simulate(StagePlan.from_counts(((first,), (cost.layers - first,))), micro_batches).step_time
+        for first in range(1, cost.layers)
+    }
+    best = min(seconds, key=lambda first: seconds[first])
+    return seconds[cost.layers // 2] / seconds[best], best
+
+
+def _moves(report: Path) -> list[dict[str, Any]]:
+    return [
+        line
+        for line in read_history(report).actions
+        if line["balancer"] == "layers" and line["action"] in ("move", "rollback")
+    ]
+
+
+def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of the table for a case, and what is wrong with them. steps: after the move; rounds: runs of each kind."""
+    phases = {"before": slice(1, _CHANGE), "changed": slice(_CHANGE + 1, _MOVED), "moved": slice(_MOVED + 1, None)}
+    found: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in phases} for kind in ("static", "balanced")}
+    losses: dict[str, list[list[float]]] = {kind: [] for kind in found}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = [*MODEL, *prepare_corpus(folder), *CASES[case].split(), "--exit-interval", str(_MOVED + steps)]
+        for number in range(rounds):
+            for kind, phase in found.items():
+                own = folder / f"{kind} {number}"
+                flags = ["--balance-report", str(own / "report"), "--tensorboard-dir", str(own / "tensorboard")]
+                times = step_milliseconds([*model, *flags, *(_BALANCE if kind == "balanced" else [])])
+                for when, steps_of in phases.items():
+                    phase[when] += times[steps_of]
+                losses[kind].append(_losses(own / "tensorboard"))
+                text = ", ".join(f"{when} {statistics.median(phase[when]):.0f} ms" for when in phases)
+                print(f"{case}, round {number + 1} of {rounds}, {kind}: {text}", file=sys.stderr, flush=True)
+        last = rounds - 1
+        speedup, first = bound(_costs(folder / f"static {last}" / "report"), _MICRO_BATCHES)
+        moves = [_moves(folder / f"balanced {number}" / "report") for number in range(rounds)]
+    each = [each for of_kind in losses.values() for each in of_kind]
+    apart = max(abs(a / b - 1) for one in each for a, b in zip(one, each[0], strict=True))
+    wrong = [] if apart <= 1e-6 else [f"{case}: losses differ by {apart:.1e}"]
+    wrong += [f"{case}: layers did not move" for own in moves if not own]
+    median = {kind: {when: statistics.median(t) for when, t in times.items()} for kind, times in found.items()}
+    rows = []
+    for kind, of in median.items():
+        ratio = median["static"]["moved"] / of["moved"]
+        quickest = min(found[kind]["moved"])
+        rows.append(
+            {
+                "case": case,
+                "method": kind,
+                **{f"{when}_ms": value for when, value in of.items()},
+                "quickest_ms": quickest,
+                "quickest_speedup": min(found["static"]["moved"]) / quickest,
+                "speedup": ratio,
+                "ratio_to_baseline": 1 / ratio,
+                "bound": speedup,
+                "ratio_to_limit": speedup / ratio,
+                "layers": first if kind == "static" else [line["layout_after"] for m in moves for line in m],
+                "move_ms": None if kind == "static" else [line["apply_ms"] for m in moves for line in m],
+                "loss_difference": apart,
+                "loss": each[0][-1],
+                "steps": len(found[kind]["moved"]),
+            }
+        )
+    return rows, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="freezing alone, fewer steps, noisier figures")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES], metavar="NAME", help="only these")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    rows, wrong = [], []
+    for case in options.cases or [case for case in CASES if not options.quick or case == "freezing"]:
+        own, complaints = measure(case, *((5, 1) if options.quick else (8, 2)))
+        rows += own
+        wrong += complaints
+    after = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {after:.1f} at the end; seconds of a step, medians\n")
+    print(
+        f"{'':>10} {'':>9} {'before':>7} {'changed':>8} {'moved':>7} {'speedup':>8} {'quickest':>9} {'speedup':>8} "
+        f"{'bound':>6} {'move, s':>8} {'losses apart':>13} {'steps':>6}"
+    )
+    for row in rows:
+        before, changed, moved = (row[f"{when}_ms"] / 1e3 for when in ("before", "changed", "moved"))
+        move = "" if row["move_ms"] is None else f"{max(row['move_ms'], default=0.0) / 1e3:.2f}"
+        print(
+            f"{row['case']:>10} {row['method']:>9} {before:>7.3f} {changed:>8.3f} {moved:>7.3f} "
+            f"{row['speedup']:>8.3f} {row['quickest_ms'] / 1e3:>9.3f} {row['quickest_speedup']:>8.3f} "
+            f"{row['bound']:>6.3f} {move:>8} "
+            f"{row['loss_difference']:>13.1e} {row['steps']:>6}"
+        )
+    for complaint in wrong:
+        print(f"layers_training: {complaint}", file=sys.stderr)
+    if options.json:
+        Path(options.json).write_text(json.dumps({"load": [load, after], "rows": rows}, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
