@@ -5,8 +5,10 @@ objects stay and are filled anew. In this order: parameters are gathered if that
 taken out, the new layout is set and missing layers are built (`megatron.balanced.build`), every rank tells what it
 holds and what it shall hold, tensors travel (`megatron.balanced.layer_state`), data parallelism and optimizer are built
 around the new layers, and state is put back. Gradient buffers go first and come back last, which makes room for what
-travels. Embedding, final norm and head stay where they are, unless stages get fewer: then the ranks of the last ones
-give all they have away and leave the job (`megatron.balanced.release`).
+travels; then main parameters wait in them while the new optimizer makes its own. So a rank never holds more than the
+larger of before and after, and one layer; only a distributed optimizer's weights are there twice for a moment, when
+they are laid into a new buffer. Embedding, final norm and head stay where they are, unless stages get fewer: then the
+ranks of the last ones give all they have away and leave the job (`megatron.balanced.release`).
 """
 
 import argparse
@@ -33,7 +35,15 @@ from balancing.layers.stages import StagePlan
 from megatron.balanced import step
 from megatron.balanced.build import change_layers, complete_ends, set_layout
 from megatron.balanced.layer_state import Told, Wanted, bring, inventory, wanted
-from megatron.balanced.optimizer_state import ParameterState, Taken, bucket_layout, future_ranges, put_back, take
+from megatron.balanced.optimizer_state import (
+    ParameterState,
+    Taken,
+    bucket_layout,
+    future_ranges,
+    park,
+    put_back,
+    take,
+)
 from megatron.balanced.release import Departure
 
 __all__ = ["LayerMover", "Moved"]
@@ -141,6 +151,7 @@ class LayerMover:
             arrived, layouts, missing = self._change(plan, ends, everyone)
         everybody = [piece for pieces in self.gather(missing.pieces) for piece in pieces]
         sent = bring(self.models(), held, missing, everyone, everybody, self._tensors, self._timeout)
+        missing.targets.clear()
         if departure is not None:
             departure.finish([self._objects, self._tensors])
             self._make_groups()
@@ -241,6 +252,7 @@ class LayerMover:
         taken: Taken,
     ) -> None:
         _, overrides = get_megatron_optimizer_config(self._args)
+        park(states)
         new = get_megatron_optimizer(
             optimizer.config,
             self._chunks,
@@ -248,6 +260,8 @@ class LayerMover:
             use_gloo_process_groups=self._args.use_gloo_process_groups,
         )
         put_back(optimizer, new, states, taken.scalers, taken.group_step)
+        for ddp in self._chunks:
+            ddp.zero_grad_buffer()
         scheduler.step(0)  # gives the groups their learning rate and weight decay
 
 

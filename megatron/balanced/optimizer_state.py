@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.param_layout import FullParamLayout
 
-__all__ = ["ParameterState", "Taken", "bucket_layout", "future_ranges", "put_back", "states_of", "take"]
+__all__ = ["ParameterState", "Taken", "bucket_layout", "future_ranges", "park", "put_back", "states_of", "take"]
 
 MAIN = "main"  # the main parameter; all other kinds of state are named as torch's optimizer names them
 
@@ -124,6 +124,18 @@ def take(optimizer: ChainedOptimizer) -> Taken:
     return Taken(states, scalers, max(steps, default=None))
 
 
+def park(states: Mapping[torch.nn.Parameter, ParameterState]) -> None:
+    """Have main parameters wait in the gradients' memory, which is of no use between two steps.
+
+    A new optimizer makes main parameters of its own before they can be put back, which would be as many again.
+    """
+    for parameter, state in states.items():
+        main, gradient = state.tensors.get(MAIN), getattr(parameter, "main_grad", None)
+        if main is not None and gradient is not None and gradient.dtype == main.dtype:
+            place = gradient.view(-1)[state.start : state.stop]
+            state.tensors[MAIN] = place.copy_(main)
+
+
 def put_back(
     optimizer: ChainedOptimizer,
     new: ChainedOptimizer,
@@ -131,13 +143,13 @@ def put_back(
     scalers: list[Any],
     group_step: int | None,
 ) -> None:
-    """Make `optimizer`, which others hold on to, what `new` is, with the given state in it."""
+    """Make `optimizer`, which others hold on to, what `new` is, with the given state in it. Gradients are undefined."""
     for share in _shares(new):
         state = states[share.parameter]
         assert (state.start, state.stop) == (share.start, share.stop), "a bucket was cut in another way than planned"
         kinds = dict(state.tensors)
         if _has_main(share.parameter):
-            share.holder.data = kinds.pop(MAIN).view(share.holder.shape)
+            share.holder.data.copy_(kinds.pop(MAIN).view(share.holder.shape))
         if kinds or state.scalars:
             share.inner.state[share.holder] = {
                 **{kind: _own(value) for kind, value in state.scalars.items()},
