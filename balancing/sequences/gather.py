@@ -1,39 +1,38 @@
 """Which tokens each rank must receive so that its queries of "gather" sequences see all keys before them.
 
-A rank's queries of one sequence are runs of tokens; a run needs the prefix of the sequence up to its own end. What a
-rank needs comes in a few turns of about equal area, so that it computes with what has come while the rest is under way.
-In the backward pass turns are computed from the last to the first, and gradients go home while the next is computed.
+A rank needs each sequence up to its own last token. That comes in a few turns of about as many tokens, and all of the
+rank's queries meet the keys of one turn while the next is under way. In the backward pass the gradients of a turn's
+keys are complete when the turn is computed, and go home while the next one is.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from balancing.sequences.layout import SequencePlan, Shard
 
-__all__ = ["Need", "by_sequence", "needs", "runs_of"]
+__all__ = ["TURNS", "Need", "by_sequence", "needs", "runs_of"]
 
-_TURNS = 4
+TURNS = 8
+_TILE = 128  # keys of a kernel's tile
 
 
 class Need(NamedTuple):
-    """Queries [start, stop) of `sequence` on `rank` need tokens [begin, stop) of it in `turn`; those before `begin`
-    came for an earlier run. inter: whether anything that the rank needs of the sequence comes from another node."""
+    """Tokens [begin, stop) of `sequence`, which `rank` must have in `turn`. inter: whether anything that the rank needs
+    of the sequence comes from another node."""
 
     sequence: int
     begin: int
     stop: int
     rank: int
-    start: int
     inter: bool
     turn: int
 
 
 def needs(plan: SequencePlan, node: Sequence[int]) -> list[Need]:
-    """All needs of all ranks, by sequence and position. node: of each rank. The first run of a sequence, if it starts
-    with its first token, needs nothing."""
-    found: dict[tuple[int, bool], list[Need]] = defaultdict(list)
+    """All needs of all ranks, by sequence and position. node: of each rank. A rank that has nothing of a sequence but
+    its beginning needs nothing."""
+    found: dict[tuple[int, bool], list[tuple[int, list[tuple[int, int]]]]] = defaultdict(list)
     spread = {s for s, way in enumerate(plan.exchange) if way == "gather" and len(plan.ring(s)) > 1}
     for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in spread).items():
         first: dict[int, int] = {}  # node -> its first token
@@ -42,13 +41,25 @@ def needs(plan: SequencePlan, node: Sequence[int]) -> list[Need]:
             first.setdefault(node[shard.rank], shard.start)
             held[shard.rank].append(shard)
         for rank, own in held.items():
-            runs = [run for run in runs_of(own) if run[0] > 0]
-            begin = 0
-            for start, stop in runs:
+            if runs := [run for run in runs_of(own) if run[0] > 0]:
                 inter = any(other != node[rank] and token < runs[-1][1] for other, token in first.items())
-                found[rank, inter].append(Need(sequence, begin, stop, rank, start, inter, 0))
+                found[rank, inter].append((sequence, runs))
+    return sorted(need for (rank, inter), prefixes in found.items() for need in _in_turns(rank, inter, prefixes))
+
+
+def _in_turns(rank: int, inter: bool, prefixes: Sequence[tuple[int, list[tuple[int, int]]]]) -> Iterable[Need]:
+    """Sequences one after another, cut where a turn ends: at whole tiles, and not inside a run of the rank's own."""
+    total, before = sum(runs[-1][1] for _, runs in prefixes), 0
+    for sequence, runs in prefixes:
+        length, begin = runs[-1][1], 0
+        for turn in range(TURNS):
+            end = total * (turn + 1) // TURNS - before  # of the turn, in tokens of this sequence
+            stop = min(length, -(-end // _TILE) * _TILE) if turn < TURNS - 1 else length
+            stop = next((start for start, last in runs if start < stop < last), stop)
+            if stop > begin:
+                yield Need(sequence, begin, stop, rank, inter, turn)
                 begin = stop
-    return sorted(need for own in found.values() for need in _in_turns(own))
+        before += length
 
 
 def by_sequence(shards: Iterable[Shard]) -> Mapping[int, list[Shard]]:
@@ -68,10 +79,3 @@ def runs_of(shards: Iterable[Shard]) -> list[tuple[int, int]]:
         else:
             runs.append((shard.start, shard.stop))
     return runs
-
-
-def _in_turns(own: Sequence[Need]) -> list[Need]:
-    areas = [need.stop * (need.stop + 1) - need.start * (need.start + 1) for need in own]
-    done = accumulate(areas, initial=0)
-    middles = (before + area // 2 for before, area in zip(done, areas, strict=False))
-    return [n._replace(turn=middle * _TURNS // sum(areas)) for n, middle in zip(own, middles, strict=True)]

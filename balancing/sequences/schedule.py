@@ -47,21 +47,28 @@ class Work:
         stage = Stage(kind, inter, turn)
         return [Wait(stage)] if stage in self.exchanges else []
 
-    def gathers(self) -> list[Stage]:
-        """The stages that bring prefixes, in order of tasks: those from inside the node come sooner."""
-        return sorted((s for s in self.exchanges if s.kind == "gather"), key=lambda stage: (stage.inter, stage.round))
-
-    def turns(self, inter: bool) -> list[int]:
-        """The turns in which prefixes come or their gradients go. A rank that only hands on may have a part in one of
-        the two: gradients are wider than keys, so they may go another way."""
-        return sorted({s.round for s in self.exchanges if s.kind in ("gather", "return") and s.inter == inter})
+    def turns(self) -> list[tuple[int, bool]]:
+        """The turns in which prefixes come or their gradients go, with inter, in the order of tasks: what comes from
+        inside the node comes sooner. A rank that only hands on may have a part in one of the two directions: gradients
+        are wider than keys, so they may go another way."""
+        last = max((s.round for s in self.exchanges if s.kind in ("gather", "return")), default=-1)
+        return [(turn, inter) for turn in range(last + 1) for inter in (False, True)]
 
     def first_transfers(self) -> list[Step]:
-        """Those that depend on nothing, the slowest first."""
-        steps: list[Step] = [Start(s) for s in sorted(self.gathers(), key=lambda stage: (stage.round, not stage.inter))]
+        """Those that depend on nothing, the slowest first. Of prefixes two turns: more under way at once would share
+        links with the turn that is waited for."""
+        steps: list[Step] = []
+        for turn in (0, 1):
+            for inter in (True, False):
+                steps += self.start("gather", inter, turn)
         for inter in (True, False):
             steps += self.start("ring", inter, 1)
         return steps
+
+    def gather(self, turn: int, inter: bool) -> list[Step]:
+        """Wait for prefixes, have the turn after the next one start, and compute with what has come."""
+        steps = self.wait("gather", inter, turn) + self.start("gather", inter, turn + 2)
+        return [*steps, compute(self.gathered.get(Stage("gather", inter, turn), ()))]
 
 
 def forward_steps(work: Work) -> tuple[Step, ...]:
@@ -72,8 +79,8 @@ def forward_steps(work: Work) -> tuple[Step, ...]:
     for inter in (True, False):
         steps.append(compute(work.rounds[inter].get(0, ())))
     steps.append(compute(local[0]))
-    for stage in work.gathers():
-        steps += [Wait(stage), compute(work.gathered.get(stage, ()))]
+    for turn, inter in work.turns():
+        steps += work.gather(turn, inter)
     for turn in range(1, last + 1):
         for inter in (True, False):
             steps += work.wait("ring", inter, turn) + work.start("ring", inter, turn + 1)
@@ -86,21 +93,16 @@ def forward_steps(work: Work) -> tuple[Step, ...]:
 def backward_steps(work: Work) -> tuple[Step, ...]:
     """Local sequences, then inside the node, then over nodes; gradients go home as soon as they are there."""
     last = work.last_round
-    gathers = any(work.turns(inter) for inter in (False, True))
+    gathers = bool(work.turns())
     local = _shares(work.local, 1 + last + gathers)
     steps = work.first_transfers()
     steps.append(compute(local[0]))
     for inter in (False, True):
         steps.append(compute(work.rounds[inter].get(0, ())))
     returns: list[Step] = []
-    for inter in (False, True):
-        turns = work.turns(inter)
-        for turn in turns:
-            steps += work.wait("gather", inter, turn)
-        for turn in reversed(turns):  # the last runs see all keys: when they are done, the last keys' gradients are
-            steps.append(compute(work.gathered.get(Stage("gather", inter, turn), ())))
-            steps += work.start("return", inter, turn)
-            returns += work.wait("return", inter, turn)
+    for turn, inter in work.turns():  # all queries meet its keys, whose gradients are complete then
+        steps += work.gather(turn, inter) + work.start("return", inter, turn)
+        returns += work.wait("return", inter, turn)
     for turn in range(1, last + 2):
         if turn <= last:
             steps.append(compute(local[turn]))

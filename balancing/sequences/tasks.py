@@ -5,8 +5,8 @@ start transfers, wait for them, and compute (Zeppelin, arXiv 2509.21841, section
 
 - A "ring" sequence lies on G ranks. In round t a rank computes with the keys and values of the t-th rank before it and
   hands them on meanwhile. In the backward pass the gradients of keys and values travel behind them and end at home.
-- A "gather" sequence: a rank receives all keys before its last query and computes each run of queries at once, so
-  nothing is merged. Gradients go back to the owners.
+- A "gather" sequence: a rank receives all keys before its last query, in a few turns. All queries meet the keys of a
+  turn while the next is under way; then gradients of its keys go back to the owners.
 - Everything whose keys are on the rank itself is local, and fills the time in which others are under way.
 
 Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from balancing.cluster import Cluster
-from balancing.sequences.gather import by_sequence, needs, runs_of
+from balancing.sequences.gather import Need, by_sequence, needs, runs_of
 from balancing.sequences.layout import SequencePlan
 from balancing.sequences.schedule import Work, backward_steps, forward_steps
 from balancing.sequences.steps import Exchange, Message, Program, Rows, Stage, Task, joined
@@ -126,13 +126,26 @@ class _Builder:
                     receives[stage][shard.rank].append((row + start, row + stop))
             if need.rank == self.rank:
                 row = prefix[need.sequence]
-                queries = self._own_rows(need.sequence, need.start, need.stop)
-                self.gathered[stage].append(Task(queries, (row, row + need.stop), causal=True))
+                self._meet(self.gathered[stage], need, row)
                 self.rows = row + need.stop
         for stage in sorted({*sends, *receives}):
             there, back = _messages(sends[stage]), _messages(receives[stage])
             self.exchanges[stage] = Exchange(there, back)
             self.exchanges[stage._replace(kind="return")] = Exchange(back, there, adds=True)
+
+    def _meet(self, tasks: list[Task], need: Need, row: int) -> None:
+        """Own queries that see keys of `need`. row: of the sequence's first token."""
+        keys = row + need.begin, row + need.stop
+        for start, stop in runs_of(shard for shard in self.shards[need.sequence] if shard.rank == self.rank):
+            if start == 0 or stop <= need.begin:
+                continue
+            queries, before = self._own_rows(need.sequence, start, stop), tasks[-1] if tasks else None
+            if start < need.stop:
+                tasks.append(Task(queries, (keys[0], row + stop), causal=True, merges=need.begin > 0))
+            elif before is not None and not before.causal and (before.keys, before.queries[1]) == (keys, queries[0]):
+                tasks[-1] = before._replace(queries=(before.queries[0], queries[1]))
+            else:
+                tasks.append(Task(queries, keys, causal=False, merges=need.begin > 0))
 
     # Rings.
 

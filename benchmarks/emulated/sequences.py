@@ -203,6 +203,15 @@ def _say(**what: Any) -> None:
         print(json.dumps(what), flush=True)
 
 
+def _warm_up(scale: Scale, device: Device) -> None:
+    """A short step of one sequence on all ranks, so that none of the methods is the first to connect and to compute."""
+    ranks = dist.get_world_size()
+    shards = tuple(Shard(0, 8 * rank, 8 * rank + 8, rank) for rank in range(ranks))
+    for exchange in ("ring", "gather"):
+        plan = SequencePlan((8 * ranks,), ranks, exchange, shards, shards, (exchange,))
+        _step([_Part(plan, "chunks", SHAPES["MHA"], scale, device)], 1, device)
+
+
 def _run_case(number: int, job: Job, device: Device) -> None:
     case = job.cases[number]
     for name in job.methods:
@@ -247,6 +256,7 @@ def main() -> None:
     if job.rounds is not None:
         _run_rounds(job.rounds)
     device = Device(shortest=0.001)
+    _warm_up(job.scale, device)
     for number in range(len(job.cases)):
         _run_case(number, job, device)
     dist.barrier()
