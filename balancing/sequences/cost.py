@@ -154,12 +154,8 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
 
 
 def _never_hidden(plan: SequencePlan) -> float:
-    """The share of the exchange that is exposed at least, by how the tokens of cut sequences travel."""
-    tokens = {kind: 0 for kind in _NEVER_HIDDEN}
-    for length, exchange in zip(plan.lengths, plan.exchange, strict=True):
-        if exchange in tokens:
-            tokens[exchange] += length
-    return sum(_NEVER_HIDDEN[kind] * count for kind, count in tokens.items()) / max(1, sum(tokens.values()))
+    """The share of the exchange that is exposed at least. Where both kinds travel one waits for the other."""
+    return max((_NEVER_HIDDEN.get(exchange, 0.0) for exchange in plan.exchange), default=0.0)
 
 
 def _pair_flops(shape: AttentionShape) -> float:
