@@ -194,6 +194,13 @@ def _read_flags_once() -> None:
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
+def shrink_mock_data() -> None:
+    """Megatron's mock dataset has 100,000 documents, whose samples every rank shuffles for 0.3 s. Take fewer."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 2000
+
+
 def _preload() -> None:
     from megatron.balanced.device import use_cpu
 
@@ -203,9 +210,7 @@ def _preload() -> None:
         for module in PRELOAD:
             importlib.import_module(module)
     _read_flags_once()
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    MockGPTLowLevelDataset.size = 2000  # documents; of the 100,000 it has, a rank shuffles the samples for 0.3 s
+    shrink_mock_data()
     gc.collect()
     gc.freeze()  # or a collection in a rank would copy every page of this process
 

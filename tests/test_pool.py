@@ -131,7 +131,9 @@ def test_nothing_is_left_from_other_jobs(pool):
 import pickle, sys
 from megatron.balanced.device import use_cpu
 use_cpu()
+from pool_server import shrink_mock_data
 from training import train_rank
+shrink_mock_data()
 run = train_rank(sys.argv[1:], True)
 sys.stderr.write("RUN " + pickle.dumps(run).hex() + "\\n")
 """

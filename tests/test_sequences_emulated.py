@@ -40,8 +40,9 @@ def test_tiles_are_those_of_the_cost_model():
     for rank in range(4):
         steps = make_program(plan, rank, scale.cluster).forward
         computed = [batch.pieces for step in steps if isinstance(step, Compute) for batch in step.batches]
-        # Runs of one rank that stand behind one another are one piece, of no more tiles than two.
-        assert 0.9 * tile_area(plan)[rank] <= sum(map(tile_pairs, computed)) <= tile_area(plan)[rank]
+        # Runs of one rank that stand behind one another are one piece, of no more tiles than two; but a turn of keys
+        # may end within a tile.
+        assert 0.9 <= sum(map(tile_pairs, computed)) / tile_area(plan)[rank] <= 1.05
     assert tile_pairs(Pieces((128, 1), (256, 129), True)) == (2 + 2) * 128**2
     assert tile_pairs(Pieces((129,), (257,), False)) == 6 * 128**2
 
