@@ -39,7 +39,9 @@ def test_resumed_is_uninterrupted(pool, corpus, tmp_path, name):
     assert resumed.grad_norms == whole.grad_norms[2:]
 
 
-@pytest.mark.parametrize("name, world_size, flags", [("dense, PP 2", 2, PP2), ("EP 2", 2, EP2)])
+@pytest.mark.parametrize(
+    "name, world_size, flags", [pytest.param("dense, PP 2", 2, PP2, marks=pytest.mark.exhaustive), ("EP 2", 2, EP2)]
+)
 def test_goes_on_without_our_package_and_back(pool, corpus, tmp_path, name, world_size, flags):
     """Iterations 1 and 2 with our package, 3 without, 4 with it again, against all four with it."""
     base = [*MODEL, *corpus]

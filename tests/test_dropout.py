@@ -94,7 +94,10 @@ def test_masks_of_a_run_differ_from_each_other(pool, argv):
     "recompute",
     [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        pytest.param(
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            marks=pytest.mark.exhaustive,
+        ),
         "--recompute-granularity selective",
     ],
 )

@@ -39,7 +39,10 @@ def _keys(checkpoint: Path) -> dict[str, object]:
     return {name: tuple(getattr(value, "size", ())) for name, value in stored.items()}
 
 
-@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer --expert-replica-mode shared"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param("", marks=pytest.mark.exhaustive), "--use-distributed-optimizer --expert-replica-mode shared"],
+)
 def test_a_checkpoint_has_the_keys_it_always_has(pool, corpus, tmp_path, more):
     base = [*MODEL, *corpus, *EXPERTS, "--train-iters", "3"]
     optimizer = "--use-distributed-optimizer" if "--use-distributed-optimizer" in more else ""
@@ -158,7 +161,10 @@ class Job:
             rank.wait()
 
 
-@pytest.mark.parametrize("method", ["prefetch", "_start_reduction"], ids=["Trans", "Agg"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("prefetch", id="Trans"), pytest.param("_start_reduction", id="Agg", marks=pytest.mark.exhaustive)],
+)
 def test_a_rank_killed_while_replicas_move(pool, corpus, tmp_path, uninterrupted, method):
     """Everybody stops, one line names it, and the last checkpoint goes on as if nothing had happened."""
     victim, base = 1, [*MODEL, *corpus, *EXACT, *EXPERTS, *EP2.split(), BALANCE, "--train-iters", "6"]

@@ -103,6 +103,7 @@ def test_boundaries_matter(packed, dense_mask):
     assert losses > 1000 * ROTARY_TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_with_experts(pool, tmp_path):
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {LEARNED}")
     layout = f"{PACKED} {PP} 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"

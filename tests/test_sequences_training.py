@@ -81,7 +81,7 @@ def test_repeats_bit_for_bit(packed):
     assert_same(packed.train(2, flags), packed.train(2, flags))
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.exhaustive)])
 def test_experts(pool, tmp_path, dispatcher):
     """Balanced as well. Grouped queries and the losses of routers ride along."""
     losses = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --group-query-attention --num-query-groups 2"
