@@ -11,6 +11,7 @@ folder. When the test run goes away, stdin ends and so does everything here.
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -100,6 +101,7 @@ def _run_rank(job: Job, rank: int, server: int) -> None:
     output = os.open(output_file(job.folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
+    faulthandler.enable()  # a rank that crashes says where
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     outcome = _call(job)
     try:
