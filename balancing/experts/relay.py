@@ -19,6 +19,7 @@ import torch.distributed as dist
 __all__ = ["Hop", "Relay", "cut"]
 
 _PIECE_BYTES = 16 << 20  # large enough for a link's full rate, small beside an expert
+_starting = threading.Lock()  # a process group is not promised to bear two threads that start messages at once
 
 
 def cut(flat: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -148,11 +149,13 @@ class Relay:
 
     def _receive(self, hop: Hop) -> dist.Work:
         assert hop.source is not None
-        return _started(dist.irecv(hop.piece, self._ranks[hop.source], self._group, hop.tag))
+        with _starting:
+            return _started(dist.irecv(hop.piece, self._ranks[hop.source], self._group, hop.tag))
 
     def _send(self, hop: Hop) -> dist.Work:
         assert hop.target is not None
-        return _started(dist.isend(hop.piece, self._ranks[hop.target], self._group, hop.tag))
+        with _starting:
+            return _started(dist.isend(hop.piece, self._ranks[hop.target], self._group, hop.tag))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -23,6 +23,7 @@ __all__ = ["Pending", "Transport"]
 
 Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # peer -> what is sent to it, what comes from it
 
+_starting = threading.Lock()  # a process group is not promised to bear two threads that start messages at once
 _SLICE_NUMBERS = 1 << 17  # message numbers of one exchange: 0 for direct messages, then those of slices
 
 
@@ -202,6 +203,7 @@ def _packed(rows: torch.Tensor, message: Message) -> torch.Tensor:
 
 
 def _started(operation: dist.P2POp) -> dist.Work:
-    work = operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
+    with _starting:
+        work = operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
     assert work is not None, "this rank is part of the group"
     return work
