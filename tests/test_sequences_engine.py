@@ -36,7 +36,7 @@ def _on_rank(cases: list[Case], twice: bool = False, dtype: str = "float64") -> 
     from balancing.sequences import gather
     from balancing.sequences.attention import SequenceAttention
 
-    gather._TILE = 8  # or short sequences would come in one turn
+    gather.TILE = 8  # or short sequences would come in one turn
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     found = []

@@ -27,7 +27,7 @@ RANKS = st.sampled_from([1, 2, 4, 6])
 def short_turns() -> Iterator[None]:
     """Prefixes are cut at so few tokens here that short sequences come in several turns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "_TILE", 4)
+        patch.setattr(gather, "TILE", 4)
         yield
 
 

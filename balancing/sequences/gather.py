@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from balancing.sequences.cost import TILE
 from balancing.sequences.layout import SequencePlan, Shard
 
 __all__ = ["TURNS", "Need", "by_sequence", "needs", "runs_of"]
 
 TURNS = 8
-_TILE = 128  # keys of a kernel's tile
 
 
 class Need(NamedTuple):
@@ -54,7 +54,7 @@ def _in_turns(rank: int, inter: bool, prefixes: Sequence[tuple[int, list[tuple[i
         length, begin = runs[-1][1], 0
         for turn in range(TURNS):
             end = total * (turn + 1) // TURNS - before  # of the turn, in tokens of this sequence
-            stop = min(length, -(-end // _TILE) * _TILE) if turn < TURNS - 1 else length
+            stop = min(length, -(-end // TILE) * TILE) if turn < TURNS - 1 else length
             stop = next((start for start, last in runs if start < stop < last), stop)
             if stop > begin:
                 yield Need(sequence, begin, stop, rank, inter, turn)
