@@ -43,7 +43,7 @@ __all__ = ["CEILING", "VARIANTS", "Row", "measure"]
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-_TIMEOUT = 900.0  # seconds for one launch of ranks
+_TIMEOUT = 3600.0  # seconds for one launch of ranks
 _EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by ranks, which share two cores: see above
 _MIN_GAIN = 0.02  # of --expert-min-gain
 
@@ -178,10 +178,17 @@ def measure(
         Path(folder, "job.json").write_text(json.dumps(job))
         np.savez(Path(folder, "loads.npz"), **arrays)
         program = ["ignore", "-m", "benchmarks.emulated.experts", folder]
-        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT)
+        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT, on_line=_tell)
         reason = cluster.not_shaped_because
     lines = [json.loads(line) for line in run.output[0] if line.startswith('{"variant"')]
     return [_row(variant, lines, scale, planning) for variant in variants], reason
+
+
+def _tell(rank: int, line: str) -> None:
+    """Say that a step has been measured."""
+    if line.startswith('{"variant"'):
+        done = json.loads(line)
+        print(f"step {done['step'] + 1}, {done['variant']}: {done['seconds']:.2f} s", file=sys.stderr, flush=True)
 
 
 def _row(variant: Variant, lines: list[dict[str, Any]], scale: Scale, planning: dict[str, np.ndarray]) -> Row:

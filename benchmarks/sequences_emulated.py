@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ __all__ = ["RoutingRow", "Row", "measure"]
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-_TIMEOUT = 1200.0  # seconds for one launch of ranks
+_TIMEOUT = 3600.0  # seconds for one launch of ranks
 _TIME = 100.0  # emulated seconds for each modelled one
 _ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
 
@@ -112,9 +113,17 @@ def measure(job: Job, *, limited: bool = True, timeout: float = _TIMEOUT) -> tup
         path = Path(folder, "job.pickle")
         path.write_bytes(pickle.dumps(job))
         program = ["ignore", "-m", "benchmarks.emulated.sequences", str(path)]
-        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT)
+        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT, on_line=partial(_tell, job))
         reason = cluster.not_shaped_because
     return [json.loads(line) for line in run.output[0] if line.startswith("{")], reason
+
+
+def _tell(job: Job, rank: int, line: str) -> None:
+    """Say that a step has been measured."""
+    if line.startswith("{") and "case" in (done := json.loads(line)):
+        case = job.cases[done["case"]]
+        about = f"{case.model}, {case.distribution}, {done['method']}"
+        print(f"{about}: {done['seconds']:.2f} s", file=sys.stderr, flush=True)
 
 
 def make_rows(name: str, job: Job, lines: Iterable[dict[str, Any]]) -> list[Row]:

@@ -12,11 +12,13 @@ from sequence_plans import nodes_of, random_plan, zigzag_plan
 
 from balancing.cluster import Cluster
 from balancing.sequences import gather
+from balancing.sequences.flows import flows
 from balancing.sequences.layout import SequencePlan, Shard
 from balancing.sequences.remap import linear_layout, moves, token_targets
-from balancing.sequences.routing import Route, flows, route
+from balancing.sequences.routing import route, routes
 from balancing.sequences.steps import Compute, Exchange, Program, Stage, Start, Task
 from balancing.sequences.tasks import make_program
+from balancing.sequences.traffic import Traffic
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 EXCHANGES = st.sampled_from(["ring", "gather", "mixed"])
@@ -227,45 +229,52 @@ CLUSTERS = st.sampled_from([(3, 4, 2), (3, 4, 4), (2, 6, 3), (12, 1, 1), (3, 4, 
 @given(FLOWS, CLUSTERS, st.sampled_from(["auto", "off", 1, 2, 3, 64]))
 def test_route_brings_every_row_once_over_different_nics(messages, shape, routing) -> None:
     cluster = Cluster(*shape, 100e9, 10e9, 1e12, 1e9)
-    found = route(messages, 4096, cluster, routing)
+    messages = {flow: rows for flow, rows in messages.items() if not cluster.same_node(*flow)}
+    moved = _moved(messages)
+    found = route(moved, 4096, cluster, routing)
     rows: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in range(cluster.world_size):
-        for piece in found.of(rank):
-            source, target = piece.flow
-            assert not cluster.same_node(source, target)
+        for piece in found.of(rank, moved):
             assert (piece.path[0], piece.path[-1]) == piece.flow
             hops = list(itertools.pairwise(piece.path))
             assert sum(not cluster.same_node(*hop) for hop in hops) == 1
-            if rank == target:
+            if rank == piece.path[-1]:
                 rows[piece.flow] += range(piece.start, piece.stop)
-    for flow in found.flows:
+    assert set(rows) == (set(messages) if found.proxies > 1 else set())
+    for flow in rows:
         assert sorted(rows[flow]) == list(range(messages[flow]))
-        paths = [part.path for part in found.parts if part.flow == flow]
+        paths = [part.path for part in found.parts(flow, messages[flow])]
         crossing = [hop for path in paths for hop in itertools.pairwise(path) if not cluster.same_node(*hop)]
         for end in zip(*crossing, strict=True):
             assert len({cluster.nic(rank) for rank in end}) == len(crossing)
     if routing in ("off", 1) or shape[1] == 1:
-        assert not found.parts
+        assert found.proxies == 1
     if routing == "auto":
-        assert found.seconds <= min(route(messages, 4096, cluster, number).seconds for number in (1, 2, 3)) + 80e-6
+        assert found.seconds <= min(route(moved, 4096, cluster, number).seconds for number in (1, 2, 3)) + 80e-6
+
+
+def _moved(messages: dict[tuple[int, int], int]) -> Traffic:
+    table = np.array([(*flow, rows) for flow, rows in messages.items()], dtype=np.int64).reshape(-1, 3)
+    return Traffic(*table.T)
 
 
 def test_number_of_proxies_follows_from_the_model() -> None:
     cluster = nodes_of(16, 2, nics=4)
-    alone = route({(7, 8): 100_000}, 4096, cluster)
+    one = _moved({(7, 8): 100_000})
+    alone = route(one, 4096, cluster)
     assert alone.proxies == 4
-    assert route({(7, 8): 100_000}, 4096, cluster, "off").seconds / alone.seconds > 3
-    assert route({(7, 8): 1}, 4096, cluster).proxies == 1, "nothing to gain"
-    busy = {(rank, 8 + rank): 100_000 for rank in range(8)}
+    assert route(one, 4096, cluster, "off").seconds / alone.seconds > 3
+    assert route(_moved({(7, 8): 1}), 4096, cluster).proxies == 1, "nothing to gain"
+    busy = _moved({(rank, 8 + rank): 100_000 for rank in range(8)})
     assert route(busy, 4096, cluster).proxies == 1, "all NICs are busy as it is"
     slow_inside = Cluster(2, 8, 4, 5e9, 10e9, 1e12, 1e9)
-    assert route({(7, 8): 100_000}, 4096, slow_inside).proxies < 4, "the node's own links are the limit"
+    assert route(one, 4096, slow_inside).proxies < 4, "the node's own links are the limit"
 
 
 @pytest.mark.parametrize("routing", [0, -1, "fast", True])
 def test_unknown_routing_is_refused(routing) -> None:
     with pytest.raises(ValueError, match="is none of 'auto', 'off' and a number"):
-        route({}, 1, nodes_of(4, 2), routing)
+        route(_moved({}), 1, nodes_of(4, 2), routing)
 
 
 @settings(deadline=None, max_examples=40)
@@ -281,7 +290,10 @@ def test_flows_are_what_programs_send_between_nodes(lengths, seed, exchange) -> 
             for message in one.sends:
                 if not cluster.same_node(rank, message.peer):
                     sent[stage][rank, message.peer] = message.tokens
-    found = {stage: {flow: rows for flow, rows in one.items() if rows} for stage, one in flows(plan, cluster).items()}
+    found: dict[Stage, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
+    for stage, moved in flows(plan, cluster).items():
+        for source, target, rows in zip(*(column.tolist() for column in moved), strict=True):
+            found[stage][source, target] += rows
     assert found == {stage: one for stage, one in sent.items() if one}
 
 
@@ -289,16 +301,10 @@ def test_a_proxy_takes_part_in_rounds_of_a_ring_it_is_not_in() -> None:
     shards = (Shard(0, 0, 50, 0), Shard(0, 50, 100, 2), Shard(1, 0, 5, 1), Shard(2, 0, 5, 3))
     plan = SequencePlan((100, 5, 5), 4, "test", shards, shards, ("ring", "local", "local"))
     cluster = nodes_of(4, 2, nics=2)
-    relays = [
-        stage for stage, found in _routes(plan, cluster).items() if any(1 in part.path[1:-1] for part in found.parts)
-    ]
+    relays = list(routes(plan, 1, cluster, lambda stage: 4096, 2))
     assert relays
     program = make_program(plan, 1, cluster, relays=relays)
     assert {step.stage for step in (*program.forward, *program.backward) if isinstance(step, Start)} == set(relays)
-
-
-def _routes(plan: SequencePlan, cluster: Cluster) -> dict[Stage, Route]:
-    return {stage: route(messages, 4096, cluster, 2) for stage, messages in flows(plan, cluster).items()}
 
 
 @pytest.mark.parametrize("kind", ["gather", "return"])

@@ -6,11 +6,12 @@ time: something must have come before there is anything to compute, and the last
 Tokens that are remapped travel under nothing (`traffic` has the links).
 
 Forward and backward of one micro-batch, recompute not counted. Backward computes attention 2.5 times (flash attention
-computes scores again) and linear layers twice; keys and values travel again, and their gradients travel home.
+computes scores again) and linear layers twice; keys and values travel again, and their gradients travel home, on a ring
+as sums in float32.
 Latency of messages and of kernels is not in the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from balancing.sequences.traffic import layout_traffic, link_seconds, remap_traf
 __all__ = [
     "StepCost",
     "attention_seconds",
+    "backward_width",
     "hidden_seconds",
     "hidden_tokens",
     "kv_bytes",
@@ -38,6 +40,7 @@ _ATTENTION_ACHIEVED = 0.6  # flash attention's FLOP/s over those of large matrix
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 # Shares of transfers that nothing hid although there was compute enough, on the emulated cluster (RESULTS.md).
 _NEVER_HIDDEN = {"ring": 0.2, "gather": 0.4}
+_RING_GRADIENT, _GATHERED_GRADIENT = 2.0, 1.0  # bytes of a key's gradient over those of a key
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,18 @@ def step_cost(
     *,
     routed: bool | None = None,
     remapped: bool = True,
-    gradient_width: float = 2.0,
+    gradient_width: float | None = None,
 ) -> StepCost:
     """The cost of one micro-batch.
 
     routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker. remapped: whether
     linear layers use the plan's linear layout; otherwise they use attention's, and nothing is remapped. gradient_width:
-    bytes of a key's gradient over those of a key; the engine sums and sends gradients in float32, other systems mostly
-    in bf16. Raises ValueError where the plan has more ranks than the cluster.
+    bytes of a key's gradient over those of a key, None for what the engine sends; other systems send mostly bf16, which
+    is 1. Raises ValueError where the plan has more ranks than the cluster.
     """
     moved = layout_traffic(columns(plan.attention), plan.lengths, plan.exchange, in_step=True)
     exchange = link_seconds(moved, kv_bytes(shape), cluster, routed)
-    back = 1 + gradient_width
+    back = 1 + (backward_width(plan.exchange) if gradient_width is None else gradient_width)
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
     exposed = max(0.0, exchange - compute) + max(0.0, back * exchange - _ATTENTION_BACKWARD * compute)
     exposed = max(exposed, _never_hidden(plan) * (1 + back) * exchange)
@@ -95,6 +98,11 @@ def step_cost(
         linear=linear_seconds(int(tokens), cluster, shape),
         remap=shape.layers * 2 * remap,
     )
+
+
+def backward_width(exchange: Iterable[str]) -> float:
+    """Bytes of a key's gradient over those of a key. Where both kinds travel all count as on rings."""
+    return _RING_GRADIENT if "ring" in exchange else _GATHERED_GRADIENT
 
 
 def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:

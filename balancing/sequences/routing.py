@@ -12,27 +12,26 @@ proxies comes from a cost model of all messages that are under way together.
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.gather import by_sequence, needs
-from balancing.sequences.layout import SequencePlan, Shard
+from balancing.sequences.flows import flows
+from balancing.sequences.layout import SequencePlan
 from balancing.sequences.steps import Stage
+from balancing.sequences.traffic import Traffic
 
-__all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "flows", "route"]
+__all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "route", "routes"]
 
 Flow = tuple[int, int]  # (source, target)
 
 _HOP_SECONDS = 20e-6  # until a message starts to move; a transfer that takes no longer gains nothing by slices
 _SLICES = (1, 2, 4, 8)
-_MOST_MESSAGES = 8  # of a NIC; more of them are spread well enough, and cost more to plan than is to gain
+_MOST_MESSAGES = 8  # of a NIC; more of them are spread well enough
 Routing = str | int  # "auto", "off", or a number of proxies
-_Nearest = list[tuple[int, int]]  # NICs of a node, each with a rank that is next to it
 
 
 class Part(NamedTuple):
@@ -58,55 +57,94 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """How the messages of one stage go. Messages that are in no part go directly.
+    """How messages between nodes go: each in `proxies` parts, and each part in `slices`, one behind the other.
 
-    slices: of each part, one behind the other. proxies: parts each message was cut into. seconds: what the model
-    expects the stage to take.
+    seconds: what the model expects the messages to take that it was made for.
     """
 
-    parts: tuple[Part, ...]
-    slices: int
+    cluster: Cluster
     proxies: int
+    slices: int
     seconds: float
 
-    @cached_property
-    def flows(self) -> frozenset[Flow]:
-        """The messages that take the route."""
-        return frozenset(part.flow for part in self.parts)
+    def parts(self, flow: Flow, rows: int) -> Iterator[Part]:
+        """The parts of one message between nodes, through the NICs of both nodes in pairs."""
+        relays, (source, target), number = _relays(self.cluster), flow, self.proxies
+        for index, column in enumerate(_columns(self.cluster, number)):
+            start, stop = rows * index // number, rows * (index + 1) // number
+            if start < stop:
+                path = (source, int(relays[source, column]), int(relays[target, column]), target)
+                yield Part(flow, start, stop, tuple(dict.fromkeys(path)))
 
-    def of(self, rank: int) -> list[Slice]:
-        """Slices that a rank sends, hands on or receives, in order of the pipeline's steps."""
+    def of(self, rank: int, moved: Traffic, numbered: np.ndarray | None = None) -> list[Slice]:
+        """Slices that a rank sends, hands on or receives, in order of the pipeline's steps; none without proxies.
+
+        numbered: int64 [pair], source x ranks + target, ascending: pairs of ranks that `moved` is part of, all of
+        `moved` by default; ranks that give the same number their slices alike.
+        """
+        if self.proxies == 1:
+            return []
+        ranks, per_node = self.cluster.world_size, self.cluster.ranks_per_node
+        here = (moved.source // per_node == rank // per_node) | (moved.target // per_node == rank // per_node)
+        pairs, which = np.unique(moved.source[here] * ranks + moved.target[here], return_inverse=True)
+        rows = np.bincount(which, moved.tokens[here]).astype(np.int64)
+        if numbered is None:
+            numbered = np.unique(moved.source * ranks + moved.target)
         found = []
-        for number, (flow, start, stop, path) in enumerate(self.parts):
-            if rank in path:
-                for turn in range(self.slices):
-                    begin, end = (start + (stop - start) * cut // self.slices for cut in (turn, turn + 1))
-                    if begin < end:
-                        found.append(Slice(number * self.slices + turn, flow, begin, end, path, turn))
+        for pair, number, count in zip(pairs.tolist(), np.searchsorted(numbered, pairs).tolist(), rows, strict=True):
+            for index, (flow, start, stop, path) in enumerate(self.parts(divmod(pair, ranks), int(count))):
+                if rank in path:
+                    first = (number * self.proxies + index) * self.slices
+                    for turn in range(self.slices):
+                        begin, end = (start + (stop - start) * cut // self.slices for cut in (turn, turn + 1))
+                        if begin < end:
+                            found.append(Slice(first + turn, flow, begin, end, path, turn))
         return sorted(found, key=lambda piece: (piece.turn + piece.path.index(rank), piece.number))
 
 
-def route(messages: Mapping[Flow, int], row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
-    """The way of messages (rows of each) that start together.
+def routes(
+    plan: SequencePlan, rank: int, cluster: Cluster, row_bytes: Callable[[Stage], int], routing: Routing = "auto"
+) -> dict[Stage, list[Slice]]:
+    """The slices that `rank` has a part in, in every stage where some of its node's messages do not go directly.
 
-    row_bytes: of one row. routing: into how many parts each message between nodes is cut, one for the source itself
-    and the others for proxies with other NICs; more than a node has NICs or ranks mean as many as it has. "auto" takes
-    the number that the model expects to be fastest, "off" one. Messages inside a node go directly.
+    row_bytes: of one row in a stage. Rounds of one kind are alike, so the one that moves most decides for all of them.
+    """
+    kinds: dict[str, dict[Stage, Traffic]] = defaultdict(dict)
+    for stage, moved in flows(plan, cluster).items():
+        kinds[stage.kind][stage] = moved
+    found = {}
+    for stages in kinds.values():
+        busiest = max(stages, key=lambda stage: int(stages[stage].tokens.sum()))
+        chosen = route(stages[busiest], row_bytes(busiest), cluster, routing)
+        if chosen.proxies == 1:
+            continue
+        pairs = [moved.source * cluster.world_size + moved.target for moved in stages.values()]
+        numbered = np.unique(np.concatenate(pairs))
+        for stage, moved in stages.items():
+            if slices := chosen.of(rank, moved, numbered):
+                found[stage] = slices
+    return found
+
+
+def route(moved: Traffic, row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
+    """The way of messages between nodes that start together.
+
+    moved: rows of each message. row_bytes: of one row. routing: into how many parts each message is cut, one for the
+    source itself and the others for proxies with other NICs; more than a node has NICs or ranks mean as many as it has.
+    "auto" takes the number that the model expects to be fastest, "off" one.
 
     Raises ValueError for a routing that is none of these.
     """
     check_routing(routing)
-    rows = {flow: count for flow, count in messages.items() if count and not cluster.same_node(*flow)}
-    largest_first = sorted(rows.items(), key=lambda item: (-item[1], item[0]))
     most = min(cluster.ranks_per_node, cluster.nics_per_node)
     if routing != "auto":
-        return _planned(largest_first, row_bytes, cluster, 1 if routing == "off" else min(most, int(routing)))
-    best = _planned(largest_first, row_bytes, cluster, 1)
-    numbers = [number for number in (2, 4, 8, 16) if number < most] + [most] * (most > 1)
-    even = best.seconds <= _least_seconds(rows, row_bytes, cluster) + 3 * _HOP_SECONDS
-    if even or len(rows) > _MOST_MESSAGES * cluster.nodes * cluster.nics_per_node:
+        return _modelled(moved, row_bytes, cluster, 1 if routing == "off" else min(most, int(routing)))
+    best = _modelled(moved, row_bytes, cluster, 1)
+    even = best.seconds <= _least_seconds(moved, row_bytes, cluster) + 3 * _HOP_SECONDS
+    if even or len(moved.tokens) > _MOST_MESSAGES * cluster.nodes * cluster.nics_per_node:
         return best
-    return min((best, *(_planned(largest_first, row_bytes, cluster, n) for n in numbers)), key=lambda one: one.seconds)
+    others = (_modelled(moved, row_bytes, cluster, number) for number in range(2, most + 1))
+    return min((best, *others), key=lambda one: one.seconds)
 
 
 def check_routing(routing: Routing) -> None:
@@ -116,110 +154,26 @@ def check_routing(routing: Routing) -> None:
         raise ValueError(f"routing {routing!r} is none of 'auto', 'off' and a number of proxies of at least 1")
 
 
-def flows(plan: SequencePlan, cluster: Cluster) -> dict[Stage, dict[Flow, int]]:
-    """Rows that go from node to node in every stage of attention, forward and backward, and its changes of layout."""
-    node = [cluster.node(rank) for rank in range(plan.ranks)]
-    found: dict[Stage, dict[Flow, int]] = defaultdict(lambda: defaultdict(int))
-    for sequence, shards in by_sequence(plan.attention).items():
-        ring = plan.ring(sequence)
-        if len({node[rank] for rank in ring}) == 1:
-            continue
-        if plan.exchange[sequence] == "ring":
-            _ring_flows(found, ring, shards, node)
-    _gather_flows(found, plan, node)
-    if plan.remapped:
-        _remap_flows(found, plan, node)
-    return {stage: dict(counts) for stage, counts in found.items()}
-
-
-def _ring_flows(
-    found: dict[Stage, dict[Flow, int]], ring: Sequence[int], shards: Sequence[Shard], node: Sequence[int]
-) -> None:
-    tokens: dict[int, int] = defaultdict(int)
-    for shard in shards:
-        tokens[shard.rank] += shard.tokens
-    for place, source in enumerate(ring):
-        target = ring[(place + 1) % len(ring)]
-        if node[source] != node[target]:
-            for turn in range(1, len(ring)):
-                found[Stage("ring", True, turn)][source, target] += tokens[ring[place - turn + 1]]
-                found[Stage("ring return", True, turn + 1)][source, target] += tokens[ring[place - turn]]
-
-
-def _gather_flows(found: dict[Stage, dict[Flow, int]], plan: SequencePlan, node: Sequence[int]) -> None:
-    needed = [need for need in needs(plan, node) if need.inter]
-    sequences = {need.sequence for need in needed}
-    columns: dict[int, tuple[np.ndarray, ...]] = {}
-    for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in sequences).items():
-        columns[sequence] = tuple(np.array([s[field] for s in shards]) for field in (1, 2, 3))
-    for need in needed:
-        start, stop, rank = columns[need.sequence]
-        rows = np.clip(np.minimum(stop, need.stop) - np.maximum(start, need.begin), 0, None)
-        sent = np.bincount(rank, rows).astype(int)
-        for source in np.flatnonzero(sent).tolist():
-            if node[source] != node[need.rank]:
-                found[Stage("gather", True, need.turn)][source, need.rank] += int(sent[source])
-                found[Stage("return", True, need.turn)][need.rank, source] += int(sent[source])
-
-
-def _remap_flows(found: dict[Stage, dict[Flow, int]], plan: SequencePlan, node: Sequence[int]) -> None:
-    for ours, theirs in zip(_by_position(plan.attention), _by_position(plan.linear), strict=True):
-        here = there = 0
-        while here < len(ours):
-            one, other = ours[here], theirs[there]
-            rows = min(one.stop, other.stop) - max(one.start, other.start)
-            if node[one.rank] != node[other.rank]:
-                found[Stage("to linear", True)][one.rank, other.rank] += rows
-                found[Stage("to attention", True)][other.rank, one.rank] += rows
-            here += one.stop <= other.stop
-            there += other.stop <= one.stop
-
-
-def _by_position(shards: Sequence[Shard]) -> list[list[Shard]]:
-    return list(by_sequence(shards).values())
-
-
-def _least_seconds(rows: Mapping[Flow, int], row_bytes: int, cluster: Cluster) -> float:
+def _least_seconds(moved: Traffic, row_bytes: int, cluster: Cluster) -> float:
     """With all NICs of the busiest node equally busy."""
-    busy: dict[tuple[int, bool], int] = defaultdict(int)
-    for (source, target), count in rows.items():
-        busy[cluster.node(source), True] += count
-        busy[cluster.node(target), False] += count
-    return max(busy.values(), default=0) * row_bytes / (cluster.nics_per_node * cluster.nic_bandwidth)
+    busy = [np.bincount(end // cluster.ranks_per_node, moved.tokens).max(initial=0) for end in moved[:2]]
+    return float(max(busy) * row_bytes / (cluster.nics_per_node * cluster.nic_bandwidth))
 
 
-def _planned(rows: Sequence[tuple[Flow, int]], row_bytes: int, cluster: Cluster, number: int) -> Route:
-    """Each message in `number` parts, each part over the NICs that are least busy."""
-    near = _nearest(cluster)
-    outgoing, incoming = ([0] * cluster.nodes * cluster.nics_per_node for _ in range(2))  # NIC -> rows
-    inside = [0] * cluster.world_size  # rank -> rows it sends to or receives from its own node
-    parts: list[Part] = []
-    for flow, count in rows:
-        source, target = flow
-        senders = _least_busy(near[source], number, outgoing)
-        receivers = _least_busy(near[target], number, incoming)
-        start = 0
-        for index in range(number):
-            (out, sender), (into, receiver) = senders[index], receivers[index]
-            stop = count * (index + 1) // number
-            if start == stop:
-                continue
-            outgoing[out] += stop - start
-            incoming[into] += stop - start
-            path = [source]
-            if sender != source:
-                inside[source] += stop - start
-                inside[sender] += stop - start
-                path.append(sender)
-            if receiver != target:
-                inside[target] += stop - start
-                inside[receiver] += stop - start
-                path.append(receiver)
-            if number > 1:
-                parts.append(Part(flow, start, stop, (*path, target)))
-            start = stop
-    network = max(max(outgoing), max(incoming)) * row_bytes / cluster.nic_bandwidth
-    dispatch = max(inside) * row_bytes / cluster.intra_node_bandwidth
+def _modelled(moved: Traffic, row_bytes: int, cluster: Cluster, number: int) -> Route:
+    """Each message in `number` parts, with the number of slices that the model expects to be fastest."""
+    cut = moved.tokens[:, None] * np.arange(number + 1) // number
+    rows = np.diff(cut)  # [message, part]
+    relays, nics, columns = _relays(cluster), _nics(cluster), _columns(cluster, number)
+    network = dispatch = 0.0
+    inside = np.zeros(cluster.world_size)  # rows a rank sends to or receives from its own node
+    for end in moved[:2]:
+        relay = relays[end][:, columns]
+        network = max(network, np.bincount(nics[relay].ravel(), rows.ravel()).max(initial=0))
+        handed = np.where(relay == end[:, None], 0, rows)
+        inside += np.bincount(end, handed.sum(1), len(inside)) + np.bincount(relay.ravel(), handed.ravel(), len(inside))
+    network *= row_bytes / cluster.nic_bandwidth
+    dispatch = float(inside.max()) * row_bytes / cluster.intra_node_bandwidth
     longest = max(network, dispatch)
 
     def seconds(slices: int) -> float:
@@ -228,25 +182,31 @@ def _planned(rows: Sequence[tuple[Flow, int]], row_bytes: int, cluster: Cluster,
         return longest + (network + 2 * dispatch - longest) / slices + (slices + 2) * _HOP_SECONDS
 
     slices = min(_SLICES, key=seconds)
-    return Route(tuple(parts), slices, number, seconds(slices))
+    return Route(cluster, number, slices, seconds(slices))
 
 
-def _least_busy(near: _Nearest, number: int, load: Sequence[int]) -> _Nearest:
-    """The first of them, and those others whose NICs are least busy."""
-    if number == 1:
-        return near[:1]
-    return [near[0], *sorted(near[1:], key=lambda place: load[place[0]])[: number - 1]]
+def _columns(cluster: Cluster, number: int) -> list[int]:
+    """Which NICs take the parts of a message, counted from the sender's own; the same of every message."""
+    most = min(cluster.ranks_per_node, cluster.nics_per_node)
+    return [index * most // number for index in range(number)]
 
 
 @functools.lru_cache(maxsize=8)
-def _nearest(cluster: Cluster) -> list[_Nearest]:
-    """For each rank the NICs of its node and a rank that is next to each, its own first."""
-    size, nic, found = cluster.ranks_per_node, [cluster.nic(rank) for rank in range(cluster.world_size)], []
+def _nics(cluster: Cluster) -> np.ndarray:
+    """int64 [rank], the NIC that a rank sends through."""
+    return np.array([cluster.nic(rank) for rank in range(cluster.world_size)])
+
+
+@functools.lru_cache(maxsize=8)
+def _relays(cluster: Cluster) -> np.ndarray:
+    """int64 [rank, NIC of its node]: a rank that is next to the NIC. The rank's own NIC comes first."""
+    size, nic = cluster.ranks_per_node, _nics(cluster).tolist()
+    found = []
     for rank in range(cluster.world_size):
-        by_nic: dict[int, int] = {}
         first = rank - rank % size
+        by_nic: dict[int, int] = {}
         for step in range(size):
             other = first + (rank - first + step) % size
             by_nic.setdefault(nic[other], other)
-        found.append(list(by_nic.items()))
-    return found
+        found.append(list(by_nic.values()))
+    return np.array(found)

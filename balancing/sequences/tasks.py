@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from balancing.cluster import Cluster
 from balancing.sequences.gather import Need, by_sequence, needs, runs_of
-from balancing.sequences.layout import SequencePlan
+from balancing.sequences.layout import SequencePlan, Shard
 from balancing.sequences.schedule import Work, backward_steps, forward_steps
 from balancing.sequences.steps import Exchange, Message, Program, Rows, Stage, Task, joined
 
@@ -71,6 +71,10 @@ class _Builder:
         self.rows = row
         own = {shard.sequence for shard in self.held}
         self.shards = by_sequence(shard for shard in plan.attention if shard.sequence in own)
+        self.parts: dict[tuple[int, int], list[Shard]] = defaultdict(list)  # (sequence, rank) -> shards, by position
+        for shards in self.shards.values():
+            for shard in shards:
+                self.parts[shard.sequence, shard.rank].append(shard)
         # Where the rank sends or receives itself, its own exchange takes the place of this one.
         self.exchanges = {stage: Exchange((), (), adds=stage.kind in ("return", "ring return")) for stage in relays}
         self.local: list[Task] = []
@@ -85,7 +89,7 @@ class _Builder:
                 inter = len({self.node[r] for r in ring}) > 1
                 self.rounds[inter].rings.append((sequence, ring.index(self.rank), ring))
             else:
-                first, *_ = runs_of(shard for shard in self.shards[sequence] if shard.rank == self.rank)
+                first, *_ = runs_of(self.parts[sequence, self.rank])
                 if first[0] == 0:  # the whole sequence, or its beginning
                     rows = self._own_rows(sequence, *first)
                     self.local.append(Task(rows, rows, causal=True))
@@ -103,7 +107,7 @@ class _Builder:
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
         """Own rows of tokens that lie in one own shard or in several that stand behind one another."""
-        first = next(s for s in self.shards[sequence] if s.start <= start < s.stop)
+        first = next(s for s in self.parts[sequence, self.rank] if s.start <= start < s.stop)
         row = self.row[first[:2]] + start - first.start
         return row, row + stop - start
 
@@ -136,7 +140,7 @@ class _Builder:
     def _meet(self, tasks: list[Task], need: Need, row: int) -> None:
         """Own queries that see keys of `need`. row: of the sequence's first token."""
         keys = row + need.begin, row + need.stop
-        for start, stop in runs_of(shard for shard in self.shards[need.sequence] if shard.rank == self.rank):
+        for start, stop in runs_of(self.parts[need.sequence, self.rank]):
             if start == 0 or stop <= need.begin:
                 continue
             queries, before = self._own_rows(need.sequence, start, stop), tasks[-1] if tasks else None
@@ -175,14 +179,14 @@ class _Builder:
             self._ring_exchange(inter, turn)
 
     def _tokens(self, sequence: int, rank: int) -> int:
-        return sum(shard.tokens for shard in self.shards[sequence] if shard.rank == rank)
+        return sum(shard.tokens for shard in self.parts[sequence, rank])
 
     def _tasks(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> None:
         """Each run of own queries sees a prefix of the block, because the block is sorted by position."""
         first, _ = self._block(rounds, sequence, turn, source)
-        keys = runs_of(shard for shard in self.shards[sequence] if shard.rank == source)
+        keys = runs_of(self.parts[sequence, source])
         tasks = rounds.tasks[turn]
-        for start, stop in runs_of(shard for shard in self.shards[sequence] if shard.rank == self.rank):
+        for start, stop in runs_of(self.parts[sequence, self.rank]):
             seen = sum(key_stop - key_start for key_start, key_stop in keys if key_start < stop)
             queries = self._own_rows(sequence, start, stop)
             task = Task(queries, (first, first + seen), causal=turn == 0, merges=turn > 0)
@@ -195,11 +199,8 @@ class _Builder:
                 tasks.append(task)
 
     def _block(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> Rows:
-        if source == self.rank:
-            held = [shard for shard in self.shards[sequence] if shard.rank == self.rank]
-            row = self.row[held[0][:2]]
-        else:
-            row = rounds.row[turn, sequence]
+        own = source == self.rank
+        row = self.row[self.parts[sequence, source][0][:2]] if own else rounds.row[turn, sequence]
         return row, row + self._tokens(sequence, source)
 
     def _ring_exchange(self, inter: bool, turn: int) -> None:

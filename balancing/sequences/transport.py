@@ -37,6 +37,7 @@ class Pending:
     def __init__(self, into: torch.Tensor, adds: bool) -> None:
         self.into, self._adds = into, adds
         self.on_cuda = into.is_cuda
+        self.dtype = into.dtype  # on its way
         self.works: list[dist.Work] = []
         self.arriving: list[tuple[Message, torch.Tensor]] = []  # what comes packed
         self.sent: list[torch.Tensor] = []  # kept until it has gone
@@ -88,16 +89,24 @@ class Transport:
         _connect(self.group)
 
     def start(
-        self, exchange: Exchange, rows: torch.Tensor, into: torch.Tensor, tag: int = 0, slices: Sequence[Slice] = ()
+        self,
+        exchange: Exchange,
+        rows: torch.Tensor,
+        into: torch.Tensor,
+        tag: int = 0,
+        slices: Sequence[Slice] = (),
+        dtype: torch.dtype | None = None,
     ) -> Pending:
         """Send rows of `rows` [row, ...] and receive rows of `into` [row, ...], both contiguous.
 
         All ranks that send, receive or hand on start exchanges that meet in the same order. tag: differs between
         exchanges under way at once, below 16384. slices: this rank's part in messages that do not go directly, as
-        `Route.of` gives them.
+        `Route.of` gives them. dtype: in which what is to be added travels, that of the rows by default.
         """
         pending = Pending(into, exchange.adds)
-        sends = {message.peer: _packed(rows, message) for message in exchange.sends}
+        dtype = dtype or rows.dtype
+        assert exchange.adds or dtype == into.dtype, "what is not added is received in place"
+        sends = {message.peer: _packed(rows, message).to(dtype) for message in exchange.sends}
         receives: dict[int, torch.Tensor] = {}
         for message in exchange.receives:
             if message.peer == self.rank:
@@ -105,9 +114,10 @@ class Transport:
             elif len(message.rows) == 1 and not exchange.adds:
                 receives[message.peer] = into[slice(*message.rows[0])]
             else:
-                receives[message.peer] = into.new_empty(message.tokens, *into.shape[1:])
+                receives[message.peer] = into.new_empty(message.tokens, *into.shape[1:], dtype=dtype)
                 pending.arriving.append((message, receives[message.peer]))
         pending.sent = [*sends.values(), *receives.values()]
+        pending.dtype = dtype
         routed = {piece.flow for piece in slices}
         tag *= _SLICE_NUMBERS
         direct = [
@@ -170,7 +180,7 @@ class Transport:
             return sends[target][piece.start : piece.stop]
         if self.rank == target:
             return receives[source][piece.start : piece.stop]
-        buffer = pending.into.new_empty(piece.stop - piece.start, *pending.into.shape[1:])
+        buffer = pending.into.new_empty(piece.stop - piece.start, *pending.into.shape[1:], dtype=pending.dtype)
         pending.sent.append(buffer)
         return buffer
 

@@ -16,7 +16,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.kernels import Kernel, accumulation_dtype
 from balancing.sequences.layout import SequencePlan
 from balancing.sequences.remap import moves
-from balancing.sequences.routing import Routing, Slice, flows, route
+from balancing.sequences.routing import Routing, Slice, routes
 from balancing.sequences.steps import Exchange, Program, Stage
 from balancing.sequences.tasks import make_program
 from balancing.sequences.transport import Pending, Transport
@@ -28,7 +28,10 @@ _TO_ATTENTION, _TO_LINEAR = Stage("to attention", True), Stage("to linear", True
 
 
 class Widths(NamedTuple):
-    """Bytes of a token in each kind of transfer: keys with values, their gradients, q with k and v, output."""
+    """Bytes of a token in each kind of transfer: keys with values, their gradients on a ring, q with k and v, output.
+
+    Gradients of gathered keys are summed by the rank that owns them, and come as wide as keys.
+    """
 
     kv: int
     gradients: int
@@ -45,9 +48,9 @@ class Widths(NamedTuple):
 
     def of_stage(self, stage: Stage) -> int:
         """Of what a stage moves, for changes of layout in the forward pass."""
-        if stage.kind in ("gather", "ring"):
+        if stage.kind in ("gather", "ring", "return"):
             return self.kv
-        if stage.kind in ("return", "ring return"):
+        if stage.kind == "ring return":
             return self.gradients
         return self.together if stage.kind == "to attention" else self.out
 
@@ -87,20 +90,18 @@ def keep_way(way: Way, plan: SequencePlan, routing: Routing = "off", widths: Wid
 
 
 def _make(plan: SequencePlan, rank: int, cluster: Cluster | None, routing: Routing, widths: Widths | None) -> Way:
-    routes: dict[Stage, list[Slice]] = {}
+    slices: dict[Stage, list[Slice]] = {}
     if routing != "off":
         assert cluster is not None and widths is not None
-        for stage, messages in flows(plan, cluster).items():
-            if own_part := route(messages, widths.of_stage(stage), cluster, routing).of(rank):
-                routes[stage] = own_part
-    relays = [stage for stage in routes if stage.kind not in ("to attention", "to linear")]
+        slices = routes(plan, rank, cluster, widths.of_stage, routing)
+    relays = [stage for stage in slices if stage.kind not in ("to attention", "to linear")]
     program = make_program(plan, rank, cluster, relays=relays)
     own = plan.shards(rank, linear=True)
     if not plan.remapped and own == program.held:
-        return Way(rank, cluster, program, None, None, routes)
+        return Way(rank, cluster, program, None, None, slices)
     # The order of a rank's tokens counts, too.
     there = moves(plan.linear, plan.attention, own, program.held)
-    return Way(rank, cluster, program, there, Exchange(there.receives, there.sends), routes)
+    return Way(rank, cluster, program, there, Exchange(there.receives, there.sends), slices)
 
 
 @dataclass
@@ -152,11 +153,11 @@ class Run:
     kernel: Kernel
     scale: float
 
-    def start(self, stage: Stage, rows: torch.Tensor) -> Pending:
-        """Start the transfers of a stage between the workspaces of the ranks."""
+    def start(self, stage: Stage, rows: torch.Tensor, dtype: torch.dtype) -> Pending:
+        """Start the transfers of a stage between the workspaces of the ranks. dtype: of what travels."""
         exchange, slices = self.way.program.exchanges[stage], self.way.routes.get(stage, ())
-        self._count(exchange, rows, slices, remap=False)
-        return self.transport.start(exchange, rows, rows, _tag(stage), slices)
+        self._count(exchange, rows, dtype, slices, remap=False)
+        return self.transport.start(exchange, rows, rows, _tag(stage), slices, dtype)
 
     def moved(self, exchange: Exchange, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`parts` [token, heads, size] in the other layout, in one message a peer."""
@@ -164,12 +165,14 @@ class Run:
         before = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).contiguous()
         after = before.new_empty(sum(message.tokens for message in exchange.receives), *before.shape[1:])
         slices = self.way.routes.get(stage, ())
-        self._count(exchange, before, slices, remap=True)
+        self._count(exchange, before, before.dtype, slices, remap=True)
         self.statistics.wait(self.transport.start(exchange, before, after, _tag(stage), slices))
         return after.split([part.shape[1] for part in parts], 1)
 
-    def _count(self, exchange: Exchange, rows: torch.Tensor, slices: Sequence[Slice], *, remap: bool) -> None:
-        width = rows.shape[1:].numel() * rows.element_size()
+    def _count(
+        self, exchange: Exchange, rows: torch.Tensor, dtype: torch.dtype, slices: Sequence[Slice], *, remap: bool
+    ) -> None:
+        width = rows.shape[1:].numel() * dtype.itemsize
         bytes_to = dict.fromkeys((False, True), 0)
         for peer, tokens in sent(exchange, self.way.rank, slices).items():
             inter = self.way.cluster is not None and not self.way.cluster.same_node(peer, self.way.rank)
