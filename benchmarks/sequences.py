@@ -142,7 +142,7 @@ def _measure(
     found.add(f"{_FAR}, {machine}", method, sum(far for _, far in crossing) / cluster.world_size / sum(lengths))
 
     def model(name: str, routed: bool | None = None, remapped: bool = True) -> None:
-        width = 2.0 if method in _OURS else 1.0  # baselines send gradients in bf16
+        width = None if method in _OURS else 1.0  # baselines send gradients in bf16
         costs = (
             step_cost(plan, cluster, shape, routed=routed, remapped=remapped, gradient_width=width) for plan in parts
         )

@@ -30,6 +30,7 @@ __all__ = [
     "kv_bytes",
     "limit_seconds",
     "linear_seconds",
+    "routing_pays",
     "step_cost",
     "tile_area",
 ]
@@ -40,6 +41,8 @@ _ATTENTION_ACHIEVED = 0.6  # flash attention's FLOP/s over those of large matrix
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 # Shares of transfers that nothing hid although there was compute enough, on the emulated cluster (RESULTS.md).
 _NEVER_HIDDEN = {"ring": 0.2, "gather": 0.4}
+# Of attention's time. Hops cost something, too: where less was to be saved, nothing was (RESULTS.md).
+_ROUTING_SAVES = 0.2
 _RING_GRADIENT, _GATHERED_GRADIENT = 2.0, 1.0  # bytes of a key's gradient over those of a key
 
 
@@ -83,8 +86,7 @@ def step_cost(
     exchange = link_seconds(moved, kv_bytes(shape), cluster, routed)
     back = 1 + (backward_width(plan.exchange) if gradient_width is None else gradient_width)
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
-    exposed = max(0.0, exchange - compute) + max(0.0, back * exchange - _ATTENTION_BACKWARD * compute)
-    exposed = max(exposed, _never_hidden(plan) * (1 + back) * exchange)
+    exposed = _exposed(plan, exchange, back, compute)
     remap = 0.0
     if remapped and plan.remapped:
         moved = remap_traffic(plan)
@@ -103,6 +105,24 @@ def step_cost(
 def backward_width(exchange: Iterable[str]) -> float:
     """Bytes of a key's gradient over those of a key. Where both kinds travel all count as on rings."""
     return _RING_GRADIENT if "ring" in exchange else _GATHERED_GRADIENT
+
+
+def routing_pays(plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_bytes: int, pair_flops: float) -> bool:
+    """Whether to spread what leaves a node over all its NICs saves enough of attention's time.
+
+    kv_bytes: of one token's keys and values in one layer. remap_bytes: of what is remapped of one token, to attention
+    and back. pair_flops: of one query-key pair in one layer, forward.
+    """
+    moved = layout_traffic(columns(plan.attention), plan.lengths, plan.exchange, in_step=True)
+    compute = float(tile_area(plan).max(initial=0.0)) * pair_flops / (cluster.flops * _ATTENTION_ACHIEVED)
+    back = 1 + backward_width(plan.exchange)
+    waits = []
+    for routed in (False, True):
+        waits.append(_exposed(plan, link_seconds(moved, kv_bytes, cluster, routed), back, compute))
+        if plan.remapped:
+            waits[-1] += 2 * link_seconds(remap_traffic(plan), remap_bytes, cluster, routed)
+    direct, spread = waits
+    return direct - spread > _ROUTING_SAVES * ((1 + _ATTENTION_BACKWARD) * compute + direct)
 
 
 def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
@@ -159,6 +179,13 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
     on_ring = np.array([exchange == "ring" for exchange in plan.exchange], dtype=bool)
     wasted = np.where(on_ring, (np.ceil(whole) / whole + np.ceil(half) / half) / 2, 1.0)
     return np.bincount(rank, tiles * wasted[sequence], plan.ranks) * TILE**2
+
+
+def _exposed(plan: SequencePlan, exchange: float, back: float, compute: float) -> float:
+    """Seconds of the exchange in one layer that compute does not hide; all arguments are of a forward pass, but for
+    back: how many times as long the exchange of a backward pass is."""
+    beyond = max(0.0, exchange - compute) + max(0.0, back * exchange - _ATTENTION_BACKWARD * compute)
+    return max(beyond, _never_hidden(plan) * (1 + back) * exchange)
 
 
 def _never_hidden(plan: SequencePlan) -> float:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from balancing.cluster import Cluster
+from balancing.sequences.cost import routing_pays
 from balancing.sequences.kernels import Kernel, accumulation_dtype
 from balancing.sequences.layout import SequencePlan
 from balancing.sequences.remap import moves
@@ -28,15 +29,17 @@ _TO_ATTENTION, _TO_LINEAR = Stage("to attention", True), Stage("to linear", True
 
 
 class Widths(NamedTuple):
-    """Bytes of a token in each kind of transfer: keys with values, their gradients on a ring, q with k and v, output.
+    """What the attention of one layer weighs on this rank.
 
-    Gradients of gathered keys are summed by the rank that owns them, and come as wide as keys.
+    Bytes of a token in each kind of transfer: keys with values, their gradients on a ring (those of gathered keys are
+    as wide as keys), q with k and v, output. pair_flops: of a query-key pair, forward.
     """
 
     kv: int
     gradients: int
     together: int
     out: int
+    pair_flops: float
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor) -> "Widths":
@@ -44,7 +47,8 @@ class Widths(NamedTuple):
         (heads, size), kv_heads = q.shape[1:], k.shape[1]
         kv, together, out = (elements * size for elements in (2 * kv_heads, heads + 2 * kv_heads, heads))
         item = q.element_size()
-        return cls(kv * item, kv * accumulation_dtype(q.dtype).itemsize, together * item, out * item)
+        gradients = kv * accumulation_dtype(q.dtype).itemsize
+        return cls(kv * item, gradients, together * item, out * item, pair_flops=4.0 * heads * size)
 
     def of_stage(self, stage: Stage) -> int:
         """Of what a stage moves, for changes of layout in the forward pass."""
@@ -93,7 +97,14 @@ def _make(plan: SequencePlan, rank: int, cluster: Cluster | None, routing: Routi
     slices: dict[Stage, list[Slice]] = {}
     if routing != "off":
         assert cluster is not None and widths is not None
-        slices = routes(plan, rank, cluster, widths.of_stage, routing)
+        if routing != "auto" or routing_pays(
+            plan,
+            cluster,
+            kv_bytes=widths.kv,
+            remap_bytes=widths.together + widths.out,
+            pair_flops=widths.pair_flops,
+        ):
+            slices = routes(plan, rank, cluster, widths.of_stage, routing)
     relays = [stage for stage in slices if stage.kind not in ("to attention", "to linear")]
     program = make_program(plan, rank, cluster, relays=relays)
     own = plan.shards(rank, linear=True)

@@ -96,11 +96,12 @@ class Scale:
 
     @property
     def told(self) -> Cluster:
-        """What the engine is told of the machine: emulated bytes/s at the modelled pace, so that messages of emulated
-        bytes are routed exactly as those of the modelled machine."""
+        """What the engine is told of the machine: emulated bytes/s and FLOP/s at the modelled pace, so that messages of
+        emulated bytes are routed exactly as those of the modelled machine."""
         cluster = self.cluster
         return replace(
             cluster,
+            flops=cluster.flops / self.bytes,
             nic_bandwidth=cluster.nic_bandwidth / self.bytes,
             intra_node_bandwidth=cluster.intra_node_bandwidth / self.bytes,
         )
@@ -142,7 +143,7 @@ def _parts(method: Method, lengths: Sequence[int], cluster: Cluster, shape: Atte
 def predicted_seconds(case: Case, method: Method, cluster: Cluster) -> float:
     """What the cost model says of a step."""
     routed = None if method.routed else False
-    shape, width = SHAPES[case.model], 1.0 if method.peer else 2.0
+    shape, width = SHAPES[case.model], 1.0 if method.peer else None  # baselines send gradients in bf16
     parts = case.parts[method.name]
     return sum(step_cost(plan, cluster, shape, routed=routed, gradient_width=width).total for plan in parts)
 

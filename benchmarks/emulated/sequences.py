@@ -239,7 +239,7 @@ def _run_rounds(rounds: Rounds) -> None:
             dist.barrier()
             begin = time.perf_counter()
             if stage in way.program.exchanges:
-                run.start(stage, rows).wait()
+                run.start(stage, rows, rows.dtype).wait()
             seconds = _span(begin, time.perf_counter())
             if rank in members:
                 (message,) = way.program.exchanges[stage].receives
