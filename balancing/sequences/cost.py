@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import AttentionShape, SequencePlan, columns
+from balancing.sequences.layout import AttentionShape, SequencePlan
 from balancing.sequences.load import causal_area
 from balancing.sequences.traffic import layout_traffic, link_seconds, remap_traffic
 
@@ -82,7 +82,7 @@ def step_cost(
     bytes of a key's gradient over those of a key, None for what the engine sends; other systems send mostly bf16, which
     is 1. Raises ValueError where the plan has more ranks than the cluster.
     """
-    moved = layout_traffic(columns(plan.attention), plan.lengths, plan.exchange, in_step=True)
+    moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
     exchange = link_seconds(moved, kv_bytes(shape), cluster, routed)
     back = 1 + (backward_width(plan.exchange) if gradient_width is None else gradient_width)
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
@@ -113,7 +113,7 @@ def routing_pays(plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_b
     kv_bytes: of one token's keys and values in one layer. remap_bytes: of what is remapped of one token, to attention
     and back. pair_flops: of one query-key pair in one layer, forward.
     """
-    moved = layout_traffic(columns(plan.attention), plan.lengths, plan.exchange, in_step=True)
+    moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
     compute = float(tile_area(plan).max(initial=0.0)) * pair_flops / (cluster.flops * _ATTENTION_ACHIEVED)
     back = 1 + backward_width(plan.exchange)
     waits = []
@@ -169,7 +169,7 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
 
     Where a sequence goes round a ring, every round's keys are tiles of their own, which short sequences do not fill.
     """
-    sequence, start, stop, rank = columns(plan.attention).T
+    sequence, start, stop, rank = plan.table.T
     rows = -(-(stop - start) // TILE)
     # Rows of tiles end at start + 128, start + 256 and so on, the last one at stop, and reach back to key 0.
     tiles = (rows - 1) * -(-start // TILE) + rows * (rows - 1) // 2 + -(-stop // TILE)

@@ -97,9 +97,9 @@ class SequencePlan:
         unknown = set(self.exchange) - set(get_args(Exchange))
         if unknown:
             raise ValueError(f"exchange {sorted(unknown)[0]!r} is none of {', '.join(get_args(Exchange))}")
-        _check_layout("attention", self.attention, self.lengths, self.ranks)
+        _check_layout("attention", self.table, self.lengths, self.ranks)
         if self.linear is not self.attention:
-            _check_layout("linear", self.linear, self.lengths, self.ranks)
+            _check_layout("linear", columns(self.linear), self.lengths, self.ranks)
         for sequence, exchange in enumerate(self.exchange):
             if exchange == "local" and len(self.ring(sequence)) > 1:
                 raise ValueError(f"sequence {sequence} is local, but lies on ranks {self.ring(sequence)}")
@@ -122,19 +122,25 @@ class SequencePlan:
         return self._rings[sequence]
 
     @cached_property
+    def table(self) -> np.ndarray:
+        """int64 [shard, (sequence, start, stop, rank)]: the layout of attention."""
+        return columns(self.attention)
+
+    @cached_property
     def tokens(self) -> np.ndarray:
         """int [rank]: tokens in attention."""
-        return self._sum(self.attention, lambda start, stop: stop - start)
+        return self._sum(self.table, lambda start, stop: stop - start)
 
     @cached_property
     def linear_tokens(self) -> np.ndarray:
         """int [rank]: tokens in linear layers."""
-        return self._sum(self.linear, lambda start, stop: stop - start)
+        table = self.table if self.linear is self.attention else columns(self.linear)
+        return self._sum(table, lambda start, stop: stop - start)
 
     @cached_property
     def area(self) -> np.ndarray:
         """int [rank]: query-key pairs whose queries are on the rank."""
-        return self._sum(self.attention, lambda start, stop: (stop * (stop + 1) - start * (start + 1)) // 2)
+        return self._sum(self.table, lambda start, stop: (stop * (stop + 1) - start * (start + 1)) // 2)
 
     @cached_property
     def digest(self) -> str:
@@ -142,8 +148,8 @@ class SequencePlan:
         said = (self.lengths, self.ranks, self.attention, self.linear, self.exchange)
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
-    def _sum(self, shards: Sequence[Shard], what: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-        _, start, stop, rank = columns(shards).T
+    def _sum(self, table: np.ndarray, what: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+        _, start, stop, rank = table.T
         total = np.zeros(self.ranks, dtype=np.int64)
         np.add.at(total, rank, what(start, stop))
         return total
@@ -169,9 +175,8 @@ def columns(shards: Sequence[Shard]) -> np.ndarray:
     return np.fromiter(chain.from_iterable(shards), np.int64, 4 * len(shards)).reshape(-1, 4)
 
 
-def _check_layout(name: str, shards: Sequence[Shard], lengths: Sequence[int], ranks: int) -> None:
+def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: int) -> None:
     """Every token of every sequence exactly once, on ranks that exist."""
-    table = columns(shards)
     sequence, start, stop, rank = table[np.lexsort((table[:, 1], table[:, 0]))].T
     if (wrong := np.flatnonzero((sequence < 0) | (sequence >= len(lengths)))).size:
         raise ValueError(f"the {name} layout has a shard of sequence {sequence[wrong[0]]}; there are {len(lengths)}")

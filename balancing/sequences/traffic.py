@@ -43,7 +43,7 @@ def kv_traffic(plan: SequencePlan) -> Traffic:
     On a ring each rank hands on to the next all but what the next one holds itself. Gathered, each rank receives, of
     every token that its last query sees and it does not hold, the keys and values from the rank that holds them.
     """
-    return layout_traffic(columns(plan.attention), plan.lengths, plan.exchange)
+    return layout_traffic(plan.table, plan.lengths, plan.exchange)
 
 
 def layout_traffic(
