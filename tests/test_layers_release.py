@@ -110,10 +110,21 @@ CASES = {
         {2: ((1,), (3,)), 3: ((4,),)},
     ),
     "PP 4 to 2, frozen layers": (4, 2, f"{PP4} {EXACTLY} {FREEZE} --use-distributed-optimizer", {3: ((2,), (2,))}),
+    "PP 4 to 2, pruning, mixture of depths, sparse attention": (
+        4,
+        2,
+        f"{PP4} {EXACTLY} --prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 "
+        "--prune-sparse-density 0.6 --mixture-of-depths 0.25 --sparse-attention hash --sparse-attention-block 8 "
+        "--sparse-attention-keep 2 --train-iters 5",
+        {2: ((1,), (3,))},
+    ),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.exhaustive] if "pruning" in case else []) for case in CASES],
+)
 def test_nobody_misses_the_ranks_that_left(pool, case):
     ranks, stay, flags, plans = CASES[case]
     run, state = _train(pool, ranks, stay, flags, plans)
@@ -155,7 +166,7 @@ def test_replicas_of_experts_go_on(pool, tmp_path):
 
 def test_documents_stay_spread(pool, tmp_path):
     """Documents are spread over the context-parallel ranks of the stages that stay as they were before."""
-    model = Packed(pool, tmp_path, "--train-iters 4")
+    model = Packed(pool, tmp_path)
     documents = f"{PACKED} --eod-mask-loss"
     reference = model.train(1, f"{documents} --calculate-per-token-loss")
     layout = f"{PP2} --context-parallel-size 2 --use-distributed-optimizer"
