@@ -3,7 +3,6 @@ of which the first two train no more from the fourth iteration on, and ranks tha
 
 import json
 
-import pytest
 from test_layers_release import _train
 from test_packed_documents import PACKED, TOLERANCE, Packed
 from training import MOE, differences
@@ -15,21 +14,14 @@ FREEZE = f"{UNTIED} --freeze-layers 2 --freeze-layers-start 3"
 BALANCED = "--balance-sequences --balance-experts --expert-min-gain 0"
 
 
-@pytest.mark.parametrize(
-    "layout, stay",
-    [
-        pytest.param(((1,), (3,)), 4, id="layers move"),
-        pytest.param(((4,),), 2, id="ranks leave", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_all_at_once_equal_one_rank(pool, tmp_path, layout, stay):
+def test_all_at_once_equal_one_rank(pool, tmp_path):
     model = Packed(
         pool, tmp_path, f"{' '.join(MOE)} {UNTIED} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
     )
     steps = f"--eod-mask-loss --train-iters 6 {FREEZE}"
     reference = model.train(1, f"{PACKED} {steps} --calculate-per-token-loss")
     argv = model.from_start(f"{PACKED} {steps} {LAYOUT} {BALANCED} --balance-report {tmp_path}")
-    run, _ = _train(pool, 4, stay, "", {2: ((3,), (1,)), 4: layout}, argv)
+    run, _ = _train(pool, 4, 2, "", {2: ((3,), (1,)), 4: ((1,), (3,)), 5: ((4,),)}, argv)
     assert max(differences(run, reference)) <= TOLERANCE
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     for balancer in ("experts", "sequences"):  # layers were told to move, and did not decide to

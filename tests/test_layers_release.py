@@ -164,6 +164,7 @@ def test_replicas_of_experts_go_on(pool, tmp_path):
     assert {layer for iteration, layer in replicated if iteration > 3} >= {2, 3}
 
 
+@pytest.mark.exhaustive
 def test_documents_stay_spread(pool, tmp_path):
     """Documents are spread over the context-parallel ranks of the stages that stay as they were before."""
     model = Packed(pool, tmp_path)
@@ -173,7 +174,8 @@ def test_documents_stay_spread(pool, tmp_path):
     base = model.from_start(f"{documents} {layout} --balance-sequences --balance-report {tmp_path}")
     run, _ = _train(pool, 4, 2, "", {2: ((4,),)}, base)
     _assert_same(run, reference)
-    assert [line["iteration"] for line in _events(tmp_path, "sequences")] == [1, 1, 2, 2, 3, 4]
+    spread = [line["iteration"] for line in _events(tmp_path, "sequences") if line["action"] == "spread"]
+    assert spread == [1, 1, 2, 2, 3, 4]  # a line of each stage
 
 
 def test_saved_by_few_ranks_it_grows_back(pool, tmp_path):
@@ -186,13 +188,14 @@ def test_saved_by_few_ranks_it_grows_back(pool, tmp_path):
     assert differences(replace(grown, losses=shrunk.losses), shrunk)[1] <= 1e-12
 
 
-def _killed_in_a_release(argv: list[str], victim: int) -> str:
-    """Layers travel before the fourth iteration, so that stages can leave, but the victim dies before it sends any.
+def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
+    """Stages leave before the fourth iteration, but the victim dies: before it sends a layer, or when it has all of its
+    new ones and the ranks that leave are gone.
 
     Returns what ended the training of this rank. The victim is a process of its own: of a rank that ended badly, the
     pool would not wait for what the others have to say.
     """
-    from megatron.balanced import layer_state
+    from megatron.balanced import layer_state, move
 
     def die(*unused: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -202,7 +205,10 @@ def _killed_in_a_release(argv: list[str], victim: int) -> str:
     if int(os.environ["RANK"]) == victim:
         if (process := os.fork()) != 0:
             return signal.Signals(os.WTERMSIG(os.waitpid(process, 0)[1])).name
-        layer_state.exchange = die
+        if rebuilding:
+            move.LayerMover._wrap = die
+        else:
+            layer_state.exchange = die
     ended = "the end"
     try:
         train_rank(argv, False)
@@ -214,14 +220,18 @@ def _killed_in_a_release(argv: list[str], victim: int) -> str:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("victim", [1, 3], ids=["stays", "leaves"])
-def test_a_rank_killed_while_others_leave(pool, tmp_path, victim):
+@pytest.mark.parametrize(
+    "victim, rebuilding", [(1, False), (3, False), (1, True)], ids=["stays", "leaves", "stays alone"]
+)
+def test_a_rank_killed_while_others_leave(pool, tmp_path, victim, rebuilding):
     """The others stop well before their timeout and name it, and the last checkpoint goes on as if nobody had left."""
     argv = [*BASE, *PP4.split(), *EXACT]
     save = [*RELEASE.split(), "--save", str(tmp_path), "--save-interval", "2", "--distributed-timeout-minutes", "10"]
-    ended = pool.run(4, _killed_in_a_release, [*argv, *save], victim, timeout=60)
+    ended = pool.run(4, _killed_in_a_release, [*argv, *save], victim, rebuilding, timeout=60)
     assert ended[victim] == "SIGKILL"
-    assert all("Error" in ended[rank] for rank in {*range(4)} - {victim}), ended
+    left = {2, 3} if rebuilding else set()
+    assert {ended[rank] for rank in left} <= {"Released: 0"}
+    assert all("Error" in ended[rank] for rank in {*range(4)} - {victim} - left), ended
     told = "".join(pool.output)
     assert told.count("pretrain_gpt.py: error:") == 1, told[-3000:]
     assert f"rank {victim} died or stopped answering" in told
