@@ -1,22 +1,17 @@
 """Three balancers and a model that freezes in one run: documents over ranks, replicas of hot experts, layers that move,
-of which the first two train no more from the fourth iteration on. No number changes."""
+of which the first two train no more from the fourth iteration on, and ranks that leave. No number changes."""
 
 import json
 
-from moving import Plans, move_at
+from test_layers_release import _train
 from test_packed_documents import PACKED, TOLERANCE, Packed
-from training import MOE, RankRun, differences, join, train_rank
+from training import MOE, differences
 
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUT = f"--context-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {OVERLAPS}"
 UNTIED = "--untie-embeddings-and-output-weights"
 FREEZE = f"{UNTIED} --freeze-layers 2 --freeze-layers-start 3"
-BALANCED = "--balance-sequences --balance-experts --expert-min-gain 0 --balance-layers"
-
-
-def _train_moving(argv: list[str], plans: Plans) -> RankRun:
-    move_at(plans)
-    return train_rank(argv, True)
+BALANCED = "--balance-sequences --balance-experts --expert-min-gain 0"
 
 
 def test_all_at_once_equal_one_rank(pool, tmp_path):
@@ -26,7 +21,7 @@ def test_all_at_once_equal_one_rank(pool, tmp_path):
     steps = f"--eod-mask-loss --train-iters 6 {FREEZE}"
     reference = model.train(1, f"{PACKED} {steps} --calculate-per-token-loss")
     argv = model.from_start(f"{PACKED} {steps} {LAYOUT} {BALANCED} --balance-report {tmp_path}")
-    run = join(pool.run(4, _train_moving, argv, {2: ((3,), (1,)), 4: ((1,), (3,))}))
+    run, _ = _train(pool, 4, 2, "", {2: ((3,), (1,)), 4: ((1,), (3,)), 5: ((4,),)}, argv)
     assert max(differences(run, reference)) <= TOLERANCE
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     for balancer in ("experts", "sequences"):  # layers were told to move, and did not decide to

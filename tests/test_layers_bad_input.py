@@ -115,7 +115,6 @@ NOT_RELEASED = {
         "not of 2",
         "use one",
     ),
-    "early exit": ({"early_exit_layers": "2"}, {"repack_throughput_floor": 0.9}, "--early-exit-layers 2", "drop one"),
     "mapping": ({"use_tp_pp_dp_mapping": True}, {"repack_memory_limit": 8.0}, "--use-tp-pp-dp-mapping", "drop it"),
     "writer": ({"wandb_project": "p"}, {"repack_throughput_floor": 1.0}, "--wandb-project p", "--tensorboard-dir"),
 }

@@ -1,13 +1,31 @@
 """Ranks of the last stages leave while the model trains: no number changes, and the job can grow back."""
 
+import json
+import os
+import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from moving import _state_of, _whole, move_at
 from test_dynamics_moves import FREEZE
-from training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, Run, differences, join, train, watch
+from test_packed_documents import PACKED, Packed
+from training import (
+    EXACT,
+    MOCK_DATA,
+    MODEL,
+    MOE,
+    RankRun,
+    Run,
+    assert_same,
+    differences,
+    join,
+    train,
+    train_rank,
+    watch,
+)
 
 from balancing.layers import release_of
 
@@ -49,9 +67,11 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, An
     return finish(), state, code
 
 
-def _train(pool: Any, ranks: int, stay: int, flags: str, plans: Any) -> tuple[Run, dict[str, np.ndarray]]:
+def _train(
+    pool: Any, ranks: int, stay: int, flags: str, plans: Any, base: list[str] = BASE
+) -> tuple[Run, dict[str, np.ndarray]]:
     """Train on `ranks`, of which `stay` are left in the end: all of them without plans."""
-    done = pool.run(ranks, _rank, [*BASE, *RELEASE.split(), *flags.split()], plans, stay)
+    done = pool.run(ranks, _rank, [*base, *RELEASE.split(), *flags.split()], plans, stay)
     assert [code for _, _, code in done] == [None] * stay + [0] * (ranks - stay)
     losses: dict[int, float] = {}  # a rank has them of the steps in which it was on the last stage, up to its last one
     validation: list[float] = []
@@ -82,16 +102,38 @@ CASES = {
         f"{PP4} {SINGLE} --bf16 --untie-embeddings-and-output-weights --use-distributed-optimizer",
         {2: ((3,), (1,))},
     ),
+    "PP 4 to 2 to 1, early exit": (
+        4,
+        1,
+        f"{PP4} {EXACTLY} --early-exit-layers 1,2,3 --early-exit-threshold 0.9 --early-exit-start 1 "
+        "--early-exit-loss-weight 0.5 --train-iters 5",
+        {2: ((1,), (3,)), 3: ((4,),)},
+    ),
     "PP 4 to 2, frozen layers": (4, 2, f"{PP4} {EXACTLY} {FREEZE} --use-distributed-optimizer", {3: ((2,), (2,))}),
+    "PP 4 to 2, pruning, mixture of depths, sparse attention": (
+        4,
+        2,
+        f"{PP4} {EXACTLY} --prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 "
+        "--prune-sparse-density 0.6 --mixture-of-depths 0.25 --sparse-attention hash --sparse-attention-block 8 "
+        "--sparse-attention-keep 2 --train-iters 5",
+        {2: ((1,), (3,))},
+    ),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.exhaustive] if "pruning" in case else []) for case in CASES],
+)
 def test_nobody_misses_the_ranks_that_left(pool, case):
     ranks, stay, flags, plans = CASES[case]
     run, state = _train(pool, ranks, stay, flags, plans)
     reference, expected = _train(pool, ranks, ranks, flags, {})
     _assert_same(run, reference)
+    _assert_same_state(state, expected)
+
+
+def _assert_same_state(state: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     for name, whole in state.items():  # tied weights had state on both ends of the pipeline
         np.testing.assert_allclose(whole, expected[name], rtol=1e-12, atol=1e-14, err_msg=name)
 
@@ -102,6 +144,40 @@ def _assert_same(run: Run, reference: Run) -> None:
     assert differences(run, reference)[1] <= 1e-12
 
 
+def _events(folder: Path, balancer: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["balancer"] == balancer]
+
+
+def test_replicas_of_experts_go_on(pool, tmp_path):
+    """Hot experts have replicas before and after. The layers that arrive get theirs on the stages that stay."""
+    flags = f"{PP2} {EXACTLY} {EP2} {OVERLAPS} --train-iters 6"
+    both = f"{flags} --balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    run, state = _train(pool, 4, 2, both, {3: ((4,),)})
+    reference, expected = _train(pool, 4, 4, flags, {})
+    _assert_same(run, reference)
+    _assert_same_state(state, expected)
+    replicated = {
+        (line["iteration"], line["layer"]) for line in _events(tmp_path, "experts") if line["action"] == "replicate"
+    }
+    assert {layer for iteration, layer in replicated if iteration <= 3} & {2, 3}
+    assert {layer for iteration, layer in replicated if iteration > 3} >= {2, 3}
+
+
+@pytest.mark.exhaustive
+def test_documents_stay_spread(pool, tmp_path):
+    """Documents are spread over the context-parallel ranks of the stages that stay as they were before."""
+    model = Packed(pool, tmp_path)
+    documents = f"{PACKED} --eod-mask-loss"
+    reference = model.train(1, f"{documents} --calculate-per-token-loss")
+    layout = f"{PP2} --context-parallel-size 2 --use-distributed-optimizer"
+    base = model.from_start(f"{documents} {layout} --balance-sequences --balance-report {tmp_path}")
+    run, _ = _train(pool, 4, 2, "", {2: ((4,),)}, base)
+    _assert_same(run, reference)
+    spread = [line["iteration"] for line in _events(tmp_path, "sequences") if line["action"] == "spread"]
+    assert spread == [1, 1, 2, 2, 3, 4]  # a line of each stage
+
+
 def test_saved_by_few_ranks_it_grows_back(pool, tmp_path):
     flags = f"{PP4} {EXACTLY}"
     save = f"{flags} --save {tmp_path} --save-interval 3"
@@ -110,6 +186,59 @@ def test_saved_by_few_ranks_it_grows_back(pool, tmp_path):
     grown = train(pool, 4, load, base=BASE, parameters=True)
     assert grown.losses == pytest.approx(shrunk.losses[3:], rel=1e-12)
     assert differences(replace(grown, losses=shrunk.losses), shrunk)[1] <= 1e-12
+
+
+def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
+    """Stages leave before the fourth iteration, but the victim dies: before it sends a layer, or when it has all of its
+    new ones and the ranks that leave are gone.
+
+    Returns what ended the training of this rank. The victim is a process of its own: of a rank that ended badly, the
+    pool would not wait for what the others have to say.
+    """
+    from megatron.balanced import layer_state, move
+
+    def die(*unused: Any) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    move_at({3: ((1,), (3,))})
+    if int(os.environ["RANK"]) == victim:
+        if (process := os.fork()) != 0:
+            return signal.Signals(os.WTERMSIG(os.waitpid(process, 0)[1])).name
+        if rebuilding:
+            move.LayerMover._wrap = die
+        else:
+            layer_state.exchange = die
+    ended = "the end"
+    try:
+        train_rank(argv, False)
+    except (Exception, SystemExit) as error:
+        ended = f"{type(error).__name__}: {error}"
+    if int(os.environ["RANK"]) == victim:
+        os._exit(1)
+    return ended
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "victim, rebuilding", [(1, False), (3, False), (1, True)], ids=["stays", "leaves", "stays alone"]
+)
+def test_a_rank_killed_while_others_leave(pool, tmp_path, victim, rebuilding):
+    """The others stop well before their timeout and name it, and the last checkpoint goes on as if nobody had left."""
+    argv = [*BASE, *PP4.split(), *EXACT]
+    save = [*RELEASE.split(), "--save", str(tmp_path), "--save-interval", "2", "--distributed-timeout-minutes", "10"]
+    ended = pool.run(4, _killed_in_a_release, [*argv, *save], victim, rebuilding, timeout=60)
+    assert ended[victim] == "SIGKILL"
+    left = {2, 3} if rebuilding else set()
+    assert {ended[rank] for rank in left} <= {"Released: 0"}
+    assert all("Error" in ended[rank] for rank in {*range(4)} - {victim} - left), ended
+    told = "".join(pool.output)
+    assert told.count("pretrain_gpt.py: error:") == 1, told[-3000:]
+    assert f"rank {victim} died or stopped answering" in told
+    resumed = train(pool, 4, f"--load {tmp_path}", base=argv, parameters=True)
+    whole = train(pool, 4, "", base=argv, parameters=True)
+    assert resumed.losses == whole.losses[2:]
+    assert_same(replace(resumed, losses=whole.losses, grad_norms=whole.grad_norms), whole)
 
 
 def test_who_leaves():
@@ -147,11 +276,10 @@ def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
     repacker = repack.Repacker(Namespace(world_size=4, log_interval=10), config)
     seconds = np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 1.0, 1.0])
     plan = StagePlan.from_counts(((2,),) * 4)
-    if not repacker.wants(plan) or not repacker.consider(
-        LayerCost(seconds, seconds), plan, [(stage, peak) for stage in range(4)]
-    ):
+    ask = LayerCost(seconds, seconds), plan, np.full(4, peak)
+    if not repacker.consider(*ask):
         return [None, None, None]
-    assert not repacker.wants(plan)  # one choice at a time
+    assert not repacker.consider(*ask)  # one choice at a time
     due = [repacker.due(iteration) for iteration in (15, 20, 30)]
     return [None if each is None else each.counts for each in due]
 

@@ -25,8 +25,7 @@ class _Vigil:
     """This rank's signs of life, and what the store knows of the others."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.world_size = world_size
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
         self._store: dist.Store | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
@@ -51,8 +50,13 @@ class _Vigil:
         self._over.set()
         self._thread.join(timeout=_SILENT_SECONDS)
 
+    def leave(self) -> None:
+        """This rank goes on purpose, and the others go on: its silence is not its death."""
+        if self._store is not None:
+            self._store.set(f"left/{self._rank}", "")
+
     def _seen(self, store: dist.Store, kind: str) -> dict[int, bytes]:
-        keys = {rank: f"{kind}/{rank}" for rank in range(self.world_size)}
+        keys = {rank: f"{kind}/{rank}" for rank in range(self._world_size)}
         return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
 
     def verdict(self, error: Exception) -> str | None:
@@ -63,8 +67,8 @@ class _Vigil:
         store.set(f"failed/{self._rank}", type(error).__name__)
         before = self._seen(store, "alive")
         time.sleep(_SILENT_SECONDS)
-        after, failed = self._seen(store, "alive"), self._seen(store, "failed")
-        ranks = range(self.world_size)
+        after, failed, left = (self._seen(store, kind) for kind in ("alive", "failed", "left"))
+        ranks = [rank for rank in range(self._world_size) if rank not in left]
         silent = [rank for rank in ranks if rank not in failed and before.get(rank) == after.get(rank)]
         first_living = next(rank for rank in ranks if rank not in silent)
         if not silent or self._rank != first_living:
@@ -74,14 +78,18 @@ class _Vigil:
 
 
 @contextlib.contextmanager
-def named_failures(rank: int, world_size: int) -> Iterator[_Vigil]:
+def named_failures(rank: int, world_size: int) -> Iterator[None]:
     """Run a job's training inside this. When it fails because other ranks fell silent, they are named on stderr.
 
-    Yields what has to be told, as its `world_size`, when the last ranks leave on purpose.
+    A rank that leaves with SystemExit is not missed.
     """
     vigil = _Vigil(rank, world_size)
     try:
-        yield vigil
+        yield
+    except SystemExit:
+        with contextlib.suppress(RuntimeError):  # as below
+            vigil.leave()
+        raise
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # the store died with the rank that held it: nothing more to learn
             if (verdict := vigil.verdict(error)) is not None:

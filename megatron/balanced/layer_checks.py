@@ -51,9 +51,6 @@ _CONTRADICTIONS: tuple[Contradiction, ...] = (
 
 # Flags that contradict ranks that leave.
 _CONTRADICT_RELEASE: tuple[Contradiction, ...] = (
-    ("balance_sequences", (False,), "plans for all ranks there are", "drop one of the two"),
-    ("balance_experts", (False,), "keeps replicas that a release does not know yet", "drop one of the two"),
-    ("early_exit_layers", ("", None), "weighs its losses on the stage that was the last", "drop one of the two"),
     ("use_tp_pp_dp_mapping", (False,), "spreads stages over all nodes, so that none gets free", "drop it"),
     ("num_distributed_optimizer_instances", (1, None), "ties the optimizer to all ranks there are", "drop it"),
     ("async_save", (False,), "saves with ranks that may be gone", "drop it"),

@@ -49,12 +49,14 @@ _SPARE = 0.05  # of a device's memory, that plans do not count on
 
 
 class _Choice(NamedTuple):
-    """What was decided, and from what. predicted: seconds of a step under the plan in force, and under the chosen."""
+    """What was decided, and from what. peaks: the most bytes that a rank of each stage has held. predicted: seconds of
+    a step under the plan in force, and under the chosen."""
 
     plan: StagePlan
     action: str
     reason: str
     cost: LayerCost
+    peaks: np.ndarray
     predicted: tuple[float, float]
     profile_ms: float
     plan_ms: float
@@ -112,7 +114,6 @@ class LayerBalancer:
         if iteration > self._warm and not self._settled:
             self._seconds.append(layer_seconds(record, self.mover.plan.layers))
             self._steps.append((iteration, record.step_seconds))
-            self._repacker.memory = record.memory_bytes
 
     # Around a step.
 
@@ -149,10 +150,8 @@ class LayerBalancer:
             )
         before = self.mover.plan
         if choice.plan.chunks == before.chunks:
-            if choice.action == "keep" and self._repacker.wants(choice.plan):
-                peaks = self.mover.gather((mpu.get_pipeline_model_parallel_rank(), self._repacker.memory))
-                if self._repacker.consider(choice.cost, choice.plan, peaks):
-                    choice = choice._replace(reason=self._repacker.reason)
+            if choice.action == "keep" and self._repacker.consider(choice.cost, choice.plan, choice.peaks):
+                choice = choice._replace(reason=self._repacker.reason)
             self._tell(choice, before, None)
             return
         moved = self.move(choice.plan)
@@ -205,6 +204,7 @@ class LayerBalancer:
             decision.action,
             decision.reason,
             weights,
+            peaks,
             predicted,
             profile_ms=(profiled - begin) * 1e3,
             plan_ms=(time.perf_counter() - profiled) * 1e3,

@@ -153,6 +153,7 @@ class LayerMover:
         sent = bring(self.models(), held, missing, everyone, everybody, self._tensors, self._timeout)
         missing.targets.clear()
         if departure is not None:
+            self.gather(None)  # a death until here breaks this at once; of one after it only timeouts would tell
             departure.finish([self._objects, self._tensors])
             self._make_groups()
             step.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))

@@ -3,7 +3,8 @@
 Ranks are numbered stage after stage, so those that stay keep their numbers and the last ones go, whole nodes first.
 torch cannot take ranks out of its default group, but another group can take that group's place: a new one of the ranks
 that stay. Megatron's groups are made anew in it. Who holds one that spans stages is given its successor; groups within
-a stage lose nobody and stay good for whoever holds on to them, such as a strategy for checkpoints.
+a stage lose nobody and stay good for whoever holds on to them, such as a strategy for checkpoints or replicas of
+experts.
 
 A rank leaves only when all others have what they need of it, as an ordinary exit with code 0, which no launcher takes
 for a failure. Under SLURM the first rank then gives its nodes back.

@@ -22,10 +22,9 @@ _SHARE_OF_DEVICE = 0.9  # of a GPU's memory that stages may fill: some goes to b
 
 
 class Repacker:
-    """One on each rank; all decide alike. memory: the most bytes this rank has held. reason: of the last choice."""
+    """One on each rank; all decide alike. reason: of the last choice."""
 
     def __init__(self, args: argparse.Namespace, config: LayerConfig) -> None:
-        self.memory = 0
         self.reason = ""
         self._args, self._config = args, config
         # A share of the throughput at the start, or of the least that is left of it after a release.
@@ -39,17 +38,15 @@ class Repacker:
         plan, self._plan = self._plan, None
         return plan
 
-    def wants(self, plan: StagePlan) -> bool:
-        """Whether `consider` is to be asked: a choice is made once, and stands until `due` has given it out."""
-        return self._config.repacks and self._plan is None and plan.stages > self._config.repack_min_stages
-
-    def consider(self, cost: LayerCost, plan: StagePlan, peaks: list[tuple[int, int]]) -> bool:
-        """Choose a number of stages. peaks: stage and most bytes of each rank. Returns whether it is to get smaller."""
+    def consider(self, cost: LayerCost, plan: StagePlan, peaks: np.ndarray) -> bool:
+        """Choose a number of stages, if the user asks for it. A choice is made once, and stands until `due` has given
+        it out. peaks: the most bytes that a rank of each stage has held. Returns whether there are to be fewer."""
+        if not self._config.repacks or self._plan is not None or plan.stages <= self._config.repack_min_stages:
+            return False
         per_stage = self._args.world_size // plan.stages
         per_node = detect_launch().ranks_per_node
-        memory = np.array([max(bytes for of, bytes in peaks if of == stage) for stage in range(plan.stages)])
         limit = self._limit()
-        run = RecordedRun(cost, plan, get_num_microbatches(), per_stage, per_node, 0.0, memory)
+        run = RecordedRun(cost, plan, get_num_microbatches(), per_stage, per_node, 0.0, peaks)
         options = repack_options(
             cost,
             plan,

@@ -33,29 +33,42 @@ class Tokens:
         self.config, self._args, self._report = config, args, report
         self._models: list[torch.nn.Module] = []
         self._flow = TokenFlow()
-        self._group: Any = None
+        self._weighs = False
+        self._stages = 1
+        self._group: Any = None  # of so many stages, if there are several
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they have arrived
         self._iteration = 0
 
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Watch the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
-        models = self._models = unwrap_model(chunks)
-        self.renew()
+        self._models = unwrap_model(chunks)
         if self.config.exits():
-            if mpu.get_pipeline_model_parallel_world_size() > 1:
-                self._group = twin_of(mpu.get_pipeline_model_parallel_group(), self._args.distributed_timeout_minutes)
-            assert len(models) == 1, "early exit with several model chunks a stage is refused"
-            model = models[0]
-            model.decoder.register_forward_pre_hook(self._begin_chunk, with_kwargs=True)
-            model.decoder.register_forward_hook(self._end_chunk)
-            if model.post_process:
-                model.register_forward_hook(self._weigh)
+            assert len(self._models) == 1, "early exit with several model chunks a stage is refused"
+            decoder = self._models[0].decoder
+            decoder.register_forward_pre_hook(self._begin_chunk, with_kwargs=True)
+            decoder.register_forward_hook(self._end_chunk)
+        self.renew()
         return chunks
 
     def renew(self) -> None:
-        """Tell the layers that are here now about exits. To be called again when layers have come or gone."""
-        for layer in self._layers() if self.config.exits() else []:
+        """Tell the layers that are here now about exits. To be called again when layers have come or gone, on all ranks
+        of the job: of those that stay when others have left, one may have got the head."""
+        if not self.config.exits():
+            return
+        for layer in self._layers():
             layer.flow = self._flow
+        model = self._models[0]
+        if model.post_process and not self._weighs:
+            self._weighs = True
+            model.register_forward_hook(self._weigh)
+        stages = mpu.get_pipeline_model_parallel_world_size()
+        if stages != self._stages:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+            if stages > 1:
+                self._group = twin_of(mpu.get_pipeline_model_parallel_group(), self._args.distributed_timeout_minutes)
+            self._stages = stages
 
     def _layers(self) -> list[DynamicLayer]:
         return [layer for model in self._models for layer in model.decoder.layers]

@@ -40,7 +40,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         stop(error)
     forward: Callable = forward_step
     datasets: Callable = train_valid_test_datasets
-    observer, layers = None, None
+    observer = None
     if config.balance_report is not None or config.layers.on:
         observer = Observer(args, config)
         model.post_wrap_hooks.append(observer.attach)
@@ -79,9 +79,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
             model.post_wrap_hooks.append(streams.attach)
             step.callbacks.append(streams)
     try:
-        with named_failures(args.rank, args.world_size) as vigil:
-            if layers is not None:
-                layers.mover.stayed.append(lambda headed: setattr(vigil, "world_size", args.world_size))
+        with named_failures(args.rank, args.world_size):
             _pretrain(args, model, datasets, forward, observer)
     finally:
         step.callbacks.clear()
