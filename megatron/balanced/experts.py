@@ -32,6 +32,7 @@ from megatron.balanced.device import is_cpu
 from megatron.balanced.expert_chunk import ExpertChunk
 from megatron.balanced.group import cluster_of, twin_of
 from megatron.balanced.moe_layer import BalancedMoELayer
+from megatron.balanced.optimizer_state import state_bytes
 
 __all__ = ["DoesNotFit", "ExpertBalancer"]
 
@@ -118,6 +119,12 @@ class ExpertBalancer:
         free = torch.cuda.mem_get_info()[0]
         if is_cpu():
             free //= detect_launch().ranks_per_node  # which all have the same memory
+        # The optimizer is made after the slots.
+        for ddp in self._model:
+            for p in ddp.parameters():
+                of_expert = not getattr(p, "allreduce", True)
+                free -= round(p.numel() * state_bytes(ddp, p.dtype, of_expert=of_expert)) if p.requires_grad else 0
+        free = max(0, free)
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, free)
         shared, complaint = self._mode(layers, min(told)) if layers else (False, None)
@@ -139,7 +146,7 @@ class ExpertBalancer:
         more = "" if shared else ", or more with --expert-replica-mode shared"
         return shared, (
             f"--expert-replica-slots {slots} takes {need / 2**20:,.1f} MiB on a rank, where {free / 2**20:,.1f} MiB "
-            f"are free; {int(free // (need / slots))} would fit{more}"
+            f"are free beside the optimizer; {int(free // (need / slots))} would fit{more}"
         )
 
     # Around a step.

@@ -42,6 +42,7 @@ from megatron.balanced.optimizer_state import (
     future_ranges,
     park,
     put_back,
+    state_bytes,
     take,
 )
 from megatron.balanced.release import Departure
@@ -116,10 +117,8 @@ class LayerMover:
 
     def travelling_bytes(self) -> float:
         """What a rank holds of a parameter and gives away with it: weight, main parameter, two moments."""
-        weight = self._args.params_dtype.itemsize
-        state = 2 * max(weight, 4) + (4 if weight == 2 else 0)
-        shared = self._chunks[0].intra_dp_cp_group.size() if self._args.use_distributed_optimizer else 1
-        return weight + state / shared
+        dtype = self._args.params_dtype
+        return dtype.itemsize + state_bytes(self._chunks[0], dtype)
 
     def resting_bytes(self) -> float:
         """What a rank holds of a parameter between steps: what travels, and the gradient."""

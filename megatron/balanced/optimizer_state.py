@@ -18,7 +18,17 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.param_layout import FullParamLayout
 
-__all__ = ["ParameterState", "Taken", "bucket_layout", "future_ranges", "park", "put_back", "states_of", "take"]
+__all__ = [
+    "ParameterState",
+    "Taken",
+    "bucket_layout",
+    "future_ranges",
+    "park",
+    "put_back",
+    "state_bytes",
+    "states_of",
+    "take",
+]
 
 MAIN = "main"  # the main parameter; all other kinds of state are named as torch's optimizer names them
 
@@ -89,6 +99,15 @@ class Taken(NamedTuple):
     states: dict[torch.nn.Parameter, ParameterState]
     scalers: list[Any]
     group_step: int | None
+
+
+def state_bytes(ddp: DistributedDataParallel, dtype: torch.dtype, *, of_expert: bool = False) -> float:
+    """Bytes that Adam keeps on this rank for an element of a parameter of `ddp`: a main parameter if weights are of a
+    smaller type than float32, and two moments, shared among data-parallel ranks by a distributed optimizer."""
+    whole = 2 * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)
+    if not ddp.ddp_config.use_distributed_optimizer:
+        return whole
+    return whole / (ddp.intra_expt_dp_group if of_expert else ddp.intra_dp_cp_group).size()
 
 
 def states_of(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, ParameterState]:
