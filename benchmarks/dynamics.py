@@ -47,7 +47,7 @@ SCHEMES = {
         range(4),
         None,
     ),
-    "early exit behind layer 2": ("--early-exit-layers 2 --early-exit-threshold 0.9", range(2, 4), None),
+    "early exit behind layer 2": ("--early-exit-layers 2 --early-exit-threshold 0.2", range(2, 4), None),
     "mixture of depths, 25 %": ("--mixture-of-depths 0.25", (1, 3), 0.25),
 }
 DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
