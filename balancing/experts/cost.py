@@ -144,7 +144,7 @@ def layer_cost(
 def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
     """Seconds to bring all replicas' weights from their homes.
 
-    relayed: ranks hand weights on along `ReplicaPlacement.chain`, in pieces, so that a home sends each expert once
+    relayed: ranks hand weights on along `ReplicaPlacement.hops`, in pieces, so that a home sends each expert once
     however many replicas it has; `balancing.experts.apply` does so. Otherwise the home sends every replica itself.
     """
     return exchange_seconds(_copy_table(placement, relayed) * shape.weight_bytes, cluster)
@@ -156,11 +156,9 @@ def agg_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShap
 
 
 def _copy_table(placement: ReplicaPlacement, relayed: bool) -> np.ndarray:
-    table = np.zeros((placement.num_ranks, placement.num_ranks))
-    for expert in sorted(set(placement.slot_expert[placement.slot_expert >= 0].tolist())):
-        chain = placement.chain(expert)
-        np.add.at(table, (chain[:-1] if relayed else chain[0], chain[1:]), 1)
-    return table
+    expert, source, rank = placement.hops.T
+    cells = (source if relayed else placement.home[expert]) * placement.num_ranks + rank
+    return np.bincount(cells, minlength=placement.num_ranks**2).reshape(placement.num_ranks, -1)
 
 
 def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:

@@ -2,7 +2,7 @@
 
 A home rank that sends every replica itself is limited by its own link: eight copies through a NIC take eight times as
 long as one. Along a chain every rank receives once and sends once, and messages cut into pieces are under way on all
-links at the same time (`ReplicaPlacement.chain` has the order). Gradients come home the same way backwards, each rank
+links at the same time (`ReplicaPlacement.hops` has the order). Gradients come home the same way backwards, each rank
 adding its own.
 
 To hand on is to wait for one message and then send another, while the rank computes. On a GPU that is the order of work

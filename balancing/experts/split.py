@@ -102,11 +102,10 @@ class Splitter:
     def _build(self) -> None:
         """Index tables. Rows are experts with replicas, in classes without a common rank; ranks are in chain order."""
         place = self.placement
-        replicated = sorted(set(place.slot_expert[place.slot_expert >= 0].tolist()))
-        chains = {expert: place.chain(expert) for expert in replicated}
-        home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, replicated))
+        chains = place.chains
+        home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, list(chains)))
         self._home_only, self._expert_home_only = self._array(home_only), self._array(place.phys2log[home_only])
-        members = _disjoint(sorted(replicated, key=lambda expert: (-len(chains[expert]), expert)), chains)
+        members = _disjoint(sorted(chains, key=lambda expert: (-len(chains[expert]), expert)), chains)
         rows = np.array([expert for experts in members for expert in experts], dtype=np.int64)
         self._rows = self._array(rows)
         self._build_classes(members, chains)
