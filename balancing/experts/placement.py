@@ -147,12 +147,12 @@ class ReplicaPlacement:
 
     @cached_property
     def hops(self) -> np.ndarray:
-        """How weights reach the replicas, int64 [replica, 3]: the expert, the rank that hands it on, and the one that gets
-        it. Experts ascend; those of one expert stand in the order in which its ranks hand it on.
+        """How weights reach the replicas, int64 [replica, 3]: the expert, the rank that hands it on, the one that gets it.
 
-        That is: home, its node, other nodes, ranks ascending. Every rank sends and receives the weights at most once, and
-        they enter each node once, which is what makes a broadcast cost no more than one copy when it is cut into pieces.
-        Gradients come home the same way backwards, each rank adding its own, so the order of the sum is fixed.
+        Experts ascend; those of one expert stand in the order in which its ranks hand it on: home, its node, other
+        nodes, each by rank. Every rank sends and receives the weights at most once, and they enter each node once,
+        which is what makes a broadcast cost no more than one copy when it is cut into pieces. Gradients come home the
+        same way backwards, each rank adding its own, so the order of the sum is fixed.
         """
         rank, slot = np.nonzero(self.slot_expert >= 0)
         expert = self.slot_expert[rank, slot]
