@@ -147,7 +147,7 @@ class ReplicaPlacement:
 
     @cached_property
     def hops(self) -> np.ndarray:
-        """How weights reach the replicas, int64 [replica, 3]: the expert, the rank that hands it on, the one that gets it.
+        """How weights reach replicas, int64 [replica, 3]: the expert, the rank that hands it on, the one that gets it.
 
         Experts ascend; those of one expert stand in the order in which its ranks hand it on: home, its node, other
         nodes, each by rank. Every rank sends and receives the weights at most once, and they enter each node once,
