@@ -23,6 +23,7 @@ __all__ = [
     "break_even_tokens",
     "exchange_seconds",
     "layer_cost",
+    "least_seconds",
     "paper_seconds",
     "slots_that_fit",
     "trans_seconds",
@@ -120,13 +121,20 @@ def layer_cost(
     relayed: as in `trans_seconds`.
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
+    all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
     trans = trans_seconds(placement, cluster, shape, relayed=relayed)
     agg = agg_seconds(placement, cluster, shape, relayed=relayed)
-    all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
+    return _with_transfers(all_to_all, forward, trans, agg, hidden_under, micro_batches)
+
+
+def _with_transfers(
+    all_to_all: float, forward: float, trans: float, agg: float, hidden_under: float | None, micro_batches: int
+) -> LayerCost:
     window, slowed = 0.0, 0.0
     if hidden_under is not None:
         window = forward + hidden_under
-        exchanging = 4 * all_to_all / (4 * all_to_all + 3 * window)  # share of the time in which tokens travel
+        busy = 4 * all_to_all + 3 * window
+        exchanging = 4 * all_to_all / busy if busy else 0.0  # share of the time in which tokens travel
         # Then a transfer goes at half its rate, and so do they: it takes 1 / (1 - exchanging / 2) of its time.
         slowed = (trans + agg) * exchanging / (2 - exchanging)
     return LayerCost(
@@ -139,6 +147,42 @@ def layer_cost(
         slowed=slowed,
         micro_batches=micro_batches,
     )
+
+
+def least_seconds(
+    load: np.ndarray,
+    placement: ReplicaPlacement,
+    cluster: Cluster,
+    shape: ExpertShape,
+    *,
+    hidden_under: float | None = None,
+    micro_batches: int = 1,
+) -> float:
+    """Seconds that `layer_cost` cannot fall below however tokens are split, in a tenth of the time a split takes.
+
+    load: int [source_rank, expert]. Tokens of an expert without replicas go home. All others leave their rank, or their
+    node, at least where no instance of their expert is there. Ranks cannot be more than level, and what hidden
+    transfers hold up is left out.
+    """
+    ranks, per_node = placement.num_ranks, placement.ranks_per_node
+    held = placement.log2phys >= 0
+    in_node = np.logical_or.reduceat(held, np.arange(0, ranks, per_node), axis=1)
+    here = in_node[:, np.arange(ranks) // per_node]
+    home_only = load * (held.sum(1) == 1)
+    fixed = home_only[:, placement.phys2log.reshape(ranks, -1)[:, : placement.homes_per_rank]].sum(2)
+    leaving = (load * ~here.T).sum(1)
+    within = (load * (here & ~held & (in_node.sum(1) == 1)[:, None]).T).sum(1)
+    _, nics = _links(cluster, ranks)
+    token = shape.hidden * shape.bytes_per_parameter
+    all_to_all = max(
+        exchange_seconds(fixed * token, cluster),
+        float((leaving @ nics).max()) * token / cluster.nic_bandwidth,
+        float(within.max()) * token / cluster.intra_node_bandwidth,
+    )
+    forward = max(int(fixed.sum(0).max()), float(load.sum()) / ranks) * shape.forward_seconds(cluster)
+    trans, agg = (each(placement, cluster, shape) for each in (trans_seconds, agg_seconds))
+    cost = _with_transfers(all_to_all, forward, trans, agg, hidden_under, micro_batches)
+    return cost.total - cost.slowed / micro_batches
 
 
 def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:

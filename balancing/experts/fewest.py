@@ -70,6 +70,8 @@ def _copy(
     least: tuple[float, float],
 ) -> tuple[int, int] | None:
     """The largest instance on the fullest rank for which some rank can take a replica that pays, and that rank."""
+    if min(taking) >= height - 1:
+        return None
     first = fullest // ranks_per_node * ranks_per_node
     for expert in sorted(serves, key=lambda each: (-serves[each], each)):
         if serves[expert] <= min(least):

@@ -77,7 +77,8 @@ class Splitter:
         self._xp: Any = np if device is None else torch
         self._device = device
         self._build()
-        self._sweeps = sweeps or min(16, max(4, _TURNS // max(1, len(self._classes))))
+        turns = len(self._classes)
+        self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class is done at once
 
     def __call__(self, load: Any) -> Any:
         """Tokens of each source that each instance serves: int64 [source_rank, physical], physical as in `phys2log`.
@@ -165,7 +166,7 @@ class Splitter:
         for sweep in range(1, self._sweeps + 1):
             for at, (_, ranks, numbers) in enumerate(self._classes):
                 others = load[ranks] - share[at]
-                height = self._least((xp.cumsum(self._sort(others), 1) + total[at]) // numbers)
+                height = self._least((self._sort(others).cumsum(1) + total[at]) // numbers)
                 poured = self._positive(height - others)
                 rest = total[at] - poured.sum(1)[:, None]  # fewer tokens than instances that the water reaches
                 if sweep < self._sweeps:
