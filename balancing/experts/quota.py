@@ -65,15 +65,15 @@ class QuotaPlanner:
         elif cost.slowed:
             price = cost.slowed / (cost.trans + cost.agg)
             choices.append(fewest(self._break_even(self.shape, price))[0])
-        plans = [full, *(self._place(copies) for copies in dict.fromkeys(map(tuple, choices)))]
+        plans = [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
         least = [self._least(counts, plan, self.shape) for plan in plans]
-        best = cost.total, full.replicas > 0, 0  # no replicas rather than some that gain nothing
-        for at in sorted(range(1, len(plans)), key=lambda at: least[at]):
+        best = cost.total, full.replicas > 0, -1  # no replicas rather than some that gain nothing
+        for at in sorted(range(len(plans)), key=lambda at: least[at]):
             if least[at] * _ROUNDING > best[0]:
                 break
             seconds = self._cost(moved(plans[at]), plans[at], self.shape).total
             best = min(best, (seconds, plans[at].replicas > 0, at))
-        return plans[best[2]]
+        return plans[best[2]] if best[2] >= 0 else full
 
     def _all_slots(self, total: np.ndarray, moved: _Moved, fewest: _Fewest, picks: np.ndarray) -> ReplicaPlacement:
         """Every slot used, whatever it costs."""

@@ -109,11 +109,12 @@ class Splitter:
         members = _disjoint(sorted(chains, key=lambda expert: (-len(chains[expert]), expert)), chains)
         rows = np.array([expert for experts in members for expert in experts], dtype=np.int64)
         self._rows = self._array(rows)
-        self._build_classes(members, chains)
+        count = np.array([len(chains[expert]) for expert in rows.tolist()], dtype=np.int64)
+        row = np.repeat(np.arange(len(rows)), count)
+        rank = np.array([rank for expert in rows.tolist() for rank in chains[expert]], dtype=np.int64)
+        self._build_classes([len(experts) for experts in members], rows, count, row, rank)
         if not len(rows):
             return
-        row = np.repeat(np.arange(len(rows)), [len(chains[expert]) for expert in rows])
-        rank = np.concatenate([chains[expert] for expert in rows])
         self._row, self._rank, self._expert = self._array(row), self._array(rank), self._array(rows[row])
         self._instance = self._array(np.arange(len(row)))
         self._physical = self._array(place.log2phys[rows[row], rank])
@@ -126,23 +127,25 @@ class Splitter:
         self._row_end = self._array(np.flatnonzero(np.append(row[1:] != row[:-1], True)))
         self._node_start = self._array(_starts(row * self._nodes + rank // place.ranks_per_node))
 
-    def _build_classes(self, members: list[list[int]], chains: dict[int, tuple[int, ...]]) -> None:
+    def _build_classes(
+        self, sizes: list[int], rows: np.ndarray, count: np.ndarray, row: np.ndarray, rank: np.ndarray
+    ) -> None:
         """Of each class a table [row, place in the chain]; all classes' cells one after another are numbered too."""
-        nowhere = self.placement.num_ranks
-        self._classes, cells = [], []
-        for experts in members:
-            most = max(len(chains[expert]) for expert in experts)
-            ranks = np.full((len(experts), most), nowhere)
-            for row, expert in enumerate(experts):
-                ranks[row, : len(chains[expert])] = chains[expert]
-            tables = np.array(experts), ranks, np.arange(1, most + 1)
+        place = np.arange(len(row)) - (np.cumsum(count) - count)[row]
+        ranks = np.full((len(rows), max(count, default=0)), self.placement.num_ranks)  # nowhere, where a chain ends
+        ranks[row, place] = rank
+        self._classes, cells, first = [], [], 0
+        for size in sizes:
+            own = slice(first, first + size)
+            most = count[first]  # the longest chain of a class comes first
+            tables = rows[own], ranks[own, :most].copy(), np.arange(1, most + 1)
             self._classes.append(tuple(self._array(table) for table in tables))
-            count = np.repeat((ranks < nowhere).sum(1), most)
-            cells.append([np.repeat(experts, most), count, np.tile(np.arange(most), len(experts))])
+            cells.append([np.repeat(rows[own], most), np.repeat(count[own], most), np.tile(np.arange(most), size)])
+            first += size
         if cells:
-            expert, count, position = np.concatenate(cells, axis=1)
-            self._full_cells = self._array(np.flatnonzero(position < count))
-            self._cell_expert, self._cell_count = self._array(expert), self._array(count)
+            expert, number, position = np.concatenate(cells, axis=1)
+            self._full_cells = self._array(np.flatnonzero(position < number))
+            self._cell_expert, self._cell_count = self._array(expert), self._array(number)
             self._cell_position = self._array(position)
 
     def _even(self, totals: Any) -> list[Any]:
@@ -253,13 +256,13 @@ class Splitter:
 def _disjoint(order: list[int], chains: dict[int, tuple[int, ...]]) -> list[list[int]]:
     """Experts in classes within which no two share a rank, first fit in the given order."""
     members: list[list[int]] = []
-    taken: list[set[int]] = []
+    taken: list[int] = []  # a bit a rank
     for expert in order:
-        ranks = set(chains[expert])
-        at = next((at for at, used in enumerate(taken) if used.isdisjoint(ranks)), len(taken))
+        ranks = sum(1 << rank for rank in chains[expert])
+        at = next((at for at, used in enumerate(taken) if not used & ranks), len(taken))
         if at == len(taken):
             members.append([])
-            taken.append(set())
+            taken.append(0)
         members[at].append(expert)
         taken[at] |= ranks
     return members
