@@ -48,14 +48,15 @@ def fewest_copies(
         copies.append(found)
         free[rank] -= 1
         holders[expert].append(rank)
-        others = [load[at] - serves[at].get(expert, 0.0) for at in holders[expert]]
+        serves[rank][expert] = 0.0
+        others = [load[at] - serves[at][expert] for at in holders[expert]]
         level = _level(float(totals[expert]), others)
         for at, other in zip(holders[expert], others, strict=True):
-            serves[at][expert] = max(0.0, level - other)
-            load[at] = other + serves[at][expert]
+            serves[at][expert] = poured = level - other if level > other else 0.0
+            load[at] = after = other + poured
             if giving[at] > -math.inf:
-                giving[at] = load[at]
-            taking[at] = load[at] if free[at] else math.inf
+                giving[at] = after
+            taking[at] = after if free[at] else math.inf
     return copies, max(load)
 
 
@@ -70,9 +71,10 @@ def _copy(
     least: tuple[float, float],
 ) -> tuple[int, int] | None:
     """The largest instance on the fullest rank for which some rank can take a replica that pays, and that rank."""
-    if min(taking) >= height - 1:
-        return None
     first = fullest // ranks_per_node * ranks_per_node
+    in_node, anywhere = min(taking[first : first + ranks_per_node]), min(taking)
+    if anywhere >= height - 1 or max(height - in_node - 2 * least[0], height - anywhere - 2 * least[1]) <= 0:
+        return None
     for expert in sorted(serves, key=lambda each: (-serves[each], each)):
         if serves[expert] <= min(least):
             break
