@@ -11,7 +11,6 @@ All of it is integer arithmetic with a fixed number of steps, so that every rank
 hardware, and the same code runs on NumPy arrays and, without waiting for the device, on torch tensors.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | 
     Raises ValueError for a load of another shape, one that is not integer, or has negative counts.
     """
     counts = check_counts(load, placement)
-    served = _splitter(placement, sweeps)(counts)
+    served = Splitter(placement, sweeps=sweeps)(counts)
     full = np.flatnonzero(placement.phys2log >= 0)
     tokens = np.zeros((placement.num_ranks, placement.experts, placement.num_ranks), dtype=np.int64)
     tokens[:, placement.phys2log[full], full // (placement.homes_per_rank + placement.slots)] = served[:, full]
@@ -46,7 +45,7 @@ def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | 
 
 def traffic(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
     """Tokens from rank to rank: int64 [source_rank, rank]. The sum over sources is what each rank computes."""
-    served = _splitter(placement, None)(check_counts(load, placement))
+    served = Splitter(placement)(check_counts(load, placement))
     return served.reshape(placement.num_ranks, placement.num_ranks, -1).sum(2)
 
 
@@ -272,8 +271,3 @@ def _starts(group: np.ndarray) -> np.ndarray:
     """For each position, the first position of its run of equal values."""
     first = np.concatenate([[True], group[1:] != group[:-1]])
     return np.maximum.accumulate(np.where(first, np.arange(len(group)), 0))
-
-
-@lru_cache(maxsize=32)
-def _splitter(placement: ReplicaPlacement, sweeps: int | None) -> Splitter:
-    return Splitter(placement, sweeps=sweeps)
