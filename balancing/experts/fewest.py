@@ -75,9 +75,8 @@ def _copy(
     in_node, anywhere = min(taking[first : first + ranks_per_node]), min(taking)
     if anywhere >= height - 1 or max(height - in_node - 2 * least[0], height - anywhere - 2 * least[1]) <= 0:
         return None
-    for expert in sorted(serves, key=lambda each: (-serves[each], each)):
-        if serves[expert] <= min(least):
-            break
+    floor = min(least)
+    for negative, expert in sorted([(-tokens, expert) for expert, tokens in serves.items() if tokens > floor]):
         open_to = taking.copy()
         for rank in holders[expert]:
             open_to[rank] = math.inf
@@ -87,7 +86,7 @@ def _copy(
         # A rank of the node will do if it has half as much room as the emptiest of all.
         order = [near, far] if mean - in_node >= (mean - anywhere) / 2 else [far, near]
         for rank in order:
-            takes = min(serves[expert], (height - open_to[rank]) / 2)
+            takes = min(-negative, (height - open_to[rank]) / 2)
             if open_to[rank] < height - 1 and takes > least[0 if first <= rank < first + ranks_per_node else 1]:
                 return expert, rank
     return None

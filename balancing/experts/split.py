@@ -46,7 +46,8 @@ def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | 
 def traffic(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
     """Tokens from rank to rank: int64 [source_rank, rank]. The sum over sources is what each rank computes."""
     served = Splitter(placement)(check_counts(load, placement))
-    return served.reshape(placement.num_ranks, placement.num_ranks, -1).sum(2)
+    # Added up in the order in which it lies in memory.
+    return served.T.reshape(placement.num_ranks, -1, placement.num_ranks).sum(1).T
 
 
 def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
@@ -257,8 +258,12 @@ def _disjoint(order: list[int], chains: dict[int, tuple[int, ...]]) -> list[list
     members: list[list[int]] = []
     taken: list[int] = []  # a bit a rank
     for expert in order:
-        ranks = sum(1 << rank for rank in chains[expert])
-        at = next((at for at, used in enumerate(taken) if not used & ranks), len(taken))
+        ranks = 0
+        for rank in chains[expert]:
+            ranks |= 1 << rank
+        at = 0
+        while at < len(taken) and taken[at] & ranks:
+            at += 1
         if at == len(taken):
             members.append([])
             taken.append(0)
