@@ -159,8 +159,10 @@ class ReplicaPlacement:
         home = self.home[expert]
         order = np.lexsort((rank, rank // self.ranks_per_node != home // self.ranks_per_node, expert))
         expert, rank, home = expert[order], rank[order], home[order]
-        follows = np.concatenate([[False], expert[1:] == expert[:-1]])[: len(expert)]
-        return _frozen(np.stack([expert, np.where(follows, np.roll(rank, 1), home), rank], axis=1), 2, "hops")
+        follows = expert[1:] == expert[:-1]
+        source = home.copy()
+        source[1:][follows] = rank[:-1][follows]
+        return _frozen(np.stack([expert, source, rank], axis=1), 2, "hops")
 
     @cached_property
     def chains(self) -> dict[int, tuple[int, ...]]:

@@ -110,11 +110,10 @@ class QuotaPlanner:
         )
 
     def _place(self, copies: Iterable[tuple[int, int]]) -> ReplicaPlacement:
-        slots, used = np.full((self._ranks, self.slots), -1), [0] * self._ranks
+        held: list[list[int]] = [[] for _ in range(self._ranks)]
         for expert, rank in copies:
-            slots[rank, used[rank]] = expert
-            used[rank] += 1
-        return self._placement(slots)
+            held[rank].append(expert)
+        return self._placement(np.array([[*own, *[-1] * (self.slots - len(own))] for own in held]))
 
     def _placement(self, slots: np.ndarray) -> ReplicaPlacement:
         return ReplicaPlacement(self.home, slots, "level", self._per_node)
