@@ -16,10 +16,11 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from balancing.cluster import Cluster
 from balancing.experts import (
+    ExpertShape,
     LoadTrace,
     ReplicaPlacement,
     Splitter,
@@ -39,6 +41,7 @@ from balancing.experts import (
     traffic,
 )
 from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+from benchmarks.processor_time import milliseconds
 
 __all__ = ["Row", "grid", "replay", "times"]
 
@@ -46,6 +49,13 @@ _CLUSTER = "h200-8x400g"
 _IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
 _REPAIR = "quota, repaired"  # with at most as many late copies as this
 _COPIES = 4
+_SHAPE = ExpertShape(hidden=2048, ffn_hidden=1408, bytes_per_parameter=2)
+_COSTS: dict[str, dict[str, Any]] = {  # what a planner is told besides the shape
+    "costs, hidden": {"hidden_under": 1e-3, "micro_batches": 4},
+    "costs, partly hidden": {"hidden_under": 1e-4},
+    "costs, exposed": {},
+    "costs, exposed, 4 micro-batches": {"micro_batches": 4},
+}
 
 
 @dataclass(frozen=True)
@@ -187,13 +197,15 @@ def times(repeats: int, progress: Progress) -> list[Row]:
     for slots in progress.track((1, 2, 4), description="time"):
         case, aims = f"E {experts}, EP {ranks}, {_slots(slots)}", (5.0, 1.0)
         for method in ("shadow", "prophet", "eplb", "quota"):
-            figure = _milliseconds(lambda m=method, s=slots: plan_replicas(load, cluster, slots=s, method=m), repeats)
+            figure = milliseconds(lambda m=method, s=slots: plan_replicas(load, cluster, slots=s, method=m), repeats)
             aim = aims[0] if method == "quota" and slots == 2 else None
             rows.append(Row("time", f"placement, {case}", method, figure, "ms", None, figure / aims[0], aim))
-        figure = (
-            _milliseconds(lambda s=slots: plan_replicas_layers(layers, cluster, slots=s), max(1, repeats // 8)) / 32
-        )
+        figure = milliseconds(lambda s=slots: plan_replicas_layers(layers, cluster, slots=s), max(1, repeats // 8)) / 32
         rows.append(Row("time", f"placement, each of 32 layers, {case}", "quota", figure, "ms", None, figure / aims[0]))
+        for name, costs in _COSTS.items():
+            plan = partial(plan_replicas, load, cluster, slots=slots, shape=_SHAPE, **costs)
+            figure, aim = milliseconds(plan, repeats), aims[0] if slots <= 2 else None
+            rows.append(Row("time", f"placement, {name}, {case}", "quota", figure, "ms", None, figure / aims[0], aim))
         placement = plan_replicas(load, cluster, slots=slots)
         splitter = Splitter(placement)
         aim = aims[1] if slots == 2 else None
@@ -201,20 +213,9 @@ def times(repeats: int, progress: Progress) -> list[Row]:
             ("split", lambda s=splitter: s(load), aim),
             ("split, tables of a new placement", lambda p=placement: Splitter(p), None),
         ):
-            figure = _milliseconds(split, repeats)
+            figure = milliseconds(split, repeats)
             rows.append(Row("time", f"{name}, {case}", "quota", figure, "ms", None, figure / aims[1], promised))
     return rows
-
-
-def _milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """Processor time of this thread, the quickest of several, so that other work on the machine does not count."""
-    call()
-    spent = []
-    for _ in range(repeats):
-        begin = time.thread_time()
-        call()
-        spent.append(time.thread_time() - begin)
-    return min(spent) * 1e3
 
 
 def _cluster(ranks: int) -> Cluster:

@@ -22,8 +22,7 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +44,7 @@ from balancing.sequences import (
 )
 from balancing.sequences.baselines import hybrid_groups
 from balancing.sequences.lengths import DISTRIBUTIONS, draw_batch
+from benchmarks.processor_time import milliseconds
 
 __all__ = ["Row", "baseline_parts", "plans", "times"]
 
@@ -213,22 +213,11 @@ def times(repeats: int, progress: Progress) -> list[Row]:
         cluster, aim = Cluster.preset(preset, nodes=ranks // 8), 20.0 if ranks == 64 else 100.0
         for method in _OURS:
             plan = partial(plan_sequences, lengths, cluster, shape=shape, method=method)
-            figure = _milliseconds(plan, repeats)
+            figure = milliseconds(plan, repeats)
             case = f"{source}, {ranks} ranks, {len(lengths)} sequences"
             target = aim if method != "auto" or ranks == 64 else None  # auto plans with several, ahead of the step
             rows.append(Row("planner ms", case, method, figure, "ms", figure, None, figure / aim, target))
     return rows
-
-
-def _milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """Processor time of this thread, the quickest of several, so that other work on the machine does not count."""
-    call()
-    spent = []
-    for _ in range(repeats):
-        begin = time.thread_time()
-        call()
-        spent.append(time.thread_time() - begin)
-    return min(spent) * 1e3
 
 
 def _show(rows: Sequence[Row], console: Console) -> None:

@@ -7,8 +7,18 @@ import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, ReplicaPlacement, break_even_tokens, layer_cost, slots_that_fit, traffic
-from balancing.experts.cost import agg_seconds, exchange_seconds, paper_seconds, trans_seconds
+from balancing.experts import (
+    ExpertShape,
+    ReplicaPlacement,
+    break_even_tokens,
+    contiguous_homes,
+    layer_cost,
+    plan_replicas,
+    slots_that_fit,
+    traffic,
+)
+from balancing.experts.cost import agg_seconds, exchange_seconds, least_seconds, paper_seconds, trans_seconds
+from balancing.experts.synthetic import sampled_load, zipf_popularity
 
 SHAPE = ExpertShape(hidden=1000, ffn_hidden=500, bytes_per_parameter=2)
 # NVLink 4 and InfiniBand at their data-sheet rates, and what an H200 reaches in bf16.
@@ -181,6 +191,31 @@ def test_hidden_transfers_hold_up_tokens():
     assert (even.trans + even.agg, even.exposed) == (pytest.approx(1.0), pytest.approx((1.0 - exchanging) / 2))
     assert even.slowed == pytest.approx(1 / 3)
     assert even.total == pytest.approx(exchanging + 3 * even.forward + even.exposed + 1 / 6)
+
+
+@pytest.mark.parametrize("nics", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"hidden_under": 0.0}, {"hidden_under": 1e-2, "micro_batches": 4}])
+def test_no_split_costs_less_than_the_bound(nics, options):
+    """Over placements that are good, bad and empty; where nothing can be split, the bound is the cost."""
+    generator = np.random.default_rng(nics)
+    for ranks, per_node in ((4, 4), (8, 4), (6, 4), (8, 1)):
+        cluster = nodes(-(-ranks // per_node), per_node, nics, inside=1e9, across=1e8)
+        load = sampled_load(zipf_popularity(2 * ranks, ranks, 2.0, generator), ranks, 999, generator)
+        home = generator.permutation(contiguous_homes(2 * ranks, ranks))
+        odd = np.array([[generator.choice(np.flatnonzero(home != rank))] for rank in range(ranks)])
+        good, none = (plan_replicas(load, cluster, slots=2, home=home, method=each) for each in ("quota", "none"))
+        for placement in (good, none, ReplicaPlacement(home, odd, ranks_per_node=per_node)):
+            cost = layer_cost(traffic(load, placement), placement, cluster, SHAPE, **options)
+            least = least_seconds(load, placement, cluster, SHAPE, **options)
+            assert 0.5 * cost.total < least <= cost.total * (1 + 1e-9)
+        assert least_seconds(load, none, cluster, SHAPE, **options) == pytest.approx(
+            layer_cost(traffic(load, none), none, cluster, SHAPE, **options).total
+        )
+
+
+def test_no_tokens_under_nothing_take_no_time():
+    placement = ReplicaPlacement(np.arange(2), [[-1], [-1]])
+    assert layer_cost(np.zeros((2, 2), dtype=int), placement, nodes(1, 2), SHAPE, hidden_under=0.0).total == 0
 
 
 def test_slots_that_fit():

@@ -152,8 +152,7 @@ class ReplicaSlots:
     def _chains_of(self, slot_expert: np.ndarray) -> list[_Chain]:
         placement = ReplicaPlacement(self._home, slot_expert, ranks_per_node=self._ranks_per_node)
         chains = []
-        for expert in sorted({copy.expert for copy in placement.copies()}):
-            ranks = placement.chain(expert)
+        for expert, ranks in placement.chains.items():
             place = ranks.index(self._rank) if self._rank in ranks else None
             slot = placement.slots_of(self._rank).index(expert) if place else None
             chains.append(_Chain(expert, ranks, place, slot))

@@ -23,6 +23,7 @@ __all__ = [
     "break_even_tokens",
     "exchange_seconds",
     "layer_cost",
+    "least_seconds",
     "paper_seconds",
     "slots_that_fit",
     "trans_seconds",
@@ -120,13 +121,27 @@ def layer_cost(
     relayed: as in `trans_seconds`.
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
-    trans = trans_seconds(placement, cluster, shape, relayed=relayed)
-    agg = agg_seconds(placement, cluster, shape, relayed=relayed)
     all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
+    return _with_transfers(all_to_all, forward, placement, cluster, shape, relayed, hidden_under, micro_batches)
+
+
+def _with_transfers(
+    all_to_all: float,
+    forward: float,
+    placement: ReplicaPlacement,
+    cluster: Cluster,
+    shape: ExpertShape,
+    relayed: bool,
+    hidden_under: float | None,
+    micro_batches: int,
+) -> LayerCost:
+    copy = _copy_seconds(placement, cluster, relayed)
+    trans, agg = copy * shape.weight_bytes, copy * shape.parameters * shape.gradient_bytes
     window, slowed = 0.0, 0.0
     if hidden_under is not None:
         window = forward + hidden_under
-        exchanging = 4 * all_to_all / (4 * all_to_all + 3 * window)  # share of the time in which tokens travel
+        busy = 4 * all_to_all + 3 * window
+        exchanging = 4 * all_to_all / busy if busy else 0.0  # share of the time in which tokens travel
         # Then a transfer goes at half its rate, and so do they: it takes 1 / (1 - exchanging / 2) of its time.
         slowed = (trans + agg) * exchanging / (2 - exchanging)
     return LayerCost(
@@ -141,26 +156,67 @@ def layer_cost(
     )
 
 
+def least_seconds(
+    load: np.ndarray,
+    placement: ReplicaPlacement,
+    cluster: Cluster,
+    shape: ExpertShape,
+    *,
+    hidden_under: float | None = None,
+    micro_batches: int = 1,
+) -> float:
+    """Seconds that `layer_cost` cannot fall below however tokens are split, in a fifth of the time of a split.
+
+    load: int [source_rank, expert]. Tokens of an expert without replicas go home. All others leave their rank, or their
+    node, at least where no instance of their expert is there. Ranks cannot be more than level, and what hidden
+    transfers hold up is left out.
+    """
+    ranks, rank = placement.num_ranks, np.arange(placement.num_ranks)
+    node = rank // placement.ranks_per_node
+    tokens, experts = load.astype(np.float64), placement.phys2log.reshape(ranks, -1)
+    instances = np.bincount(1 + experts.reshape(-1), minlength=1 + placement.experts)[1:]
+    in_node = np.zeros((placement.experts + 1, node[-1] + 1), dtype=bool)
+    in_node[experts, node[:, None]] = True
+    in_node = in_node[:-1]  # empty slots, -1, went into the last row
+    leaving = (tokens @ ~in_node)[rank, node]
+    # Of experts that are in this node alone, what this rank does not hold.
+    one_node = in_node.sum(1) == 1
+    within = (tokens @ (in_node & one_node[:, None]))[rank, node]
+    within -= (np.take_along_axis(tokens, experts, 1) * (one_node[experts] & (experts >= 0))).sum(1)
+    homes = experts[:, : placement.homes_per_rank].T
+    home_only = (tokens * (instances == 1)).take(homes.reshape(-1), 1)
+    fixed = home_only.reshape(ranks, -1, ranks).sum(1)
+    token, (_, _, nics) = shape.hidden * shape.bytes_per_parameter, _links(cluster, ranks)
+    all_to_all = max(
+        exchange_seconds(fixed * token, cluster),
+        float((leaving @ nics).max()) * token / cluster.nic_bandwidth,
+        float(within.max()) * token / cluster.intra_node_bandwidth,
+    )
+    forward = max(float(fixed.sum(0).max()), float(tokens.sum()) / ranks) * shape.forward_seconds(cluster)
+    cost = _with_transfers(all_to_all, forward, placement, cluster, shape, True, hidden_under, micro_batches)
+    return cost.total - cost.slowed / micro_batches
+
+
 def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
     """Seconds to bring all replicas' weights from their homes.
 
-    relayed: ranks hand weights on along `ReplicaPlacement.chain`, in pieces, so that a home sends each expert once
+    relayed: ranks hand weights on along `ReplicaPlacement.hops`, in pieces, so that a home sends each expert once
     however many replicas it has; `balancing.experts.apply` does so. Otherwise the home sends every replica itself.
     """
-    return exchange_seconds(_copy_table(placement, relayed) * shape.weight_bytes, cluster)
+    return _copy_seconds(placement, cluster, relayed) * shape.weight_bytes
 
 
 def agg_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
     """Seconds to bring all replicas' gradients home, along the way the weights came."""
-    return exchange_seconds(_copy_table(placement, relayed).T * (shape.parameters * shape.gradient_bytes), cluster)
+    return _copy_seconds(placement, cluster, relayed) * shape.parameters * shape.gradient_bytes
 
 
-def _copy_table(placement: ReplicaPlacement, relayed: bool) -> np.ndarray:
-    table = np.zeros((placement.num_ranks, placement.num_ranks))
-    for expert in sorted(set(placement.slot_expert[placement.slot_expert >= 0].tolist())):
-        chain = placement.chain(expert)
-        np.add.at(table, (chain[:-1] if relayed else chain[0], chain[1:]), 1)
-    return table
+def _copy_seconds(placement: ReplicaPlacement, cluster: Cluster, relayed: bool) -> float:
+    """Seconds a byte of an expert: out or back, since links are as fast in both directions."""
+    expert, source, rank = placement.hops.T
+    cells = (source if relayed else placement.home[expert]) * placement.num_ranks + rank
+    table = np.bincount(cells, minlength=placement.num_ranks**2).reshape(placement.num_ranks, -1)
+    return exchange_seconds(table, cluster)
 
 
 def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
@@ -169,28 +225,29 @@ def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
     table: float [source_rank, rank], bytes; the diagonal costs nothing. A rank's link within its node and a NIC carry
     both directions at once. Raises ValueError where the table has more ranks than the cluster.
     """
-    inside, nics = _links(cluster, len(table))
-    near, far = table * inside, table * ~(inside | np.eye(len(table), dtype=bool))
+    inside, outside, nics = _links(cluster, len(table))
+    near, far = table * inside, table * outside
     busiest = max(near.sum(0).max(), near.sum(1).max())
     crossing = max((far.sum(1) @ nics).max(), (far.sum(0) @ nics).max())
     return float(max(busiest / cluster.intra_node_bandwidth, crossing / cluster.nic_bandwidth))
 
 
 @lru_cache(maxsize=32)
-def _links(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which pairs of ranks share a node [rank, rank], and the part each NIC has in a rank's traffic [rank, nic]."""
+def _links(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which pairs of ranks share a node and which do not [rank, rank], and the part each NIC has in a rank's traffic
+    [rank, nic]."""
     if ranks > cluster.world_size:
         raise ValueError(
             f"{ranks} ranks do not fit a cluster of {cluster.world_size}; describe the nodes that the expert-parallel "
             "group runs on, for instance with Cluster.relabel(nodes, ranks_per_node)"
         )
     node = np.arange(ranks) // cluster.ranks_per_node
-    inside = (node[:, None] == node[None, :]) & ~np.eye(ranks, dtype=bool)
+    same = node[:, None] == node[None, :]
     nics = np.zeros((ranks, cluster.nodes * cluster.nics_per_node))
     for rank in range(ranks):
         own = cluster.nics(rank)
         nics[rank, list(own)] = 1 / len(own)
-    return inside, nics
+    return same & ~np.eye(ranks, dtype=bool), ~same, nics
 
 
 def break_even_tokens(

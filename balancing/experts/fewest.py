@@ -5,6 +5,8 @@ much a single replica levels. The fullest rank gives its largest instance a repl
 of that expert are filled up to one level, and so on until ranks are level or slots are full.
 """
 
+import math
+
 import numpy as np
 
 __all__ = ["fewest_copies"]
@@ -22,59 +24,70 @@ def fewest_copies(
     """Replicas as (expert, rank), in the order in which they help, and the tokens of the fullest rank with all of them.
 
     totals: float [expert], tokens. home: int [expert]. least: tokens that a replica must take over, within a node and
-    between nodes, for its copy to pay.
+    between nodes, for its copy to pay. Every step looks at what the one before did, so this is plain Python.
     """
     load = np.bincount(home, weights=totals, minlength=ranks).tolist()
-    serves = [{int(e): float(totals[e]) for e in np.flatnonzero(home == rank)} for rank in range(ranks)]
-    holders = [[int(rank)] for rank in home]
+    serves: list[dict[int, float]] = [{} for _ in range(ranks)]
+    for expert, (rank, total) in enumerate(zip(home.tolist(), totals.tolist(), strict=True)):
+        serves[rank][expert] = total
+    holders = [[rank] for rank in home.tolist()]
     free, mean = [slots] * ranks, sum(load) / ranks
+    # The loads of ranks that may still give a replica away and take one; the others stand where they are not looked at.
+    giving, taking = load.copy(), load.copy() if slots else [math.inf] * ranks
     copies: list[tuple[int, int]] = []
-    stuck: set[int] = set()
-    while len(stuck) < ranks and len(copies) < ranks * slots:
-        height, negative = max((load[rank], -rank) for rank in range(ranks) if rank not in stuck)
-        fullest = -negative
+    while len(copies) < ranks * slots:
+        height = max(giving)
         if height <= mean + 1:
             break
-        found = _copy(fullest, load, serves[fullest], holders, free, mean, ranks_per_node, least)
+        fullest = giving.index(height)
+        found = _copy(fullest, height, serves[fullest], holders, taking, mean, ranks_per_node, least)
         if found is None:
-            stuck.add(fullest)
+            giving[fullest] = -math.inf
             continue
         expert, rank = found
         copies.append(found)
         free[rank] -= 1
         holders[expert].append(rank)
-        others = [load[at] - serves[at].get(expert, 0.0) for at in holders[expert]]
+        serves[rank][expert] = 0.0
+        others = [load[at] - serves[at][expert] for at in holders[expert]]
         level = _level(float(totals[expert]), others)
-        for at, height in zip(holders[expert], others, strict=True):
-            serves[at][expert] = max(0.0, level - height)
-            load[at] = height + serves[at][expert]
+        for at, other in zip(holders[expert], others, strict=True):
+            serves[at][expert] = poured = level - other if level > other else 0.0
+            load[at] = after = other + poured
+            if giving[at] > -math.inf:
+                giving[at] = after
+            taking[at] = after if free[at] else math.inf
     return copies, max(load)
 
 
 def _copy(
     fullest: int,
-    load: list[float],
+    height: float,
     serves: dict[int, float],
     holders: list[list[int]],
-    free: list[int],
+    taking: list[float],
     mean: float,
     ranks_per_node: int,
     least: tuple[float, float],
 ) -> tuple[int, int] | None:
     """The largest instance on the fullest rank for which some rank can take a replica that pays, and that rank."""
     first = fullest // ranks_per_node * ranks_per_node
-    node = range(first, min(first + ranks_per_node, len(load)))
-    for expert in sorted(serves, key=lambda each: (-serves[each], each)):
-        lower = load[fullest] - 1
-        open_to = [
-            rank for rank in range(len(load)) if free[rank] and load[rank] < lower and rank not in holders[expert]
-        ]
-        near = min([(load[rank], rank) for rank in open_to if rank in node], default=(0.0, -1))[1]
-        far = min([(load[rank], rank) for rank in open_to], default=(0.0, -1))[1]
+    in_node, anywhere = min(taking[first : first + ranks_per_node]), min(taking)
+    if anywhere >= height - 1 or max(height - in_node - 2 * least[0], height - anywhere - 2 * least[1]) <= 0:
+        return None
+    floor = min(least)
+    for negative, expert in sorted([(-tokens, expert) for expert, tokens in serves.items() if tokens > floor]):
+        open_to = taking.copy()
+        for rank in holders[expert]:
+            open_to[rank] = math.inf
+        node = open_to[first : first + ranks_per_node]
+        in_node, anywhere = min(node), min(open_to)
+        near, far = first + node.index(in_node), open_to.index(anywhere)
         # A rank of the node will do if it has half as much room as the emptiest of all.
-        order = [near, far] if near >= 0 and mean - load[near] >= (mean - load[far]) / 2 else [far, near]
+        order = [near, far] if mean - in_node >= (mean - anywhere) / 2 else [far, near]
         for rank in order:
-            if rank >= 0 and min(serves[expert], (load[fullest] - load[rank]) / 2) > least[0 if rank in node else 1]:
+            takes = min(-negative, (height - open_to[rank]) / 2)
+            if open_to[rank] < height - 1 and takes > least[0 if first <= rank < first + ranks_per_node else 1]:
                 return expert, rank
     return None
 

@@ -145,16 +145,32 @@ class ReplicaPlacement:
             expert = int(self.slot_expert[rank, slot])
             yield Copy(expert, int(self.home[expert]), int(rank), int(slot))
 
-    def chain(self, expert: int) -> tuple[int, ...]:
-        """The order in which the ranks of `expert` hand its weights on, each to the next: home, its node, other nodes.
+    @cached_property
+    def hops(self) -> np.ndarray:
+        """How weights reach replicas, int64 [replica, 3]: the expert, the rank that hands it on, the one that gets it.
 
-        Every rank sends and receives the weights at most once, and they enter each node once, which is what makes a
-        broadcast cost no more than one copy when it is cut into pieces. Gradients come home the same way backwards,
-        each rank adding its own, so the order of the sum is fixed.
+        Experts ascend; those of one expert stand in the order in which its ranks hand it on: home, its node, other
+        nodes, each by rank. Every rank sends and receives the weights at most once, and they enter each node once,
+        which is what makes a broadcast cost no more than one copy when it is cut into pieces. Gradients come home the
+        same way backwards, each rank adding its own, so the order of the sum is fixed.
         """
-        home, *others = self.ranks(expert)
-        node = home // self.ranks_per_node
-        return (home, *sorted(others, key=lambda rank: (rank // self.ranks_per_node != node, rank)))
+        rank, slot = np.nonzero(self.slot_expert >= 0)
+        expert = self.slot_expert[rank, slot]
+        home = self.home[expert]
+        order = np.lexsort((rank, rank // self.ranks_per_node != home // self.ranks_per_node, expert))
+        expert, rank, home = expert[order], rank[order], home[order]
+        follows = expert[1:] == expert[:-1]
+        source = home.copy()
+        source[1:][follows] = rank[:-1][follows]
+        return _frozen(np.stack([expert, source, rank], axis=1), 2, "hops")
+
+    @cached_property
+    def chains(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each expert that has replicas, in the order of `hops`, home first."""
+        found: dict[int, tuple[int, ...]] = {}
+        for expert, source, rank in self.hops.tolist():
+            found[expert] = (*found.get(expert, (source,)), rank)
+        return found
 
     def digest(self) -> str:
         """A hash of everything that decides where tokens go; ranks compare it before they act on a plan."""

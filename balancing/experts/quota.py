@@ -7,14 +7,14 @@ where slots are so few that this cannot even level the prediction, packed for th
 plan that takes least time by the cost model is the one: copies nothing hides delay a layer, hidden ones hold up tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
+from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, least_seconds
 from balancing.experts.fewest import fewest_copies
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.split import traffic
@@ -23,6 +23,10 @@ from balancing.experts.spread import fill_slots, spread_counts, spread_slots
 __all__ = ["QuotaPlanner"]
 
 _LEVEL = 1.01  # largest over mean of a prediction that counts as level
+_ROUNDING = 1 - 1e-9  # a bound that equals the figure itself may be a little above it
+
+_Moved = Callable[[ReplicaPlacement], np.ndarray]
+_Fewest = Callable[[tuple[float, float]], tuple[list[tuple[int, int]], float]]
 
 
 @dataclass(frozen=True)
@@ -46,56 +50,53 @@ class QuotaPlanner:
         return [self._plan(load, own) for load, own in zip(loads, picks, strict=True)]
 
     def _plan(self, load: np.ndarray, picks: np.ndarray) -> ReplicaPlacement:
-        total, moved = load.sum(0), cache(partial(traffic, np.rint(load).astype(np.int64)))
-        best = self._all_slots(total, moved, picks)
+        total, counts = load.sum(0), np.rint(load).astype(np.int64)
+        moved, fewest = cache(partial(traffic, counts)), cache(partial(self._fewest, total))
+        full = self._all_slots(total, moved, fewest, picks)
         if self.shape is None:
-            return best
-        cost = self._cost(moved(best), best, self.shape)
-        seconds, candidates = cost.total, [self._place([])]
+            return full
+        cost = self._cost(moved(full), full, self.shape)
+        choices: list[list[tuple[int, int]]] = [[]]
         if cost.exposed:
-            candidates += self._few(total, self.shape)
+            # The 1, 4, 16, ... most useful replicas, all, and those that pay even if every copy is exposed.
+            copies, _ = fewest((0.0, 0.0))
+            choices += [copies[: 1 << power] for power in range(0, len(copies).bit_length(), 2)]
+            choices += [copies, fewest(self._break_even(self.shape, 1.0))[0]]
         elif cost.slowed:
-            candidates.append(self._worth(total, self.shape, cost.slowed / (cost.trans + cost.agg)))
-        for candidate in candidates:
-            other = self._cost(moved(candidate), candidate, self.shape).total
-            # No replicas rather than some that gain nothing.
-            if other < seconds or (other == seconds and not candidate.replicas):
-                best, seconds = candidate, other
-        return best
+            price = cost.slowed / (cost.trans + cost.agg)
+            choices.append(fewest(self._break_even(self.shape, price))[0])
+        plans = [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
+        least = [self._least(counts, plan, self.shape) for plan in plans]
+        best = cost.total, full.replicas > 0, -1  # no replicas rather than some that gain nothing
+        for at in sorted(range(len(plans)), key=lambda at: least[at]):
+            if least[at] * _ROUNDING > best[0]:
+                break
+            seconds = self._cost(moved(plans[at]), plans[at], self.shape).total
+            best = min(best, (seconds, plans[at].replicas > 0, at))
+        return plans[best[2]] if best[2] >= 0 else full
 
-    def _all_slots(
-        self, total: np.ndarray, moved: Callable[[ReplicaPlacement], np.ndarray], picks: np.ndarray
-    ) -> ReplicaPlacement:
+    def _all_slots(self, total: np.ndarray, moved: _Moved, fewest: _Fewest, picks: np.ndarray) -> ReplicaPlacement:
         """Every slot used, whatever it costs."""
         slots = spread_slots(total, picks, self.home, self._ranks, self.slots, ranks_per_node=self._per_node)
         spread = self._placement(fill_slots(slots, total, self.home))
         fullest, mean = _fullest(moved(spread)), total.sum() / self._ranks
         if fullest <= _LEVEL * mean:
             return spread
-        copies, fullest_packed = self._fewest(total)
+        copies, fullest_packed = fewest((0.0, 0.0))
         packed = self._placement(fill_slots(self._place(copies).slot_expert, total, self.home))
         return packed if fullest_packed < fullest or _fullest(moved(packed)) < fullest else spread
 
-    def _few(self, total: np.ndarray, shape: ExpertShape) -> Iterator[ReplicaPlacement]:
-        """The 1, 4, 16, ... most useful replicas, and those that pay even if every copy is exposed."""
-        copies, _ = self._fewest(total)
-        for power in range(0, len(copies).bit_length(), 2):
-            yield self._place(copies[: 1 << power])
-        yield self._place(copies)
-        yield self._worth(total, shape, 1.0)
-
-    def _worth(self, total: np.ndarray, shape: ExpertShape, price: float) -> ReplicaPlacement:
-        """The replicas that pay when a copy costs `price` times what it would if nothing hid it."""
+    def _break_even(self, shape: ExpertShape, price: float) -> tuple[float, float]:
+        """Tokens from which a replica pays, within a node and between nodes, if a copy costs `price` times what it
+        would if nothing hid it."""
         sends, count = (1 if self.micro_batches > 1 else 2), self.micro_batches  # shared slots are filled twice
         inside, across = (
             price * break_even_tokens(self.cluster, shape, same_node=same, sends=sends, micro_batches=count)
             for same in (True, False)
         )
-        return self._place(self._fewest(total, (inside, across))[0])
+        return inside, across
 
-    def _fewest(
-        self, total: np.ndarray, least: tuple[float, float] = (0.0, 0.0)
-    ) -> tuple[list[tuple[int, int]], float]:
+    def _fewest(self, total: np.ndarray, least: tuple[float, float]) -> tuple[list[tuple[int, int]], float]:
         return fewest_copies(total, self.home, self._ranks, self.slots, ranks_per_node=self._per_node, least=least)
 
     def _cost(self, moved: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> LayerCost:
@@ -103,12 +104,16 @@ class QuotaPlanner:
             moved, plan, self.cluster, shape, hidden_under=self.hidden_under, micro_batches=self.micro_batches
         )
 
-    def _place(self, copies: list[tuple[int, int]]) -> ReplicaPlacement:
-        slots, used = np.full((self._ranks, self.slots), -1), [0] * self._ranks
+    def _least(self, counts: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> float:
+        return least_seconds(
+            counts, plan, self.cluster, shape, hidden_under=self.hidden_under, micro_batches=self.micro_batches
+        )
+
+    def _place(self, copies: Iterable[tuple[int, int]]) -> ReplicaPlacement:
+        held: list[list[int]] = [[] for _ in range(self._ranks)]
         for expert, rank in copies:
-            slots[rank, used[rank]] = expert
-            used[rank] += 1
-        return self._placement(slots)
+            held[rank].append(expert)
+        return self._placement(np.array([[*own, *[-1] * (self.slots - len(own))] for own in held]))
 
     def _placement(self, slots: np.ndarray) -> ReplicaPlacement:
         return ReplicaPlacement(self.home, slots, "level", self._per_node)

@@ -2,7 +2,7 @@
 
 A home rank that sends every replica itself is limited by its own link: eight copies through a NIC take eight times as
 long as one. Along a chain every rank receives once and sends once, and messages cut into pieces are under way on all
-links at the same time (`ReplicaPlacement.chain` has the order). Gradients come home the same way backwards, each rank
+links at the same time (`ReplicaPlacement.hops` has the order). Gradients come home the same way backwards, each rank
 adding its own.
 
 To hand on is to wait for one message and then send another, while the rank computes. On a GPU that is the order of work
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from balancing.messages import start_message
+
 __all__ = ["Hop", "Relay", "cut"]
 
 _PIECE_BYTES = 16 << 20  # large enough for a link's full rate, small beside an expert
-_starting = threading.Lock()  # a process group is not promised to bear two threads that start messages at once
 
 
 def cut(flat: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -149,15 +150,8 @@ class Relay:
 
     def _receive(self, hop: Hop) -> dist.Work:
         assert hop.source is not None
-        with _starting:
-            return _started(dist.irecv(hop.piece, self._ranks[hop.source], self._group, hop.tag))
+        return start_message(self._operation(dist.irecv, hop, hop.source))
 
     def _send(self, hop: Hop) -> dist.Work:
         assert hop.target is not None
-        with _starting:
-            return _started(dist.isend(hop.piece, self._ranks[hop.target], self._group, hop.tag))
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is part of the group"
-    return work
+        return start_message(self._operation(dist.isend, hop, hop.target))

@@ -11,7 +11,6 @@ All of it is integer arithmetic with a fixed number of steps, so that every rank
 hardware, and the same code runs on NumPy arrays and, without waiting for the device, on torch tensors.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | 
     Raises ValueError for a load of another shape, one that is not integer, or has negative counts.
     """
     counts = check_counts(load, placement)
-    served = _splitter(placement, sweeps)(counts)
+    served = Splitter(placement, sweeps=sweeps)(counts)
     full = np.flatnonzero(placement.phys2log >= 0)
     tokens = np.zeros((placement.num_ranks, placement.experts, placement.num_ranks), dtype=np.int64)
     tokens[:, placement.phys2log[full], full // (placement.homes_per_rank + placement.slots)] = served[:, full]
@@ -46,8 +45,9 @@ def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | 
 
 def traffic(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
     """Tokens from rank to rank: int64 [source_rank, rank]. The sum over sources is what each rank computes."""
-    served = _splitter(placement, None)(check_counts(load, placement))
-    return served.reshape(placement.num_ranks, placement.num_ranks, -1).sum(2)
+    served = Splitter(placement)(check_counts(load, placement))
+    # Added up in the order in which it lies in memory.
+    return served.T.reshape(placement.num_ranks, -1, placement.num_ranks).sum(1).T
 
 
 def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
@@ -77,7 +77,8 @@ class Splitter:
         self._xp: Any = np if device is None else torch
         self._device = device
         self._build()
-        self._sweeps = sweeps or min(16, max(4, _TURNS // max(1, len(self._classes))))
+        turns = len(self._classes)
+        self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class is done at once
 
     def __call__(self, load: Any) -> Any:
         """Tokens of each source that each instance serves: int64 [source_rank, physical], physical as in `phys2log`.
@@ -102,18 +103,18 @@ class Splitter:
     def _build(self) -> None:
         """Index tables. Rows are experts with replicas, in classes without a common rank; ranks are in chain order."""
         place = self.placement
-        replicated = sorted(set(place.slot_expert[place.slot_expert >= 0].tolist()))
-        chains = {expert: place.chain(expert) for expert in replicated}
-        home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, replicated))
+        chains = place.chains
+        home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, list(chains)))
         self._home_only, self._expert_home_only = self._array(home_only), self._array(place.phys2log[home_only])
-        members = _disjoint(sorted(replicated, key=lambda expert: (-len(chains[expert]), expert)), chains)
+        members = _disjoint(sorted(chains, key=lambda expert: (-len(chains[expert]), expert)), chains)
         rows = np.array([expert for experts in members for expert in experts], dtype=np.int64)
         self._rows = self._array(rows)
-        self._build_classes(members, chains)
+        count = np.array([len(chains[expert]) for expert in rows.tolist()], dtype=np.int64)
+        row = np.repeat(np.arange(len(rows)), count)
+        rank = np.array([rank for expert in rows.tolist() for rank in chains[expert]], dtype=np.int64)
+        self._build_classes([len(experts) for experts in members], rows, count, row, rank)
         if not len(rows):
             return
-        row = np.repeat(np.arange(len(rows)), [len(chains[expert]) for expert in rows])
-        rank = np.concatenate([chains[expert] for expert in rows])
         self._row, self._rank, self._expert = self._array(row), self._array(rank), self._array(rows[row])
         self._instance = self._array(np.arange(len(row)))
         self._physical = self._array(place.log2phys[rows[row], rank])
@@ -126,23 +127,25 @@ class Splitter:
         self._row_end = self._array(np.flatnonzero(np.append(row[1:] != row[:-1], True)))
         self._node_start = self._array(_starts(row * self._nodes + rank // place.ranks_per_node))
 
-    def _build_classes(self, members: list[list[int]], chains: dict[int, tuple[int, ...]]) -> None:
+    def _build_classes(
+        self, sizes: list[int], rows: np.ndarray, count: np.ndarray, row: np.ndarray, rank: np.ndarray
+    ) -> None:
         """Of each class a table [row, place in the chain]; all classes' cells one after another are numbered too."""
-        nowhere = self.placement.num_ranks
-        self._classes, cells = [], []
-        for experts in members:
-            most = max(len(chains[expert]) for expert in experts)
-            ranks = np.full((len(experts), most), nowhere)
-            for row, expert in enumerate(experts):
-                ranks[row, : len(chains[expert])] = chains[expert]
-            tables = np.array(experts), ranks, np.arange(1, most + 1)
+        place = np.arange(len(row)) - (np.cumsum(count) - count)[row]
+        ranks = np.full((len(rows), max(count, default=0)), self.placement.num_ranks)  # nowhere, where a chain ends
+        ranks[row, place] = rank
+        self._classes, cells, first = [], [], 0
+        for size in sizes:
+            own = slice(first, first + size)
+            most = count[first]  # the longest chain of a class comes first
+            tables = rows[own], ranks[own, :most].copy(), np.arange(1, most + 1)
             self._classes.append(tuple(self._array(table) for table in tables))
-            count = np.repeat((ranks < nowhere).sum(1), most)
-            cells.append([np.repeat(experts, most), count, np.tile(np.arange(most), len(experts))])
+            cells.append([np.repeat(rows[own], most), np.repeat(count[own], most), np.tile(np.arange(most), size)])
+            first += size
         if cells:
-            expert, count, position = np.concatenate(cells, axis=1)
-            self._full_cells = self._array(np.flatnonzero(position < count))
-            self._cell_expert, self._cell_count = self._array(expert), self._array(count)
+            expert, number, position = np.concatenate(cells, axis=1)
+            self._full_cells = self._array(np.flatnonzero(position < number))
+            self._cell_expert, self._cell_count = self._array(expert), self._array(number)
             self._cell_position = self._array(position)
 
     def _even(self, totals: Any) -> list[Any]:
@@ -166,7 +169,7 @@ class Splitter:
         for sweep in range(1, self._sweeps + 1):
             for at, (_, ranks, numbers) in enumerate(self._classes):
                 others = load[ranks] - share[at]
-                height = self._least((xp.cumsum(self._sort(others), 1) + total[at]) // numbers)
+                height = self._least((self._sort(others).cumsum(1) + total[at]) // numbers)
                 poured = self._positive(height - others)
                 rest = total[at] - poured.sum(1)[:, None]  # fewer tokens than instances that the water reaches
                 if sweep < self._sweeps:
@@ -253,13 +256,17 @@ class Splitter:
 def _disjoint(order: list[int], chains: dict[int, tuple[int, ...]]) -> list[list[int]]:
     """Experts in classes within which no two share a rank, first fit in the given order."""
     members: list[list[int]] = []
-    taken: list[set[int]] = []
+    taken: list[int] = []  # a bit a rank
     for expert in order:
-        ranks = set(chains[expert])
-        at = next((at for at, used in enumerate(taken) if used.isdisjoint(ranks)), len(taken))
+        ranks = 0
+        for rank in chains[expert]:
+            ranks |= 1 << rank
+        at = 0
+        while at < len(taken) and taken[at] & ranks:
+            at += 1
         if at == len(taken):
             members.append([])
-            taken.append(set())
+            taken.append(0)
         members[at].append(expert)
         taken[at] |= ranks
     return members
@@ -269,8 +276,3 @@ def _starts(group: np.ndarray) -> np.ndarray:
     """For each position, the first position of its run of equal values."""
     first = np.concatenate([[True], group[1:] != group[:-1]])
     return np.maximum.accumulate(np.where(first, np.arange(len(group)), 0))
-
-
-@lru_cache(maxsize=32)
-def _splitter(placement: ReplicaPlacement, sweeps: int | None) -> Splitter:
-    return Splitter(placement, sweeps=sweeps)

@@ -12,6 +12,8 @@ spends all slots on it. Two greedy steps:
    room below the mean, else anywhere, because copies within a node are some ten times cheaper than between nodes.
 """
 
+import math
+
 import numpy as np
 
 __all__ = ["fill_slots", "spread_counts", "spread_slots"]
@@ -74,27 +76,25 @@ def spread_slots(
     """
     picked = picks[picks >= 0]
     share = totals / (1 + np.bincount(picked, minlength=len(totals)))
-    load = np.bincount(home, weights=share, minlength=ranks).tolist()
-    mean, homes = float(totals.sum()) / ranks, home.tolist()
-    free, placed = [slots] * ranks, [[-1] * slots for _ in range(ranks)]
-    held = [set(np.flatnonzero(home == rank).tolist()) for rank in range(ranks)]
+    load = np.bincount(home, weights=share, minlength=ranks).tolist() if slots else [math.inf] * ranks
+    mean, holders = float(totals.sum()) / ranks, [[rank] for rank in home.tolist()]
+    placed: list[list[int]] = [[] for _ in range(ranks)]
     for expert in picked[np.argsort(-share[picked], kind="stable")].tolist():
-        tokens, first = float(share[expert]), homes[expert] // ranks_per_node * ranks_per_node
-        node = range(first, min(first + ranks_per_node, ranks))
-        best, room = -1, mean - tokens
-        for rank in node:
-            lower = load[rank] <= room and (best < 0 or load[rank] < load[best])
-            if lower and free[rank] and expert not in held[rank]:
-                best = rank
-        for rank in range(ranks) if best < 0 else ():
-            lower = best < 0 or load[rank] < load[best]
-            if lower and free[rank] and expert not in held[rank]:
-                best = rank
-        if best >= 0:
-            placed[best][slots - free[best]] = expert
-            held[best].add(expert)
-            free[best] -= 1
-            load[best] += tokens
+        tokens, first = float(share[expert]), holders[expert][0] // ranks_per_node * ranks_per_node
+        open_to = load.copy()
+        for rank in holders[expert]:
+            open_to[rank] = math.inf
+        node = open_to[first : first + ranks_per_node]
+        height = min(node)
+        best = first + node.index(height)
+        if height > mean - tokens:
+            height = min(open_to)
+            best = open_to.index(height)
+        if height < math.inf:
+            placed[best].append(expert)
+            holders[expert].append(best)
+            load[best] = height + tokens if len(placed[best]) < slots else math.inf  # full
+    placed = [[*own, *[-1] * (slots - len(own))] for own in placed]
     return np.array(placed, dtype=np.int64).reshape(ranks, slots)
 
 

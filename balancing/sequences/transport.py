@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from balancing.messages import start_message
 from balancing.sequences.routing import Slice
 from balancing.sequences.steps import Exchange, Message
 
@@ -23,7 +24,6 @@ __all__ = ["Pending", "Transport"]
 
 Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # peer -> what is sent to it, what comes from it
 
-_starting = threading.Lock()  # a process group is not promised to bear two threads that start messages at once
 _SLICE_NUMBERS = 1 << 17  # message numbers of one exchange: 0 for direct messages, then those of slices
 
 
@@ -54,7 +54,7 @@ class Pending:
         try:
             for arrival, send in relays:
                 arrival.wait()
-                self.works.append(_started(send))
+                self.works.append(start_message(send))
         except BaseException as error:  # for the thread that waits
             self._error = error
 
@@ -139,19 +139,19 @@ class Transport:
         self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
     ) -> None:
         outgoing = [operation for operation in direct if operation.op is dist.isend]
-        pending.works = [_started(operation) for operation in direct if operation.op is dist.irecv]
+        pending.works = [start_message(operation) for operation in direct if operation.op is dist.irecv]
         relays = []
         for piece in slices:
             place = piece.path.index(self.rank)
             buffer = self._buffer(piece, pending, *ends)
             coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
             if coming is not None and going is not None:
-                relays.append((_started(coming), going))
+                relays.append((start_message(coming), going))
             elif coming is not None:
-                pending.works.append(_started(coming))
+                pending.works.append(start_message(coming))
             elif going is not None:
                 outgoing.append(going)
-        pending.works += [_started(operation) for operation in outgoing]
+        pending.works += [start_message(operation) for operation in outgoing]
         pending.hand_on(relays)
 
     def _in_turns(
@@ -210,10 +210,3 @@ def _connect(group: dist.ProcessGroup) -> None:
 def _packed(rows: torch.Tensor, message: Message) -> torch.Tensor:
     parts = [rows[start:stop] for start, stop in message.rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _started(operation: dist.P2POp) -> dist.Work:
-    with _starting:
-        work = operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
-    assert work is not None, "this rank is part of the group"
-    return work

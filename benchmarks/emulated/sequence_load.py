@@ -18,6 +18,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
+from balancing.sequences.cost import TILE
 from balancing.sequences.kernels import Pieces
 from balancing.sequences.lengths import draw_batch
 from benchmarks.sequences import baseline_parts
@@ -31,7 +32,6 @@ SHAPES = {
 }
 _HEADS, _HEAD_SIZE = 8, 8  # emulated, of two bytes
 _TOKENS = 4096  # a rank
-_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ def tile_pairs(pieces: Pieces) -> int:
     """Query-key pairs that flash attention computes, in whole tiles."""
     tiles = 0
     for queries, keys in zip(pieces.queries, pieces.keys, strict=True):
-        rows, columns = -(-queries // _TILE), -(-keys // _TILE)
+        rows, columns = -(-queries // TILE), -(-keys // TILE)
         if pieces.causal:
-            tiles += (rows - 1) * -(-(keys - queries) // _TILE) + rows * (rows - 1) // 2 + columns
+            tiles += (rows - 1) * -(-(keys - queries) // TILE) + rows * (rows - 1) // 2 + columns
         else:
             tiles += rows * columns
-    return tiles * _TILE**2
+    return tiles * TILE**2
