@@ -17,7 +17,8 @@ from balancing.experts import (
     slots_that_fit,
     traffic,
 )
-from balancing.experts.cost import agg_seconds, exchange_seconds, least_seconds, paper_seconds, trans_seconds
+from balancing.experts.cost import agg_seconds, exchange_seconds, least_seconds, trans_seconds
+from balancing.experts.prophet import paper_seconds
 from balancing.experts.synthetic import sampled_load, zipf_popularity
 
 SHAPE = ExpertShape(hidden=1000, ffn_hidden=500, bytes_per_parameter=2)

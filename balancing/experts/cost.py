@@ -24,7 +24,6 @@ __all__ = [
     "exchange_seconds",
     "layer_cost",
     "least_seconds",
-    "paper_seconds",
     "slots_that_fit",
     "trans_seconds",
 ]
@@ -283,32 +282,3 @@ def slots_that_fit(shape: ExpertShape, free_bytes: float, *, layers: int, shared
     so that one is filled while the other is used; otherwise every layer has its own slots.
     """
     return max(0, int(free_bytes // (shape.slot_bytes * (2 if shared else max(1, layers)))))
-
-
-def paper_seconds(
-    received: np.ndarray,
-    computed: np.ndarray,
-    copies: int,
-    *,
-    bandwidth: float,
-    throughput: float,
-    input_bytes: float,
-    parameter_bytes: float,
-    gradient_bytes: float,
-    hidden_under: float | None = None,
-) -> float:
-    """The paper's T', Eq. 6, or Eq. 8 with `hidden_under`: seconds of a layer on D devices with one bandwidth.
-
-    received, computed: [device], inputs that a device receives from others, and computes. copies: s (D - n), the number
-    of devices that experts are sent to, summed over experts. bandwidth: bytes/s. throughput: inputs/s of expert compute
-    on one device. hidden_under: seconds of other forward compute in the block, T_FNEC; twice that backward.
-    """
-    devices = len(computed)
-    all_to_all = float(np.max(received)) * input_bytes / bandwidth  # Eq. 1
-    forward = float(np.max(computed)) / throughput  # Eq. 2; Eq. 3 is twice that
-    trans = copies * parameter_bytes / (devices * bandwidth)  # Eq. 4
-    agg = copies * gradient_bytes / (devices * bandwidth)  # Eq. 5
-    if hidden_under is not None:
-        trans = max(0.0, trans - forward - hidden_under)
-        agg = max(0.0, agg - 2 * forward - 2 * hidden_under)
-    return 4 * all_to_all + 3 * forward + trans + agg
