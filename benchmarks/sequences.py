@@ -11,7 +11,8 @@ all-gather), hybrid (Megatron-LM's own scheduler, its groups one after another a
   and a 7B model with multi-head attention, and on H200 nodes with 8 NICs and an 8B model with grouped queries.
   Baselines run without routing, as their systems do; zones and auto with and without it, zones also without remapping.
 - Traffic: keys and values that a rank receives forward in a layer, as part of all tokens of the batch.
-- Time: of one plan, processor time of one thread, the quickest of several.
+- Time: of one plan, and of what a rank works out from it, routes and its program ("way"). Processor time of one thread,
+  the quickest of several.
 
 Each row has its ratio to ring and to the limit, which for balance and modelled time is 1. "all of these" are means over
 the distributions. Nothing is trained here. gather stops at 64 ranks. Takes about 5 minutes on one core, with --quick
@@ -28,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -44,6 +46,9 @@ from balancing.sequences import (
 )
 from balancing.sequences.baselines import hybrid_groups
 from balancing.sequences.lengths import DISTRIBUTIONS, draw_batch
+from balancing.sequences.routing import routes
+from balancing.sequences.tasks import make_program
+from balancing.sequences.way import Widths
 from benchmarks.processor_time import milliseconds
 
 __all__ = ["Row", "baseline_parts", "plans", "times"]
@@ -217,7 +222,18 @@ def times(repeats: int, progress: Progress) -> list[Row]:
             case = f"{source}, {ranks} ranks, {len(lengths)} sequences"
             target = aim if method != "auto" or ranks == 64 else None  # auto plans with several, ahead of the step
             rows.append(Row("planner ms", case, method, figure, "ms", figure, None, figure / aim, target))
+            if method != "auto":
+                figure = milliseconds(partial(_follow, plan(), cluster, shape), max(1, repeats // 3))
+                rows.append(Row("planner ms", case, f"{method}: way", figure, "ms", figure, None, figure / aim, None))
     return rows
+
+
+def _follow(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> None:
+    """What one rank works out from a plan before it can go by it: routes and its program."""
+    q, k = (torch.empty(0, heads, shape.head_size, dtype=torch.bfloat16) for heads in (shape.heads, shape.kv_heads))
+    rank = plan.ranks // 2
+    slices = routes(plan, rank, cluster, Widths.of(q, k).of_stage)
+    make_program(plan, rank, cluster, relays=[stage for stage in slices if not stage.kind.startswith("to ")])
 
 
 def _show(rows: Sequence[Row], console: Console) -> None:
