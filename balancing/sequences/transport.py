@@ -142,6 +142,7 @@ class Transport:
         pending.works = [start_message(operation) for operation in direct if operation.op is dist.irecv]
         relays = []
         for piece in slices:
+            assert piece.number + 1 < _SLICE_NUMBERS, f"slice {piece.number} has the number of another exchange"
             place = piece.path.index(self.rank)
             buffer = self._buffer(piece, pending, *ends)
             coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
