@@ -40,7 +40,7 @@ def test_plans_are_made_once_and_for_all_ranks_alike():
 def test_a_way_made_elsewhere_is_found():
     """With its routes, which take longer to make than the plan."""
     plan = plan_sequences([100, 7, 21], CLUSTER, shape=SHAPE, method="ring")
-    widths = Widths(kv=64, gradients=128, together=128, out=64, pair_flops=128)
+    widths = Widths(kv=64, together=128, out=64, pair_flops=128)
     way = pickle.loads(pickle.dumps(find_way(plan, 3, CLUSTER, "auto", widths)))
     travelled = pickle.loads(pickle.dumps(plan))
     assert find_way(travelled, 3, CLUSTER, "auto", widths) is not way

@@ -187,29 +187,32 @@ def test_events_count_bytes_and_proxies_spread_them(pool: Pool) -> None:
     assert [one[2:] for one in direct] == [(25 * size, 0) for size in (together, out, out, together)]
 
 
-def _sent_in_bf16(plan: SequencePlan) -> tuple[int, int]:
-    """Bytes of keys and values forward, and of all that attention sends."""
+def _sent_in_bf16(plan: SequencePlan, cluster: Cluster, routing: int | str) -> list[tuple[int, int]]:
+    """Bytes sent inside the node and out of it, forward and in all."""
     import torch
     import torch.distributed as dist
 
     from balancing.sequences.attention import SequenceAttention
 
     dist.init_process_group("gloo")
-    attention = SequenceAttention(plan, rank=dist.get_rank())
+    attention = SequenceAttention(plan, rank=dist.get_rank(), cluster=cluster, routing=routing)
     shape = (len(_tokens(plan, dist.get_rank())), 2, SIZE)
     q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = attention(q, k, v)
-    forward = attention.statistics.intra_bytes
+    forward = attention.statistics.intra_bytes, attention.statistics.inter_bytes
     out.sum().backward()
     dist.destroy_process_group()
-    return forward, attention.statistics.intra_bytes
+    return [forward, (attention.statistics.intra_bytes, attention.statistics.inter_bytes)]
 
 
-@pytest.mark.parametrize(("exchange", "width"), [("ring", 2), ("gather", 1)])
-def test_sums_on_a_ring_travel_in_float32_and_gathered_gradients_as_wide_as_keys(pool, exchange, width) -> None:
-    found = pool.run(4, _sent_in_bf16, zigzag_plan((64,), 4, exchange=exchange))
-    forward, both = (sum(column) for column in zip(*found, strict=True))
-    assert both == (2 + width) * forward > 0
+@pytest.mark.parametrize(("exchange", "near"), [("ring", 4), ("gather", 3)])
+def test_sums_on_a_ring_travel_in_float32_inside_a_node(pool: Pool, exchange: str, near: int) -> None:
+    """All else is as wide as keys: those of a backward pass, and the gradients that leave the node or were gathered."""
+    plan = zigzag_plan((64,), 4, exchange=exchange)
+    found = np.array(pool.run(4, _sent_in_bf16, plan, nodes_of(4, 2, nics=2), "off")).sum(0)
+    assert found[1].tolist() == (found[0] * (near, 3)).tolist() and found[0].all()
+    routed = np.array(pool.run(4, _sent_in_bf16, plan, nodes_of(4, 2, nics=2), 2)).sum(0)
+    assert routed[:, 1].tolist() == found[:, 1].tolist() and routed[0, 0] > found[0, 0]
 
 
 def _mistaken(plans: list[SequencePlan]) -> str:

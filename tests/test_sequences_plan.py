@@ -227,10 +227,11 @@ def test_costs_of_models():
 
 
 def test_a_ring_goes_at_the_pace_of_its_largest_share():
-    """Four nodes of one rank and one NIC: three rounds forward, three backward, and three of wider gradients."""
+    """Four nodes of one rank and one NIC: three rounds forward, three backward, and three of gradients, which are wider
+    inside a node."""
     cluster = nodes_of(4, 1)
 
-    def exchange(*shares: int, width: float = 2.0) -> float:
+    def exchange(*shares: int, width: float | None = 2.0) -> float:
         ends = np.cumsum(shares).tolist()
         places = enumerate(zip([0, *ends[:-1]], ends, strict=True))
         shards = tuple(Shard(0, start, stop, rank) for rank, (start, stop) in places)
@@ -239,7 +240,11 @@ def test_a_ring_goes_at_the_pace_of_its_largest_share():
 
     block = 1000 * 16384 / cluster.nic_bandwidth * MHA.layers
     assert exchange(1000, 1000, 1000, 1000) == pytest.approx(3 * 4 * block)
-    assert exchange(1000, 1000, 1000, 1000, width=1.0) == pytest.approx(3 * 3 * block)
+    for width in (1.0, None):
+        assert exchange(1000, 1000, 1000, 1000, width=width) == pytest.approx(3 * 3 * block)
+    plan = plan_sequences([4000], nodes_of(1, 4), shape=MHA, method="ring")
+    inside = 1000 * 16384 / nodes_of(1, 4).intra_node_bandwidth * MHA.layers
+    assert step_cost(plan, nodes_of(1, 4), MHA).exchange == pytest.approx(3 * 4 * inside)
     assert exchange(400, 2000, 600, 1000) == pytest.approx(3 * 4 * 2 * block)
 
 

@@ -155,10 +155,7 @@ class _Pass:
             if isinstance(step, Compute):
                 self.compute(step)
             elif isinstance(step, Start):
-                rows = self.rows_of(step.stage)
-                # A sum on a ring would be rounded at each hop; what goes straight home is rounded once, as kernels do.
-                dtype = rows.dtype if step.stage.kind == "ring return" else self.q.dtype
-                self.moving[step.stage] = self.run.start(step.stage, rows, dtype)
+                self.moving[step.stage] = self.run.start(step.stage, self.rows_of(step.stage), self.q.dtype)
             else:
                 self.run.statistics.wait(self.moving.pop(step.stage))
         assert not self.moving, "what is started is waited for"

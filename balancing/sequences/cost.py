@@ -7,11 +7,11 @@ Tokens that are remapped travel under nothing (`traffic` has the links).
 
 Forward and backward of one micro-batch, recompute not counted. Backward computes attention 2.5 times (flash attention
 computes scores again) and linear layers twice; keys and values travel again, and their gradients travel home, on a ring
-as sums in float32.
+inside a node as sums in float32.
 Latency of messages and of kernels is not in the model.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +19,12 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences.layout import AttentionShape, SequencePlan
 from balancing.sequences.load import causal_area
-from balancing.sequences.traffic import layout_traffic, link_seconds, remap_traffic
+from balancing.sequences.traffic import Traffic, layout_traffic, link_seconds, remap_traffic
 
 __all__ = [
     "StepCost",
     "attention_seconds",
-    "backward_width",
+    "exchange_seconds",
     "hidden_seconds",
     "hidden_tokens",
     "kv_bytes",
@@ -43,7 +43,7 @@ _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 _NEVER_HIDDEN = {"ring": 0.2, "gather": 0.4}
 # Of attention's time. Hops cost something, too: where less was to be saved, nothing was (RESULTS.md).
 _ROUTING_SAVES = 0.2
-_RING_GRADIENT, _GATHERED_GRADIENT = 2.0, 1.0  # bytes of a key's gradient over those of a key
+_SUM_WIDTH = 2.0  # bytes of a key's gradient over those of a key, in float32 as rings sum them inside a node
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,9 @@ def step_cost(
     is 1. Raises ValueError where the plan has more ranks than the cluster.
     """
     moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
-    exchange = link_seconds(moved, kv_bytes(shape), cluster, routed)
-    back = 1 + (backward_width(plan.exchange) if gradient_width is None else gradient_width)
+    exchange = exchange_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
-    exposed = _exposed(plan, exchange, back, compute)
+    exposed = _exposed(plan, exchange, compute)
     remap = 0.0
     if remapped and plan.remapped:
         moved = remap_traffic(plan)
@@ -95,16 +94,32 @@ def step_cost(
     tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
     return StepCost(
         attention=shape.layers * (1 + _ATTENTION_BACKWARD) * compute,
-        exchange=shape.layers * (1 + back) * exchange,
+        exchange=shape.layers * sum(exchange),
         exposed=shape.layers * exposed,
         linear=linear_seconds(int(tokens), cluster, shape),
         remap=shape.layers * 2 * remap,
     )
 
 
-def backward_width(exchange: Iterable[str]) -> float:
-    """Bytes of a key's gradient over those of a key. Where both kinds travel all count as on rings."""
-    return _RING_GRADIENT if "ring" in exchange else _GATHERED_GRADIENT
+def exchange_seconds(
+    moved: Traffic,
+    exchange: Collection[str],
+    token_bytes: float,
+    cluster: Cluster,
+    routed: bool | None = None,
+    gradient_width: float | None = None,
+) -> tuple[float, float]:
+    """Seconds that keys and values take in one layer forward, and with their gradients backward.
+
+    moved: tokens whose keys travel forward. exchange: of each sequence, as plans have it; where some are on rings,
+    gradients count as those of rings. The other arguments are those of `step_cost` and `traffic.link_seconds`.
+    """
+    forward = link_seconds(moved, token_bytes, cluster, routed)
+    if gradient_width is not None or "ring" not in exchange:
+        return forward, (1 + (gradient_width or 1.0)) * forward
+    crossing = moved.source // cluster.ranks_per_node != moved.target // cluster.ranks_per_node
+    back = moved._replace(tokens=moved.tokens * np.where(crossing, 2.0, 1 + _SUM_WIDTH))
+    return forward, link_seconds(back, token_bytes, cluster, routed)
 
 
 def routing_pays(plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_bytes: int, pair_flops: float) -> bool:
@@ -115,10 +130,9 @@ def routing_pays(plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_b
     """
     moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
     compute = float(tile_area(plan).max(initial=0.0)) * pair_flops / (cluster.flops * _ATTENTION_ACHIEVED)
-    back = 1 + backward_width(plan.exchange)
     waits = []
     for routed in (False, True):
-        waits.append(_exposed(plan, link_seconds(moved, kv_bytes, cluster, routed), back, compute))
+        waits.append(_exposed(plan, exchange_seconds(moved, plan.exchange, kv_bytes, cluster, routed), compute))
         if plan.remapped:
             waits[-1] += 2 * link_seconds(remap_traffic(plan), remap_bytes, cluster, routed)
     direct, spread = waits
@@ -181,16 +195,16 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
     return np.bincount(rank, tiles * wasted[sequence], plan.ranks) * TILE**2
 
 
-def _exposed(plan: SequencePlan, exchange: float, back: float, compute: float) -> float:
-    """Seconds of the exchange in one layer that compute does not hide; all arguments are of a forward pass, but for
-    back: how many times as long the exchange of a backward pass is."""
-    beyond = max(0.0, exchange - compute) + max(0.0, back * exchange - _ATTENTION_BACKWARD * compute)
-    return max(beyond, _never_hidden(plan) * (1 + back) * exchange)
+def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) -> float:
+    """Seconds of the exchange in one layer, forward and backward, that compute does not hide. compute: forward."""
+    forward, backward = exchange
+    beyond = max(0.0, forward - compute) + max(0.0, backward - _ATTENTION_BACKWARD * compute)
+    return max(beyond, _never_hidden(plan) * (forward + backward))
 
 
 def _never_hidden(plan: SequencePlan) -> float:
     """The share of the exchange that is exposed at least. Where both kinds travel one waits for the other."""
-    return max((_NEVER_HIDDEN.get(exchange, 0.0) for exchange in plan.exchange), default=0.0)
+    return sum(share for exchange, share in _NEVER_HIDDEN.items() if exchange in plan.exchange)
 
 
 def _pair_flops(shape: AttentionShape) -> float:

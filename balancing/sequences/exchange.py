@@ -9,10 +9,10 @@ need, too. Inside a node gathering is the better one. Between nodes it is as lon
 from collections.abc import Sequence
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import backward_width, hidden_seconds, kv_bytes
+from balancing.sequences.cost import exchange_seconds, hidden_seconds, kv_bytes
 from balancing.sequences.layout import AttentionShape, Exchange, Shard, columns
 from balancing.sequences.load import causal_area
-from balancing.sequences.traffic import layout_traffic, link_seconds
+from balancing.sequences.traffic import layout_traffic
 
 __all__ = ["choose_exchange", "same_exchange"]
 
@@ -54,12 +54,9 @@ def choose_exchange(
 
     table = columns(shards)
 
-    def seconds(exchange: tuple[Exchange, ...]) -> float:
-        return link_seconds(layout_traffic(table, lengths, exchange, in_step=True), kv_bytes(shape), cluster, routed)
+    def seconds(exchange: tuple[Exchange, ...]) -> tuple[float, float]:
+        moved = layout_traffic(table, lengths, exchange, in_step=True)
+        return exchange_seconds(moved, exchange, kv_bytes(shape), cluster, routed)
 
     hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
-    if alone <= hidden:
-        return gathered
-    # Keys travel forward and backward, and gradients home.
-    on_rings = seconds(mixed) * (2 + backward_width(mixed))
-    return gathered if alone * (2 + backward_width(gathered)) <= on_rings else mixed
+    return gathered if alone[0] <= hidden or sum(alone) <= sum(seconds(mixed)) else mixed

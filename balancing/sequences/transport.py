@@ -11,7 +11,7 @@ transfers on the communicator's stream. Elsewhere a thread does it, which sleeps
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,9 @@ from balancing.messages import start_message
 from balancing.sequences.routing import Slice
 from balancing.sequences.steps import Exchange, Message
 
-__all__ = ["Pending", "Transport"]
+__all__ = ["Dtypes", "Pending", "Transport", "dtype_of"]
 
+Dtypes = Mapping[int, torch.dtype]  # by peer
 Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # peer -> what is sent to it, what comes from it
 
 _SLICE_NUMBERS = 1 << 17  # message numbers of one exchange: 0 for direct messages, then those of slices
@@ -37,7 +38,7 @@ class Pending:
     def __init__(self, into: torch.Tensor, adds: bool) -> None:
         self.into, self._adds = into, adds
         self.on_cuda = into.is_cuda
-        self.dtype = into.dtype  # on its way
+        self.dtypes: Dtypes = {}
         self.works: list[dist.Work] = []
         self.arriving: list[tuple[Message, torch.Tensor]] = []  # what comes packed
         self.sent: list[torch.Tensor] = []  # kept until it has gone
@@ -95,18 +96,19 @@ class Transport:
         into: torch.Tensor,
         tag: int = 0,
         slices: Sequence[Slice] = (),
-        dtype: torch.dtype | None = None,
+        dtypes: Dtypes | None = None,
     ) -> Pending:
         """Send rows of `rows` [row, ...] and receive rows of `into` [row, ...], both contiguous.
 
         All ranks that send, receive or hand on start exchanges that meet in the same order. tag: differs between
         exchanges under way at once, below 16384. slices: this rank's part in messages that do not go directly, as
-        `Route.of` gives them. dtype: in which what is to be added travels, that of the rows by default.
+        `Route.of` gives them. dtypes: of what is to be added, on its way to and from each rank; that of the rows by
+        default.
         """
         pending = Pending(into, exchange.adds)
-        dtype = dtype or rows.dtype
-        assert exchange.adds or dtype == into.dtype, "what is not added is received in place"
-        sends = {message.peer: _packed(rows, message).to(dtype) for message in exchange.sends}
+        if dtypes is None or not exchange.adds:
+            dtypes = defaultdict(lambda: rows.dtype)
+        sends = {message.peer: _packed(rows, message).to(dtypes[message.peer]) for message in exchange.sends}
         receives: dict[int, torch.Tensor] = {}
         for message in exchange.receives:
             if message.peer == self.rank:
@@ -114,10 +116,10 @@ class Transport:
             elif len(message.rows) == 1 and not exchange.adds:
                 receives[message.peer] = into[slice(*message.rows[0])]
             else:
-                receives[message.peer] = into.new_empty(message.tokens, *into.shape[1:], dtype=dtype)
+                receives[message.peer] = into.new_empty(message.tokens, *into.shape[1:], dtype=dtypes[message.peer])
                 pending.arriving.append((message, receives[message.peer]))
         pending.sent = [*sends.values(), *receives.values()]
-        pending.dtype = dtype
+        pending.dtypes = dtypes
         routed = {piece.flow for piece in slices}
         tag *= _SLICE_NUMBERS
         direct = [
@@ -181,7 +183,8 @@ class Transport:
             return sends[target][piece.start : piece.stop]
         if self.rank == target:
             return receives[source][piece.start : piece.stop]
-        buffer = pending.into.new_empty(piece.stop - piece.start, *pending.into.shape[1:], dtype=pending.dtype)
+        dtype = dtype_of(piece, pending.dtypes)
+        buffer = pending.into.new_empty(piece.stop - piece.start, *pending.into.shape[1:], dtype=dtype)
         pending.sent.append(buffer)
         return buffer
 
@@ -195,6 +198,11 @@ class Transport:
 
     def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._ranks[peer], self.group, tag)
+
+
+def dtype_of(piece: Slice, dtypes: Dtypes) -> torch.dtype:
+    """The type of a slice, on any rank of its path: what goes to another node is of the smaller type."""
+    return min((dtypes[end] for end in piece.flow), key=lambda dtype: dtype.itemsize)
 
 
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

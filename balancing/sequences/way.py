@@ -6,7 +6,7 @@ and the backward pass, by the plan's digest.
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,13 +14,13 @@ import torch
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import routing_pays
-from balancing.sequences.kernels import Kernel, accumulation_dtype
+from balancing.sequences.kernels import Kernel
 from balancing.sequences.layout import SequencePlan
 from balancing.sequences.remap import moves
 from balancing.sequences.routing import Routing, Slice, routes
 from balancing.sequences.steps import Exchange, Program, Stage
 from balancing.sequences.tasks import make_program
-from balancing.sequences.transport import Pending, Transport
+from balancing.sequences.transport import Dtypes, Pending, Transport, dtype_of
 
 __all__ = ["Run", "Statistics", "Way", "Widths", "find_way", "keep_way"]
 
@@ -31,12 +31,11 @@ _TO_ATTENTION, _TO_LINEAR = Stage("to attention", True), Stage("to linear", True
 class Widths(NamedTuple):
     """What the attention of one layer weighs on this rank.
 
-    Bytes of a token in each kind of transfer: keys with values, their gradients on a ring (those of gathered keys are
-    as wide as keys), q with k and v, output. pair_flops: of a query-key pair, forward.
+    Bytes of a token between nodes: keys with values, or their gradients; q with k and v; output. pair_flops: of a
+    query-key pair, forward.
     """
 
     kv: int
-    gradients: int
     together: int
     out: int
     pair_flops: float
@@ -47,16 +46,11 @@ class Widths(NamedTuple):
         (heads, size), kv_heads = q.shape[1:], k.shape[1]
         kv, together, out = (elements * size for elements in (2 * kv_heads, heads + 2 * kv_heads, heads))
         item = q.element_size()
-        gradients = kv * accumulation_dtype(q.dtype).itemsize
-        return cls(kv * item, gradients, together * item, out * item, pair_flops=4.0 * heads * size)
+        return cls(kv * item, together * item, out * item, pair_flops=4.0 * heads * size)
 
     def of_stage(self, stage: Stage) -> int:
         """Of what a stage moves, for changes of layout in the forward pass."""
-        if stage.kind in ("gather", "ring", "return"):
-            return self.kv
-        if stage.kind == "ring return":
-            return self.gradients
-        return self.together if stage.kind == "to attention" else self.out
+        return {"to attention": self.together, "to linear": self.out}.get(stage.kind, self.kv)
 
 
 @dataclass(frozen=True)
@@ -165,10 +159,16 @@ class Run:
     scale: float
 
     def start(self, stage: Stage, rows: torch.Tensor, dtype: torch.dtype) -> Pending:
-        """Start the transfers of a stage between the workspaces of the ranks. dtype: of what travels."""
+        """Start the transfers of a stage between the workspaces of the ranks. dtype: of keys.
+
+        Gradients of gathered keys go straight home and are rounded once, to the type of keys, as kernels round them.
+        Sums on a ring stay what they are inside a node, and are rounded where they leave it.
+        """
         exchange, slices = self.way.program.exchanges[stage], self.way.routes.get(stage, ())
-        self._count(exchange, rows, dtype, slices, remap=False)
-        return self.transport.start(exchange, rows, rows, _tag(stage), slices, dtype)
+        near = rows.dtype if stage.kind == "ring return" else dtype
+        dtypes = {peer: near if self._same_node(peer) else dtype for peer in self._peers(exchange, slices)}
+        self._count(exchange, rows, dtypes, slices, remap=False)
+        return self.transport.start(exchange, rows, rows, _tag(stage), slices, dtypes)
 
     def moved(self, exchange: Exchange, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`parts` [token, heads, size] in the other layout, in one message a peer."""
@@ -176,18 +176,26 @@ class Run:
         before = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).contiguous()
         after = before.new_empty(sum(message.tokens for message in exchange.receives), *before.shape[1:])
         slices = self.way.routes.get(stage, ())
-        self._count(exchange, before, before.dtype, slices, remap=True)
+        dtypes = dict.fromkeys(self._peers(exchange, slices), before.dtype)
+        self._count(exchange, before, dtypes, slices, remap=True)
         self.statistics.wait(self.transport.start(exchange, before, after, _tag(stage), slices))
         return after.split([part.shape[1] for part in parts], 1)
 
+    def _same_node(self, peer: int) -> bool:
+        return self.way.cluster is None or self.way.cluster.same_node(peer, self.way.rank)
+
+    def _peers(self, exchange: Exchange, slices: Sequence[Slice]) -> set[int]:
+        """The ranks that send to this one or receive from it, and those whose messages it hands on."""
+        ends = {rank for piece in slices for rank in piece.flow}
+        return ends | {message.peer for message in (*exchange.sends, *exchange.receives)}
+
     def _count(
-        self, exchange: Exchange, rows: torch.Tensor, dtype: torch.dtype, slices: Sequence[Slice], *, remap: bool
+        self, exchange: Exchange, rows: torch.Tensor, dtypes: Dtypes, slices: Sequence[Slice], *, remap: bool
     ) -> None:
-        width = rows.shape[1:].numel() * dtype.itemsize
+        numbers = rows.shape[1:].numel()
         bytes_to = dict.fromkeys((False, True), 0)
-        for peer, tokens in sent(exchange, self.way.rank, slices).items():
-            inter = self.way.cluster is not None and not self.way.cluster.same_node(peer, self.way.rank)
-            bytes_to[inter] += tokens * width
+        for peer, dtype, tokens in sent(exchange, self.way.rank, dtypes, slices):
+            bytes_to[not self._same_node(peer)] += tokens * numbers * dtype.itemsize
         if remap:
             self.statistics.remap_intra_bytes += bytes_to[False]
             self.statistics.remap_inter_bytes += bytes_to[True]
@@ -196,18 +204,17 @@ class Run:
             self.statistics.inter_bytes += bytes_to[True]
 
 
-def sent(exchange: Exchange, rank: int, slices: Sequence[Slice]) -> dict[int, int]:
-    """Rows that `rank` sends to each other rank, its own and what it hands on."""
-    found: dict[int, int] = {}
+def sent(
+    exchange: Exchange, rank: int, dtypes: Dtypes, slices: Sequence[Slice]
+) -> Iterator[tuple[int, torch.dtype, int]]:
+    """To whom `rank` sends rows, its own and what it hands on, of which type, and how many."""
     routed = {piece.flow for piece in slices}
     for message in exchange.sends:
         if message.peer != rank and (rank, message.peer) not in routed:
-            found[message.peer] = message.tokens
+            yield message.peer, dtypes[message.peer], message.tokens
     for piece in slices:
         if rank != piece.path[-1]:
-            peer = piece.path[piece.path.index(rank) + 1]
-            found[peer] = found.get(peer, 0) + piece.stop - piece.start
-    return found
+            yield piece.path[piece.path.index(rank) + 1], dtype_of(piece, dtypes), piece.stop - piece.start
 
 
 def _tag(stage: Stage) -> int:
