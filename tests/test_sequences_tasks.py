@@ -265,6 +265,8 @@ def test_number_of_proxies_follows_from_the_model() -> None:
     assert alone.proxies == 4
     assert route(one, 4096, cluster, "off").seconds / alone.seconds > 3
     assert route(_moved({(7, 8): 1}), 4096, cluster).proxies == 1, "nothing to gain"
+    documents = Traffic(*(np.full(500, value) for value in (7, 8, 200)))
+    assert route(documents, 4096, cluster).proxies == 4, "one message of many documents"
     busy = _moved({(rank, 8 + rank): 100_000 for rank in range(8)})
     assert route(busy, 4096, cluster).proxies == 1, "all NICs are busy as it is"
     slow_inside = Cluster(2, 8, 4, 5e9, 10e9, 1e12, 1e9)

@@ -129,9 +129,10 @@ def routes(
 def route(moved: Traffic, row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
     """The way of messages between nodes that start together.
 
-    moved: rows of each message. row_bytes: of one row. routing: into how many parts each message is cut, one for the
-    source itself and the others for proxies with other NICs; more than a node has NICs or ranks mean as many as it has.
-    "auto" takes the number that the model expects to be fastest, "off" one.
+    moved: rows of each message; a pair of ranks may come several times, and has one message. row_bytes: of one row.
+    routing: into how many parts each message is cut, one for the source itself and the others for proxies with other
+    NICs; more than a node has NICs or ranks mean as many as it has. "auto" takes the number that the model expects to
+    be fastest, "off" one.
 
     Raises ValueError for a routing that is none of these.
     """
@@ -141,7 +142,8 @@ def route(moved: Traffic, row_bytes: int, cluster: Cluster, routing: Routing = "
         return _modelled(moved, row_bytes, cluster, 1 if routing == "off" else min(most, int(routing)))
     best = _modelled(moved, row_bytes, cluster, 1)
     even = best.seconds <= _least_seconds(moved, row_bytes, cluster) + 3 * _HOP_SECONDS
-    if even or len(moved.tokens) > _MOST_MESSAGES * cluster.nodes * cluster.nics_per_node:
+    messages = len(np.unique(moved.source * cluster.world_size + moved.target))
+    if even or messages > _MOST_MESSAGES * cluster.nodes * cluster.nics_per_node:
         return best
     others = (_modelled(moved, row_bytes, cluster, number) for number in range(2, most + 1))
     return min((best, *others), key=lambda one: one.seconds)
