@@ -17,7 +17,7 @@ Not to scale: within a node bytes are not limited and cost what CPU they cost, a
 NIC lets the first 2 ms of a burst pass at once. The host's work would count as often as ranks share a core, so the
 machine is slowed down until a rank's work weighs about what it weighs with a core of its own (`_EXPERT_SECONDS`).
 
-Takes about 20 minutes on two idle cores, half of it for 8 ranks, where quota is taken apart, too; with --quick a minute.
+Takes about 20 minutes on two idle cores, half of it for 8 ranks, on which quota is taken apart; with --quick a minute.
 """
 
 import argparse
