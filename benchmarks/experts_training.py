@@ -29,9 +29,9 @@ MODEL = (
 
 
 def _imbalance(report: Path) -> tuple[float, float]:
-    """Tokens of the busier rank over the mean, before and after, over all events of experts."""
+    """Tokens of the busier rank over the mean, before and after, over all that the balancer of experts did or left."""
     lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["balancer"] == "experts"]
+    lines = [line for line in lines if line["balancer"] == "experts" and line["action"] != "observe"]
     before, after = ([line[f"imbalance_{when}"] for line in lines] for when in ("before", "after"))
     return statistics.mean(before), statistics.mean(after)
 

@@ -32,9 +32,9 @@ _WARM_UP = 2  # steps
 
 
 def _events(report: Path) -> list[dict[str, Any]]:
-    """Those of sequences, after the first steps."""
+    """Those of the balancer of sequences, after the first steps."""
     lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["balancer"] == "sequences" and line["iteration"] > _WARM_UP]
+    return [line for line in lines if line["action"] == "spread" and line["iteration"] > _WARM_UP]
 
 
 def measure(steps: int, rounds: int) -> list[dict[str, Any]]:
