@@ -18,7 +18,7 @@ Not to scale: within a node bytes are not limited and cost what CPU they cost, a
 NIC lets the first 2 ms of a burst pass at once. The host's work would count as often as ranks share a core, so the
 machine is slowed down until it weighs little (`_TIME`).
 
-Takes about 12 minutes on two idle cores, with --quick about two. Exit code 1 if a target is missed.
+Takes about 17 minutes on two idle cores, with --quick about two. Exit code 1 if a target is missed.
 """
 
 import argparse
