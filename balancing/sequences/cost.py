@@ -30,6 +30,7 @@ __all__ = [
     "kv_bytes",
     "limit_seconds",
     "linear_seconds",
+    "pair_flops",
     "routing_pays",
     "step_cost",
     "tile_area",
@@ -117,19 +118,20 @@ def exchange_seconds(
     forward = link_seconds(moved, token_bytes, cluster, routed)
     if gradient_width is not None or "ring" not in exchange:
         return forward, (1 + (gradient_width or 1.0)) * forward
-    crossing = moved.source // cluster.ranks_per_node != moved.target // cluster.ranks_per_node
-    back = moved._replace(tokens=moved.tokens * np.where(crossing, 2.0, 1 + _SUM_WIDTH))
+    back = moved._replace(tokens=moved.tokens * np.where(moved.crossing(cluster), 2.0, 1 + _SUM_WIDTH))
     return forward, link_seconds(back, token_bytes, cluster, routed)
 
 
-def routing_pays(plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_bytes: int, pair_flops: float) -> bool:
+def routing_pays(
+    plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_bytes: int, flops_of_pair: float
+) -> bool:
     """Whether to spread what leaves a node over all its NICs saves enough of attention's time.
 
     kv_bytes: of one token's keys and values in one layer. remap_bytes: of what is remapped of one token, to attention
-    and back. pair_flops: of one query-key pair in one layer, forward.
+    and back. flops_of_pair: `pair_flops` of the layer.
     """
     moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
-    compute = float(tile_area(plan).max(initial=0.0)) * pair_flops / (cluster.flops * _ATTENTION_ACHIEVED)
+    compute = float(tile_area(plan).max(initial=0.0)) * flops_of_pair / (cluster.flops * _ATTENTION_ACHIEVED)
     waits = []
     for routed in (False, True):
         waits.append(_exposed(plan, exchange_seconds(moved, plan.exchange, kv_bytes, cluster, routed), compute))
@@ -152,7 +154,7 @@ def attention_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> 
 
 def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
     """Seconds one rank computes so many query-key pairs in one layer, forward: as much transfer is hidden under it."""
-    return pairs * _pair_flops(shape) / (cluster.flops * _ATTENTION_ACHIEVED)
+    return pairs * pair_flops(shape.heads, shape.head_size) / (cluster.flops * _ATTENTION_ACHIEVED)
 
 
 def kv_bytes(shape: AttentionShape) -> int:
@@ -175,7 +177,14 @@ def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> 
     link. 0 for a link of infinite speed.
     """
     flops = cluster.flops * _ATTENTION_ACHIEVED
-    return 2 * _BYTES * shape.kv_heads * shape.head_size / bandwidth / (_pair_flops(shape) / 2 / flops)
+    return (
+        2
+        * _BYTES
+        * shape.kv_heads
+        * shape.head_size
+        / bandwidth
+        / (pair_flops(shape.heads, shape.head_size) / 2 / flops)
+    )
 
 
 def tile_area(plan: SequencePlan) -> np.ndarray:
@@ -207,6 +216,6 @@ def _never_hidden(plan: SequencePlan) -> float:
     return sum(share for exchange, share in _NEVER_HIDDEN.items() if exchange in plan.exchange)
 
 
-def _pair_flops(shape: AttentionShape) -> float:
+def pair_flops(heads: int, head_size: int) -> float:
     """FLOPs of one query-key pair in one layer, forward: scores and values."""
-    return 4.0 * shape.heads * shape.head_size
+    return 4.0 * heads * head_size

@@ -34,12 +34,12 @@ def flows(plan: SequencePlan, cluster: Cluster) -> dict[Stage, Traffic]:
     return {
         stage: moved
         for stage, parts in found.items()
-        if len((moved := _crossing(Traffic(*map(np.concatenate, zip(*parts, strict=True))), node)).tokens)
+        if len((moved := _between_nodes(Traffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)).tokens)
     }
 
 
-def _crossing(moved: Traffic, node: np.ndarray) -> Traffic:
-    crosses = (node[moved.source] != node[moved.target]) & (moved.tokens > 0)
+def _between_nodes(moved: Traffic, cluster: Cluster) -> Traffic:
+    crosses = moved.crossing(cluster) & (moved.tokens > 0)
     return Traffic(moved.source[crosses], moved.target[crosses], moved.tokens[crosses])
 
 

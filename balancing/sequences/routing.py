@@ -86,10 +86,10 @@ class Route:
             return []
         ranks, per_node = self.cluster.world_size, self.cluster.ranks_per_node
         here = (moved.source // per_node == rank // per_node) | (moved.target // per_node == rank // per_node)
-        pairs, which = np.unique(moved.source[here] * ranks + moved.target[here], return_inverse=True)
+        pairs, which = np.unique(_pairs(moved, self.cluster)[here], return_inverse=True)
         rows = np.bincount(which, moved.tokens[here]).astype(np.int64)
         if numbered is None:
-            numbered = np.unique(moved.source * ranks + moved.target)
+            numbered = np.unique(_pairs(moved, self.cluster))
         found = []
         for pair, number, count in zip(pairs.tolist(), np.searchsorted(numbered, pairs).tolist(), rows, strict=True):
             for index, (flow, start, stop, path) in enumerate(self.parts(divmod(pair, ranks), int(count))):
@@ -118,8 +118,7 @@ def routes(
         chosen = route(stages[busiest], row_bytes(busiest), cluster, routing)
         if chosen.proxies == 1:
             continue
-        pairs = [moved.source * cluster.world_size + moved.target for moved in stages.values()]
-        numbered = np.unique(np.concatenate(pairs))
+        numbered = np.unique(np.concatenate([_pairs(moved, cluster) for moved in stages.values()]))
         for stage, moved in stages.items():
             if slices := chosen.of(rank, moved, numbered):
                 found[stage] = slices
@@ -142,7 +141,7 @@ def route(moved: Traffic, row_bytes: int, cluster: Cluster, routing: Routing = "
         return _modelled(moved, row_bytes, cluster, 1 if routing == "off" else min(most, int(routing)))
     best = _modelled(moved, row_bytes, cluster, 1)
     even = best.seconds <= _least_seconds(moved, row_bytes, cluster) + 3 * _HOP_SECONDS
-    messages = len(np.unique(moved.source * cluster.world_size + moved.target))
+    messages = len(np.unique(_pairs(moved, cluster)))
     if even or messages > _MOST_MESSAGES * cluster.nodes * cluster.nics_per_node:
         return best
     others = (_modelled(moved, row_bytes, cluster, number) for number in range(2, most + 1))
@@ -154,6 +153,11 @@ def check_routing(routing: Routing) -> None:
     number = isinstance(routing, int) and not isinstance(routing, bool)
     if not (routing >= 1 if number else routing in ("auto", "off")):  # type: ignore[operator]
         raise ValueError(f"routing {routing!r} is none of 'auto', 'off' and a number of proxies of at least 1")
+
+
+def _pairs(moved: Traffic, cluster: Cluster) -> np.ndarray:
+    """int64 [transfer]: a number for its pair of ranks, source x ranks + target."""
+    return np.asarray(moved.source * cluster.world_size + moved.target)
 
 
 def _least_seconds(moved: Traffic, row_bytes: int, cluster: Cluster) -> float:

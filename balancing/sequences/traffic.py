@@ -24,10 +24,13 @@ class Traffic(NamedTuple):
     target: np.ndarray
     tokens: np.ndarray
 
+    def crossing(self, cluster: Cluster) -> np.ndarray:
+        """bool [transfer]: whether it leaves its node."""
+        return np.asarray(self.source // cluster.ranks_per_node != self.target // cluster.ranks_per_node)
+
     def between(self, cluster: Cluster) -> tuple[int, int]:
         """Tokens that stay in their node, and tokens that leave it."""
-        crossing = self.source // cluster.ranks_per_node != self.target // cluster.ranks_per_node
-        far = int(self.tokens[crossing].sum())
+        far = int(self.tokens[self.crossing(cluster)].sum())
         return int(self.tokens.sum()) - far, far
 
     def table(self, ranks: int) -> np.ndarray:
@@ -86,7 +89,7 @@ def link_seconds(traffic: Traffic, token_bytes: float, cluster: Cluster, routed:
     highest = max(int(traffic.source.max(initial=0)), int(traffic.target.max(initial=0)))
     if highest >= ranks:
         raise ValueError(f"rank {highest} of the plan is not in a cluster of {ranks} ranks; plan for this cluster")
-    crossing = traffic.source // per_node != traffic.target // per_node
+    crossing = traffic.crossing(cluster)
     alone, spread = 0.0, 0.0
     for end in (traffic.source, traffic.target):
         near = np.bincount(end[~crossing], traffic.tokens[~crossing], ranks) * token_bytes

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import routing_pays
+from balancing.sequences.cost import pair_flops, routing_pays
 from balancing.sequences.kernels import Kernel
 from balancing.sequences.layout import SequencePlan
 from balancing.sequences.remap import moves
@@ -46,7 +46,7 @@ class Widths(NamedTuple):
         (heads, size), kv_heads = q.shape[1:], k.shape[1]
         kv, together, out = (elements * size for elements in (2 * kv_heads, heads + 2 * kv_heads, heads))
         item = q.element_size()
-        return cls(kv * item, together * item, out * item, pair_flops=4.0 * heads * size)
+        return cls(kv * item, together * item, out * item, pair_flops=pair_flops(heads, size))
 
     def of_stage(self, stage: Stage) -> int:
         """Of what a stage moves, for changes of layout in the forward pass."""
@@ -96,7 +96,7 @@ def _make(plan: SequencePlan, rank: int, cluster: Cluster | None, routing: Routi
             cluster,
             kv_bytes=widths.kv,
             remap_bytes=widths.together + widths.out,
-            pair_flops=widths.pair_flops,
+            flops_of_pair=widths.pair_flops,
         ):
             slices = routes(plan, rank, cluster, widths.of_stage, routing)
     relays = [stage for stage in slices if stage.kind not in ("to attention", "to linear")]
