@@ -86,6 +86,22 @@ def test_tokens_stay_where_their_instance_has_room(case):
         assert not ((away > 0) & (taken > 0)).any()
 
 
+def test_what_must_cross_nodes_spreads_over_ranks():
+    """Rank 2's tokens could fill up one of the two instances in its node, and all others would cross to the other."""
+    placement = ReplicaPlacement(np.arange(6), [[-1], [0], [-1], [-1], [-1], [-1]], ranks_per_node=3)
+    load = np.zeros((6, 6), dtype=int)
+    load[:, 0] = [0, 0, 90, 30, 30, 30]
+    sent = traffic(load, placement)
+    assert sent[2, :2].tolist() == [45, 45]
+    assert sent[3:, :2].sum(0).tolist() == [45, 45]
+
+
+def test_counts_whose_proportions_would_overflow_are_refused():
+    placement = ReplicaPlacement([0, 1], [[-1], [0]])
+    with pytest.raises(ValueError, match="more than 2147483648 tokens"):
+        split_tokens(np.full((2, 2), 2**31), placement)
+
+
 def test_a_replicated_expert_is_served_at_home_everywhere():
     """Everybody has it and everybody sends it equally much: nothing needs to travel."""
     placement = ReplicaPlacement(np.arange(4), [[-1], [0], [0], [0]])
@@ -128,7 +144,7 @@ def test_many_ranks_and_large_counts():
     home = contiguous_homes(512, 256)
     placed = np.stack([generator.permutation(np.flatnonzero(home != rank))[:4] for rank in range(256)])
     placement = ReplicaPlacement(home, placed, ranks_per_node=8)
-    load = generator.integers(0, 2**31, (256, 512))
+    load = generator.integers(0, 2**23, (256, 512))
     compact = Splitter(placement)(load)
     assert compact.min() >= 0 and compact.sum() == load.sum()
 

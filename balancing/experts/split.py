@@ -22,6 +22,7 @@ from balancing.experts.placement import ReplicaPlacement
 __all__ = ["Splitter", "check_counts", "split_tokens", "traffic"]
 
 _TURNS = 40  # of all classes together: leaves well under 1 % over the optimum, see benchmarks/experts.py
+_MOST = 1 << 31  # tokens of an expert, the square of which must stay below 2^63
 _FULL = 1 << 50  # a vessel no water flows into; the sum over a few thousand of them stays below 2^63
 
 
@@ -60,6 +61,8 @@ def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
         )
     if counts.dtype.kind not in "iu" or (counts.size and counts.min() < 0):
         raise ValueError("load must be token counts: whole numbers that are not negative")
+    if counts.size and counts.sum(0, dtype=np.int64).max() > _MOST:
+        raise ValueError(f"load has an expert with more than {_MOST} tokens; proportions of that many are not exact")
     return counts.astype(np.int64)
 
 
@@ -125,7 +128,8 @@ class Splitter:
         self._node = self._array(rank // place.ranks_per_node)
         self._row_start = self._array(_starts(row))
         self._row_end = self._array(np.flatnonzero(np.append(row[1:] != row[:-1], True)))
-        self._node_start = self._array(_starts(row * self._nodes + rank // place.ranks_per_node))
+        in_node = row * self._nodes + rank // place.ranks_per_node
+        self._node_start, self._node_end = self._array(_starts(in_node)), self._array(_ends(in_node))
 
     def _build_classes(
         self, sizes: list[int], rows: np.ndarray, count: np.ndarray, row: np.ndarray, rank: np.ndarray
@@ -198,12 +202,12 @@ class Splitter:
         quota = quota - own
         served = self._zeros(starting, len(own), supply.shape[1])
         if self._nodes > 1:
-            # Tokens and instances of an expert in a node are matched in order, as far as both go.
+            # Tokens and instances of an expert in a node are matched, as far as both go.
             inside = supply
             if self._padding:
                 inside = xp.concatenate([supply, self._zeros(supply, len(supply), self._padding)], 1)
             inside = inside.reshape(-1, self.placement.ranks_per_node)
-            local = self._overlap(inside, self._row * self._nodes + self._node, quota, self._node_start)
+            local = self._in_node(inside, self._row * self._nodes + self._node, quota)
             given = self._zeros(starting, len(own), self._nodes, self.placement.ranks_per_node)
             given[self._instance, self._node] = local
             served = given.reshape(len(own), -1)[:, : supply.shape[1]]
@@ -212,6 +216,26 @@ class Splitter:
         served = served + self._overlap(supply, self._row, quota, self._row_start)
         served[self._instance, self._rank] += own
         return served
+
+    def _in_node(self, supply: Any, at: Any, quota: Any) -> Any:
+        """Match tokens and instances of an expert in one node, each in proportion: int64 [instance, source in node].
+
+        Then what is left to cross is in proportion too, and spreads over NICs. supply: [row and node, source in node].
+        """
+        xp = self._xp
+        end = xp.cumsum(quota, 0)
+        before = (end - quota)[self._node_start]
+        wanted = end[self._node_end] - before  # of an instance's expert in its node
+        offered = supply.sum(1)
+        wanted_in = self._zeros(quota, len(supply))
+        wanted_in[at] = wanted
+        matched = xp.minimum(offered, wanted_in)
+        upto = xp.cumsum(supply, 1)
+        share, of = matched[:, None], self._at_least_one(offered)[:, None]
+        given = upto * share // of - (upto - supply) * share // of
+        share, of = matched[at], self._at_least_one(wanted)
+        taken = (end - before) * share // of - (end - quota - before) * share // of
+        return self._overlap(given, at, taken, self._node_start)
 
     def _overlap(self, supply: Any, at: Any, quota: Any, start: Any) -> Any:
         """Lay intervals of supply [group, source] and of demand [instance] end to end and match them in order.
@@ -243,6 +267,9 @@ class Splitter:
 
     def _positive(self, values: Any) -> Any:
         return np.maximum(values, 0) if self._xp is np else values.clamp_min(0)
+
+    def _at_least_one(self, values: Any) -> Any:
+        return np.maximum(values, 1) if self._xp is np else values.clamp_min(1)
 
     def _transposed(self, values: Any) -> Any:
         if self._xp is np:
@@ -276,3 +303,8 @@ def _starts(group: np.ndarray) -> np.ndarray:
     """For each position, the first position of its run of equal values."""
     first = np.concatenate([[True], group[1:] != group[:-1]])
     return np.maximum.accumulate(np.where(first, np.arange(len(group)), 0))
+
+
+def _ends(group: np.ndarray) -> np.ndarray:
+    """For each position, the last position of its run of equal values."""
+    return len(group) - 1 - _starts(group[::-1])[::-1]

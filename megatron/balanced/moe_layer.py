@@ -29,13 +29,13 @@ __all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP"]
 
 
 class _Share(NamedTuple):
-    """first, last: for each physical expert, the tokens of its logical expert on this rank, counted from 1, that it
-    serves: first < number <= last. counts: what each rank sends to each physical expert, flat, in the order of ranks.
+    """counts: what each rank sends to each expert, flat, in the order of ranks. interval: where experts have replicas
+    and are physical ones, the tokens of its logical expert on this rank that each serves, as first and last: of tokens
+    numbered from 1, those with first < number <= last.
     """
 
-    first: torch.Tensor
-    last: torch.Tensor
     counts: torch.Tensor
+    interval: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _OnBackward(torch.autograd.Function):
@@ -110,7 +110,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
 
 class BalancedMoELayer(MoELayer):
-    """A MoE layer whose dispatcher counts in physical experts."""
+    """A MoE layer whose dispatcher counts in physical experts where some have replicas, and is Megatron's otherwise."""
 
     def __init__(self, *args: Any, slots: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -120,12 +120,12 @@ class BalancedMoELayer(MoELayer):
         config = copy.copy(self.config)
         config.num_moe_experts = self.ep_group.size() * width
         first = self.ep_group.rank() * width
-        logical = self.token_dispatcher
-        self.token_dispatcher = type(logical)(
-            width, list(range(first, first + width)), config=config, pg_collection=_groups_of(logical)
+        self._logical = self.token_dispatcher
+        self._physical = type(self._logical)(
+            width, list(range(first, first + width)), config=config, pg_collection=_groups_of(self._logical)
         )
-        if logical.shared_experts is not None:
-            self.token_dispatcher.set_shared_experts(logical.shared_experts)
+        if self._logical.shared_experts is not None:
+            self._physical.set_shared_experts(self._logical.shared_experts)
         # Of each micro-batch of the iteration, NumPy arrays on a CPU and tensors on a GPU, which nothing waits for.
         self.loads: list[Any] = []  # [source_rank, expert]
         self.served: list[Any] = []  # [rank], tokens after the split
@@ -155,47 +155,52 @@ class BalancedMoELayer(MoELayer):
         return values if self._device is None else torch.as_tensor(values, device=self._device)
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
-        known: Any = contextlib.nullcontext()
-        if self.training:
-            if self.frozen:  # which is not run again, as other passes without gradients are
-                first, last, counts = self._share(routing_map)
-            else:
-                (first, last, counts), _ = self._splits.decide(lambda: self._share(routing_map))
-            expert = self._log_of_phys
-            if isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
-                known = known_counts(counts)
+        self.token_dispatcher = self._logical
+        if not self.training:
+            return super().preprocess(hidden_states, probs, routing_map)
+        if self.frozen:  # which is not run again, as other passes without gradients are
+            share = self._share(routing_map)
         else:
-            (first, last), expert = self._home_share(routing_map)
-        ordinal = routing_map.cumsum(dim=0, dtype=torch.int32)[:, expert]  # tokens of an expert are numbered from 1
-        physical = routing_map[:, expert] & (ordinal > first) & (ordinal <= last)
-        self._logical_map = routing_map
-        with known:
-            return super().preprocess(hidden_states, probs[:, expert] * physical, physical)
+            share, _ = self._splits.decide(lambda: self._share(routing_map))
+        if share.interval is not None:
+            self.token_dispatcher, (first, last) = self._physical, share.interval
+            self._logical_map = routing_map
+            expert = self._log_of_phys
+            number = (routing_map.cumsum(dim=0, dtype=torch.int32) * routing_map).index_select(1, expert)
+            routing_map = (number > first) & (number <= last)
+            probs = probs.index_select(1, expert) * routing_map
+        is_asked = isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
+        with known_counts(share.counts) if is_asked else contextlib.nullcontext():
+            return super().preprocess(hidden_states, probs, routing_map)
 
     def _share(self, routing_map: torch.Tensor) -> _Share:
-        """What each physical expert serves of the tokens on this rank, when the split is made on the load of all."""
+        """What each expert serves of the tokens on this rank, when the split is made on the load of all."""
         local = routing_map.sum(dim=0, dtype=torch.int64)
-        group = self.token_dispatcher.tp_ep_group
-        tensor_ranks, experts = self.token_dispatcher.tp_size, local.shape[0]
-        counts = gather_from_sequence_parallel_region(local, group=group).view(-1, tensor_ranks, experts)
+        group = self._logical.tp_ep_group
+        gathered = gather_from_sequence_parallel_region(local, group=group)
+        counts = gathered.view(-1, self._logical.tp_size, len(local))
         counts = counts.numpy() if self._device is None else counts
         load = counts.sum(1)
         if self.on_load is not None:
             self.on_load(load)
-        served = self._splitter(load)  # [source_rank, physical]
         self.loads.append(load)
+        if not self.placement.replicas:
+            self.served.append(load.sum(0).reshape(len(load), -1).sum(1))
+            return _Share(gathered)
+        served = self._splitter(load)  # [source_rank, physical]
         self.served.append(served.sum(0).reshape(len(load), -1).sum(1))
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
         expert = self._log_of_phys if self._device is not None else self._log_of_phys.numpy()
         own = counts[:, :, expert]  # [source_rank, tensor_rank, physical]
-        first = self._before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
-        last = first + served[:, None]
         none = own * 0
-        sent = last.clip(none, own) - first.clip(none, own)
-        me = self.ep_group.rank(), self.token_dispatcher.tp_rank
-        parts = first[me], last[me], sent.reshape(-1)
-        return _Share(*(torch.from_numpy(part) if self._device is None else part for part in parts))
+        first = self._before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
+        last = (first + served[:, None]).clip(none, own)
+        first = first.clip(none, own)
+        me = self.ep_group.rank(), self._logical.tp_rank
+        parts = (last - first).reshape(-1), first[me], last[me]
+        sent, *interval = (torch.from_numpy(part) if self._device is None else part for part in parts)
+        return _Share(sent, tuple(interval))
 
     def _before(self, served: Any) -> Any:
         """[source_rank, physical]: tokens that go to lower numbered instances of the same logical expert."""
@@ -203,16 +208,10 @@ class BalancedMoELayer(MoELayer):
         total = tokens.cumsum(1) - tokens
         return (total - total[:, self._group_start])[:, self._back]
 
-    def _home_share(self, routing_map: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Outside training every token goes home."""
-        full = self.alone.phys2log >= 0
-        device = routing_map.device
-        last = torch.as_tensor(np.where(full, routing_map.shape[0], 0), device=device)
-        return (torch.zeros_like(last), last), torch.as_tensor(np.maximum(self.alone.phys2log, 0), device=device)
-
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         dispatcher = self.token_dispatcher
-        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and self.config.moe_router_topk > 2:
+        reorders = dispatcher is self._physical and isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
+        if reorders and self.config.moe_router_topk > 2:
             # A token's outputs are summed in the order of rows, and sums of three and more depend on it. Rows come by
             # physical expert and token; without replicas they would come by logical expert and token.
             token = dispatcher.reversed_local_input_permutation_mapping
