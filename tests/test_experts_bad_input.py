@@ -43,7 +43,7 @@ REFUSED = {
     "slots": (f"{BALANCE} --expert-replica-slots -1", "--expert-replica-slots -1", "at least 0"),
     "planner": (f"{BALANCE} --expert-planner best", "best", "quota"),
     "mode": (f"{BALANCE} --expert-replica-mode mixed", "mixed", "resident"),
-    "plan interval": (f"{BALANCE} --expert-plan-interval 0", "--expert-plan-interval 0", "at least 1"),
+    "plan interval": (f"{BALANCE} --expert-plan-interval -1", "--expert-plan-interval -1", "at least 1"),
     "gain": (f"{BALANCE} --expert-min-gain 1.5", "--expert-min-gain 1.5", "below 1"),
     "grouped in float64": ("--moe-grouped-gemm --fp64", "--fp64", "drop --moe-grouped-gemm"),
     "grouped with odd rows": (

@@ -124,6 +124,22 @@ def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     )
 
 
+@pytest.mark.parametrize("interval", [5, 0])
+def test_how_often_replicas_are_placed(pool, tmp_path, interval):
+    """Every fifth iteration, or when the load has drifted. What they are moves nothing but replicas."""
+    ranks, flags = LAYOUTS["EP 2"]
+    flags += " --moe-token-dispatcher-type alltoall"
+    balanced = _balanced(pool, tmp_path, ranks, flags, f"--expert-plan-interval {interval}")
+    _assert_same(balanced, _reference(pool, ranks, flags))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    ages = [line["plan_age"] for line in lines if line.get("layer") == 0 and line["unit"] == "layer"]
+    assert all(0 < line["drift"] < 1 for line in lines if line.get("plan_age") and line["iteration"] > 3)
+    if interval:
+        assert ages == [0, 1, 2, 3, 4, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
+    else:
+        assert ages[:2] == [0, 1] and len(set(ages)) > 1
+
+
 FAST_LINKS = {  # on which a copy pays for itself at once
     "nodes": 1,
     "ranks_per_node": 4,

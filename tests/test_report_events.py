@@ -130,6 +130,21 @@ def test_scalars_from_record_and_from_events():
     assert not any("expert" in name or "layer" in name for name in scalars(dense))
 
 
+def test_scalars_of_replicas_are_told_layer_by_layer():
+    lines = [
+        event(
+            7, "experts", "layer", imbalance_before=2.0 + layer, imbalance_after=1.0, plan_ms=0.5, apply_ms=0.1,
+            moved_bytes=64, action="replicate", reason="", layer=layer, replicas=3,
+        )
+        for layer in (1, 3)
+    ]  # fmt: skip
+    values = scalars(lines)
+    assert len(values) == 12
+    assert values["balance-experts/imbalance-before/layer-3"] == 5.0
+    assert values["balance-experts/imbalance-after/layer-1"] == 1.0
+    assert values["balance-experts/exposed-ms/layer-1"] == 0.1
+
+
 def test_log_appends_and_takes_numpy(tmp_path):
     for iteration in (1, 2):
         with EventLog(tmp_path / "made" / "here") as log:

@@ -35,7 +35,11 @@ class ExpertConfig:
         },
     )
     expert_plan_interval: int = field(
-        default=1, metadata={"metavar": "N", "help": "Place replicas anew every N iterations."}
+        default=1,
+        metadata={
+            "metavar": "N",
+            "help": "Place replicas anew every N iterations; 0: as often as loads have drifted by a twentieth.",
+        },
     )
     expert_min_gain: float = field(
         default=0.02,
@@ -49,7 +53,9 @@ class ExpertConfig:
     def __post_init__(self) -> None:
         if self.expert_replica_slots < 0:
             raise ValueError(f"--expert-replica-slots {self.expert_replica_slots} must be at least 0")
-        if self.expert_plan_interval < 1:
-            raise ValueError(f"--expert-plan-interval {self.expert_plan_interval} must be at least 1")
+        if self.expert_plan_interval < 0:
+            raise ValueError(
+                f"--expert-plan-interval {self.expert_plan_interval} must be at least 1, or 0 to let drift decide"
+            )
         if not 0 <= self.expert_min_gain < 1:
             raise ValueError(f"--expert-min-gain {self.expert_min_gain} must be at least 0 and below 1")

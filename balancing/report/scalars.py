@@ -1,7 +1,7 @@
 """The few numbers of an iteration worth a curve in TensorBoard or W&B.
 
 A dashboard with a curve per layer and expert is read by nobody; these say whether something is uneven and of which
-kind. The event log has the rest.
+kind. Only what replicas do is told layer by layer, in a group of its own. The event log has the rest.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,15 @@ from balancing.report.events import imbalance, observe
 from balancing.report.record import IterationRecord
 
 __all__ = ["scalars"]
+
+_OF_REPLICAS = {
+    "imbalance-before": "imbalance_before",
+    "imbalance-after": "imbalance_after",
+    "replicas": "replicas",
+    "moved-bytes": "moved_bytes",
+    "plan-ms": "plan_ms",
+    "exposed-ms": "apply_ms",
+}
 
 
 def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -27,11 +36,21 @@ def scalars(observed: IterationRecord | Iterable[dict[str, Any]]) -> dict[str, f
     balance/area-imbalance         causal attention area of ranks
     balance/expert-imbalance       tokens of experts, the worst MoE layer
     balance/expert-rank-imbalance  tokens of expert-parallel ranks, the worst MoE layer
+
+    With balanced experts, for each MoE layer as balance-experts/NAME/layer-N, N from 0:
+
+    imbalance-before, imbalance-after  tokens of expert-parallel ranks, without and with replicas
+    replicas                           over all ranks
+    moved-bytes                        of weights and gradients, sent by all ranks
+    plan-ms, exposed-ms                planning, and waiting for transfers
     """
     events = observe(observed) if isinstance(observed, IterationRecord) else observed
     values: dict[str, float] = {}
     for line in events:
         if line["action"] != "observe":
+            if (line["balancer"], line["unit"]) == ("experts", "layer"):
+                for name, key in _OF_REPLICAS.items():
+                    values[f"balance-experts/{name}/layer-{line['layer']}"] = line[key]
             continue
         match line["balancer"], line["unit"]:
             case "layers", "stage":

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, ReplicaPlacement, Splitter, plan_replicas, repair
+from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas, repair
 from balancing.experts.apply import ReplicaSlots
 from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
@@ -35,6 +35,16 @@ from megatron.balanced.moe_layer import BalancedMoELayer
 from megatron.balanced.optimizer_state import state_bytes
 
 __all__ = ["DoesNotFit", "ExpertBalancer"]
+
+_DRIFT = 0.05  # part of all tokens that may go to other experts until replicas are placed anew, if that decides
+
+
+class _Planned(NamedTuple):
+    """placement: of a layer, None where it stays. drift: of its load, in the last iteration. seconds: spent on this."""
+
+    placement: ReplicaPlacement | None
+    drift: float
+    seconds: float
 
 
 class DoesNotFit(ValueError):
@@ -63,7 +73,11 @@ class ExpertBalancer:
         self._shared = False
         self._iteration = 0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="replicas")
-        self._planning: dict[BalancedMoELayer, Future[tuple[ReplicaPlacement, float]]] = {}
+        self._planning: dict[BalancedMoELayer, Future[_Planned]] = {}
+        self._history: dict[BalancedMoELayer, LoadHistory] = {}  # of iterations, used by one thread at a time
+        self._drift: dict[BalancedMoELayer, float] = {}
+        self._age: dict[BalancedMoELayer, int] = {}  # iterations since the loads that replicas were placed for
+        self._due: dict[BalancedMoELayer, int] = {}  # iteration after which a layer's replicas are placed anew
         self._placed: dict[BalancedMoELayer, ReplicaPlacement] = {}  # without what was added to them in a step
         self._plan_ms = self._waited_ms = 0.0
         self._model_config: Any = None
@@ -100,6 +114,7 @@ class ExpertBalancer:
         """Make the slots of the layers that are here now. To be called again when layers have come, gone or been
         wrapped anew, between two steps; replicas of a layer that stays are kept, those of one that moved are not."""
         placed, self._placed, self._chunk_at = self._placed, {}, {}
+        histories, self._history = self._history, {}
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:
                 assert self._group is not None
@@ -108,6 +123,7 @@ class ExpertBalancer:
                 )
                 for layer in own:
                     self._placed[layer] = placed.get(layer, layer.placement)
+                    self._history[layer] = histories.get(layer, LoadHistory())
                     layer.on_load = partial(self._on_load, chunk, layer)
 
     def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
@@ -157,10 +173,14 @@ class ExpertBalancer:
             begin = time.perf_counter()
             done = {layer: planning.result() for layer, planning in self._planning.items()}
             self._waited_ms = (time.perf_counter() - begin) * 1e3
-            self._plan_ms = sum(seconds for _, seconds in done.values()) * 1e3
-            self._placed.update({layer: placement for layer, (placement, _) in done.items()})
+            self._plan_ms = sum(planned.seconds for planned in done.values()) * 1e3
+            for layer, planned in done.items():
+                self._drift[layer], self._age[layer] = planned.drift, self._age.get(layer, 0) + 1
+                if planned.placement is not None:
+                    self._placed[layer], self._age[layer] = planned.placement, 1
             self._planning.clear()
-            self._agree()
+            if any(planned.placement is not None for planned in done.values()):
+                self._agree()
         self._model_config = config
 
     def begin_schedule(self) -> None:
@@ -215,6 +235,8 @@ class ExpertBalancer:
             reason="" if replicas else self._why_none(layer),
             layer=layer.layer_number - 1,
             planner=self.config.expert_planner,
+            drift=self._drift.get(layer, 0.0),
+            plan_age=self._age.get(layer, 0),
             replicas=replicas,
             added=replicas - self._placed[layer].replicas,
             plan_wait_ms=self._waited_ms / len(self._layers()),
@@ -236,11 +258,9 @@ class ExpertBalancer:
             return
         if not layer.loads and self._machine is not None and layer.placement.split == "level":
             self._repair(chunk, layer, *_host([load]))
-        if (
-            len(layer.loads) + 1 == get_num_microbatches()
-            and not (self._iteration + 1) % self.config.expert_plan_interval
-        ):
-            self._planning[layer] = self._planner.submit(self._plan, layer, [*layer.loads, load])
+        if len(layer.loads) + 1 == get_num_microbatches():
+            loads = [*layer.loads, load]
+            self._planning[layer] = self._planner.submit(self._plan, layer, loads, self._iteration + 1)
 
     def _repair(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: np.ndarray) -> None:
         """More replicas for this iteration, if `load`, its first micro-batch, shows that they pay although exposed."""
@@ -261,11 +281,16 @@ class ExpertBalancer:
         """Micro-batches that one transfer serves."""
         return 1 if self._shared else get_num_microbatches()
 
-    def _plan(self, layer: BalancedMoELayer, loads: list[Any]) -> tuple[ReplicaPlacement, float]:
-        """Where `layer`'s replicas go, from the loads of an iteration, and the seconds it took to find that out."""
+    def _plan(self, layer: BalancedMoELayer, loads: list[Any], iteration: int) -> _Planned:
+        """Where `layer`'s replicas go after the `iteration` with these loads."""
         loads = _host(loads)
         begin = time.perf_counter()
-        load = np.sum(loads, axis=0)
+        history, interval = self._history[layer], self.config.expert_plan_interval
+        drift = float(history.record(np.mean(loads, axis=0)))
+        if iteration % interval if interval else iteration < self._due.get(layer, 0):
+            return _Planned(None, drift, time.perf_counter() - begin)
+        self._due[layer] = iteration + history.interval(_DRIFT)
+        load = history.predict()
         assert self._group is not None
         costs: dict[str, Any] = {}
         if self._machine is not None:
@@ -273,7 +298,7 @@ class ExpertBalancer:
             costs["hidden_under"] = _attention_seconds(self._args, self._machine)
             costs["micro_batches"] = self._micro_batches_served()
         placement = plan_replicas(
-            load // len(loads),
+            load,
             self._group,
             slots=self.config.expert_replica_slots,
             method=self.config.expert_planner,
@@ -281,7 +306,7 @@ class ExpertBalancer:
         )
         gain = 1 - _busiest(load, placement) / max(_busiest(load, layer.alone), 1)
         chosen = placement if gain >= self.config.expert_min_gain else layer.alone
-        return chosen, time.perf_counter() - begin
+        return _Planned(chosen, drift, time.perf_counter() - begin)
 
     def _agree(self) -> None:
         """Every rank of a group made the same plans, or nobody acts on them."""
