@@ -12,7 +12,13 @@ from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
 from balancing.experts.repair import repair
 from balancing.experts.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
 from balancing.experts.split import Splitter, split_tokens, traffic
-from balancing.experts.trace import LoadTrace, read_load_trace, read_routing_trace, write_load_trace
+from balancing.experts.trace import (
+    LoadTrace,
+    read_load_trace,
+    read_reported_loads,
+    read_routing_trace,
+    write_load_trace,
+)
 
 __all__ = [
     "METHODS",
@@ -33,6 +39,7 @@ __all__ = [
     "plan_replicas_layers",
     "rank_load",
     "read_load_trace",
+    "read_reported_loads",
     "read_routing_trace",
     "render",
     "repair",

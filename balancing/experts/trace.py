@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["LoadTrace", "read_load_trace", "read_routing_trace", "write_load_trace"]
+from balancing.report import read_history
+
+__all__ = ["LoadTrace", "read_load_trace", "read_reported_loads", "read_routing_trace", "write_load_trace"]
 
 _COUNTS = ("record", "source_rank", "layer", "micro_batch", "expert")
 
@@ -139,6 +141,32 @@ def read_routing_trace(
         first = names[-1] + 1 if stage else 0
         names += [first + layer for layer in layers]
     return LoadTrace(np.stack(columns, axis=2), np.array(steps), np.array(names))
+
+
+def read_reported_loads(directory: str | PathLike[str]) -> LoadTrace:
+    """The loads in DIR of --balance-report: a record for each observed iteration, its micro-batches taken as alike.
+
+    A report does not say on which rank tokens started; they are spread evenly over the expert-parallel ranks. Raises
+    ValueError, in one line, if the directory holds no run, or one without experts.
+    """
+    history = read_history(directory)
+    layers = sorted({layer for own in history.experts.values() for layer in own})
+    whole = [iteration for iteration in sorted(history.experts) if sorted(history.experts[iteration]) == layers]
+    if not whole:
+        raise ValueError(f"{directory} tells of no experts; train a model that has some with --balance-report")
+    lines = [[history.experts[iteration][layer] for layer in layers] for iteration in whole]
+    sizes = {(len(line["tokens_per_expert"]), len(line["tokens_per_rank"])) for own in lines for line in own}
+    if len(sizes) > 1:
+        raise ValueError(f"{directory} has layers with different numbers of experts or ranks: {sorted(sizes)}")
+    ranks = sizes.pop()[1]
+    batches = [history.stages[at]["micro_batches"] if at in history.stages else 1 for at in whole]
+    tokens = np.array([[line["tokens_per_expert"] for line in own] for own in lines], dtype=np.int64)
+    tokens //= np.array(batches)[:, None, None]
+    return LoadTrace(
+        LoadTrace(tokens[:, None, :, None], np.array(whole), np.array(layers)).on_ranks(ranks),
+        np.array(whole),
+        np.array(layers),
+    )
 
 
 def _rank_files(directory: Path) -> list[Path]:

@@ -1,0 +1,234 @@
+"""python -m balancing.experts --from-report DIR | --trace FILE: what balancing experts would bring a recorded run.
+
+Replays the loads that --balance-report DIR observed, that --moe-routing-trace-path DIR wrote, or that are in an .npz
+file: replicas are placed from each record and used in the next, as training does it, by every planner. With --cluster
+and the size of an expert, also what a layer would take by the cost model; with --schedule, what runs under what.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from balancing.cluster import Cluster
+from balancing.experts.cost import ExpertShape, LayerCost, layer_cost
+from balancing.experts.load import total_variation
+from balancing.experts.plan import METHODS, Method, plan_replicas_layers
+from balancing.experts.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
+from balancing.experts.split import traffic
+from balancing.experts.trace import (
+    LoadTrace,
+    read_load_trace,
+    read_reported_loads,
+    read_routing_trace,
+    write_load_trace,
+)
+
+__all__ = ["main"]
+
+_RECORDS = 32  # looked at, spread over the run
+_ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)  # speeds do not matter to plans that know no costs
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def _parser() -> _Parser:
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = _Parser(prog="python -m balancing.experts", description=description, epilog=more)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from-report", metavar="DIR", type=Path, help="the directory that --balance-report named")
+    source.add_argument(
+        "--trace", metavar="FILE", type=Path, help="an .npz file, or the directory of --moe-routing-trace-path"
+    )
+    parser.add_argument("--num-experts", type=int, metavar="N", help="of a layer, for a directory of --trace")
+    parser.add_argument("--micro-batches", type=int, metavar="N", help="of a step and rank, for a directory of --trace")
+    parser.add_argument(
+        "--stages", type=int, default=1, metavar="P", help="pipeline stages, for a directory of --trace"
+    )
+    parser.add_argument("--ranks", type=int, metavar="EP", help="expert-parallel ranks (default: as recorded)")
+    parser.add_argument("--slots", type=int, default=2, metavar="N", help="replicas that a rank may host (default: 2)")
+    parser.add_argument(
+        "--planner",
+        choices=METHODS,
+        default="quota",
+        help="whose layers, costs and schedule are shown (default: quota)",
+    )
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a file of python -m balancing.cluster")
+    parser.add_argument("--hidden-size", type=int, metavar="H", help="of the model; with --cluster")
+    parser.add_argument("--moe-ffn-hidden-size", type=int, metavar="F", help="of an expert; with --cluster")
+    parser.add_argument(
+        "--non-expert-ms", type=float, default=0.0, metavar="X",
+        help="forward compute beside a layer's experts, such as attention, under which transfers hide (default: 0)",
+    )  # fmt: skip
+    parser.add_argument("--schedule", action="store_true", help="print one iteration's operations in order")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="write the loads into a compact .npz file")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 2 after one line on standard error for bad input."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        trace = _read(options)
+        if options.save is not None:
+            write_load_trace(trace, options.save)
+            print(f"wrote {options.save}")
+        _show(trace, options)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _read(options: argparse.Namespace) -> LoadTrace:
+    if options.from_report is not None:
+        return read_reported_loads(options.from_report)
+    if not options.trace.is_dir():
+        return read_load_trace(options.trace)
+    if options.num_experts is None or options.micro_batches is None:
+        raise ValueError(f"--trace {options.trace} is a directory; give --num-experts and --micro-batches, too")
+    return read_routing_trace(
+        options.trace, experts=options.num_experts, micro_batches=options.micro_batches, stages=options.stages
+    )
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """imbalance: busiest rank over the mean [record, layer, micro_batch]. replicas: of a layer, mean. costs: [layer],
+    means over records and micro-batches; empty without a cluster."""
+
+    imbalance: np.ndarray
+    replicas: float
+    costs: list[LayerCost]
+
+
+def _show(trace: LoadTrace, options: argparse.Namespace) -> None:
+    ranks = trace.counts.shape[1] if options.ranks is None else options.ranks
+    counts = trace.on_ranks(ranks)
+    records, _, layers, micro_batches, experts = counts.shape
+    if records < 2:
+        raise ValueError("one record tells nothing of the next; record at least two iterations")
+    shape, cluster = _machine(options, ranks)
+    follow = np.unique(np.linspace(1, records - 1, min(_RECORDS, records - 1)).astype(int))
+    console = Console(highlight=False, markup=False, width=100)
+    replays: dict[str, _Replay] = {}
+    methods = METHODS if options.planner == "quota" else (*dict.fromkeys(("none", options.planner)),)
+    quiet = not sys.stderr.isatty()
+    for method in track(methods, "planners", transient=True, console=Console(stderr=True), disable=quiet):
+        replays[method] = _replay(counts, follow, method, cluster, shape, options)
+    drift = np.mean([total_variation(*(counts[each].sum(2).swapaxes(0, 1) for each in (at - 1, at))) for at in follow])
+    apart = int(np.median(np.diff(trace.iteration)))
+    print(
+        f"{layers} MoE layers, {experts} experts, {ranks} expert-parallel ranks, {options.slots} slots a rank. "
+        f"{records} records {apart} iteration(s) apart, {len(follow)} of them looked at: from one to the next {drift:.1%} of the "
+        "tokens go to other experts."
+    )
+    console.print(_planners(replays, with_costs=shape is not None))
+    console.print(_layers(trace.layer, replays["none"], replays[options.planner], options.planner))
+    if options.schedule:
+        _print_schedule(replays[options.planner], micro_batches, options.non_expert_ms / 1e3)
+
+
+def _machine(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | None, Cluster]:
+    """The size of an expert, None without --cluster, and a cluster of as many ranks."""
+    sizes = options.hidden_size, options.moe_ffn_hidden_size
+    if options.cluster is None:
+        if options.schedule or any(sizes):
+            raise ValueError("costs and schedules need --cluster, for instance h200-8x400g")
+        return None, replace(_ANY, ranks_per_node=ranks)
+    if None in sizes:
+        raise ValueError(f"--cluster {options.cluster} needs --hidden-size and --moe-ffn-hidden-size for costs")
+    shape = ExpertShape(hidden=sizes[0], ffn_hidden=sizes[1], bytes_per_parameter=2)
+    spec = options.cluster
+    node = Cluster.from_json(spec) if spec.endswith(".json") else Cluster.preset(spec)
+    return shape, node.relabel(-(-ranks // node.ranks_per_node), node.ranks_per_node)
+
+
+def _replay(
+    counts: np.ndarray,
+    follow: np.ndarray,
+    method: Method,
+    cluster: Cluster,
+    shape: ExpertShape | None,
+    options: argparse.Namespace,
+) -> _Replay:
+    """Records `follow` with replicas placed from the one before each. counts: as `LoadTrace`."""
+    _, ranks, layers, micro_batches, _ = counts.shape
+    costs = {"hidden_under": options.non_expert_ms / 1e3, "micro_batches": micro_batches}
+    imbalance, replicas = np.ones((len(follow), layers, micro_batches)), 0
+    seconds: list[list[LayerCost]] = [[] for _ in range(layers)]
+    for number, at in enumerate(follow):
+        before = counts[at - 1].mean(2).swapaxes(0, 1)
+        known = costs if shape is not None else {}
+        plans = plan_replicas_layers(before, cluster, slots=options.slots, shape=shape, method=method, **known)
+        for layer, plan in enumerate(plans):
+            replicas += plan.replicas
+            for batch in range(micro_batches):
+                sent = traffic(counts[at, :, layer, batch], plan)
+                imbalance[number, layer, batch] = sent.sum(0).max() / max(sent.sum() / ranks, 1)
+                if shape is not None:
+                    seconds[layer].append(layer_cost(sent, plan, cluster, shape, **costs))
+    mean = [_mean(each) for each in seconds] if shape is not None else []
+    return _Replay(imbalance, replicas / (len(follow) * layers), mean)
+
+
+def _mean(costs: list[LayerCost]) -> LayerCost:
+    names = ("all_to_all", "forward", "trans", "agg", "trans_exposed", "agg_exposed", "slowed")
+    means: dict[str, Any] = {name: float(np.mean([getattr(cost, name) for cost in costs])) for name in names}
+    return replace(costs[0], **means)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _planners(replays: dict[str, _Replay], *, with_costs: bool) -> Table:
+    table = _table("planner", "max / mean", "99th percentile", "replicas", *["ms a layer", "x none"] * with_costs)
+    for name, replay in replays.items():
+        cells = [
+            f"{replay.imbalance.mean():.3f}",
+            f"{np.percentile(replay.imbalance, 99):.3f}",
+            f"{replay.replicas:.1f}",
+        ]
+        if with_costs:
+            own, none = (sum(cost.total for cost in each.costs) for each in (replay, replays["none"]))
+            cells += [f"{own / len(replay.costs) * 1e3:.3f}", f"{none / own:.2f}" if own else "1.00"]
+        table.add_row(name, *cells)
+    return table
+
+
+def _layers(numbers: np.ndarray, none: _Replay, chosen: _Replay, name: str) -> Table:
+    table = _table("layer", "none", name)
+    before, after = none.imbalance.mean((0, 2)), chosen.imbalance.mean((0, 2))
+    for number, old, new in zip(numbers.tolist(), before, after, strict=True):
+        table.add_row(str(number), f"{old:.3f}", f"{new:.3f}")
+    return table
+
+
+def _print_schedule(replay: _Replay, micro_batches: int, non_expert: float) -> None:
+    blocks = [
+        BlockSeconds(non_expert, cost.forward, cost.trans, cost.agg, all_to_all=cost.all_to_all)
+        for cost in replay.costs
+    ]
+    schedule = iteration_schedule(blocks, mode="resident", micro_batches=micro_batches)
+    print(render(schedule))
+    print(f"{exposed_seconds(schedule) * 1e3:.3f} ms of transfers that nothing hides, in an iteration of these layers")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
