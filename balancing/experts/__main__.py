@@ -132,8 +132,8 @@ def _show(trace: LoadTrace, options: argparse.Namespace) -> None:
     apart = int(np.median(np.diff(trace.iteration)))
     print(
         f"{layers} MoE layers, {experts} experts, {ranks} expert-parallel ranks, {options.slots} slots a rank. "
-        f"{records} records {apart} iteration(s) apart, {len(follow)} of them looked at: from one to the next {drift:.1%} of the "
-        "tokens go to other experts."
+        f"{records} records {apart} iteration(s) apart, {len(follow)} of them looked at: from one to the next "
+        f"{drift:.1%} of the tokens go to other experts."
     )
     console.print(_planners(replays, with_costs=shape is not None))
     console.print(_layers(trace.layer, replays["none"], replays[options.planner], options.planner))
