@@ -71,10 +71,10 @@ def test_refused(pool, case):
     _assert_refused(pool, [*BASE, *flags.split()], *words)
 
 
-def test_fused_accumulation():
-    """The default where Apex is installed, which the command line can only switch off."""
+def test_layers_of_transformer_engine():
+    """Their experts are replaced, which is said, and nothing else about them must be switched off."""
     args = argparse.Namespace(
-        transformer_impl="local",
+        transformer_impl="transformer_engine",
         num_experts=4,
         expert_model_parallel_size=2,
         moe_grouped_gemm=False,
@@ -82,11 +82,6 @@ def test_fused_accumulation():
         mtp_num_layers=None,
         gradient_accumulation_fusion=True,
     )
-    with pytest.raises(ValueError, match="--no-gradient-accumulation-fusion"):
-        check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")
-    args.gradient_accumulation_fusion = False
-    assert check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")[1] == []
-    args.transformer_impl = "transformer_engine"
     _, (note,) = check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")
     assert "in the place of Transformer Engine's" in note
 

@@ -40,12 +40,6 @@ _CONTRADICTIONS: tuple[Contradiction, ...] = (
     ("cuda_graph_impl", "none", "would replay the transfers of another plan", "use --cuda-graph-impl none"),
     ("enable_cuda_graph", False, "would replay the transfers of another plan", "drop it"),
     ("external_cuda_graph", False, "would replay the transfers of another plan", "drop it"),
-    (
-        "gradient_accumulation_fusion",
-        False,
-        "adds gradients to buffers that replicas do not have",
-        "add --no-gradient-accumulation-fusion",
-    ),
     ("overlap_moe_expert_parallel_comm", False, "runs a layer in parts that replicas do not know", "drop it"),
     ("delay_wgrad_compute", False, "computes gradients after those of replicas were sent", "drop it"),
     ("overlap_dispatch_backward_with_experts_wgrad", False, "computes gradients after replicas were sent", "drop it"),

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.experts.apply import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
@@ -60,6 +61,13 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None while nothing is replicated
     position = 0  # of this layer among the MoE layers of its model chunk
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        # Fused accumulation adds a weight's gradient to a buffer that data parallelism made for it, and a replica has
+        # none. These experts hand their gradients to autograd; the rest of the model keeps the fusion.
+        config = copy.copy(config)
+        config.gradient_accumulation_fusion = False
+        super().__init__(num_local_experts, config, *args, **kwargs)
 
     def forward(
         self,
