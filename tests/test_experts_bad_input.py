@@ -115,11 +115,11 @@ def test_nothing_to_balance_is_said_and_runs(pool, case):
     assert len(run.losses) == 3
 
 
-def test_experts_of_prediction_layers_are_left_out(pool):
+def test_experts_of_a_repeated_prediction_layer_are_left_out(pool):
     """They run as they are, which is said, and change no number."""
-    base = [*BASE, *EXACT, "--mtp-num-layers", "1"]
+    base = [*BASE, *EXACT, "--mtp-num-layers", "2", "--mtp-use-repeated-layer"]
     balanced = train(pool, 2, BALANCE, base=base)
-    assert sum("leaves out the experts of --mtp-num-layers 1" in output for output in pool.output) == 1
+    assert sum("leaves out the experts of --mtp-use-repeated-layer" in output for output in pool.output) == 1
     reference = train(pool, 2, base=base)
     assert max(abs(a - b) / b for a, b in zip(balanced.losses, reference.losses, strict=True)) <= 1e-12
 

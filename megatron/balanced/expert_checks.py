@@ -72,8 +72,8 @@ def check_experts(
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
     _check_contradictions(args, device)
     notes = []
-    if args.mtp_num_layers:
-        notes.append(f"--balance-experts leaves out the experts of --mtp-num-layers {args.mtp_num_layers}")
+    if args.mtp_num_layers and args.mtp_use_repeated_layer:
+        notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
     if args.transformer_impl != "local":
         how = "torch's grouped GEMM" if args.moe_grouped_gemm else "Megatron-LM's own linear layers"
         notes.append(f"--balance-experts runs experts on {how} in the place of Transformer Engine's")
