@@ -25,7 +25,8 @@ LAYOUTS = {
     "EP 4, PP 2": (8, "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --global-batch-size 8"),
 }
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-MORE_TOKENS = "--mtp-num-layers 2"
+# Tied to the embedding on another stage, the head of such a model is saved by no Megatron-LM.
+MORE_TOKENS = "--mtp-num-layers 2 --untie-embeddings-and-output-weights"
 OTHERS = {
     "top-3": (2, "--expert-model-parallel-size 2 --moe-router-topk 3"),
     "one home expert": (4, "--expert-model-parallel-size 4 --num-experts 4 --global-batch-size 8"),
