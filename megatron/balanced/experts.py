@@ -214,6 +214,7 @@ class ExpertBalancer:
             moved_bytes=chunk.slots.moved_bytes(layer.experts.position),
             action="replicate" if replicas else "keep",
             reason="" if replicas else self._why_none(layer),
+            # Layers of multi-token prediction have numbers of their own, and come after the decoder's here.
             layer=layer.layer_number - 1 + (layer.config.num_layers if layer.is_mtp_layer else 0),
             planner=self.config.expert_planner,
             replicas=replicas,
