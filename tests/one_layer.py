@@ -27,7 +27,7 @@ class Layer:
     dtype: str = "float32"
     shared: bool = False
     grouped: bool = False
-    split_on_device: bool = False  # as on a GPU
+    split_on_device: bool = False  # as on a GPU, for which nothing of ours may wait
     options: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig
 
 
@@ -127,6 +127,33 @@ def _check_known_counts() -> None:
     token_dispatcher.gather_from_sequence_parallel_region = both
 
 
+def _forbid_waiting(built: Any) -> None:
+    """Let no operation of ours around the dispatcher be one that a host would wait for a GPU with."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    waits = {"local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "bincount"}
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.name().removeprefix("aten::").partition(".")[0].lstrip("_")
+            assert name not in waits, func.name()
+            if name in ("index", "index_put", "index_put_impl"):
+                assert all(index is None or index.dtype is not torch.bool for index in args[1]), "counts a mask"
+            if name == "repeat_interleave":
+                assert kwargs and kwargs.get("output_size") is not None, "counts rows"
+            return func(*args, **(kwargs or {}))
+
+    def watch(method: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with Watched():
+                return method(*args, **kwargs)
+
+        return watched
+
+    built._share, built.postprocess = watch(built._share), watch(built.postprocess)
+
+
 def _start(world_size: int) -> int:
     import torch
     import torch.distributed as dist
@@ -172,6 +199,8 @@ def pass_rank(layer: Layer) -> Pass:
     torch.set_default_dtype(torch.float64 if dtype is torch.float64 else torch.float32)
     built = _build(layer)
     slots = None if layer.slot_expert is None else _fill_slots(built, layer)
+    if layer.split_on_device:
+        _forbid_waiting(built)
 
     chosen = torch.as_tensor(layer.chosen[rank])
     tokens = len(chosen)

@@ -71,10 +71,10 @@ def test_refused(pool, case):
     _assert_refused(pool, [*BASE, *flags.split()], *words)
 
 
-def test_fused_accumulation():
-    """The default where Apex is installed, which the command line can only switch off."""
+def test_layers_of_transformer_engine():
+    """Their experts are replaced, which is said, and nothing else about them must be switched off."""
     args = argparse.Namespace(
-        transformer_impl="local",
+        transformer_impl="transformer_engine",
         num_experts=4,
         expert_model_parallel_size=2,
         moe_grouped_gemm=False,
@@ -82,11 +82,6 @@ def test_fused_accumulation():
         mtp_num_layers=None,
         gradient_accumulation_fusion=True,
     )
-    with pytest.raises(ValueError, match="--no-gradient-accumulation-fusion"):
-        check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")
-    args.gradient_accumulation_fusion = False
-    assert check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")[1] == []
-    args.transformer_impl = "transformer_engine"
     _, (note,) = check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")
     assert "in the place of Transformer Engine's" in note
 
@@ -120,11 +115,11 @@ def test_nothing_to_balance_is_said_and_runs(pool, case):
     assert len(run.losses) == 3
 
 
-def test_experts_of_prediction_layers_are_left_out(pool):
+def test_experts_of_a_repeated_prediction_layer_are_left_out(pool):
     """They run as they are, which is said, and change no number."""
-    base = [*BASE, *EXACT, "--mtp-num-layers", "1"]
+    base = [*BASE, *EXACT, "--mtp-num-layers", "2", "--mtp-use-repeated-layer"]
     balanced = train(pool, 2, BALANCE, base=base)
-    assert sum("leaves out the experts of --mtp-num-layers 1" in output for output in pool.output) == 1
+    assert sum("leaves out the experts of --mtp-use-repeated-layer" in output for output in pool.output) == 1
     reference = train(pool, 2, base=base)
     assert max(abs(a - b) / b for a, b in zip(balanced.losses, reference.losses, strict=True)) <= 1e-12
 

@@ -25,6 +25,8 @@ LAYOUTS = {
     "EP 4, PP 2": (8, "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --global-batch-size 8"),
 }
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+# Tied to the embedding on another stage, the head of such a model is saved by no Megatron-LM.
+MORE_TOKENS = "--mtp-num-layers 2 --untie-embeddings-and-output-weights"
 OTHERS = {
     "top-3": (2, "--expert-model-parallel-size 2 --moe-router-topk 3"),
     "one home expert": (4, "--expert-model-parallel-size 4 --num-experts 4 --global-batch-size 8"),
@@ -58,6 +60,12 @@ OTHERS = {
         "--expert-model-parallel-size 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ),
     "capacity": (2, "--expert-model-parallel-size 2 --moe-expert-capacity-factor 1.0"),
+    "more tokens, PP 2": (4, f"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 {MORE_TOKENS}"),
+    "more tokens, full recompute": (
+        2,
+        f"--expert-model-parallel-size 2 {MORE_TOKENS} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
 }
 
 
@@ -68,6 +76,9 @@ def _balanced(pool, tmp_path: Path, ranks: int, flags: str, balance: str) -> Run
     moves = [line for line in lines if line["action"] == "replicate"]
     assert len(moves) > 10, "hardly anything was replicated, so nothing was tested"
     assert all(line["moved_bytes"] > 0 for line in moves)
+    decoder_layers = 4 if "--num-layers 4" in flags else 2
+    layers = decoder_layers + (2 if MORE_TOKENS in flags else 0)
+    assert {line["layer"] for line in moves} == set(range(layers)), "not every layer had replicas"
     if "prophet" not in balance:  # which splits by an old load, and on one as flat as this gains nothing
         assert np.mean([line["imbalance_after"] - line["imbalance_before"] for line in moves]) < -0.01
     return run

@@ -18,6 +18,8 @@ NEEDS = {
     "training:train_step": "--balance-report nowhere --balance-dry-run",
     "token_dispatcher:gather_from_sequence_parallel_region": "--balance-experts --num-experts 4 --swiglu "
     "--disable-bias-linear --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "gpt:mtp_block_spec": "--balance-experts --num-experts 4 --swiglu --disable-bias-linear "
+    "--expert-model-parallel-size 2 --mtp-num-layers 1",
     "training:get_forward_backward_func": "--dataloader-inter-document-masking --micro-batch-size 2",
 }
 

@@ -131,7 +131,9 @@ def _defaults_of_this_machine() -> dict[str, object]:
     if is_cpu() or importlib.util.find_spec("transformer_engine") is None:
         defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
         if is_cpu() or not has_apex:
-            defaults |= {"no_persist_layer_norm": True, "gradient_accumulation_fusion": False}
+            defaults["no_persist_layer_norm"] = True
+    if is_cpu() or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # an extension of Apex
+        defaults["gradient_accumulation_fusion"] = False
     if is_cpu() or not has_apex:
         defaults["masked_softmax_fusion"] = False
     if is_cpu():

@@ -40,12 +40,6 @@ _CONTRADICTIONS: tuple[Contradiction, ...] = (
     ("cuda_graph_impl", "none", "would replay the transfers of another plan", "use --cuda-graph-impl none"),
     ("enable_cuda_graph", False, "would replay the transfers of another plan", "drop it"),
     ("external_cuda_graph", False, "would replay the transfers of another plan", "drop it"),
-    (
-        "gradient_accumulation_fusion",
-        False,
-        "adds gradients to buffers that replicas do not have",
-        "add --no-gradient-accumulation-fusion",
-    ),
     ("overlap_moe_expert_parallel_comm", False, "runs a layer in parts that replicas do not know", "drop it"),
     ("delay_wgrad_compute", False, "computes gradients after those of replicas were sent", "drop it"),
     ("overlap_dispatch_backward_with_experts_wgrad", False, "computes gradients after replicas were sent", "drop it"),
@@ -78,8 +72,8 @@ def check_experts(
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
     _check_contradictions(args, device)
     notes = []
-    if args.mtp_num_layers:
-        notes.append(f"--balance-experts leaves out the experts of --mtp-num-layers {args.mtp_num_layers}")
+    if args.mtp_num_layers and args.mtp_use_repeated_layer:
+        notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
     if args.transformer_impl != "local":
         how = "torch's grouped GEMM" if args.moe_grouped_gemm else "Megatron-LM's own linear layers"
         notes.append(f"--balance-experts runs experts on {how} in the place of Transformer Engine's")

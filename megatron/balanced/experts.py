@@ -55,7 +55,7 @@ class ExpertBalancer:
     """A `megatron.balanced.step.StepCallback`. One on each rank; ranks of an expert-parallel group plan alike.
 
     machine: what transfers and computation take, for plans to weigh; without it they balance load alone. report: is
-    given the events of a step.
+    given the events of a step; without it there are none.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ExpertBalancer:
         args: argparse.Namespace,
         config: ExpertConfig,
         machine: Cluster | None,
-        report: Callable[[dict[str, Any]], None],
+        report: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         self._model: list[torch.nn.Module] = []
@@ -207,7 +207,8 @@ class ExpertBalancer:
 
     def end_step(self) -> None:
         if (
-            mpu.get_expert_model_parallel_rank()
+            self._report is None
+            or mpu.get_expert_model_parallel_rank()
             or mpu.get_expert_data_parallel_rank()
             or mpu.get_tensor_model_parallel_rank()
         ):
@@ -233,7 +234,8 @@ class ExpertBalancer:
             moved_bytes=chunk.slots.moved_bytes(layer.experts.position),
             action="replicate" if replicas else "keep",
             reason="" if replicas else self._why_none(layer),
-            layer=layer.layer_number - 1,
+            # Layers of multi-token prediction have numbers of their own, and come after the decoder's here.
+            layer=layer.layer_number - 1 + (layer.config.num_layers if layer.is_mtp_layer else 0),
             planner=self.config.expert_planner,
             drift=self._drift.get(layer, 0.0),
             plan_age=self._age.get(layer, 0),
@@ -318,8 +320,8 @@ class ExpertBalancer:
 
 
 def _host(values: list[Any]) -> list[np.ndarray]:
-    """Tensors of any device as arrays; on a GPU this waits for them."""
-    return [value.cpu().numpy() if isinstance(value, torch.Tensor) else value for value in values]
+    """Arrays as they are; or tensors of one shape as arrays, for which this waits once where they are on a GPU."""
+    return list(torch.stack(values).cpu().numpy()) if isinstance(values[0], torch.Tensor) else values
 
 
 def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:

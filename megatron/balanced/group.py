@@ -3,12 +3,13 @@
 import datetime
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from balancing.cluster import Cluster
 from balancing.launch import detect_launch
 
-__all__ = ["cluster_of", "twin_of"]
+__all__ = ["cluster_of", "meet", "twin_of"]
 
 
 def cluster_of(ranks: list[int], machine: Cluster | None) -> Cluster:
@@ -29,4 +30,12 @@ def twin_of(group: dist.ProcessGroup, timeout_minutes: float) -> dist.ProcessGro
     dist.all_gather_object(every, dist.get_process_group_ranks(group))
     timeout = datetime.timedelta(minutes=timeout_minutes)
     groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(r) for r in every})}
-    return groups[tuple(every[dist.get_rank()])]
+    twin = groups[tuple(every[dist.get_rank()])]
+    meet(twin)
+    return twin
+
+
+def meet(group: dist.ProcessGroup) -> None:
+    """Have all ranks of `group` meet in a collective. NCCL connects them in the first thing they do: were that a few
+    messages between some of them, these would wait for the others, who do not come."""
+    dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=group)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.mlp import MLP
 
+from balancing.upload import upload
 from megatron.balanced.moe_layer import ReplicatedSequentialMLP
 
 __all__ = ["GroupedMLP"]
@@ -82,7 +83,7 @@ class GroupedMLP(ReplicatedSequentialMLP):
     def _grouped(
         self, experts: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
     ) -> torch.Tensor:
-        ends = torch.tensor(counts).cumsum(0).to(hidden.device, torch.int32)
+        ends = upload(torch.tensor(counts).cumsum(0, dtype=torch.int32), hidden.device)
         # With expert tensor parallelism each rank has its part of both weights, and the dispatcher sums the outputs.
         fc1, fc2 = zip(*experts, strict=True)
         return _GroupedExperts(self.local_experts[0], _GroupedLinear(ends, fc1), _GroupedLinear(ends, fc2))(

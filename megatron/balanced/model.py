@@ -37,7 +37,7 @@ from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialML
 from megatron.balanced.sequence_attention import SequenceCoreAttention
 from megatron.balanced.sparse_attention import sparse_attention
 
-__all__ = ["PackedDotProductAttention", "SequenceParallelNorm", "model_config"]
+__all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config"]
 
 
 class SequenceParallelNorm:
@@ -99,19 +99,29 @@ def _fill_in(value: Any, replacements: dict[Any, Any]) -> Any:
     return value
 
 
-def _layer_spec(replacements: dict[Any, Any], config: GPTModelConfig, vp_stage: int | None) -> Any:
-    """The layer spec Megatron would choose, with `replacements` (module -> module) in it."""
-    block = default_layer_spec(config, vp_stage)
-    if isinstance(block, ModuleSpec) and config.transformer.transformer_impl == "local":
-        # One spec for all layers of a dense model. Spell out the block, which also names its final norm.
-        layers = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
-        block = TransformerBlockSubmodules(layer_specs=[block] * layers, layer_norm=WrappedTorchNorm)
-    if isinstance(block, TransformerBlockSubmodules):
-        block.layer_norm = _fill_in(block.layer_norm, replacements)
-        for layer in block.layer_specs:
-            _fill_in(layer, replacements)
-        return block
-    return _fill_in(block, replacements)
+class LayerSpecs:
+    """The layer specs Megatron would choose, with `replacements` (module -> module) in them. A layer spec of a model
+    config, to be called with it."""
+
+    def __init__(self, replacements: dict[Any, Any]) -> None:
+        self._replacements = replacements
+
+    def __call__(self, config: GPTModelConfig, vp_stage: int | None) -> Any:  # by these names, for Megatron looks
+        block = default_layer_spec(config, vp_stage)
+        if isinstance(block, ModuleSpec) and config.transformer.transformer_impl == "local":
+            # One spec for all layers of a dense model. Spell out the block, which also names its final norm.
+            layers = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
+            block = TransformerBlockSubmodules(layer_specs=[block] * layers, layer_norm=WrappedTorchNorm)
+        if isinstance(block, TransformerBlockSubmodules):
+            block.layer_norm = self.fill_in(block.layer_norm)
+            for layer in block.layer_specs:
+                self.fill_in(layer)
+            return block
+        return self.fill_in(block)
+
+    def fill_in(self, spec: Any) -> Any:
+        """`spec`, of one layer, with the replacements in it. It is changed in place."""
+        return _fill_in(spec, self._replacements)
 
 
 def _on_own_linears(experts: type[SequentialMLP]) -> Callable[..., SequentialMLP]:
@@ -161,6 +171,5 @@ def model_config(
         if dynamics.mixture_of_depths:  # layers with and without a router
             config.transformer.hetereogenous_dist_checkpoint = True
     if replacements and args.spec is None:
-        # Named parameters, for Megatron looks at them.
-        config.transformer_layer_spec = lambda config, vp_stage: _layer_spec(replacements, config, vp_stage)
+        config.transformer_layer_spec = LayerSpecs(replacements)
     return config

@@ -17,10 +17,12 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.experts.apply import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split import Splitter
+from balancing.upload import upload
 from megatron.balanced.device import is_cpu
 from megatron.balanced.known_counts import known_counts
 from megatron.balanced.replay import Replays
@@ -60,6 +62,13 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None while nothing is replicated
     position = 0  # of this layer among the MoE layers of its model chunk
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        # Fused accumulation adds a weight's gradient to a buffer that data parallelism made for it, and a replica has
+        # none. These experts hand their gradients to autograd; the rest of the model keeps the fusion.
+        config = copy.copy(config)
+        config.gradient_accumulation_fusion = False
+        super().__init__(num_local_experts, config, *args, **kwargs)
 
     def forward(
         self,
@@ -143,7 +152,7 @@ class BalancedMoELayer(MoELayer):
         """Use `placement` for the loads that come from now on."""
         self.placement = placement
         self._splitter = Splitter(placement, device=self._device)
-        self._log_of_phys = torch.as_tensor(np.maximum(placement.phys2log, 0), device=torch.cuda.current_device())
+        self._log_of_phys = upload(np.maximum(placement.phys2log, 0), self._device)
         # Instances of one expert stand together in this order of physical numbers.
         order = np.argsort(placement.phys2log, kind="stable")
         expert = placement.phys2log[order]
@@ -152,7 +161,7 @@ class BalancedMoELayer(MoELayer):
         self._order, self._group_start, self._back = map(self._array, (order, group, np.argsort(order)))
 
     def _array(self, values: np.ndarray) -> Any:
-        return values if self._device is None else torch.as_tensor(values, device=self._device)
+        return values if self._device is None else upload(values, self._device)
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         self.token_dispatcher = self._logical
@@ -164,7 +173,6 @@ class BalancedMoELayer(MoELayer):
             share, _ = self._splits.decide(lambda: self._share(routing_map))
         if share.interval is not None:
             self.token_dispatcher, (first, last) = self._physical, share.interval
-            self._logical_map = routing_map
             expert = self._log_of_phys
             number = (routing_map.cumsum(dim=0, dtype=torch.int32) * routing_map).index_select(1, expert)
             routing_map = (number > first) & (number <= last)
@@ -214,11 +222,12 @@ class BalancedMoELayer(MoELayer):
         if reorders and self.config.moe_router_topk > 2:
             # A token's outputs are summed in the order of rows, and sums of three and more depend on it. Rows come by
             # physical expert and token; without replicas they would come by logical expert and token.
-            token = dispatcher.reversed_local_input_permutation_mapping
-            rows = torch.nonzero(dispatcher.routing_map.T)
-            order = torch.argsort(self._log_of_phys[rows[:, 0]] * len(self._logical_map) + rows[:, 1], stable=True)
+            token, routed = dispatcher.reversed_local_input_permutation_mapping, dispatcher.routing_map
+            # How many rows there are is known, so that the host need not ask a GPU for it.
+            expert = self._log_of_phys.repeat_interleave(routed.sum(dim=0), output_size=len(token))
+            order = torch.argsort(expert * len(routed) + token, stable=True)
             dispatcher.reversed_local_input_permutation_mapping = token[order]
-            output = output[order]
+            output = output.index_select(0, order)
         return super().postprocess(output, shared_expert_output)
 
 

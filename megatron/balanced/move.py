@@ -34,6 +34,7 @@ from balancing.layers.repack import release_of
 from balancing.layers.stages import StagePlan
 from megatron.balanced import step
 from megatron.balanced.build import change_layers, complete_ends, set_layout
+from megatron.balanced.group import meet
 from megatron.balanced.layer_state import Told, Wanted, bring, inventory, wanted
 from megatron.balanced.optimizer_state import (
     ParameterState,
@@ -196,7 +197,7 @@ class LayerMover:
         if len(set(self.gather(digest))) > 1:
             raise RuntimeError("ranks made different plans for the same layers")
         # Messages between two ranks of a group presuppose that all of its ranks have met.
-        dist.all_reduce(torch.zeros(1, device=torch.cuda.current_device()), group=self._tensors)
+        meet(self._tensors)
 
     def _free_buffers(self) -> None:
         """Let go of Megatron's flat buffers. Weights that lie in one keep it until the new one is there."""

@@ -23,6 +23,7 @@ import torch
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.flat_batch import with_flat_batches
 from megatron.balanced.known_counts import with_known_counts
+from megatron.balanced.prediction import with_the_models_modules
 from megatron.balanced.step import with_callbacks
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
@@ -115,6 +116,10 @@ def _splits_experts(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return config.experts.balance_experts and args.moe_token_dispatcher_type == "alltoall"
 
 
+def _balances_prediction(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    return config.experts.balance_experts and bool(args.mtp_num_layers) and not args.mtp_use_repeated_layer
+
+
 PATCHES = (
     Patch(
         target="megatron.core.datasets.utils:compile_helpers",
@@ -147,6 +152,14 @@ PATCHES = (
         signature=("input_", "tensor_parallel_output_grad", "group", "output_split_sizes", "use_global_buffer"),
         versions=("0.19.2",),
         needed=_splits_experts,
+    ),
+    Patch(
+        target="megatron.training.models.gpt:mtp_block_spec",
+        replacement=with_the_models_modules,
+        why="layers of multi-token prediction do not follow the model's layer spec, which has experts with replicas",
+        signature=("config", "transformer_layer_spec", "vp_stage"),
+        versions=("0.19.2",),
+        needed=_balances_prediction,
     ),
     Patch(
         target="megatron.training.training:get_forward_backward_func",

@@ -29,7 +29,7 @@ from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.load import zigzag_areas
 from balancing.sequences.way import Widths, find_way, keep_way
-from megatron.balanced.group import cluster_of
+from megatron.balanced.group import cluster_of, meet
 from megatron.balanced.sequence_attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequence_checks import why_of_one_size
 from megatron.balanced.sequence_data import PlannedDataset, Rows, positions, receive
@@ -74,6 +74,7 @@ class SequenceBalancer:
 
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Have positions follow documents. Returns `chunks`, as Megatron's model hooks must."""
+        meet(mpu.get_context_parallel_group())
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
                 model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb, self._args.seq_length)

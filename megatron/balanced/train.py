@@ -58,7 +58,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         forward = partial(forward, sequences=sequences)
         datasets = sequences.datasets(datasets)
     if config.experts.balance_experts:
-        balancer = ExpertBalancer(args, config.experts, machine, report)
+        balancer = ExpertBalancer(args, config.experts, machine, observer.note if observer is not None else None)
         model.post_wrap_hooks.append(balancer.attach)
         step.callbacks.append(balancer)
         renew.append(balancer.renew)
