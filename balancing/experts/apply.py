@@ -13,7 +13,6 @@ weights arrive in the other. Weights are sent again for each pass, gradients red
 Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches gives.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from balancing.clock import CpuClock, CudaClock, DeviceClock
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.relay import Hop, Relay, cut
 
@@ -34,7 +34,8 @@ _MOST_PIECES = 1 << 12  # of one expert under way, for the numbers of messages
 
 @dataclass
 class Traffic:
-    """What was moved since the last look, on this rank: bytes sent, and seconds spent waiting for transfers."""
+    """What was moved since the last look, on this rank: bytes sent, and seconds for which the rank, or the stream it
+    computes on, waited for transfers."""
 
     weight_bytes: int = 0
     gradient_bytes: int = 0
@@ -96,6 +97,8 @@ class ReplicaSlots:
         self._shapes = [p.shape for p in first]
         self._size = sum(p.numel() for p in first)
         self._dtype, self._device = first[0].dtype, first[0].device
+        self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
+        self._waits: list[tuple[Any, Any]] = []  # marks of the clock
         self._gradient_dtype = torch.float64 if self._dtype is torch.float64 else torch.float32
         buffers = min(2, len(homes)) if shared else len(homes)
         self._weights = torch.zeros(buffers, slots, self._size, dtype=self._dtype, device=self._device)
@@ -142,6 +145,7 @@ class ReplicaSlots:
         assert not (self._fetching or self._leaving or self._reducing), (
             "transfers of the last iteration are not finished"
         )
+        self._waits.clear()
         self._chains = [self._chains_of(placement) for placement in placements]
         self._content = [None] * len(self._content)
         self._backwards = [0] * len(self.homes)
@@ -258,10 +262,9 @@ class ReplicaSlots:
         self._leaving.clear()
 
     def _wait(self, wait: Callable[[], None]) -> None:
-        # On a GPU this makes the stream wait, not the host; what it costs there shows in the trace.
-        begin = time.perf_counter()
+        begin = self._clock.mark()
         wait()
-        self.traffic.exposed_seconds += time.perf_counter() - begin
+        self._waits.append((begin, self._clock.mark()))
 
     # Agg.
 
@@ -323,8 +326,13 @@ class ReplicaSlots:
         self._reducing.clear()
 
     def take_traffic(self) -> Traffic:
-        """What was moved since the last call."""
+        """What was moved since the last call, waits since the step began. Where these are a stream's, it waits for the
+        last of them."""
         taken, self.traffic = self.traffic, Traffic()
+        if self._waits and self._device.type == "cuda":
+            self._waits[-1][1].synchronize()
+        taken.exposed_seconds = sum(self._clock.seconds(begin, begin, end)[1] for begin, end in self._waits)
+        self._waits.clear()
         return taken
 
     def end_step(self) -> None:
