@@ -8,7 +8,8 @@ also has the least maximum). Experts without a rank in common take their turn at
 optimum.
 
 All of it is integer arithmetic with a fixed number of steps, so that every rank computes the same split whatever its
-hardware, and the same code runs on NumPy arrays and, without waiting for the device, on torch tensors.
+hardware, and the same code runs on NumPy arrays and, without waiting for the device, on torch tensors. Step by step
+that is too slow on a GPU, where `split_kernel` does the same in two kernels.
 """
 
 from typing import Any
@@ -79,15 +80,22 @@ class Splitter:
         self.placement = placement
         self._xp: Any = np if device is None else torch
         self._device = device
-        self._build()
-        turns = len(self._classes)
+        members = disjoint_classes(placement)
+        turns = len(members)
         self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class is done at once
+        self._kernels = None
+        if members and device is not None and torch.device(device).type == "cuda":
+            self._kernels = _kernels(placement, members, self._sweeps, device)
+        if self._kernels is None:
+            self._build(members)
 
     def __call__(self, load: Any) -> Any:
         """Tokens of each source that each instance serves: int64 [source_rank, physical], physical as in `phys2log`.
 
         load: int [source_rank, expert], not checked.
         """
+        if self._kernels is not None:
+            return self._kernels(load)
         starting = self._transposed(load)  # [expert, source]: gathers below then take whole rows of memory
         served = self._zeros(starting, len(self.placement.phys2log), self.placement.num_ranks)
         served[self._home_only] = starting[self._expert_home_only]
@@ -103,13 +111,12 @@ class Splitter:
         served[self._physical] = self._by_source(starting, quota)
         return served.T
 
-    def _build(self) -> None:
+    def _build(self, members: list[list[int]]) -> None:
         """Index tables. Rows are experts with replicas, in classes without a common rank; ranks are in chain order."""
         place = self.placement
         chains = place.chains
         home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, list(chains)))
         self._home_only, self._expert_home_only = self._array(home_only), self._array(place.phys2log[home_only])
-        members = _disjoint(sorted(chains, key=lambda expert: (-len(chains[expert]), expert)), chains)
         rows = np.array([expert for experts in members for expert in experts], dtype=np.int64)
         self._rows = self._array(rows)
         count = np.array([len(chains[expert]) for expert in rows.tolist()], dtype=np.int64)
@@ -280,11 +287,12 @@ class Splitter:
         return np.sort(values, axis=1) if self._xp is np else self._xp.sort(values, 1).values
 
 
-def _disjoint(order: list[int], chains: dict[int, tuple[int, ...]]) -> list[list[int]]:
-    """Experts in classes within which no two share a rank, first fit in the given order."""
+def disjoint_classes(placement: ReplicaPlacement) -> list[list[int]]:
+    """The experts with replicas, in classes within which no two share a rank: first fit, longest chains first."""
+    chains = placement.chains
     members: list[list[int]] = []
     taken: list[int] = []  # a bit a rank
-    for expert in order:
+    for expert in sorted(chains, key=lambda expert: (-len(chains[expert]), expert)):
         ranks = 0
         for rank in chains[expert]:
             ranks |= 1 << rank
@@ -297,6 +305,19 @@ def _disjoint(order: list[int], chains: dict[int, tuple[int, ...]]) -> list[list
         members[at].append(expert)
         taken[at] |= ranks
     return members
+
+
+def _kernels(placement: ReplicaPlacement, members: list[list[int]], sweeps: int, device: Any) -> Any:
+    """The split in two kernels, or None for one that is few steps anyhow, too large, or on a torch without Triton."""
+    if placement.split == "own":
+        return None
+    try:
+        from balancing.experts.split_kernel import MOST_RANKS, SplitKernels
+    except ImportError:
+        return None
+    if placement.num_ranks > MOST_RANKS:
+        return None
+    return SplitKernels(placement, members, sweeps if placement.split == "level" else 0, device)
 
 
 def _starts(group: np.ndarray) -> np.ndarray:
