@@ -84,7 +84,7 @@ class Splitter:
         turns = len(members)
         self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class is done at once
         self._kernels = None
-        if members and device is not None and torch.device(device).type == "cuda":
+        if members and device is not None and torch.empty(0, device=device).is_cuda:  # a CPU may stand in for "cuda"
             self._kernels = _kernels(placement, members, self._sweeps, device)
         if self._kernels is None:
             self._build(members)

@@ -33,7 +33,7 @@ _ROWS = tl.constexpr(5)
 
 
 class SplitKernels:
-    """Splits loads over one placement, as its `Splitter` does. Calls queue two kernels and two fills.
+    """Splits loads over one placement, as its `Splitter` does. A call queues a sum, a fill and two kernels.
 
     classes: the experts with replicas, in classes without a common rank, at least one. sweeps: rounds of levelling, 0
     for equal shares. At most MOST_RANKS ranks.
