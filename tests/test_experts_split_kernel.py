@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes
-from balancing.experts.split import disjoint_classes
+from balancing.experts.disjoint import disjoint_classes
 
 pytest.importorskip("triton")
 
