@@ -224,8 +224,10 @@ class BalancedMoELayer(MoELayer):
             # A token's outputs are summed in the order of rows, and sums of three and more depend on it. Rows come by
             # physical expert and token; without replicas they would come by logical expert and token.
             token = dispatcher.reversed_local_input_permutation_mapping
-            rows = torch.nonzero(dispatcher.routing_map.T)
-            order = torch.argsort(self._log_of_phys[rows[:, 0]] * len(self._logical_map) + rows[:, 1], stable=True)
+            # How many rows there are is known, so that nothing waits for the device to count them.
+            rows = dispatcher.routing_map.sum(dim=0)
+            expert = torch.repeat_interleave(self._log_of_phys, rows, output_size=len(token))
+            order = torch.argsort(expert * len(self._logical_map) + token, stable=True)
             dispatcher.reversed_local_input_permutation_mapping = token[order]
             output = output[order]
         return super().postprocess(output, shared_expert_output)
