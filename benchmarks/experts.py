@@ -5,7 +5,8 @@
 - Replay: recorded loads, or made-up ones without --trace. A placement is made from one micro-batch and used for the
   next, by every planner, at several expert-parallel sizes. Then the same with a placement that is one record old.
 - Grid: made-up loads of known imbalance, which drift by a known part after the placement is made.
-- Time: of one placement and one split, processor time of one thread, the quickest of several.
+- Time: of one placement and one split, processor time of one thread, the quickest of several. Where a GPU is, of the
+  split on it too.
 
 The figure is the fullest rank over the mean. Each row has its ratio to no balancing (none) and to the limit, which is 1
 token more than the mean at most. Nothing is trained here; the emulated cluster has step times. Takes about 6 minutes on
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -215,7 +217,25 @@ def times(repeats: int, progress: Progress) -> list[Row]:
         ):
             figure = milliseconds(split, repeats)
             rows.append(Row("time", f"{name}, {case}", "quota", figure, "ms", None, figure / aims[1], promised))
+        if torch.cuda.is_available():
+            figure = _on_gpu(Splitter(placement, device="cuda"), torch.from_numpy(load).cuda(), repeats)
+            rows.append(Row("time", f"split on the GPU, {case}", "quota", figure, "ms", None, figure / aims[1]))
     return rows
+
+
+def _on_gpu(split: Splitter, load: torch.Tensor, repeats: int) -> float:
+    """Milliseconds of a split among splits, the quickest of several: the GPU's, or the host's where that is slower."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    split(load)  # kernels are compiled
+    figures = []
+    for _ in range(repeats):
+        begin.record()
+        for _ in range(10):
+            split(load)
+        end.record()
+        end.synchronize()
+        figures.append(begin.elapsed_time(end) / 10)
+    return min(figures)
 
 
 def _cluster(ranks: int) -> Cluster:

@@ -39,19 +39,24 @@ def test_torch_and_numpy_agree_to_the_token(case):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_nothing_waits_for_the_device():
-    generator, home = np.random.default_rng(0), contiguous_homes(64, 16)
-    placed = np.stack([generator.permutation(np.flatnonzero(home != rank))[:2] for rank in range(16)])
+@pytest.mark.parametrize("ranks", [6, 16, 64, 128, 160])  # the last are too many for the kernels
+def test_on_a_gpu_nothing_waits_for_the_device(ranks):
+    generator, home = np.random.default_rng(0), contiguous_homes(4 * ranks, ranks)
+    placed = np.stack([generator.permutation(np.flatnonzero(home != rank))[:2] for rank in range(ranks)])
+    placed[1:, 0] = 0  # one expert is on all ranks
+    placed[placed[:, 0] == placed[:, 1], 1] = -1
     for split in ("level", "own", "even"):
-        placement = ReplicaPlacement(home, placed, split, 8)
-        load = generator.integers(0, 5000, (16, 64))
-        splitter, on_device = Splitter(placement, device="cuda"), torch.from_numpy(load).cuda()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = splitter(on_device)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert np.array_equal(found.cpu().numpy(), Splitter(placement)(load))
+        placement = ReplicaPlacement(home, placed, split, 8 if ranks > 8 else 4)
+        for most in (5000, 2**24):
+            load = generator.integers(0, most, (ranks, len(home)))
+            splitter, on_device = Splitter(placement, device="cuda"), torch.from_numpy(load).cuda()
+            splitter(on_device)  # kernels are compiled
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                found = splitter(on_device)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert np.array_equal(found.cpu().numpy(), Splitter(placement)(load))
 
 
 @quick

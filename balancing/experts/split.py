@@ -8,7 +8,8 @@ also has the least maximum). Experts without a rank in common take their turn at
 optimum.
 
 All of it is integer arithmetic with a fixed number of steps, so that every rank computes the same split whatever its
-hardware, and the same code runs on NumPy arrays and, without waiting for the device, on torch tensors.
+hardware, and the same code runs on NumPy arrays and, without waiting for the device, on torch tensors. Step by step
+that is too slow on a GPU, where `split_kernel` does the same in two kernels.
 """
 
 from typing import Any
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from balancing.experts.arrays import Arrays
+from balancing.experts.disjoint import disjoint_classes
 from balancing.experts.placement import ReplicaPlacement
 
 __all__ = ["Splitter", "check_counts", "split_tokens", "traffic"]
@@ -66,7 +69,7 @@ def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
     return counts.astype(np.int64)
 
 
-class Splitter:
+class Splitter(Arrays):
     """Splits load after load over one placement. Making it takes about a millisecond, calling it less.
 
     device: None for NumPy arrays, or the torch device on which loads are and counts are wanted. A call then only queues
@@ -77,17 +80,23 @@ class Splitter:
         if sweeps is not None and sweeps < 1:
             raise ValueError(f"sweeps={sweeps} must be at least 1")
         self.placement = placement
-        self._xp: Any = np if device is None else torch
-        self._device = device
-        self._build()
-        turns = len(self._classes)
+        super().__init__(device)
+        members = disjoint_classes(placement)
+        turns = len(members)
         self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class is done at once
+        self._kernels = None
+        if members and device is not None and torch.empty(0, device=device).is_cuda:  # a CPU may stand in for "cuda"
+            self._kernels = _kernels(placement, members, self._sweeps, device)
+        if self._kernels is None:
+            self._build(members)
 
     def __call__(self, load: Any) -> Any:
         """Tokens of each source that each instance serves: int64 [source_rank, physical], physical as in `phys2log`.
 
         load: int [source_rank, expert], not checked.
         """
+        if self._kernels is not None:
+            return self._kernels(load)
         starting = self._transposed(load)  # [expert, source]: gathers below then take whole rows of memory
         served = self._zeros(starting, len(self.placement.phys2log), self.placement.num_ranks)
         served[self._home_only] = starting[self._expert_home_only]
@@ -96,28 +105,34 @@ class Splitter:
         if self.placement.split == "own":
             return self._serve_own(starting, served).T
         totals = starting.sum(1)
-        share = self._even(totals)
+        total = totals[self._cell_expert]
+        share = self._by_class(self._even(total))
         if self.placement.split == "level":
-            self._level(totals, share)
-        quota = self._xp.concatenate([x.reshape(-1) for x in share])[self._full_cells]
+            self._level(totals, self._by_class(total), share)
+        quota = self._xp.concatenate([x.reshape(-1) for x in share])[self._cell]
         served[self._physical] = self._by_source(starting, quota)
         return served.T
 
-    def _build(self) -> None:
+    def _build(self, members: list[list[int]]) -> None:
         """Index tables. Rows are experts with replicas, in classes without a common rank; ranks are in chain order."""
         place = self.placement
         chains = place.chains
         home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, list(chains)))
         self._home_only, self._expert_home_only = self._array(home_only), self._array(place.phys2log[home_only])
-        members = _disjoint(sorted(chains, key=lambda expert: (-len(chains[expert]), expert)), chains)
+        self._classes: list[tuple[Any, Any]] = []  # of each the ranks, and 1, 2, 3 and so on along a chain
+        if not members:
+            return
         rows = np.array([expert for experts in members for expert in experts], dtype=np.int64)
         self._rows = self._array(rows)
         count = np.array([len(chains[expert]) for expert in rows.tolist()], dtype=np.int64)
         row = np.repeat(np.arange(len(rows)), count)
         rank = np.array([rank for expert in rows.tolist() for rank in chains[expert]], dtype=np.int64)
-        self._build_classes([len(experts) for experts in members], rows, count, row, rank)
-        if not len(rows):
-            return
+        cell = self._build_cells(np.array([len(experts) for experts in members]), rows, count, row)
+        ranks = np.full(len(self._cell_expert), place.num_ranks)  # nowhere, where a chain ends
+        ranks[cell] = rank
+        self._cell = self._array(cell)
+        by_class = self._by_class(self._array(ranks)), self._by_class(self._cell_position + 1)
+        self._classes = list(zip(*by_class, strict=True))
         self._row, self._rank, self._expert = self._array(row), self._array(rank), self._array(rows[row])
         self._instance = self._array(np.arange(len(row)))
         self._physical = self._array(place.log2phys[rows[row], rank])
@@ -131,58 +146,65 @@ class Splitter:
         in_node = row * self._nodes + rank // place.ranks_per_node
         self._node_start, self._node_end = self._array(_starts(in_node)), self._array(_ends(in_node))
 
-    def _build_classes(
-        self, sizes: list[int], rows: np.ndarray, count: np.ndarray, row: np.ndarray, rank: np.ndarray
-    ) -> None:
-        """Of each class a table [row, place in the chain]; all classes' cells one after another are numbered too."""
+    def _build_cells(self, sizes: np.ndarray, rows: np.ndarray, count: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Of each class a table [place in the chain, row], as long as its longest chain, one after another in memory.
+
+        sizes: rows of each class. count: length of each row's chain. row: of each instance. Returns its cell.
+        """
+        first = np.cumsum(sizes) - sizes
+        most = count[first]  # the longest chain of a class comes first
+        cuts = np.append(0, np.cumsum(sizes * most))
+        at = np.repeat(np.arange(len(sizes)), sizes * most)
+        inside = np.arange(cuts[-1]) - cuts[at]
+        position = inside // sizes[at]
+        of = first[at] + inside % sizes[at]
+        tables = rows[of], count[of], position
+        self._cell_expert, self._cell_count, self._cell_position = map(self._array, tables)
+        self._cuts = list(zip(cuts.tolist(), cuts[1:].tolist(), sizes.tolist(), strict=False))
+        at = np.repeat(np.arange(len(sizes)), sizes)[row]
         place = np.arange(len(row)) - (np.cumsum(count) - count)[row]
-        ranks = np.full((len(rows), max(count, default=0)), self.placement.num_ranks)  # nowhere, where a chain ends
-        ranks[row, place] = rank
-        self._classes, cells, first = [], [], 0
-        for size in sizes:
-            own = slice(first, first + size)
-            most = count[first]  # the longest chain of a class comes first
-            tables = rows[own], ranks[own, :most].copy(), np.arange(1, most + 1)
-            self._classes.append(tuple(self._array(table) for table in tables))
-            cells.append([np.repeat(rows[own], most), np.repeat(count[own], most), np.tile(np.arange(most), size)])
-            first += size
-        if cells:
-            expert, number, position = np.concatenate(cells, axis=1)
-            self._full_cells = self._array(np.flatnonzero(position < number))
-            self._cell_expert, self._cell_count = self._array(expert), self._array(number)
-            self._cell_position = self._array(position)
+        return cuts[at] + place * sizes[at] + row - first[at]
 
-    def _even(self, totals: Any) -> list[Any]:
-        """Equal shares of each instance, what does not divide to the first ones: one [row, instance] for each class."""
-        total, position, count = totals[self._cell_expert], self._cell_position, self._cell_count
-        share = total // count * (position < count) + (position < total % count)
-        cuts = np.cumsum([0] + [ranks.shape[0] * ranks.shape[1] for _, ranks, _ in self._classes])
-        return [share[a:b].reshape(t[1].shape) for a, b, t in zip(cuts, cuts[1:], self._classes, strict=False)]
+    def _by_class(self, cells: Any) -> list[Any]:
+        """Views of values of all cells: one [instance, row] for each class."""
+        return [cells[first:last].reshape(-1, size) for first, last, size in self._cuts]
 
-    def _level(self, totals: Any, share: list[Any]) -> None:
-        """Move the shares, in place, until ranks are level."""
+    def _even(self, total: Any) -> Any:
+        """Equal shares of each instance, what does not divide to the first ones: [cell]. total: [cell]."""
+        position, count = self._cell_position, self._cell_count
+        return total // count * (position < count) + (position < total % count)
+
+    def _level(self, totals: Any, total: list[Any], share: list[Any]) -> None:
+        """Move the shares until ranks are level. totals: [expert]. total, share: of each class [instance, row]."""
         xp, place = self._xp, self.placement
         load = self._zeros(totals, place.num_ranks + 1)
         load[-1] = _FULL
         alone = self._zeros(totals, len(place.phys2log))
         alone[self._home_only] = totals[self._expert_home_only]
         load[:-1] = alone.reshape(place.num_ranks, -1).sum(1)
-        for x, (_, ranks, _) in zip(share, self._classes, strict=True):
+        for x, (ranks, _) in zip(share, self._classes, strict=True):
             load[ranks] = load[ranks] + x
-        total = [totals[expert][:, None] for expert, _, _ in self._classes]
+        # As few and as cheap steps as there can be: in place, along the outer dimension, and of equal shapes.
         for sweep in range(1, self._sweeps + 1):
-            for at, (_, ranks, numbers) in enumerate(self._classes):
-                others = load[ranks] - share[at]
-                height = self._least((self._sort(others).cumsum(1) + total[at]) // numbers)
-                poured = self._positive(height - others)
-                rest = total[at] - poured.sum(1)[:, None]  # fewer tokens than instances that the water reaches
+            for at, (ranks, numbers) in enumerate(self._classes):
+                others = load[ranks]
+                others -= share[at]
+                water = self._of_least(others)
+                water += total[at]
+                water //= numbers
+                height = self._least(water)
+                poured = xp.maximum(others, height)
+                poured -= others
+                rest = total[at][0] - self._sum(poured)  # fewer tokens than instances that the water reaches
                 if sweep < self._sweeps:
-                    poured[:, :1] += rest
+                    first = poured[0]
+                    first += rest
                 else:
                     reached = others <= height
-                    poured = poured + reached * (xp.cumsum(reached, 1) <= rest)
+                    poured = poured + reached * (xp.cumsum(reached, 0) <= rest)
                 share[at] = poured
-                load[ranks] = others + poured
+                others += poured
+                load[ranks] = others
 
     def _serve_own(self, starting: Any, served: Any) -> Any:
         """Replicas serve the tokens of their own rank, the home serves the rest."""
@@ -256,47 +278,18 @@ class Splitter:
         upto[1:] = upto[1:] - upto[:-1]
         return upto
 
-    def _array(self, values: np.ndarray) -> Any:
-        return values if self._xp is np else torch.as_tensor(values, device=self._device)
 
-    def _zeros(self, like: Any, *shape: int) -> Any:
-        return np.zeros(shape, dtype=np.int64) if self._xp is np else like.new_zeros(shape)
-
-    def _least(self, values: Any) -> Any:
-        return values.min(1)[:, None] if self._xp is np else values.amin(1)[:, None]
-
-    def _positive(self, values: Any) -> Any:
-        return np.maximum(values, 0) if self._xp is np else values.clamp_min(0)
-
-    def _at_least_one(self, values: Any) -> Any:
-        return np.maximum(values, 1) if self._xp is np else values.clamp_min(1)
-
-    def _transposed(self, values: Any) -> Any:
-        if self._xp is np:
-            return np.ascontiguousarray(values.T, dtype=np.int64)
-        return values.T.to(torch.int64).contiguous()
-
-    def _sort(self, values: Any) -> Any:
-        return np.sort(values, axis=1) if self._xp is np else self._xp.sort(values, 1).values
-
-
-def _disjoint(order: list[int], chains: dict[int, tuple[int, ...]]) -> list[list[int]]:
-    """Experts in classes within which no two share a rank, first fit in the given order."""
-    members: list[list[int]] = []
-    taken: list[int] = []  # a bit a rank
-    for expert in order:
-        ranks = 0
-        for rank in chains[expert]:
-            ranks |= 1 << rank
-        at = 0
-        while at < len(taken) and taken[at] & ranks:
-            at += 1
-        if at == len(taken):
-            members.append([])
-            taken.append(0)
-        members[at].append(expert)
-        taken[at] |= ranks
-    return members
+def _kernels(placement: ReplicaPlacement, members: list[list[int]], sweeps: int, device: Any) -> Any:
+    """The split in two kernels, or None for one that is few steps anyhow, too large, or on a torch without Triton."""
+    if placement.split == "own":
+        return None
+    try:
+        from balancing.experts.split_kernel import MOST_RANKS, SplitKernels
+    except ImportError:
+        return None
+    if placement.num_ranks > MOST_RANKS:
+        return None
+    return SplitKernels(placement, members, sweeps if placement.split == "level" else 0, device)
 
 
 def _starts(group: np.ndarray) -> np.ndarray:

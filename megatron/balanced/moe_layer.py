@@ -174,8 +174,10 @@ class BalancedMoELayer(MoELayer):
         if share.interval is not None:
             self.token_dispatcher, (first, last) = self._physical, share.interval
             expert = self._log_of_phys
-            number = (routing_map.cumsum(dim=0, dtype=torch.int32) * routing_map).index_select(1, expert)
-            routing_map = (number > first) & (number <= last)
+            # Tokens are made the inner dimension: along an outer one, a GPU counts them one after the other.
+            chosen = routing_map.T.contiguous()
+            number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
+            routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
             probs = probs.index_select(1, expert) * routing_map
         is_asked = isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
         with known_counts(share.counts) if is_asked else contextlib.nullcontext():
@@ -193,10 +195,14 @@ class BalancedMoELayer(MoELayer):
             self.on_load(load)
         self.loads.append(load)
         if not self.placement.replicas:
-            self.served.append(load.sum(0).reshape(len(load), -1).sum(1))
+            self.served.append(load.reshape(len(load), len(load), -1).sum((0, 2)))
             return _Share(gathered)
         served = self._splitter(load)  # [source_rank, physical]
-        self.served.append(served.sum(0).reshape(len(load), -1).sum(1))
+        self.served.append(served.reshape(len(load), len(load), -1).sum((0, 2)))
+        rank, part = self.ep_group.rank(), self._logical.tp_rank
+        if self._logical.tp_size == 1:
+            first = self._before(served[rank])
+            return self._on_device(served, first, first + served[rank])
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
         expert = self._log_of_phys if self._device is not None else self._log_of_phys.numpy()
@@ -205,16 +211,19 @@ class BalancedMoELayer(MoELayer):
         first = self._before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
         last = (first + served[:, None]).clip(none, own)
         first = first.clip(none, own)
-        me = self.ep_group.rank(), self._logical.tp_rank
-        parts = (last - first).reshape(-1), first[me], last[me]
-        sent, *interval = (torch.from_numpy(part) if self._device is None else part for part in parts)
-        return _Share(sent, tuple(interval))
+        return self._on_device(last - first, first[rank, part], last[rank, part])
+
+    def _on_device(self, sent: Any, first: Any, last: Any) -> _Share:
+        """The share of these counts [source_rank, .., physical] and this interval [physical], as tensors."""
+        parts = sent.reshape(-1), first, last
+        counts, *interval = (torch.from_numpy(part) if self._device is None else part for part in parts)
+        return _Share(counts, tuple(interval))
 
     def _before(self, served: Any) -> Any:
-        """[source_rank, physical]: tokens that go to lower numbered instances of the same logical expert."""
-        tokens = served[:, self._order]
-        total = tokens.cumsum(1) - tokens
-        return (total - total[:, self._group_start])[:, self._back]
+        """[.., physical]: tokens that go to lower numbered instances of the same logical expert."""
+        tokens = served[..., self._order]
+        total = tokens.cumsum(-1) - tokens
+        return (total - total[..., self._group_start])[..., self._back]
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         dispatcher = self.token_dispatcher

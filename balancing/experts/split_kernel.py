@@ -1,0 +1,192 @@
+"""The split of `Splitter` on a GPU in two kernels, and to the token the same.
+
+A split is some six hundred small steps that wait for each other. Queued one by one they take milliseconds between the
+router and the dispatcher of every MoE layer, in which the GPU does next to nothing. Here one program does all of the
+levelling, and then one program an expert divides what its instances serve over the sources.
+
+All vectors are over ranks. An expert has one instance on a rank at most, and no two experts of a class share a rank,
+so that an instance is found by its rank, the experts of a class fit one vector, and what is a sort or a sum over the
+instances of an expert is a masked sum over pairs of ranks. That wants ranks squared values at once, which is why there
+is a largest number of ranks.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from balancing.experts.placement import ReplicaPlacement
+
+__all__ = ["MOST_RANKS", "SplitKernels", "divide", "launch_options", "level"]
+
+MOST_RANKS = 128  # more do not fit the registers of one program
+
+# The rows of a class's table. Each is over ranks: of the expert that the class has there, or -1.
+_EXPERT = tl.constexpr(0)
+_POSITION = tl.constexpr(1)  # of the rank in the expert's chain
+_COUNT = tl.constexpr(2)  # instances of the expert
+_INSTANCE = tl.constexpr(3)  # the number of this one among all
+_PHYSICAL = tl.constexpr(4)
+_ROWS = tl.constexpr(5)
+
+
+class SplitKernels:
+    """Splits loads over one placement, as its `Splitter` does. A call queues a sum, a fill and two kernels.
+
+    classes: the experts with replicas, in classes without a common rank, at least one. sweeps: rounds of levelling, 0
+    for equal shares. At most MOST_RANKS ranks.
+    """
+
+    def __init__(self, placement: ReplicaPlacement, classes: list[list[int]], sweeps: int, device: Any) -> None:
+        assert classes and placement.num_ranks <= MOST_RANKS
+        self._placement, self._classes, self._sweeps = placement, len(classes), sweeps
+        self._width = max(16, triton.next_power_of_2(placement.num_ranks))
+        chains, homes = placement.chains, placement.homes_per_rank
+        experts = np.array([expert for members in classes for expert in members])
+        count = np.array([len(chains[expert]) for expert in experts.tolist()])
+        expert = np.repeat(experts, count)
+        at = np.repeat(np.repeat(np.arange(len(classes)), [len(members) for members in classes]), count)
+        rank = np.array([rank for expert in experts.tolist() for rank in chains[expert]])
+        instance = np.arange(len(rank))
+        position = instance - np.repeat(np.cumsum(count) - count, count)
+        table = np.full((len(classes), _ROWS.value, self._width), -1, dtype=np.int32)
+        rows = expert, position, np.repeat(count, count), instance, placement.log2phys[expert, rank]
+        table[at, :, rank] = np.stack(rows, axis=1)
+        by_expert = np.full((2, placement.experts), -1, dtype=np.int32)  # the class, and where the expert is at home
+        by_expert[0, expert] = at
+        by_expert[1] = placement.log2phys[np.arange(placement.experts), placement.home]
+        home = placement.phys2log.reshape(placement.num_ranks, -1)[:, :homes].T
+        home_only = np.full((homes, self._width), -1, dtype=np.int32)
+        home_only[:, : placement.num_ranks] = np.where(by_expert[0, home] < 0, home, -1)
+        self._instances = len(rank)
+        # One array, so that it is one copy to the device.
+        parts = [table.reshape(-1), home_only.reshape(-1), by_expert.reshape(-1)]
+        self._tables = torch.as_tensor(np.concatenate(parts), device=device)
+
+    def __call__(self, load: torch.Tensor) -> torch.Tensor:
+        """load: int [source_rank, expert], on the device. Returns int64 [source_rank, physical]."""
+        place = self._placement
+        load = load.to(torch.int64).contiguous()
+        served = load.new_zeros(place.num_ranks, len(place.phys2log))
+        quota = load.new_empty(self._instances)
+        sizes = self._classes, place.homes_per_rank
+        options = launch_options(self._width)
+        with torch.cuda.device_of(load):
+            level[(1,)](load.sum(0), self._tables, quota, *sizes, self._sweeps, **options)
+            nodes = (place.num_ranks, place.ranks_per_node, place.experts, len(place.phys2log))
+            divide[(place.experts,)](load, quota, self._tables, served, *sizes, *nodes, **options)
+        return served
+
+
+def launch_options(width: int) -> dict[str, Any]:
+    """How kernels over that many ranks, a power of two, are compiled: so that pairs of ranks fit the registers."""
+    # Nothing here is floating point, but Triton warns where it is not told how to round.
+    return {"WIDTH": width, "num_warps": width // 8, "num_stages": 1, "enable_fp_fusion": False}
+
+
+@triton.jit(do_not_specialize=["classes", "homes", "sweeps"])
+def level(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
+    """What each instance serves, int64 [instance], from the tokens of each expert. One program."""
+    rank = tl.arange(0, WIDTH)
+    load = tl.zeros([WIDTH], tl.int64)
+    for at in range(homes):
+        expert = tl.load(tables + (classes * _ROWS + at) * WIDTH + rank)
+        load += tl.load(totals + expert, mask=expert >= 0, other=0)
+    for at in range(classes):  # equal shares, what does not divide to the first ones
+        row = tables + at * _ROWS * WIDTH + rank
+        expert = tl.load(row + _EXPERT * WIDTH)
+        total = tl.load(totals + expert, mask=expert >= 0, other=0)
+        count = tl.maximum(tl.load(row + _COUNT * WIDTH), 1)
+        share = total // count + (tl.load(row + _POSITION * WIDTH) < total % count)
+        share = tl.where(expert >= 0, share, 0)
+        tl.store(quota + tl.load(row + _INSTANCE * WIDTH), share, mask=expert >= 0)
+        load += share
+    for turn in range(classes * sweeps):
+        tl.debug_barrier()  # quotas that other threads have written are read
+        row = tables + turn % classes * _ROWS * WIDTH + rank
+        expert = tl.load(row + _EXPERT * WIDTH)
+        position = tl.load(row + _POSITION * WIDTH)
+        instance = tl.load(row + _INSTANCE * WIDTH)
+        has = expert >= 0
+        total = tl.load(totals + expert, mask=has, other=0)
+        others = load - tl.load(quota + instance, mask=has, other=0)
+        # Water reaches the instances below which there is room for no more than there is.
+        same = (expert[:, None] == expert[None, :]) & has[:, None]
+        room = tl.sum(tl.where(same, tl.maximum(others[None, :] - others[:, None], 0), 0), 0)
+        reached = has & (room <= total)
+        both = same & reached[:, None]
+        number = tl.maximum(tl.sum(both.to(tl.int32), 0), 1)
+        water = tl.sum(tl.where(both, others[:, None], 0), 0) + total
+        height = water // number
+        rest = water - height * number  # fewer tokens than instances that the water reaches
+        poured = tl.where(has, tl.maximum(height - others, 0), 0)
+        if turn < classes * (sweeps - 1):
+            poured += tl.where(position == 0, rest, 0)
+        else:
+            upto = tl.sum((both & (position[:, None] <= position[None, :])).to(tl.int32), 0)
+            poured += tl.where(reached & (upto <= rest), 1, 0)
+        tl.store(quota + instance, poured, mask=has)
+        load = others + poured
+
+
+@triton.jit(do_not_specialize=["classes", "homes", "ranks", "ranks_per_node", "experts", "physicals"])
+def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, experts, physicals, WIDTH: tl.constexpr):
+    """Divide quotas over sources, first on the rank itself, then in its node. One program an expert.
+
+    load: [source_rank, expert]. served: [source_rank, physical], zeros.
+    """
+    expert = tl.program_id(0)
+    rank = tl.arange(0, WIDTH)
+    starting = tl.load(load + rank * experts + expert, mask=rank < ranks, other=0)
+    of_expert = tables + (classes * _ROWS + homes) * WIDTH + expert
+    at = tl.load(of_expert)
+    if at < 0:
+        tl.store(served + rank * physicals + tl.load(of_expert + experts), starting, mask=rank < ranks)
+    else:
+        row = tables + at * _ROWS * WIDTH + rank
+        has = tl.load(row + _EXPERT * WIDTH) == expert
+        position = tl.load(row + _POSITION * WIDTH)
+        wanted = tl.load(quota + tl.load(row + _INSTANCE * WIDTH), mask=has, other=0)
+        physical = tl.load(row + _PHYSICAL * WIDTH)
+        own = tl.minimum(starting, wanted)
+        supply = starting - own
+        wanted -= own
+        chain_upto = position[:, None] <= position[None, :]
+        # Tokens and instances in a node are matched as far as both go, each in proportion.
+        node = rank // ranks_per_node
+        inside = node[:, None] == node[None, :]
+        offered = tl.sum(tl.where(inside, supply[:, None], 0), 0)
+        asked = tl.sum(tl.where(inside, wanted[:, None], 0), 0)
+        matched = tl.minimum(offered, asked)
+        upto = tl.sum(tl.where(inside & (rank[:, None] <= rank[None, :]), supply[:, None], 0), 0)
+        upper = upto * matched // tl.maximum(offered, 1)
+        lower = (upto - supply) * matched // tl.maximum(offered, 1)
+        end = tl.sum(tl.where(inside & chain_upto, wanted[:, None], 0), 0)
+        high = end * matched // tl.maximum(asked, 1)
+        low = (end - wanted) * matched // tl.maximum(asked, 1)
+        # What is left crosses nodes.
+        supply -= upper - lower
+        wanted -= high - low
+        upto = tl.cumsum(supply)
+        end = tl.sum(tl.where(chain_upto, wanted[:, None], 0), 0)
+        for place in range(tl.max(tl.where(has, position, -1)) + 1):
+            it = has & (position == place)
+            of = _only(rank, it)
+            given = _shared(upto - supply, upto, _only(end - wanted, it), _only(end, it))
+            local = _shared(lower, upper, _only(low, it), _only(high, it))
+            given += tl.where(node == of // ranks_per_node, local, 0) + tl.where(rank == of, own, 0)
+            tl.store(served + rank * physicals + _only(physical, it), given, mask=rank < ranks)
+
+
+@triton.jit
+def _only(values, where):
+    """The value at the one place that is true."""
+    return tl.sum(tl.where(where, values, 0))
+
+
+@triton.jit
+def _shared(lower, upper, low, high):
+    """How much of each interval lower to upper is in the interval low to high."""
+    return tl.maximum(tl.minimum(upper, high) - tl.maximum(lower, low), 0)

@@ -1,0 +1,112 @@
+"""The kernels that split tokens on a GPU: in Triton's interpreter to the token what NumPy finds, and compiled.
+
+What they do on a GPU is tested with the other splits, where there is one.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes
+from balancing.experts.disjoint import disjoint_classes
+
+pytest.importorskip("triton")
+
+
+def test_the_kernels_split_to_the_token_like_numpy():
+    """In a process of its own: Triton decides when it is imported whether kernels are interpreted."""
+    code = "from tests.test_experts_split_kernel import compare; print(compare(), 'splits agree')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "splits agree" in done.stdout
+
+
+@pytest.mark.parametrize(("kernel", "pointers"), [("level", 3), ("divide", 4)])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
+    from triton import compile
+    from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from balancing.experts import split_kernel
+
+    if "nvidia" not in backends:
+        pytest.skip("this Triton does not compile for Nvidia's GPUs")
+    function = getattr(split_kernel, kernel)
+    types = {name: "*i64" if at < pointers else "i32" for at, name in enumerate(function.arg_names)}
+    source = ASTSource(function, types | {"tables": "*i32", "WIDTH": "constexpr"}, constexprs={"WIDTH": 64})
+    options = split_kernel.launch_options(64)
+    del options["WIDTH"]
+    compiled = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    assert compiled.asm["cubin"]
+
+
+def compare() -> int:
+    """Split all cases with NumPy and with the kernels, on the CPU. How many there were."""
+    from balancing.experts.split_kernel import SplitKernels
+
+    splits = 0
+    for placement, load, sweeps in _cases():
+        classes = disjoint_classes(placement)
+        kernels = SplitKernels(placement, classes, sweeps if placement.split == "level" else 0, "cpu")
+        found = kernels(torch.from_numpy(load)).numpy()
+        assert np.array_equal(found, Splitter(placement, sweeps=sweeps)(load)), (placement, load, sweeps)
+        splits += 1
+    return splits
+
+
+def _cases() -> Iterator[tuple[ReplicaPlacement, np.ndarray, int]]:
+    """Placements with replicas, a load for each, and the rounds of levelling."""
+    generator = np.random.default_rng(0)
+    for scale in (2, 50, 1000, 100_000, 2**27) * 2:
+        ranks, homes, slots = (int(number) for number in generator.integers((2, 1, 1), (10, 4, 4)))
+        home = contiguous_homes(ranks * homes, ranks)
+        split = "level" if generator.random() < 0.8 else "even"
+        placement = ReplicaPlacement(
+            home, _placed(home, slots, generator), split, int(generator.integers(1, ranks + 1))
+        )
+        load = generator.integers(0, scale, (ranks, len(home))) * (generator.random((ranks, len(home))) < 0.7)
+        yield placement, load, 3
+
+    home = contiguous_homes(12, 6)
+    placement = ReplicaPlacement(home, _placed(home, 2, generator), ranks_per_node=4)
+    nothing = np.zeros((6, 12), dtype=np.int64)
+    yield placement, nothing, 2
+    one_expert, rank_without, one_source = nothing.copy(), generator.integers(0, 99, (6, 12)), nothing.copy()
+    one_expert[:, next(iter(placement.chains))] = 2**27
+    rank_without[3] = 0
+    one_source[5] = generator.integers(0, 2**27, 12)
+    for load in one_expert, rank_without, one_source:
+        yield placement, load, 4
+
+    # One expert everywhere, and the others in a chain in which the water has to flow through all ranks.
+    ranks = 18
+    slots = [[-1, 1]] + [[0, rank + 1] for rank in range(1, ranks - 1)] + [[0, -1]]
+    load = np.full((ranks, ranks), 10)
+    load[:, :2] = 1001
+    yield ReplicaPlacement(np.arange(ranks), slots, ranks_per_node=5), load, 6
+
+
+def _placed(home: np.ndarray, slots: int, generator: np.random.Generator) -> np.ndarray:
+    """Experts for the slots of each rank, some of which stay empty, and one replica at least."""
+    ranks = home.max() + 1
+    placed = np.full((ranks, slots), -1)
+    for rank in range(ranks):
+        others = generator.permutation(np.flatnonzero(home != rank))[:slots]
+        placed[rank, : len(others)] = np.where(generator.random(len(others)) < 0.8, others, -1)
+    placed[0, 0] = np.flatnonzero(home != 0)[0] if (placed < 0).all() else placed[0, 0]
+    return placed
