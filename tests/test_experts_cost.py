@@ -17,7 +17,7 @@ from balancing.experts import (
     slots_that_fit,
     traffic,
 )
-from balancing.experts.cost import agg_seconds, exchange_seconds, least_seconds, trans_seconds
+from balancing.experts.cost import LeastCost, agg_seconds, exchange_seconds, trans_seconds
 from balancing.experts.prophet import paper_seconds
 from balancing.experts.synthetic import sampled_load, zipf_popularity
 
@@ -205,11 +205,12 @@ def test_no_split_costs_less_than_the_bound(nics, options):
         home = generator.permutation(contiguous_homes(2 * ranks, ranks))
         odd = np.array([[generator.choice(np.flatnonzero(home != rank))] for rank in range(ranks)])
         good, none = (plan_replicas(load, cluster, slots=2, home=home, method=each) for each in ("quota", "none"))
+        least_cost = LeastCost(load, home, cluster, SHAPE, **options)
         for placement in (good, none, ReplicaPlacement(home, odd, ranks_per_node=per_node)):
             cost = layer_cost(traffic(load, placement), placement, cluster, SHAPE, **options)
-            least = least_seconds(load, placement, cluster, SHAPE, **options)
+            least = least_cost(placement).total
             assert 0.5 * cost.total < least <= cost.total * (1 + 1e-9)
-        assert least_seconds(load, none, cluster, SHAPE, **options) == pytest.approx(
+        assert least_cost(none).total == pytest.approx(
             layer_cost(traffic(load, none), none, cluster, SHAPE, **options).total
         )
 

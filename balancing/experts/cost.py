@@ -8,7 +8,7 @@ that backward, and the transfers of replicas: weights out (Trans) and gradients 
 them. Hidden transfers are not free either: where they meet an all-to-all on a link, each gets half of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -19,11 +19,11 @@ from balancing.experts.placement import ReplicaPlacement
 __all__ = [
     "ExpertShape",
     "LayerCost",
+    "LeastCost",
     "agg_seconds",
     "break_even_tokens",
     "exchange_seconds",
     "layer_cost",
-    "least_seconds",
     "slots_that_fit",
     "trans_seconds",
 ]
@@ -155,45 +155,59 @@ def _with_transfers(
     )
 
 
-def least_seconds(
-    load: np.ndarray,
-    placement: ReplicaPlacement,
-    cluster: Cluster,
-    shape: ExpertShape,
-    *,
-    hidden_under: float | None = None,
-    micro_batches: int = 1,
-) -> float:
-    """Seconds that `layer_cost` cannot fall below however tokens are split, in a fifth of the time of a split.
+class LeastCost:
+    """A cost that `layer_cost` cannot fall below however tokens are split, for placement after placement of one load.
 
-    load: int [source_rank, expert]. Tokens of an expert without replicas go home. All others leave their rank, or their
-    node, at least where no instance of their expert is there. Ranks cannot be more than level, and what hidden
-    transfers hold up is left out.
+    load: int [source_rank, expert]. home: int [expert], of all placements. Others as in `layer_cost`.
+
+    Tokens of an expert without replicas go home. All others leave their node at least where no instance of their expert
+    is there. Ranks cannot be more than level.
     """
-    ranks, rank = placement.num_ranks, np.arange(placement.num_ranks)
-    node = rank // placement.ranks_per_node
-    tokens, experts = load.astype(np.float64), placement.phys2log.reshape(ranks, -1)
-    instances = np.bincount(1 + experts.reshape(-1), minlength=1 + placement.experts)[1:]
-    in_node = np.zeros((placement.experts + 1, node[-1] + 1), dtype=bool)
-    in_node[experts, node[:, None]] = True
-    in_node = in_node[:-1]  # empty slots, -1, went into the last row
-    leaving = (tokens @ ~in_node)[rank, node]
-    # Of experts that are in this node alone, what this rank does not hold.
-    one_node = in_node.sum(1) == 1
-    within = (tokens @ (in_node & one_node[:, None]))[rank, node]
-    within -= (np.take_along_axis(tokens, experts, 1) * (one_node[experts] & (experts >= 0))).sum(1)
-    homes = experts[:, : placement.homes_per_rank].T
-    home_only = (tokens * (instances == 1)).take(homes.reshape(-1), 1)
-    fixed = home_only.reshape(ranks, -1, ranks).sum(1)
-    token, (_, _, nics) = shape.hidden * shape.bytes_per_parameter, _links(cluster, ranks)
-    all_to_all = max(
-        exchange_seconds(fixed * token, cluster),
-        float((leaving @ nics).max()) * token / cluster.nic_bandwidth,
-        float(within.max()) * token / cluster.intra_node_bandwidth,
-    )
-    forward = max(float(fixed.sum(0).max()), float(tokens.sum()) / ranks) * shape.forward_seconds(cluster)
-    cost = _with_transfers(all_to_all, forward, placement, cluster, shape, True, hidden_under, micro_batches)
-    return cost.total - cost.slowed / micro_batches
+
+    def __init__(
+        self,
+        load: np.ndarray,
+        home: np.ndarray,
+        cluster: Cluster,
+        shape: ExpertShape,
+        *,
+        hidden_under: float | None = None,
+        micro_batches: int = 1,
+    ) -> None:
+        self._cluster, self._shape = cluster, shape
+        self._hidden_under, self._micro_batches = hidden_under, micro_batches
+        self._tokens, self._ranks = load.astype(np.float64), len(load)
+        self._by_home = np.argsort(home, kind="stable")
+        inside, outside, self._nics = _links(cluster, self._ranks)
+        self._near, far = self._tokens * inside[:, home], self._tokens * outside[:, home]
+        self._arriving = np.stack([self._tokens.sum(0), self._near.sum(0), far.sum(0)])  # in all, from the node, others
+
+    def __call__(self, placement: ReplicaPlacement) -> LayerCost:
+        """`slowed` is left out where transfers are exposed, since fuller ranks hide more of them."""
+        ranks, experts = self._ranks, placement.phys2log.reshape(self._ranks, -1)
+        alone = np.bincount(1 + experts.reshape(-1), minlength=1 + placement.experts)[1:] == 1
+        node = np.arange(ranks) // placement.ranks_per_node
+        nowhere = np.ones((placement.experts + 1, node[-1] + 1))
+        nowhere[experts, node[:, None]] = 0  # empty slots, -1, go into the last row
+        leaving = (self._tokens @ nowhere[:-1])[np.arange(ranks), node]
+        arriving = (self._arriving * alone)[:, self._by_home].reshape(3, ranks, -1).sum(2)
+        bandwidth = self._cluster.intra_node_bandwidth, self._cluster.nic_bandwidth
+        within = max(arriving[1].max(), (self._near @ alone).max())
+        across = max((arriving[2] @ self._nics).max(), (leaving @ self._nics).max())
+        token = self._shape.hidden * self._shape.bytes_per_parameter
+        all_to_all = token * max(float(within) / bandwidth[0], float(across) / bandwidth[1])
+        forward = max(float(arriving[0].max()), float(self._tokens.sum()) / ranks)
+        cost = _with_transfers(
+            all_to_all,
+            forward * self._shape.forward_seconds(self._cluster),
+            placement,
+            self._cluster,
+            self._shape,
+            True,
+            self._hidden_under,
+            self._micro_batches,
+        )
+        return replace(cost, slowed=0.0) if cost.exposed else cost
 
 
 def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:

@@ -14,7 +14,7 @@ from functools import cache, partial
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, least_seconds
+from balancing.experts.cost import ExpertShape, LayerCost, LeastCost, break_even_tokens, layer_cost
 from balancing.experts.fewest import fewest_copies
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.split import traffic
@@ -66,7 +66,15 @@ class QuotaPlanner:
             price = cost.slowed / (cost.trans + cost.agg)
             choices.append(fewest(self._break_even(self.shape, price))[0])
         plans = [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
-        least = [self._least(counts, plan, self.shape) for plan in plans]
+        least_cost = LeastCost(
+            counts,
+            self.home,
+            self.cluster,
+            self.shape,
+            hidden_under=self.hidden_under,
+            micro_batches=self.micro_batches,
+        )
+        least = [least_cost(plan).total for plan in plans]
         best = cost.total, full.replicas > 0, -1  # no replicas rather than some that gain nothing
         for at in sorted(range(len(plans)), key=lambda at: least[at]):
             if least[at] * _ROUNDING > best[0]:
@@ -102,11 +110,6 @@ class QuotaPlanner:
     def _cost(self, moved: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> LayerCost:
         return layer_cost(
             moved, plan, self.cluster, shape, hidden_under=self.hidden_under, micro_batches=self.micro_batches
-        )
-
-    def _least(self, counts: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> float:
-        return least_seconds(
-            counts, plan, self.cluster, shape, hidden_under=self.hidden_under, micro_batches=self.micro_batches
         )
 
     def _place(self, copies: Iterable[tuple[int, int]]) -> ReplicaPlacement:
