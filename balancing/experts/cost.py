@@ -8,7 +8,7 @@ that backward, and the transfers of replicas: weights out (Trans) and gradients 
 them. Hidden transfers are not free either: where they meet an all-to-all on a link, each gets half of it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -19,13 +19,14 @@ from balancing.experts.placement import ReplicaPlacement
 __all__ = [
     "ExpertShape",
     "LayerCost",
-    "LeastCost",
     "agg_seconds",
     "break_even_tokens",
     "exchange_seconds",
     "layer_cost",
+    "links",
     "slots_that_fit",
     "trans_seconds",
+    "with_transfers",
 ]
 
 
@@ -121,10 +122,10 @@ def layer_cost(
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
     all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
-    return _with_transfers(all_to_all, forward, placement, cluster, shape, relayed, hidden_under, micro_batches)
+    return with_transfers(all_to_all, forward, placement, cluster, shape, relayed, hidden_under, micro_batches)
 
 
-def _with_transfers(
+def with_transfers(
     all_to_all: float,
     forward: float,
     placement: ReplicaPlacement,
@@ -134,6 +135,7 @@ def _with_transfers(
     hidden_under: float | None,
     micro_batches: int,
 ) -> LayerCost:
+    """The cost where one exchange of tokens takes `all_to_all` seconds and compute `forward`; else as `layer_cost`."""
     copy = _copy_seconds(placement, cluster, relayed)
     trans, agg = copy * shape.weight_bytes, copy * shape.parameters * shape.gradient_bytes
     window, slowed = 0.0, 0.0
@@ -155,61 +157,6 @@ def _with_transfers(
     )
 
 
-class LeastCost:
-    """A cost that `layer_cost` cannot fall below however tokens are split, for placement after placement of one load.
-
-    load: int [source_rank, expert]. home: int [expert], of all placements. Others as in `layer_cost`.
-
-    Tokens of an expert without replicas go home. All others leave their node at least where no instance of their expert
-    is there. Ranks cannot be more than level.
-    """
-
-    def __init__(
-        self,
-        load: np.ndarray,
-        home: np.ndarray,
-        cluster: Cluster,
-        shape: ExpertShape,
-        *,
-        hidden_under: float | None = None,
-        micro_batches: int = 1,
-    ) -> None:
-        self._cluster, self._shape = cluster, shape
-        self._hidden_under, self._micro_batches = hidden_under, micro_batches
-        self._tokens, self._ranks = load.astype(np.float64), len(load)
-        self._by_home = np.argsort(home, kind="stable")
-        inside, outside, self._nics = _links(cluster, self._ranks)
-        self._near, far = self._tokens * inside[:, home], self._tokens * outside[:, home]
-        self._arriving = np.stack([self._tokens.sum(0), self._near.sum(0), far.sum(0)])  # in all, from the node, others
-
-    def __call__(self, placement: ReplicaPlacement) -> LayerCost:
-        """`slowed` is left out where transfers are exposed, since fuller ranks hide more of them."""
-        ranks, experts = self._ranks, placement.phys2log.reshape(self._ranks, -1)
-        alone = np.bincount(1 + experts.reshape(-1), minlength=1 + placement.experts)[1:] == 1
-        node = np.arange(ranks) // placement.ranks_per_node
-        nowhere = np.ones((placement.experts + 1, node[-1] + 1))
-        nowhere[experts, node[:, None]] = 0  # empty slots, -1, go into the last row
-        leaving = (self._tokens @ nowhere[:-1])[np.arange(ranks), node]
-        arriving = (self._arriving * alone)[:, self._by_home].reshape(3, ranks, -1).sum(2)
-        bandwidth = self._cluster.intra_node_bandwidth, self._cluster.nic_bandwidth
-        within = max(arriving[1].max(), (self._near @ alone).max())
-        across = max((arriving[2] @ self._nics).max(), (leaving @ self._nics).max())
-        token = self._shape.hidden * self._shape.bytes_per_parameter
-        all_to_all = token * max(float(within) / bandwidth[0], float(across) / bandwidth[1])
-        forward = max(float(arriving[0].max()), float(self._tokens.sum()) / ranks)
-        cost = _with_transfers(
-            all_to_all,
-            forward * self._shape.forward_seconds(self._cluster),
-            placement,
-            self._cluster,
-            self._shape,
-            True,
-            self._hidden_under,
-            self._micro_batches,
-        )
-        return replace(cost, slowed=0.0) if cost.exposed else cost
-
-
 def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
     """Seconds to bring all replicas' weights from their homes.
 
@@ -227,9 +174,14 @@ def agg_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShap
 def _copy_seconds(placement: ReplicaPlacement, cluster: Cluster, relayed: bool) -> float:
     """Seconds a byte of an expert: out or back, since links are as fast in both directions."""
     expert, source, rank = placement.hops.T
-    cells = (source if relayed else placement.home[expert]) * placement.num_ranks + rank
-    table = np.bincount(cells, minlength=placement.num_ranks**2).reshape(placement.num_ranks, -1)
-    return exchange_seconds(table, cluster)
+    source, ranks = source if relayed else placement.home[expert], placement.num_ranks
+    _, outside, nics = links(cluster, ranks)
+    ends = np.concatenate([source, ranks + rank])
+    crosses = outside[source, rank]
+    far = np.bincount(ends, weights=np.concatenate([crosses, crosses]), minlength=2 * ranks)
+    near = np.bincount(ends, minlength=2 * ranks) - far
+    crossing = (far.reshape(2, ranks) @ nics).max()
+    return float(max(near.max() / cluster.intra_node_bandwidth, crossing / cluster.nic_bandwidth))
 
 
 def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
@@ -238,7 +190,7 @@ def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
     table: float [source_rank, rank], bytes; the diagonal costs nothing. A rank's link within its node and a NIC carry
     both directions at once. Raises ValueError where the table has more ranks than the cluster.
     """
-    inside, outside, nics = _links(cluster, len(table))
+    inside, outside, nics = links(cluster, len(table))
     near, far = table * inside, table * outside
     busiest = max(near.sum(0).max(), near.sum(1).max())
     crossing = max((far.sum(1) @ nics).max(), (far.sum(0) @ nics).max())
@@ -246,7 +198,7 @@ def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
 
 
 @lru_cache(maxsize=32)
-def _links(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def links(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which pairs of ranks share a node and which do not [rank, rank], and the part each NIC has in a rank's traffic
     [rank, nic]."""
     if ranks > cluster.world_size:

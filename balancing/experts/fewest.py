@@ -11,6 +11,9 @@ import numpy as np
 
 __all__ = ["fewest_copies"]
 
+# After this many replicas a fullest rank so little over the mean is level: what is left takes as many again.
+_MANY, _LEVEL = 64, 1.003
+
 
 def fewest_copies(
     totals: np.ndarray,
@@ -37,7 +40,7 @@ def fewest_copies(
     copies: list[tuple[int, int]] = []
     while len(copies) < ranks * slots:
         height = max(giving)
-        if height <= mean + 1:
+        if height <= mean + 1 or (len(copies) >= _MANY and height <= _LEVEL * mean):
             break
         fullest = giving.index(height)
         found = _copy(fullest, height, serves[fullest], holders, taking, mean, ranks_per_node, least)
