@@ -17,7 +17,8 @@ from balancing.experts import (
     slots_that_fit,
     traffic,
 )
-from balancing.experts.cost import agg_seconds, exchange_seconds, least_seconds, trans_seconds
+from balancing.experts.bound import LeastCost
+from balancing.experts.cost import agg_seconds, exchange_seconds, trans_seconds
 from balancing.experts.prophet import paper_seconds
 from balancing.experts.synthetic import sampled_load, zipf_popularity
 
@@ -203,15 +204,14 @@ def test_no_split_costs_less_than_the_bound(nics, options):
         cluster = nodes(-(-ranks // per_node), per_node, nics, inside=1e9, across=1e8)
         load = sampled_load(zipf_popularity(2 * ranks, ranks, 2.0, generator), ranks, 999, generator)
         home = generator.permutation(contiguous_homes(2 * ranks, ranks))
-        odd = np.array([[generator.choice(np.flatnonzero(home != rank))] for rank in range(ranks)])
+        odd = np.array([[generator.choice(np.flatnonzero(home != rank)), -1] for rank in range(ranks)])
         good, none = (plan_replicas(load, cluster, slots=2, home=home, method=each) for each in ("quota", "none"))
-        for placement in (good, none, ReplicaPlacement(home, odd, ranks_per_node=per_node)):
-            cost = layer_cost(traffic(load, placement), placement, cluster, SHAPE, **options)
-            least = least_seconds(load, placement, cluster, SHAPE, **options)
-            assert 0.5 * cost.total < least <= cost.total * (1 + 1e-9)
-        assert least_seconds(load, none, cluster, SHAPE, **options) == pytest.approx(
-            layer_cost(traffic(load, none), none, cluster, SHAPE, **options).total
-        )
+        placements = good, none, ReplicaPlacement(home, odd, ranks_per_node=per_node)
+        bounds = LeastCost(load, home, cluster, SHAPE, **options)(placements)
+        costs = [layer_cost(traffic(load, each), each, cluster, SHAPE, **options) for each in placements]
+        for bound, cost in zip(bounds, costs, strict=True):
+            assert 0.5 * cost.total < bound.total <= cost.total * (1 + 1e-9)
+        assert bounds[1].total == pytest.approx(costs[1].total)
 
 
 def test_no_tokens_under_nothing_take_no_time():

@@ -23,9 +23,10 @@ __all__ = [
     "break_even_tokens",
     "exchange_seconds",
     "layer_cost",
-    "least_seconds",
+    "links",
     "slots_that_fit",
     "trans_seconds",
+    "with_transfers",
 ]
 
 
@@ -121,10 +122,10 @@ def layer_cost(
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
     all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
-    return _with_transfers(all_to_all, forward, placement, cluster, shape, relayed, hidden_under, micro_batches)
+    return with_transfers(all_to_all, forward, placement, cluster, shape, relayed, hidden_under, micro_batches)
 
 
-def _with_transfers(
+def with_transfers(
     all_to_all: float,
     forward: float,
     placement: ReplicaPlacement,
@@ -134,6 +135,7 @@ def _with_transfers(
     hidden_under: float | None,
     micro_batches: int,
 ) -> LayerCost:
+    """The cost where one exchange of tokens takes `all_to_all` seconds and compute `forward`; else as `layer_cost`."""
     copy = _copy_seconds(placement, cluster, relayed)
     trans, agg = copy * shape.weight_bytes, copy * shape.parameters * shape.gradient_bytes
     window, slowed = 0.0, 0.0
@@ -155,47 +157,6 @@ def _with_transfers(
     )
 
 
-def least_seconds(
-    load: np.ndarray,
-    placement: ReplicaPlacement,
-    cluster: Cluster,
-    shape: ExpertShape,
-    *,
-    hidden_under: float | None = None,
-    micro_batches: int = 1,
-) -> float:
-    """Seconds that `layer_cost` cannot fall below however tokens are split, in a fifth of the time of a split.
-
-    load: int [source_rank, expert]. Tokens of an expert without replicas go home. All others leave their rank, or their
-    node, at least where no instance of their expert is there. Ranks cannot be more than level, and what hidden
-    transfers hold up is left out.
-    """
-    ranks, rank = placement.num_ranks, np.arange(placement.num_ranks)
-    node = rank // placement.ranks_per_node
-    tokens, experts = load.astype(np.float64), placement.phys2log.reshape(ranks, -1)
-    instances = np.bincount(1 + experts.reshape(-1), minlength=1 + placement.experts)[1:]
-    in_node = np.zeros((placement.experts + 1, node[-1] + 1), dtype=bool)
-    in_node[experts, node[:, None]] = True
-    in_node = in_node[:-1]  # empty slots, -1, went into the last row
-    leaving = (tokens @ ~in_node)[rank, node]
-    # Of experts that are in this node alone, what this rank does not hold.
-    one_node = in_node.sum(1) == 1
-    within = (tokens @ (in_node & one_node[:, None]))[rank, node]
-    within -= (np.take_along_axis(tokens, experts, 1) * (one_node[experts] & (experts >= 0))).sum(1)
-    homes = experts[:, : placement.homes_per_rank].T
-    home_only = (tokens * (instances == 1)).take(homes.reshape(-1), 1)
-    fixed = home_only.reshape(ranks, -1, ranks).sum(1)
-    token, (_, _, nics) = shape.hidden * shape.bytes_per_parameter, _links(cluster, ranks)
-    all_to_all = max(
-        exchange_seconds(fixed * token, cluster),
-        float((leaving @ nics).max()) * token / cluster.nic_bandwidth,
-        float(within.max()) * token / cluster.intra_node_bandwidth,
-    )
-    forward = max(float(fixed.sum(0).max()), float(tokens.sum()) / ranks) * shape.forward_seconds(cluster)
-    cost = _with_transfers(all_to_all, forward, placement, cluster, shape, True, hidden_under, micro_batches)
-    return cost.total - cost.slowed / micro_batches
-
-
 def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
     """Seconds to bring all replicas' weights from their homes.
 
@@ -213,9 +174,14 @@ def agg_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShap
 def _copy_seconds(placement: ReplicaPlacement, cluster: Cluster, relayed: bool) -> float:
     """Seconds a byte of an expert: out or back, since links are as fast in both directions."""
     expert, source, rank = placement.hops.T
-    cells = (source if relayed else placement.home[expert]) * placement.num_ranks + rank
-    table = np.bincount(cells, minlength=placement.num_ranks**2).reshape(placement.num_ranks, -1)
-    return exchange_seconds(table, cluster)
+    source, ranks = source if relayed else placement.home[expert], placement.num_ranks
+    _, outside, nics = links(cluster, ranks)
+    ends = np.concatenate([source, ranks + rank])
+    crosses = outside[source, rank]
+    far = np.bincount(ends, weights=np.concatenate([crosses, crosses]), minlength=2 * ranks)
+    near = np.bincount(ends, minlength=2 * ranks) - far
+    crossing = (far.reshape(2, ranks) @ nics).max()
+    return float(max(near.max() / cluster.intra_node_bandwidth, crossing / cluster.nic_bandwidth))
 
 
 def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
@@ -224,7 +190,7 @@ def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
     table: float [source_rank, rank], bytes; the diagonal costs nothing. A rank's link within its node and a NIC carry
     both directions at once. Raises ValueError where the table has more ranks than the cluster.
     """
-    inside, outside, nics = _links(cluster, len(table))
+    inside, outside, nics = links(cluster, len(table))
     near, far = table * inside, table * outside
     busiest = max(near.sum(0).max(), near.sum(1).max())
     crossing = max((far.sum(1) @ nics).max(), (far.sum(0) @ nics).max())
@@ -232,7 +198,7 @@ def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
 
 
 @lru_cache(maxsize=32)
-def _links(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def links(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which pairs of ranks share a node and which do not [rank, rank], and the part each NIC has in a rank's traffic
     [rank, nic]."""
     if ranks > cluster.world_size:

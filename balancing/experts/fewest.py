@@ -11,6 +11,9 @@ import numpy as np
 
 __all__ = ["fewest_copies"]
 
+# After this many replicas a fullest rank so little over the mean is level: what is left takes as many again.
+_MANY, _LEVEL = 64, 1.003
+
 
 def fewest_copies(
     totals: np.ndarray,
@@ -37,7 +40,7 @@ def fewest_copies(
     copies: list[tuple[int, int]] = []
     while len(copies) < ranks * slots:
         height = max(giving)
-        if height <= mean + 1:
+        if height <= mean + 1 or (len(copies) >= _MANY and height <= _LEVEL * mean):
             break
         fullest = giving.index(height)
         found = _copy(fullest, height, serves[fullest], holders, taking, mean, ranks_per_node, least)
@@ -72,21 +75,24 @@ def _copy(
 ) -> tuple[int, int] | None:
     """The largest instance on the fullest rank for which some rank can take a replica that pays, and that rank."""
     first = fullest // ranks_per_node * ranks_per_node
-    in_node, anywhere = min(taking[first : first + ranks_per_node]), min(taking)
+    node = slice(first, first + ranks_per_node)
+    anywhere, in_node = min(taking), min(taking[node])
     if anywhere >= height - 1 or max(height - in_node - 2 * least[0], height - anywhere - 2 * least[1]) <= 0:
         return None
-    floor = min(least)
-    for negative, expert in sorted([(-tokens, expert) for expert, tokens in serves.items() if tokens > floor]):
-        open_to = taking.copy()
-        for rank in holders[expert]:
-            open_to[rank] = math.inf
-        node = open_to[first : first + ranks_per_node]
-        in_node, anywhere = min(node), min(open_to)
-        near, far = first + node.index(in_node), open_to.index(anywhere)
+    emptiest, floor = (taking.index(in_node, first), taking.index(anywhere)), min(least)
+    for expert in sorted(serves, key=serves.__getitem__, reverse=True):
+        if serves[expert] <= floor:
+            break
+        (near, far), open_to = emptiest, taking
+        if near in holders[expert] or far in holders[expert]:
+            open_to = taking.copy()
+            for rank in holders[expert]:
+                open_to[rank] = math.inf
+            near, far = open_to.index(min(open_to[node]), first), open_to.index(min(open_to))
         # A rank of the node will do if it has half as much room as the emptiest of all.
-        order = [near, far] if mean - in_node >= (mean - anywhere) / 2 else [far, near]
+        order = (near, far) if mean - open_to[near] >= (mean - open_to[far]) / 2 else (far, near)
         for rank in order:
-            takes = min(-negative, (height - open_to[rank]) / 2)
+            takes = min(serves[expert], (height - open_to[rank]) / 2)
             if open_to[rank] < height - 1 and takes > least[0 if first <= rank < first + ranks_per_node else 1]:
                 return expert, rank
     return None

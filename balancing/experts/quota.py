@@ -7,14 +7,16 @@ where slots are so few that this cannot even level the prediction, packed for th
 plan that takes least time by the cost model is the one: copies nothing hides delay a layer, hidden ones hold up tokens.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, least_seconds
+from balancing.experts.bound import LeastCost
+from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
 from balancing.experts.fewest import fewest_copies
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.split import traffic
@@ -23,7 +25,8 @@ from balancing.experts.spread import fill_slots, spread_counts, spread_slots
 __all__ = ["QuotaPlanner"]
 
 _LEVEL = 1.01  # largest over mean of a prediction that counts as level
-_ROUNDING = 1 - 1e-9  # a bound that equals the figure itself may be a little above it
+_WORTH = 0.99  # a plan is looked at only if it may take less than this part of the time of the best one so far
+_LOOSE = 0.01  # of its bound: how much more a plan with all slots in use takes; others less, as they use fewer
 
 _Moved = Callable[[ReplicaPlacement], np.ndarray]
 _Fewest = Callable[[tuple[float, float]], tuple[list[tuple[int, int]], float]]
@@ -52,39 +55,52 @@ class QuotaPlanner:
     def _plan(self, load: np.ndarray, picks: np.ndarray) -> ReplicaPlacement:
         total, counts = load.sum(0), np.rint(load).astype(np.int64)
         moved, fewest = cache(partial(traffic, counts)), cache(partial(self._fewest, total))
-        full = self._all_slots(total, moved, fewest, picks)
+        slots = spread_slots(total, picks, self.home, self._ranks, self.slots, ranks_per_node=self._per_node)
+        spread = self._placement(fill_slots(slots, total, self.home))
         if self.shape is None:
-            return full
-        cost = self._cost(moved(full), full, self.shape)
+            return self._all_slots(spread, total, moved, fewest)[0]
+        least_costs = LeastCost(
+            counts,
+            self.home,
+            self.cluster,
+            self.shape,
+            hidden_under=self.hidden_under,
+            micro_batches=self.micro_batches,
+        )
+        plans: list[ReplicaPlacement] = [spread]
         choices: list[list[tuple[int, int]]] = [[]]
-        if cost.exposed:
+        if self.hidden_under is None or least_costs(plans)[0].exposed:
             # The 1, 4, 16, ... most useful replicas, all, and those that pay even if every copy is exposed.
             copies, _ = fewest((0.0, 0.0))
             choices += [copies[: 1 << power] for power in range(0, len(copies).bit_length(), 2)]
             choices += [copies, fewest(self._break_even(self.shape, 1.0))[0]]
-        elif cost.slowed:
-            price = cost.slowed / (cost.trans + cost.agg)
-            choices.append(fewest(self._break_even(self.shape, price))[0])
-        plans = [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
-        least = [self._least(counts, plan, self.shape) for plan in plans]
-        best = cost.total, full.replicas > 0, -1  # no replicas rather than some that gain nothing
-        for at in sorted(range(len(plans)), key=lambda at: least[at]):
-            if least[at] * _ROUNDING > best[0]:
-                break
-            seconds = self._cost(moved(plans[at]), plans[at], self.shape).total
-            best = min(best, (seconds, plans[at].replicas > 0, at))
-        return plans[best[2]] if best[2] >= 0 else full
+        else:
+            plans = self._all_slots(spread, total, moved, fewest)
+            cost = self._cost(moved(plans[0]), plans[0], self.shape)
+            if cost.slowed:
+                price = cost.slowed / (cost.trans + cost.agg)
+                choices += [fewest(self._break_even(self.shape, price))[0]]
+        plans += [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
+        least = [cost.total for cost in least_costs(plans)]
+        best = math.inf, False, 0  # no replicas rather than some that gain nothing
+        looseness = _LOOSE / (self._ranks * self.slots)
+        for at in sorted(range(len(plans)), key=lambda at: least[at] * (1 + looseness * plans[at].replicas)):
+            if least[at] <= best[0] * _WORTH:
+                seconds = self._cost(moved(plans[at]), plans[at], self.shape).total
+                best = min(best, (seconds, plans[at].replicas > 0, at))
+        return plans[best[2]]
 
-    def _all_slots(self, total: np.ndarray, moved: _Moved, fewest: _Fewest, picks: np.ndarray) -> ReplicaPlacement:
-        """Every slot used, whatever it costs."""
-        slots = spread_slots(total, picks, self.home, self._ranks, self.slots, ranks_per_node=self._per_node)
-        spread = self._placement(fill_slots(slots, total, self.home))
+    def _all_slots(
+        self, spread: ReplicaPlacement, total: np.ndarray, moved: _Moved, fewest: _Fewest
+    ) -> list[ReplicaPlacement]:
+        """Plans that use every slot whatever it costs, the most level one first."""
         fullest, mean = _fullest(moved(spread)), total.sum() / self._ranks
         if fullest <= _LEVEL * mean:
-            return spread
+            return [spread]
         copies, fullest_packed = fewest((0.0, 0.0))
         packed = self._placement(fill_slots(self._place(copies).slot_expert, total, self.home))
-        return packed if fullest_packed < fullest or _fullest(moved(packed)) < fullest else spread
+        better = fullest_packed < fullest or _fullest(moved(packed)) < fullest
+        return [packed, spread] if better else [spread, packed]
 
     def _break_even(self, shape: ExpertShape, price: float) -> tuple[float, float]:
         """Tokens from which a replica pays, within a node and between nodes, if a copy costs `price` times what it
@@ -104,21 +120,17 @@ class QuotaPlanner:
             moved, plan, self.cluster, shape, hidden_under=self.hidden_under, micro_batches=self.micro_batches
         )
 
-    def _least(self, counts: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> float:
-        return least_seconds(
-            counts, plan, self.cluster, shape, hidden_under=self.hidden_under, micro_batches=self.micro_batches
-        )
-
     def _place(self, copies: Iterable[tuple[int, int]]) -> ReplicaPlacement:
-        held: list[list[int]] = [[] for _ in range(self._ranks)]
+        slots, used = [-1] * (self._ranks * self.slots), [0] * self._ranks
         for expert, rank in copies:
-            held[rank].append(expert)
-        return self._placement(np.array([[*own, *[-1] * (self.slots - len(own))] for own in held]))
+            slots[rank * self.slots + used[rank]] = expert
+            used[rank] += 1
+        return self._placement(np.array(slots).reshape(self._ranks, self.slots))
 
     def _placement(self, slots: np.ndarray) -> ReplicaPlacement:
         return ReplicaPlacement(self.home, slots, "level", self._per_node)
 
-    @property
+    @cached_property
     def _ranks(self) -> int:
         return int(self.home.max()) + 1
 

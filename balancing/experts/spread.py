@@ -13,6 +13,7 @@ spends all slots on it. Two greedy steps:
 """
 
 import math
+from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def spread_counts(totals: np.ndarray, home: np.ndarray, ranks: int, slots: int) 
         at = urgency.argmax(2)
         highest = urgency[layer, rank, at]
         # Enough are found where as many as wanted come before whatever any rank could still pick.
-        if urgencies and ((np.stack(urgencies) > highest.max(1)[:, None]).sum((0, 2)) >= wanted).all():
+        if len(urgencies) >= slots and ((np.stack(urgencies) > highest.max(1)[:, None]).sum((0, 2)) >= wanted).all():
             break
         picks.append(np.where(highest > 0, order[rank, at], -1))
         urgencies.append(highest)
@@ -103,12 +104,25 @@ def fill_slots(slot_expert: np.ndarray, totals: np.ndarray, home: np.ndarray) ->
 
     slot_expert: int [rank, slot], -1 in empty ones. totals: float [expert]; experts without tokens are left out.
     """
-    filled, count = slot_expert.copy(), 1 + np.bincount(slot_expert[slot_expert >= 0], minlength=len(totals))
-    for rank, slot in zip(*np.nonzero(slot_expert < 0), strict=True):
-        share = np.where(home == rank, 0.0, totals / count)
-        share[filled[rank][filled[rank] >= 0]] = 0.0
-        hottest = int(share.argmax())
-        if share[hottest] > 0:
-            filled[rank, slot] = hottest
-            count[hottest] += 1
+    filled, empty = slot_expert.copy(), np.argwhere(slot_expert < 0).tolist()
+    if not empty:
+        return filled
+    count = (1 + np.bincount(slot_expert[slot_expert >= 0], minlength=len(totals))).tolist()
+    total, held = totals.tolist(), [set(own) for own in filled.tolist()]
+    for expert, rank in enumerate(home.tolist()):
+        held[rank].add(expert)
+    hottest = [(-tokens / number, expert) for expert, (tokens, number) in enumerate(zip(total, count, strict=True))]
+    heapify(hottest)
+    for rank, slot in empty:
+        passed = []
+        while hottest and hottest[0][1] in held[rank]:
+            passed.append(heappop(hottest))
+        if hottest and hottest[0][0] < 0:
+            expert = hottest[0][1]
+            filled[rank, slot] = expert
+            held[rank].add(expert)
+            count[expert] += 1
+            heapreplace(hottest, (-total[expert] / count[expert], expert))
+        for each in passed:
+            heappush(hottest, each)
     return filled
