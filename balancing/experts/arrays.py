@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from balancing.upload import upload
+
 __all__ = ["Arrays"]
 
 
@@ -16,7 +18,7 @@ class Arrays:
         self._device = device
 
     def _array(self, values: np.ndarray) -> Any:
-        return values if self._xp is np else torch.as_tensor(values, device=self._device)
+        return values if self._xp is np else upload(values, torch.device(self._device))
 
     def _zeros(self, like: Any, *shape: int) -> Any:
         return np.zeros(shape, dtype=np.int64) if self._xp is np else like.new_zeros(shape)

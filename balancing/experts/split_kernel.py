@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from balancing.experts.placement import ReplicaPlacement
+from balancing.upload import upload
 
 __all__ = ["MOST_RANKS", "SplitKernels", "divide", "launch_options", "level"]
 
@@ -63,7 +64,7 @@ class SplitKernels:
         self._instances = len(rank)
         # One array, so that it is one copy to the device.
         parts = [table.reshape(-1), home_only.reshape(-1), by_expert.reshape(-1)]
-        self._tables = torch.as_tensor(np.concatenate(parts), device=device)
+        self._tables = upload(np.concatenate(parts), torch.device(device))
 
     def __call__(self, load: torch.Tensor) -> torch.Tensor:
         """load: int [source_rank, expert], on the device. Returns int64 [source_rank, physical]."""
