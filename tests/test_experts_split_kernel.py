@@ -34,6 +34,17 @@ def test_the_kernels_split_to_the_token_like_numpy():
     assert "splits agree" in done.stdout
 
 
+def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
+    from balancing.experts import split_kernel
+
+    monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused: None)
+    monkeypatch.setattr(split_kernel.SplitKernels, "__call__", lambda self, load: load.new_zeros(4, 16))
+    split_kernel.kernels_work.cache_clear()
+    with pytest.warns(UserWarning, match="step by step"):
+        assert not split_kernel.kernels_work(4, torch.device("cpu"))
+    split_kernel.kernels_work.cache_clear()
+
+
 @pytest.mark.parametrize(("kernel", "pointers"), [("level", 3), ("divide", 4)])
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
@@ -57,7 +68,7 @@ def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
 
 def compare() -> int:
     """Split all cases with NumPy and with the kernels, on the CPU. How many there were."""
-    from balancing.experts.split_kernel import SplitKernels
+    from balancing.experts.split_kernel import SplitKernels, kernels_work
 
     splits = 0
     for placement, load, sweeps in _cases():
@@ -66,6 +77,7 @@ def compare() -> int:
         found = kernels(torch.from_numpy(load)).numpy()
         assert np.array_equal(found, Splitter(placement, sweeps=sweeps)(load)), (placement, load, sweeps)
         splits += 1
+    assert all(kernels_work(ranks, torch.device("cpu")) for ranks in (2, 7, 16))
     return splits
 
 

@@ -284,10 +284,10 @@ def _kernels(placement: ReplicaPlacement, members: list[list[int]], sweeps: int,
     if placement.split == "own":
         return None
     try:
-        from balancing.experts.split_kernel import MOST_RANKS, SplitKernels
+        from balancing.experts.split_kernel import MOST_RANKS, SplitKernels, kernels_work
     except ImportError:
         return None
-    if placement.num_ranks > MOST_RANKS:
+    if placement.num_ranks > MOST_RANKS or not kernels_work(placement.num_ranks, torch.device(device)):
         return None
     return SplitKernels(placement, members, sweeps if placement.split == "level" else 0, device)
 

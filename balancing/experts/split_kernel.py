@@ -10,6 +10,8 @@ instances of an expert is a masked sum over pairs of ranks. That wants ranks squ
 is a largest number of ranks.
 """
 
+import warnings
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
+from balancing.experts.disjoint import disjoint_classes
 from balancing.experts.placement import ReplicaPlacement
 from balancing.upload import upload
 
-__all__ = ["MOST_RANKS", "SplitKernels", "divide", "launch_options", "level"]
+__all__ = ["MOST_RANKS", "SplitKernels", "divide", "kernels_work", "launch_options", "level"]
 
 MOST_RANKS = 128  # more do not fit the registers of one program
 
@@ -79,6 +82,22 @@ class SplitKernels:
             nodes = (place.num_ranks, place.ranks_per_node, place.experts, len(place.phys2log))
             divide[(place.experts,)](load, quota, self._tables, served, *sizes, *nodes, **options)
         return served
+
+
+@cache
+def kernels_work(ranks: int, device: torch.device) -> bool:
+    """Whether they split one load on this device as NumPy does. A wrong split would be a hang or a wrong training."""
+    from balancing.experts.split import Splitter  # which calls this
+
+    generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
+    slots = np.stack([generator.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
+    placement = ReplicaPlacement(home, slots, ranks_per_node=-(-ranks // 2))
+    load = generator.integers(0, 1000, (ranks, 2 * ranks))
+    found = SplitKernels(placement, disjoint_classes(placement), 4, device)(torch.from_numpy(load).to(device))
+    works = np.array_equal(found.cpu().numpy(), Splitter(placement, sweeps=4)(load))
+    if not works:
+        warnings.warn("tokens are split step by step, for the kernels that do it give other counts here", stacklevel=2)
+    return works
 
 
 def launch_options(width: int) -> dict[str, Any]:
