@@ -270,7 +270,8 @@ class ReplicaSlots:
 
     def collect(self, layer: int) -> None:
         """A backward pass through `layer`'s replicas has ended: take their gradients, and send them home when due."""
-        self._finish_reductions()
+        # A burst of gradients has the time of two layers to come home. Shared slots have room for those of one.
+        self._finish_reductions(but=0 if self.shared else 1)
         self._backwards[layer] += 1
         accumulated = self._accumulated[layer]
         for chain in self._chains[layer]:
@@ -312,8 +313,10 @@ class ReplicaSlots:
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
         self._reducing.append(_Reduction(layer, Relay(hops, self._group), received))
 
-    def _finish_reductions(self) -> None:
-        for layer, relay, received in self._reducing:
+    def _finish_reductions(self, but: int = 0) -> None:
+        """Have all gradients on their way at home, but for those of the last `but` layers."""
+        while len(self._reducing) > but:
+            layer, relay, received = self._reducing.pop(0)
             if received:
                 self._wait(relay.wait_received)
             for home, flat in received:
@@ -323,7 +326,6 @@ class ReplicaSlots:
             self._leaving.append(relay)
             if self._backwards[layer] == self._micro_batches:
                 self._reduced(layer)
-        self._reducing.clear()
 
     def take_traffic(self) -> Traffic:
         """What was moved since the last call, waits since the step began. Where these are a stream's, it waits for the
