@@ -119,10 +119,10 @@ def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, pla
 
 
 def _others() -> Iterator[Any]:
-    """Each case with both modes; every other case, with either mode in turn, is the sample."""
+    """Each case with both modes; every third case, with either mode in turn, is the sample."""
     for number, case in enumerate(OTHERS):
         for choice, mode in enumerate(MODES):
-            sampled = number % 4 == 2 * choice
+            sampled = number % 6 == 3 * choice
             yield pytest.param(case, mode, marks=[] if sampled else pytest.mark.exhaustive)
 
 
@@ -135,7 +135,7 @@ def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     )
 
 
-@pytest.mark.parametrize("interval", [5, 0])
+@pytest.mark.parametrize("interval", [pytest.param(5, marks=pytest.mark.exhaustive), 0])
 def test_how_often_replicas_are_placed(pool, tmp_path, interval):
     """Every fifth iteration, or when the load has drifted. What they are moves nothing but replicas."""
     ranks, flags = LAYOUTS["EP 2"]
