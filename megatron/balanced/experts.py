@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +48,18 @@ class _Planned(NamedTuple):
     seconds: float
 
 
+@dataclass
+class _Replicas:
+    """Of one layer. placed: without what was added in a step. drift: of its load, lately. age: iterations since the
+    loads that replicas were placed for. due: the iteration after which they are placed anew."""
+
+    placed: ReplicaPlacement
+    history: LoadHistory = field(default_factory=LoadHistory)
+    drift: float = 0.0
+    age: int = 0
+    due: int = 0
+
+
 class DoesNotFit(ValueError):
     """The slots need more memory than is free. Raised on all ranks together."""
 
@@ -73,12 +86,8 @@ class ExpertBalancer:
         self._shared = False
         self._iteration = 0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="replicas")
-        self._planning: dict[BalancedMoELayer, Future[_Planned]] = {}
-        self._history: dict[BalancedMoELayer, LoadHistory] = {}  # of iterations, used by one thread at a time
-        self._drift: dict[BalancedMoELayer, float] = {}
-        self._age: dict[BalancedMoELayer, int] = {}  # iterations since the loads that replicas were placed for
-        self._due: dict[BalancedMoELayer, int] = {}  # iteration after which a layer's replicas are placed anew
-        self._placed: dict[BalancedMoELayer, ReplicaPlacement] = {}  # without what was added to them in a step
+        self._planning: list[tuple[_Replicas, Future[_Planned]]] = []
+        self._replicas: dict[BalancedMoELayer, _Replicas] = {}  # of the layers that are here
         self._plan_ms = self._waited_ms = 0.0
         self._model_config: Any = None
         self._finalize: Callable | None = None
@@ -113,8 +122,7 @@ class ExpertBalancer:
     def renew(self) -> None:
         """Make the slots of the layers that are here now. To be called again when layers have come, gone or been
         wrapped anew, between two steps; replicas of a layer that stays are kept, those of one that moved are not."""
-        placed, self._placed, self._chunk_at = self._placed, {}, {}
-        histories, self._history = self._history, {}
+        before, self._replicas, self._chunk_at = self._replicas, {}, {}
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:
                 assert self._group is not None
@@ -122,8 +130,7 @@ class ExpertBalancer:
                     ddp, own, self._process_group, self._shared, self._group.ranks_per_node
                 )
                 for layer in own:
-                    self._placed[layer] = placed.get(layer, layer.placement)
-                    self._history[layer] = histories.get(layer, LoadHistory())
+                    self._replicas[layer] = before.get(layer) or _Replicas(layer.placement)
                     layer.on_load = partial(self._on_load, chunk, layer)
 
     def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
@@ -171,15 +178,15 @@ class ExpertBalancer:
         self._iteration = iteration
         if self._planning:
             begin = time.perf_counter()
-            done = {layer: planning.result() for layer, planning in self._planning.items()}
+            done = [(replicas, planning.result()) for replicas, planning in self._planning]
             self._waited_ms = (time.perf_counter() - begin) * 1e3
-            self._plan_ms = sum(planned.seconds for planned in done.values()) * 1e3
-            for layer, planned in done.items():
-                self._drift[layer], self._age[layer] = planned.drift, self._age.get(layer, 0) + 1
+            self._plan_ms = sum(planned.seconds for _, planned in done) * 1e3
+            for replicas, planned in done:
+                replicas.drift, replicas.age = planned.drift, replicas.age + 1
                 if planned.placement is not None:
-                    self._placed[layer], self._age[layer] = planned.placement, 1
+                    replicas.placed, replicas.age = planned.placement, 1
             self._planning.clear()
-            if any(planned.placement is not None for planned in done.values()):
+            if any(planned.placement is not None for _, planned in done):
                 self._agree()
         self._model_config = config
 
@@ -188,9 +195,9 @@ class ExpertBalancer:
             layer.loads.clear()
             layer.served.clear()
             if layer.frozen:  # replicas would come for a forward pass alone
-                self._placed[layer] = layer.alone
-            if layer.placement != self._placed[layer]:
-                layer.place(self._placed[layer])
+                self._replicas[layer].placed = layer.alone
+            if layer.placement != self._replicas[layer].placed:
+                layer.place(self._replicas[layer].placed)
         for chunk in self._chunk_at.values():
             chunk.begin_step()
         self._finalize = self._model_config.finalize_model_grads_func
@@ -237,10 +244,10 @@ class ExpertBalancer:
             # Layers of multi-token prediction have numbers of their own, and come after the decoder's here.
             layer=layer.layer_number - 1 + (layer.config.num_layers if layer.is_mtp_layer else 0),
             planner=self.config.expert_planner,
-            drift=self._drift.get(layer, 0.0),
-            plan_age=self._age.get(layer, 0),
+            drift=self._replicas[layer].drift,
+            plan_age=self._replicas[layer].age,
             replicas=replicas,
-            added=replicas - self._placed[layer].replicas,
+            added=replicas - self._replicas[layer].placed.replicas,
             plan_wait_ms=self._waited_ms / len(self._layers()),
         )
 
@@ -262,7 +269,8 @@ class ExpertBalancer:
             self._repair(chunk, layer, *_host([load]))
         if len(layer.loads) + 1 == get_num_microbatches():
             loads = [*layer.loads, load]
-            self._planning[layer] = self._planner.submit(self._plan, layer, loads, self._iteration + 1)
+            own = self._replicas[layer]
+            self._planning.append((own, self._planner.submit(self._plan, layer, own, loads, self._iteration + 1)))
 
     def _repair(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: np.ndarray) -> None:
         """More replicas for this iteration, if `load`, its first micro-batch, shows that they pay although exposed."""
@@ -283,15 +291,15 @@ class ExpertBalancer:
         """Micro-batches that one transfer serves."""
         return 1 if self._shared else get_num_microbatches()
 
-    def _plan(self, layer: BalancedMoELayer, loads: list[Any], iteration: int) -> _Planned:
+    def _plan(self, layer: BalancedMoELayer, own: _Replicas, loads: list[Any], iteration: int) -> _Planned:
         """Where `layer`'s replicas go after the `iteration` with these loads."""
         loads = _host(loads)
         begin = time.perf_counter()
-        history, interval = self._history[layer], self.config.expert_plan_interval
+        history, interval = own.history, self.config.expert_plan_interval
         drift = float(history.record(np.mean(loads, axis=0)))
-        if iteration % interval if interval else iteration < self._due.get(layer, 0):
+        if iteration % interval if interval else iteration < own.due:
             return _Planned(None, drift, time.perf_counter() - begin)
-        self._due[layer] = iteration + history.interval(_DRIFT)
+        own.due = iteration + history.interval(_DRIFT)
         load = history.predict()
         assert self._group is not None
         costs: dict[str, Any] = {}
@@ -312,7 +320,7 @@ class ExpertBalancer:
 
     def _agree(self) -> None:
         """Every rank of a group made the same plans, or nobody acts on them."""
-        digest = "".join(self._placed[layer].digest() for layer in self._layers()).encode()
+        digest = "".join(self._replicas[layer].placed.digest() for layer in self._layers()).encode()
         digests: list[Any] = [None] * dist.get_world_size(mpu.get_expert_model_parallel_group())
         dist.all_gather_object(digests, digest, group=mpu.get_expert_model_parallel_group())
         if len(set(digests)) > 1:
