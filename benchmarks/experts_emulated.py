@@ -141,7 +141,8 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
         begin = time.thread_time()
         placed = []
         for load in np.rint(step.mean(2) * scale.tokens).astype(np.int64).swapaxes(0, 1):
-            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, **costs)
+            first = not placed
+            each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, first=first, **costs)
             split = each.split
             gains = traffic(load, each).sum(0).max() <= (1 - _MIN_GAIN) * traffic(load, alone).sum(0).max()
             placed.append(each.slot_expert if gains else alone.slot_expert)

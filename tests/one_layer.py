@@ -222,7 +222,7 @@ def pass_rank(layer: Layer) -> Pass:
 
     built.experts.forward = counted
     if slots is not None:
-        slots.begin_step([built.placement.slot_expert], 1)
+        slots.begin_step([built.placement], 1)
     output, bias = built(hidden)
     assert bias is None
     output.backward(torch.as_tensor(chance.normal(size=output.shape)).to(dtype))

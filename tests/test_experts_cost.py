@@ -14,11 +14,10 @@ from balancing.experts import (
     contiguous_homes,
     layer_cost,
     plan_replicas,
-    slots_that_fit,
     traffic,
 )
 from balancing.experts.bound import LeastCost
-from balancing.experts.cost import agg_seconds, exchange_seconds, trans_seconds
+from balancing.experts.cost import copy_seconds, exchange_seconds
 from balancing.experts.prophet import paper_seconds
 from balancing.experts.synthetic import sampled_load, zipf_popularity
 
@@ -36,7 +35,6 @@ def test_an_expert_has_two_or_three_matrices():
     assert SHAPE.parameters == 3 * 1000 * 500
     assert ExpertShape(1000, 500, 2, gated=False).parameters == 2 * 1000 * 500
     assert SHAPE.weight_bytes == 3e6
-    assert SHAPE.slot_bytes == 3e6 + 6e6
     # Multiply and add for each parameter.
     assert SHAPE.forward_seconds(nodes(1, 2)) == pytest.approx(2 * 1.5e6 / 1e9)
 
@@ -113,18 +111,16 @@ class TestTransfers:
     placement = ReplicaPlacement(np.arange(4), [[-1], [0], [0], [0]], ranks_per_node=2)
 
     def test_handing_on_enters_a_node_once(self):
-        weight = SHAPE.weight_bytes
-        assert trans_seconds(self.placement, nodes(2, 2), SHAPE) == pytest.approx(weight / 10)
-        assert trans_seconds(self.placement, nodes(2, 2), SHAPE, relayed=False) == pytest.approx(2 * weight / 10)
+        assert copy_seconds(self.placement, nodes(2, 2)) == pytest.approx(1 / 10)
+        assert copy_seconds(self.placement, nodes(2, 2), relayed=False) == pytest.approx(2 / 10)
 
     def test_one_node_takes_one_copy_or_one_for_each_replica(self):
-        weight = SHAPE.weight_bytes
-        assert trans_seconds(self.placement, nodes(1, 4), SHAPE) == pytest.approx(weight / 100)
-        assert trans_seconds(self.placement, nodes(1, 4), SHAPE, relayed=False) == pytest.approx(3 * weight / 100)
+        assert copy_seconds(self.placement, nodes(1, 4)) == pytest.approx(1 / 100)
+        assert copy_seconds(self.placement, nodes(1, 4), relayed=False) == pytest.approx(3 / 100)
 
     def test_gradients_are_float32(self):
-        trans, agg = (each(self.placement, nodes(2, 2), SHAPE) for each in (trans_seconds, agg_seconds))
-        assert agg == pytest.approx(2 * trans)
+        cost = layer_cost(np.zeros((4, 4), dtype=int), self.placement, nodes(2, 2), SHAPE)
+        assert cost.trans == pytest.approx(SHAPE.weight_bytes / 10) and cost.agg == pytest.approx(2 * cost.trans)
 
 
 class TestEquations:
@@ -179,6 +175,8 @@ class TestEquations:
         assert hidden.agg_exposed == pytest.approx(agg - 2 * forward - 2.0)
         assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).exposed == 0
         assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).slowed == 0, "no token travels"
+        first = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=1.0, first=True)
+        assert (first.trans_exposed, first.agg_exposed) == (pytest.approx(trans - 1.0), pytest.approx(agg - 2.0))
         shared = layer_cost(tokens, placement, cluster, SHAPE, micro_batches=4)
         assert shared.total == pytest.approx(3 * forward + (trans + agg) / 4)
 
@@ -196,7 +194,10 @@ def test_hidden_transfers_hold_up_tokens():
 
 
 @pytest.mark.parametrize("nics", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"hidden_under": 0.0}, {"hidden_under": 1e-2, "micro_batches": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hidden_under": 0.0}, {"hidden_under": 1e-2, "micro_batches": 4}, {"hidden_under": 1e-2, "first": True}],
+)
 def test_no_split_costs_less_than_the_bound(nics, options):
     """Over placements that are good, bad and empty; where nothing can be split, the bound is the cost."""
     generator = np.random.default_rng(nics)
@@ -217,12 +218,6 @@ def test_no_split_costs_less_than_the_bound(nics, options):
 def test_no_tokens_under_nothing_take_no_time():
     placement = ReplicaPlacement(np.arange(2), [[-1], [-1]])
     assert layer_cost(np.zeros((2, 2), dtype=int), placement, nodes(1, 2), SHAPE, hidden_under=0.0).total == 0
-
-
-def test_slots_that_fit():
-    assert slots_that_fit(SHAPE, 9e6 * 24, layers=12, shared=False) == 2
-    assert slots_that_fit(SHAPE, 9e6 * 24, layers=12, shared=True) == 12
-    assert slots_that_fit(SHAPE, 1e6, layers=12, shared=True) == 0
 
 
 def test_a_size_that_is_none():

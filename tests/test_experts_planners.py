@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_experts_plan import SHAPE, largest_over_mean, loads, machine, quick
 
-from balancing.experts import plan_replicas, repair, split_tokens, traffic
+from balancing.experts import plan_replicas, plan_replicas_layers, repair, split_tokens, traffic
 from balancing.experts.eplb import rebalance_experts
 from balancing.experts.synthetic import sampled_load, zipf_popularity
 
@@ -127,6 +127,13 @@ class TestCosts:
 
     def test_hidden_copies_fill_all_slots(self):
         assert plan_replicas(self.hot(500), machine(8), slots=2, shape=SHAPE, hidden_under=5e-3).replicas == 16
+
+    def test_no_experts_hide_what_the_first_layer_needs(self):
+        loads = np.stack([self.hot(2000)] * 2)
+        costs = {"shape": SHAPE, "hidden_under": 3e-4}
+        first, second = plan_replicas_layers(loads, machine(8), slots=2, first=True, **costs)
+        assert first.replicas < second.replicas
+        assert second == plan_replicas(loads[1], machine(8), slots=2, **costs)
 
     def test_a_copy_that_serves_many_micro_batches_pays_sooner(self):
         load = self.hot(3000)

@@ -5,7 +5,7 @@ load which experts get replicas on which ranks, `Splitter` divides the tokens th
 weights and gradients travel under other compute. Routing, losses and checkpoints stay what they are.
 """
 
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, slots_that_fit
+from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
 from balancing.experts.load import LoadHistory, rank_load, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
@@ -43,7 +43,6 @@ __all__ = [
     "read_routing_trace",
     "render",
     "repair",
-    "slots_that_fit",
     "split_tokens",
     "total_variation",
     "traffic",

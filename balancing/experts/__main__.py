@@ -171,7 +171,7 @@ def _replay(
     seconds: list[list[LayerCost]] = [[] for _ in range(layers)]
     for number, at in enumerate(follow):
         before = counts[at - 1].mean(2).swapaxes(0, 1)
-        known = costs if shape is not None else {}
+        known = costs | {"first": True} if shape is not None else {}
         plans = plan_replicas_layers(before, cluster, slots=options.slots, shape=shape, method=method, **known)
         for layer, plan in enumerate(plans):
             replicas += plan.replicas
@@ -179,7 +179,7 @@ def _replay(
                 sent = traffic(counts[at, :, layer, batch], plan)
                 imbalance[number, layer, batch] = sent.sum(0).max() / max(sent.sum() / ranks, 1)
                 if shape is not None:
-                    seconds[layer].append(layer_cost(sent, plan, cluster, shape, **costs))
+                    seconds[layer].append(layer_cost(sent, plan, cluster, shape, first=layer == 0, **costs))
     mean = [_mean(each) for each in seconds] if shape is not None else []
     return _Replay(imbalance, replicas / (len(follow) * layers), mean)
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -70,7 +69,6 @@ class ReplicaSlots:
     slots      replicas this rank can hold for a layer
     group      expert-parallel group, used for nothing else at the same time
     shared     two buffers for all layers instead of one for each
-    ranks_per_node  of the group, whose ranks fill nodes in order: an expert enters each node once. 0: all on one node
     gradient   home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in
     reduced    called with a layer's number when all gradients of its replicas are in their homes
     """
@@ -82,7 +80,6 @@ class ReplicaSlots:
         group: dist.ProcessGroup,
         *,
         shared: bool,
-        ranks_per_node: int = 0,
         gradient: Callable[[torch.Tensor], torch.Tensor],
         reduced: Callable[[int], None],
     ) -> None:
@@ -90,11 +87,10 @@ class ReplicaSlots:
         self.traffic = Traffic()
         self._group, self._gradient, self._reduced = group, gradient, reduced
         self._rank = dist.get_rank(group)
-        self._ranks_per_node = ranks_per_node
         self._homes_per_rank = len(homes[0])
-        self._home = np.arange(dist.get_world_size(group)).repeat(self._homes_per_rank)
         first = homes[0][0]
         self._shapes = [p.shape for p in first]
+        self._experts = self._homes_per_rank * dist.get_world_size(group)
         self._size = sum(p.numel() for p in first)
         self._dtype, self._device = first[0].dtype, first[0].device
         self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
@@ -136,10 +132,10 @@ class ReplicaSlots:
 
     # Trans.
 
-    def begin_step(self, placements: Sequence[np.ndarray], micro_batches: int) -> None:
-        """The weights of this iteration are final. Start with the first layer's replicas.
+    def begin_step(self, placements: Sequence[ReplicaPlacement], micro_batches: int) -> None:
+        """The weights of this iteration are final. Start with the replicas of the first layer that has some.
 
-        placements: for each layer an int array [rank, slot] of experts, -1 where a slot is empty.
+        placements: of each layer, homes in contiguous blocks.
         micro_batches: backward passes that each layer will make in this iteration.
         """
         assert not (self._fetching or self._leaving or self._reducing), (
@@ -151,10 +147,11 @@ class ReplicaSlots:
         self._backwards = [0] * len(self.homes)
         self._moved = [0] * len(self.homes)
         self._micro_batches = micro_batches
-        self.prefetch(0)
+        first = next((layer for layer in range(len(self.homes)) if self.is_used(layer)), None)
+        if first is not None:
+            self.prefetch(first)
 
-    def _chains_of(self, slot_expert: np.ndarray) -> list[_Chain]:
-        placement = ReplicaPlacement(self._home, slot_expert, ranks_per_node=self._ranks_per_node)
+    def _chains_of(self, placement: ReplicaPlacement) -> list[_Chain]:
         chains = []
         for expert, ranks in placement.chains.items():
             place = ranks.index(self._rank) if self._rank in ranks else None
@@ -180,7 +177,7 @@ class ReplicaSlots:
             target = ranks[place + 1] if place + 1 < len(ranks) else None
             passed, added = (None if flat is None else cut(flat) for flat in buffers(chain))
             assert passed is not None and len(passed) <= _MOST_PIECES, "an expert of that size"
-            first = ((2 * layer + kind) * len(self._home) + chain.expert) * _MOST_PIECES
+            first = ((2 * layer + kind) * self._experts + chain.expert) * _MOST_PIECES
             for number, piece in enumerate(passed):
                 add = None if added is None else added[number]
                 hops.append(Hop(source, target, piece, add, tag=first + number, turn=place + number))
@@ -191,9 +188,11 @@ class ReplicaSlots:
 
     def prefetch(self, layer: int) -> None:
         """Start bringing the weights of `layer`'s replicas, unless they are here or under way. Returns at once."""
-        if not 0 <= layer < len(self.homes) or self._content[self._buffer(layer)] == layer:
+        buffer = self._buffer(layer)
+        if self._content[buffer] == layer:
             return
-        self._content[self._buffer(layer)] = layer
+        assert all(self._buffer(other) != buffer for other in self._fetching), "a buffer is filled twice at once"
+        self._content[buffer] = layer
         self._fetch(layer, self._chains[layer])
 
     def _fetch(self, layer: int, chains: list[_Chain]) -> None:
@@ -211,14 +210,14 @@ class ReplicaSlots:
         self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._size * self._dtype.itemsize
         self._fetching.setdefault(layer, []).append(Relay(hops, self._group))
 
-    def add(self, layer: int, slot_expert: np.ndarray) -> None:
+    def add(self, layer: int, placement: ReplicaPlacement) -> None:
         """Fill empty slots of `layer` before its first pass of the iteration, whose experts will wait for the weights.
 
-        slot_expert: [rank, slot] as in `begin_step`, from which it may only differ where slots were empty.
+        placement: may differ from that of `begin_step` only where slots were empty.
         """
         assert not self._backwards[layer], "replicas are added before the first pass"
         before = {chain.expert: chain.ranks for chain in self._chains[layer]}
-        chains = self._chains_of(slot_expert)
+        chains = self._chains_of(placement)
         self._chains[layer] = chains
         if self._content[self._buffer(layer)] != layer:
             return  # nothing is here or under way yet, so that the first pass will bring all
@@ -231,15 +230,21 @@ class ReplicaSlots:
                 missing.append(_Chain(chain.expert, ranks, place, chain.slot))
         self._fetch(layer, missing)
 
-    def acquire(self, layer: int, then: int) -> None:
-        """Have the weights of `layer`'s replicas in its slots, and start bringing those of layer `then`."""
+    def acquire(self, layer: int, *, forward: bool) -> None:
+        """Have the weights of `layer`'s replicas in its slots, and start bringing those of the next layer with
+        replicas, in the forward or the backward direction."""
         self._finish_sends()
         self.prefetch(layer)
         for relay in self._fetching.pop(layer, []):
             self._wait(relay.wait_received)
             self._leaving.append(relay)
-        if self.slots:
-            self.prefetch(then)
+        self._prefetch_after(layer, forward)
+
+    def _prefetch_after(self, layer: int, forward: bool) -> None:
+        others = range(layer + 1, len(self.homes)) if forward else range(layer - 1, -1, -1)
+        following = next((other for other in others if self.is_used(other)), None)
+        if following is not None and self._buffer(following) != self._buffer(layer):
+            self.prefetch(following)
 
     def is_used(self, layer: int) -> bool:
         """True if some rank of the group holds a replica of an expert of `layer` in this iteration."""

@@ -32,10 +32,11 @@ class LeastCost:
         shape: ExpertShape,
         *,
         hidden_under: float | None = None,
+        first: bool = False,
         micro_batches: int = 1,
     ) -> None:
         self._cluster, self._shape = cluster, shape
-        self._hidden_under, self._micro_batches = hidden_under, micro_batches
+        self._hidden_under, self._first, self._micro_batches = hidden_under, first, micro_batches
         self._ranks = len(load)
         self._by_expert = np.append(load.T, np.zeros((1, self._ranks)), axis=0)  # and no tokens of the expert -1
         tokens = self._by_expert[:-1].T
@@ -64,7 +65,7 @@ class LeastCost:
         all_to_all = seconds * (shape.hidden * shape.bytes_per_parameter)
         forward = np.maximum(arriving[0].max(1), self._arriving[0].sum() / ranks) * shape.forward_seconds(cluster)
         costs = [
-            with_transfers(*times, cluster, shape, True, self._hidden_under, self._micro_batches)
+            with_transfers(*times, cluster, shape, True, self._hidden_under, self._first, self._micro_batches)
             for times in zip(all_to_all.tolist(), forward.tolist(), placements, strict=True)
         ]
         return [replace(cost, slowed=0.0) if cost.exposed else cost for cost in costs]

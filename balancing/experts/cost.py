@@ -19,13 +19,11 @@ from balancing.experts.placement import ReplicaPlacement
 __all__ = [
     "ExpertShape",
     "LayerCost",
-    "agg_seconds",
     "break_even_tokens",
+    "copy_seconds",
     "exchange_seconds",
     "layer_cost",
     "links",
-    "slots_that_fit",
-    "trans_seconds",
     "with_transfers",
 ]
 
@@ -61,11 +59,6 @@ class ExpertShape:
     def weight_bytes(self) -> float:
         """Bytes of one expert's weights."""
         return self.parameters * self.bytes_per_parameter
-
-    @property
-    def slot_bytes(self) -> float:
-        """Bytes of a slot: weights, and the gradients gathered for them."""
-        return self.weight_bytes + self.parameters * self.gradient_bytes
 
     def forward_seconds(self, cluster: Cluster) -> float:
         """Seconds one rank computes for one token, forward. Backward takes twice as long."""
@@ -108,6 +101,7 @@ def layer_cost(
     shape: ExpertShape,
     *,
     hidden_under: float | None = None,
+    first: bool = False,
     micro_batches: int = 1,
     relayed: bool = True,
 ) -> LayerCost:
@@ -117,12 +111,14 @@ def layer_cost(
     rank i of the cluster.
     hidden_under: seconds of forward compute other than the experts' that run while replicas travel (T_FNEC; twice that
     backward). The experts' own compute hides transfers too then (Eq. 8). None if transfers wait (Eq. 6).
+    first: whether the layer is the first one with experts, so that none compute while its replicas travel: its weights
+    come before all others, and its gradients go home last.
     micro_batches: how many one transfer serves; more than one where slots stay resident through an iteration.
-    relayed: as in `trans_seconds`.
+    relayed: as in `copy_seconds`.
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
     all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
-    return with_transfers(all_to_all, forward, placement, cluster, shape, relayed, hidden_under, micro_batches)
+    return with_transfers(all_to_all, forward, placement, cluster, shape, relayed, hidden_under, first, micro_batches)
 
 
 def with_transfers(
@@ -133,15 +129,16 @@ def with_transfers(
     shape: ExpertShape,
     relayed: bool,
     hidden_under: float | None,
+    first: bool,
     micro_batches: int,
 ) -> LayerCost:
     """The cost where one exchange of tokens takes `all_to_all` seconds and compute `forward`; else as `layer_cost`."""
-    copy = _copy_seconds(placement, cluster, relayed)
+    copy = copy_seconds(placement, cluster, relayed=relayed)
     trans, agg = copy * shape.weight_bytes, copy * shape.parameters * shape.gradient_bytes
     window, slowed = 0.0, 0.0
     if hidden_under is not None:
-        window = forward + hidden_under
-        busy = 4 * all_to_all + 3 * window
+        window = hidden_under if first else forward + hidden_under
+        busy = 4 * all_to_all + 3 * (forward + hidden_under)
         exchanging = 4 * all_to_all / busy if busy else 0.0  # share of the time in which tokens travel
         # Then a transfer goes at half its rate, and so do they: it takes 1 / (1 - exchanging / 2) of its time.
         slowed = (trans + agg) * exchanging / (2 - exchanging)
@@ -157,22 +154,12 @@ def with_transfers(
     )
 
 
-def trans_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
-    """Seconds to bring all replicas' weights from their homes.
+def copy_seconds(placement: ReplicaPlacement, cluster: Cluster, *, relayed: bool = True) -> float:
+    """Seconds that all copies take for each byte of an expert: out or back, since links are as fast in both directions.
 
     relayed: ranks hand weights on along `ReplicaPlacement.hops`, in pieces, so that a home sends each expert once
     however many replicas it has; `balancing.experts.apply` does so. Otherwise the home sends every replica itself.
     """
-    return _copy_seconds(placement, cluster, relayed) * shape.weight_bytes
-
-
-def agg_seconds(placement: ReplicaPlacement, cluster: Cluster, shape: ExpertShape, *, relayed: bool = True) -> float:
-    """Seconds to bring all replicas' gradients home, along the way the weights came."""
-    return _copy_seconds(placement, cluster, relayed) * shape.parameters * shape.gradient_bytes
-
-
-def _copy_seconds(placement: ReplicaPlacement, cluster: Cluster, relayed: bool) -> float:
-    """Seconds a byte of an expert: out or back, since links are as fast in both directions."""
     expert, source, rank = placement.hops.T
     source, ranks = source if relayed else placement.home[expert], placement.num_ranks
     _, outside, nics = links(cluster, ranks)
@@ -239,12 +226,3 @@ def break_even_tokens(
     window = hidden_under * (3 if backward else 1)
     saved = (3 if backward else 1) * micro_batches * shape.forward_seconds(cluster)
     return max(0.0, copied / bandwidth - window) / saved
-
-
-def slots_that_fit(shape: ExpertShape, free_bytes: float, *, layers: int, shared: bool) -> int:
-    """How many slots a rank has memory for.
-
-    free_bytes: memory left on the rank. layers: MoE layers on the rank. shared: two buffers serve all layers in turn,
-    so that one is filled while the other is used; otherwise every layer has its own slots.
-    """
-    return max(0, int(free_bytes // (shape.slot_bytes * (2 if shared else max(1, layers)))))

@@ -35,6 +35,7 @@ def plan_replicas(
     home: ArrayLike | None = None,
     method: Method = "quota",
     hidden_under: float | None = None,
+    first: bool = False,
     micro_batches: int = 1,
     **options: Any,
 ) -> ReplicaPlacement:
@@ -47,14 +48,15 @@ def plan_replicas(
     it costs is not made then, and an empty one is returned. Without it plans balance load alone.
     home: int [expert], each expert's home rank; contiguous blocks by default. method: one of `METHODS`.
     hidden_under: seconds of forward compute, besides the experts' own, that run while replicas travel, so that
-    transfers cost only what sticks out; None if they hold everything up. micro_batches: how many one transfer serves.
+    transfers cost only what sticks out; None if they hold everything up. first: whether the layer is the
+    first with experts, whose replicas travel while none compute. micro_batches: how many one transfer serves.
     options: for "prophet", its `excluded` and `alpha` (`balancing.experts.prophet`).
 
     Raises ValueError for a load that is not two-dimensional, negative or not finite, for experts that do not divide by
     the ranks, more ranks than the cluster has, negative slots, and an unknown method or option.
     """
     loads, homes = _checked(np.asarray(load)[None], cluster, slots, home, method)
-    return _plan(loads, homes, cluster, slots, shape, method, hidden_under, micro_batches, options)[0]
+    return _plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches, options)[0]
 
 
 def plan_replicas_layers(
@@ -66,12 +68,16 @@ def plan_replicas_layers(
     home: ArrayLike | None = None,
     method: Method = "quota",
     hidden_under: float | None = None,
+    first: bool = False,
     micro_batches: int = 1,
     **options: Any,
 ) -> tuple[ReplicaPlacement, ...]:
-    """`plan_replicas` for many layers at once: load int [layer, source_rank, expert], one placement a layer."""
+    """`plan_replicas` for many layers at once: load int [layer, source_rank, expert], one placement a layer.
+
+    first: of the first of these layers.
+    """
     loads, homes = _checked(np.asarray(load), cluster, slots, home, method)
-    return tuple(_plan(loads, homes, cluster, slots, shape, method, hidden_under, micro_batches, options))
+    return tuple(_plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches, options))
 
 
 def _checked(
@@ -108,6 +114,7 @@ def _plan(
     shape: ExpertShape | None,
     method: Method,
     hidden_under: float | None,
+    first: bool,
     micro_batches: int,
     options: dict[str, Any],
 ) -> list[ReplicaPlacement]:
@@ -123,7 +130,7 @@ def _plan(
     if method == "none" or slots == 0 or ranks == 1:
         return [placement(nothing) for _ in loads]
     if method == "quota":
-        return QuotaPlanner(cluster, home, slots, shape, hidden_under, micro_batches)(loads)
+        return QuotaPlanner(cluster, home, slots, shape, hidden_under, first, micro_batches)(loads)
     if method == "prophet":
         options = {**options, "shape": shape, "hidden_under": hidden_under}
         plans = [prophet_slots(load, home, cluster, slots, **options) for load in loads]

@@ -9,7 +9,7 @@ plan that takes least time by the cost model is the one: copies nothing hides de
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 import numpy as np
@@ -37,7 +37,8 @@ class QuotaPlanner:
     """Plans layer by layer.
 
     home: int [expert]. slots: most replicas a rank may host. shape: size of an expert; None if balance alone counts.
-    hidden_under, micro_batches: as in `balancing.experts.cost.layer_cost`.
+    hidden_under, first, micro_batches: as in `balancing.experts.cost.layer_cost`; of several layers, only the first one
+    can be first.
     """
 
     cluster: Cluster
@@ -45,12 +46,17 @@ class QuotaPlanner:
     slots: int
     shape: ExpertShape | None = None
     hidden_under: float | None = None
+    first: bool = False
     micro_batches: int = 1
 
     def __call__(self, loads: np.ndarray) -> list[ReplicaPlacement]:
         """One placement a layer. loads: float [layer, source_rank, expert]."""
         picks = spread_counts(loads.sum(1), self.home, self._ranks, self.slots)
-        return [self._plan(load, own) for load, own in zip(loads, picks, strict=True)]
+        later = replace(self, first=False)
+        return [
+            (later if number else self)._plan(load, own)
+            for number, (load, own) in enumerate(zip(loads, picks, strict=True))
+        ]
 
     def _plan(self, load: np.ndarray, picks: np.ndarray) -> ReplicaPlacement:
         total, counts = load.sum(0), np.rint(load).astype(np.int64)
@@ -65,6 +71,7 @@ class QuotaPlanner:
             self.cluster,
             self.shape,
             hidden_under=self.hidden_under,
+            first=self.first,
             micro_batches=self.micro_batches,
         )
         plans: list[ReplicaPlacement] = [spread]
@@ -117,7 +124,13 @@ class QuotaPlanner:
 
     def _cost(self, moved: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> LayerCost:
         return layer_cost(
-            moved, plan, self.cluster, shape, hidden_under=self.hidden_under, micro_batches=self.micro_batches
+            moved,
+            plan,
+            self.cluster,
+            shape,
+            hidden_under=self.hidden_under,
+            first=self.first,
+            micro_batches=self.micro_batches,
         )
 
     def _place(self, copies: Iterable[tuple[int, int]]) -> ReplicaPlacement:

@@ -136,7 +136,7 @@ class _Model:
         for weight in self._home_weights():
             weight.main_grad, weight.tokens = torch.zeros_like(weight, dtype=torch.float32), 0
         if variant.planned is not None:
-            self.slots = _slots(self.layers, variant, groups.transfers, job["ranks_per_node"])
+            self.slots = _slots(self.layers, variant, groups.transfers)
 
     def _home_weights(self) -> list[Any]:
         return [expert.weight for layer in self.layers for expert in layer.experts.local_experts]
@@ -154,7 +154,7 @@ class _Model:
                 layer.loads.clear()
                 layer.served.clear()
                 layer.place(placement)
-            self.slots.begin_step([placement.slot_expert for placement in placements], len(routing))
+            self.slots.begin_step(placements, len(routing))
         for maps in routing:
             output = self._forward(hidden.clone().requires_grad_(), maps)
             assert torch.equal(output, hidden), "tokens did not come back as they left"
@@ -199,18 +199,18 @@ def _experts(local: list[_Expert]) -> torch.nn.Module:
     return PacedExperts()
 
 
-def _slots(layers: Sequence[Any], variant: Variant, group: Any, ranks_per_node: int) -> Any:
+def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
     from balancing.experts.apply import ReplicaSlots
 
     class Exposed(ReplicaSlots):
         """Every transfer is waited for where it is started."""
 
-        def begin_step(self, placements: Sequence[np.ndarray], micro_batches: int) -> None:
+        def begin_step(self, placements: Sequence[Any], micro_batches: int) -> None:
             super().begin_step(placements, micro_batches)
-            self.acquire(0, then=-1)
+            self.acquire(0, forward=True)
 
-        def acquire(self, layer: int, then: int) -> None:
-            super().acquire(layer, then=-1)
+        def _prefetch_after(self, layer: int, forward: bool) -> None:
+            """Nothing comes before it is needed."""
 
         def collect(self, layer: int) -> None:
             super().collect(layer)
@@ -222,7 +222,6 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any, ranks_per_node: 
         variant.slots,
         group,
         shared=variant.shared,
-        ranks_per_node=ranks_per_node,
         gradient=lambda weight: weight.main_grad,
         reduced=lambda layer: None,
     )

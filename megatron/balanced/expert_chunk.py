@@ -21,7 +21,7 @@ __all__ = ["ExpertChunk"]
 class ExpertChunk:
     """The MoE layers of one model chunk, their slots, and the gradients that wait for their replicas.
 
-    shared, ranks_per_node: as in `ReplicaSlots`.
+    shared: as in `ReplicaSlots`.
     """
 
     def __init__(
@@ -30,7 +30,6 @@ class ExpertChunk:
         layers: list[BalancedMoELayer],
         group: dist.ProcessGroup,
         shared: bool,
-        ranks_per_node: int,
     ):
         self.layers = layers
         self._waiting: dict[int, list[Callable[[], None]]] = {}
@@ -40,7 +39,6 @@ class ExpertChunk:
             layers[0].slots,
             group,
             shared=shared,
-            ranks_per_node=ranks_per_node,
             gradient=lambda parameter: parameter.main_grad,
             reduced=self._release,
         )
@@ -73,7 +71,7 @@ class ExpertChunk:
         if self._ddp.ddp_config.overlap_param_gather and self._ddp.remove_forward_pre_hook_handles:
             for bucket_group in self._ddp.expert_parallel_bucket_groups:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
-        self.slots.begin_step([layer.placement.slot_expert for layer in self.layers], get_num_microbatches())
+        self.slots.begin_step([layer.placement for layer in self.layers], get_num_microbatches())
 
     def end_backward(self) -> None:
         self.slots.end_step()

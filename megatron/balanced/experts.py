@@ -126,10 +126,10 @@ class ExpertBalancer:
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:
                 assert self._group is not None
-                chunk = self._chunk_at[position] = ExpertChunk(
-                    ddp, own, self._process_group, self._shared, self._group.ranks_per_node
-                )
+                chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared)
                 for layer in own:
+                    if layer not in before:
+                        layer.live_on(self._group.ranks_per_node)
                     self._replicas[layer] = before.get(layer) or _Replicas(layer.placement)
                     layer.on_load = partial(self._on_load, chunk, layer)
 
@@ -241,8 +241,7 @@ class ExpertBalancer:
             moved_bytes=chunk.slots.moved_bytes(layer.experts.position),
             action="replicate" if replicas else "keep",
             reason="" if replicas else self._why_none(layer),
-            # Layers of multi-token prediction have numbers of their own, and come after the decoder's here.
-            layer=layer.layer_number - 1 + (layer.config.num_layers if layer.is_mtp_layer else 0),
+            layer=_number(layer),
             planner=self.config.expert_planner,
             drift=self._replicas[layer].drift,
             plan_age=self._replicas[layer].age,
@@ -269,8 +268,9 @@ class ExpertBalancer:
             self._repair(chunk, layer, *_host([load]))
         if len(layer.loads) + 1 == get_num_microbatches():
             loads = [*layer.loads, load]
-            own = self._replicas[layer]
-            self._planning.append((own, self._planner.submit(self._plan, layer, own, loads, self._iteration + 1)))
+            own, first, attentions = self._replicas[layer], *self._computed_before(chunk, layer)
+            plan = self._planner.submit(self._plan, layer, own, loads, self._iteration + 1, first, attentions)
+            self._planning.append((own, plan))
 
     def _repair(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: np.ndarray) -> None:
         """More replicas for this iteration, if `load`, its first micro-batch, shows that they pay although exposed."""
@@ -285,14 +285,35 @@ class ExpertBalancer:
         )
         if better is not layer.placement:
             layer.place(better)
-            chunk.slots.add(layer.experts.position, better.slot_expert)
+            chunk.slots.add(layer.experts.position, better)
+
+    def _computed_before(self, chunk: ExpertChunk, layer: BalancedMoELayer) -> tuple[bool, int]:
+        """What runs while the replicas of `layer` travel: whether no experts do, for it is the first layer with experts
+        of the model, and how many layers' attention does.
+
+        While the first layer of a later stage or chunk is waited for, others compute.
+        """
+        position = layer.experts.position
+        if position:
+            return False, _number(layer) - _number(chunk.layers[position - 1])
+        first = chunk is self._chunk_at.get(0) and mpu.get_pipeline_model_parallel_rank() == 0
+        return first, _number(layer) + 1 if first else 1
 
     def _micro_batches_served(self) -> int:
         """Micro-batches that one transfer serves."""
         return 1 if self._shared else get_num_microbatches()
 
-    def _plan(self, layer: BalancedMoELayer, own: _Replicas, loads: list[Any], iteration: int) -> _Planned:
-        """Where `layer`'s replicas go after the `iteration` with these loads."""
+    def _plan(
+        self,
+        layer: BalancedMoELayer,
+        own: _Replicas,
+        loads: list[Any],
+        iteration: int,
+        first: bool,
+        attentions: int,
+    ) -> _Planned:
+        """Where `layer`'s replicas go after the `iteration` with these loads. first, attentions: as
+        `_computed_before` has them."""
         loads = _host(loads)
         begin = time.perf_counter()
         history, interval = own.history, self.config.expert_plan_interval
@@ -305,7 +326,7 @@ class ExpertBalancer:
         costs: dict[str, Any] = {}
         if self._machine is not None:
             costs["shape"] = _shape_of(layer)
-            costs["hidden_under"] = _attention_seconds(self._args, self._machine)
+            costs |= {"hidden_under": attentions * _attention_seconds(self._args, self._machine), "first": first}
             costs["micro_batches"] = self._micro_batches_served()
         placement = plan_replicas(
             load,
@@ -330,6 +351,11 @@ class ExpertBalancer:
 def _host(values: list[Any]) -> list[np.ndarray]:
     """Arrays as they are; or tensors of one shape as arrays, for which this waits once where they are on a GPU."""
     return list(torch.stack(values).cpu().numpy()) if isinstance(values[0], torch.Tensor) else values
+
+
+def _number(layer: BalancedMoELayer) -> int:
+    """From 0. Layers of multi-token prediction have numbers of their own, and come after the decoder's here."""
+    return layer.layer_number - 1 + (layer.config.num_layers if layer.is_mtp_layer else 0)
 
 
 def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:

@@ -93,11 +93,11 @@ class ReplicatedSequentialMLP(SequentialMLP):
     ) -> torch.Tensor:
         """Outputs of the tokens in the slots. Empty slots run too: the backward pass must come by on every rank."""
         position = self.position
-        slots.acquire(position, then=position + 1)
+        slots.acquire(position, forward=True)
         # A gradient reaches the end of these tokens before, and their beginning after, it passed through the replicas.
         tokens = _OnBackward.apply(hidden, lambda: slots.collect(position))
         outputs = self._run_replicas(slots.leaves(position), tokens, counts, probs)
-        return _OnBackward.apply(outputs, lambda: slots.acquire(position, then=position - 1))
+        return _OnBackward.apply(outputs, lambda: slots.acquire(position, forward=False))
 
     def _run_homes(self, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor) -> torch.Tensor:
         parts = zip(self.local_experts, hidden.split(counts), probs.split(counts), strict=True)
@@ -142,10 +142,13 @@ class BalancedMoELayer(MoELayer):
         self._splits: Replays[_Share] = Replays()
         # Where the split is computed: on a GPU beside the tokens, so that the host does not wait for counts.
         self._device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
-        experts = self.config.num_moe_experts
-        self.alone = ReplicaPlacement(
-            contiguous_homes(experts, self.ep_group.size()), np.full((self.ep_group.size(), slots), -1)
-        )
+        self.live_on(0)
+
+    def live_on(self, ranks_per_node: int) -> None:
+        """Say how many ranks of the group a node has, 0 if they share one. No expert has replicas after that."""
+        ranks = self.ep_group.size()
+        home, slots = contiguous_homes(self.config.num_moe_experts, ranks), np.full((ranks, self.slots), -1)
+        self.alone = ReplicaPlacement(home, slots, ranks_per_node=ranks_per_node)
         self.place(self.alone)
 
     def place(self, placement: ReplicaPlacement) -> None:
