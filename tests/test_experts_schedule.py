@@ -65,18 +65,18 @@ def test_weights_are_there_before_they_are_used(case):
 @quick
 @given(schedules())
 def test_a_buffer_in_use_is_not_written(case):
-    """Two buffers at most; what is filled while a block computes is the other one."""
+    """Two buffers a chunk at most; what is filled while a block computes is the other one."""
     schedule, _, mode = case
     if mode == "resident":
         assert all(step.buffer is None for step in schedule)
         return
-    assert {step.buffer for step in schedule if step.kind == "Trans"} <= {0, 1}
-    holds = {0: None, 1: None}
+    assert {step.buffer for step in schedule if step.kind == "Trans"} <= {0, 1, 2, 3}
+    holds = {}
     for step in schedule:
         if step.kind == "Trans":
             if step.under is not None and schedule[step.under].kind in ("FEC", "BEC"):
                 used = schedule[step.under].block
-                assert used not in (step.block, holds[step.buffer])
+                assert used not in (step.block, holds.get(step.buffer))
             holds[step.buffer] = step.block
 
 
@@ -151,25 +151,39 @@ def test_the_turn_needs_no_transfer():
     assert sent == [0, 1, 2, 3, 1, 0]
 
 
-def test_non_expert_compute_is_filled_first():
-    """Trans 2 is cut in two. FNEC 0 is busy with Trans 0 already, so all of Trans 1 goes under FEC 0."""
-    schedule = iteration_schedule([BlockSeconds(1.0, 2.0, 1.5, 1.0)] * 3, mode="resident")
+def test_weights_set_out_when_the_experts_before_begin():
+    schedule = iteration_schedule([BlockSeconds(1.0, 2.0, 2.5, 1.0)] * 3, mode="resident")
     parts = [
-        (step.block, step.seconds, None if step.under is None else schedule[step.under].kind)
+        (step.block, round(step.seconds, 9), None if step.under is None else schedule[step.under].kind)
         for step in schedule
         if step.kind == "Trans"
     ]
     assert parts == [
         (0, 1.0, "FNEC"),
-        (0, 0.5, None),
-        (1, 1.5, "FEC"),
-        (2, 1.0, "FNEC"),
-        (2, 0.5, "FEC"),
+        (0, 1.5, None),
+        (1, 2.0, "FEC"),
+        (1, 0.5, "FNEC"),
+        (2, 2.0, "FEC"),
+        (2, 0.5, "FNEC"),
     ]
 
 
+def test_gradients_have_the_time_of_two_layers_where_slots_are_resident():
+    """10 s: 2 under BNEC 2, 4 and 2 under block 1, and with resident slots 2 more under BEC 0."""
+    blocks = [BlockSeconds(1.0, 2.0, 1.0, agg) for agg in (0.0, 1e-9, 10.0)]
+    for mode, places in (
+        ("resident", [("BNEC", 2), ("BEC", 1), ("BNEC", 1), ("BEC", 0)]),
+        ("shared", [("BNEC", 2), ("BEC", 1), None]),
+    ):
+        schedule = iteration_schedule(blocks, mode=mode)
+        home = [step.under for step in schedule if step.kind == "Agg" and step.block == 2]
+        found = [None if at is None else (schedule[at].kind, schedule[at].block) for at in home]
+        assert found == places
+
+
 def test_what_does_not_fit_uses_the_blocks_own_attention():
-    """5 s of weights: 3 under block 0, 1 under FNEC 1 before its experts need them, 1 exposed."""
+    """5 s of weights, on their way since the step began: 3 under block 0, which has no replicas, 1 under FNEC 1 before
+    its experts need them, 1 exposed."""
     schedule = iteration_schedule([BlockSeconds(1.0, 2.0, 0.0, 0.0), BlockSeconds(1.0, 2.0, 5.0, 0.0)], mode="resident")
     trans = [step for step in schedule if step.kind == "Trans"]
     assert [step.seconds for step in trans] == pytest.approx([1, 2, 1, 1])
@@ -179,11 +193,11 @@ def test_what_does_not_fit_uses_the_blocks_own_attention():
 
 
 def test_exposed_is_everything_without_overlap():
-    blocks = [BlockSeconds(1.0, 2.0, 0.5, 1.0)] * 3
+    blocks = [BlockSeconds(1.0, 2.0, 0.5, 3.0)] * 3
     alone = iteration_schedule(blocks, mode="resident", micro_batches=2, overlap=False)
-    assert exposed_seconds(alone) == pytest.approx(3 * (0.5 + 1.0))
+    assert exposed_seconds(alone) == pytest.approx(3 * (0.5 + 3.0))
     hidden = iteration_schedule(blocks, mode="resident", micro_batches=2)
-    # All but the first block's gradients, which come last and have nothing after them.
+    # Of the first block's gradients, which come last, 2 s are under its attention and nothing comes after that.
     assert exposed_seconds(hidden) == pytest.approx(1.0)
 
 

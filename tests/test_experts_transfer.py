@@ -1,7 +1,10 @@
-"""Replica slots on two ranks, without a model: what is brought when, and that it is right."""
+"""Replica slots on two ranks, without a model: what is brought when is what the schedule says, and it is right."""
 
 import numpy as np
 import pytest
+
+from balancing.experts import BlockSeconds, iteration_schedule
+from balancing.layers import operations
 
 LAYERS, SIZE = 5, 6
 
@@ -19,51 +22,57 @@ def _slots(used, shared):
     homes = [[[torch.full((SIZE,), 10.0 * layer + rank, requires_grad=True)]] for layer in range(LAYERS)]
     for (weight,) in (layer[0] for layer in homes):
         weight.main_grad = torch.zeros(SIZE)
-    home = np.arange(2)
-    placements = [ReplicaPlacement(home, [[1], [0]] if layer in used else [[-1], [-1]]) for layer in range(LAYERS)]
+    placements = [
+        ReplicaPlacement(np.arange(2), [[1], [0]] if layer in used else [[-1], [-1]]) for layer in range(LAYERS)
+    ]
     slots = ReplicaSlots(
         homes, 1, dist.group.WORLD, shared=shared, gradient=lambda weight: weight.main_grad, reduced=lambda layer: None
     )
     return slots, placements, homes, rank
 
 
-def _transfers(used, shared):
-    """Layers whose weights were sent so far, after each step, and whether weights and gradients were right."""
+def _follow(schedule, used, shared, micro_batches):
+    """Compute in the order of the schedule; (what, transfers that have set out, those of the schedule) of each compute,
+    a number for each layer."""
     slots, placements, homes, rank = _slots(used, shared)
-
-    def sent():
-        return [layer for layer in range(LAYERS) if slots.moved_bytes(layer)]
-
-    slots.begin_step(placements, 1)
-    seen = [sent()]
-    for layer in used:
-        slots.acquire(layer, forward=True)
-        ((weight,),) = slots.leaves(layer)
-        assert (weight == 10 * layer + 1 - rank).all()
-        seen.append(sent())
-    for layer in reversed(used):
-        slots.acquire(layer, forward=False)
-        ((weight,),) = slots.leaves(layer)
-        assert (weight == 10 * layer + 1 - rank).all()
-        (weight * (layer + 1)).sum().backward()
-        slots.collect(layer)
+    slots.begin_step(placements, micro_batches)
+    seen = []
+    for at, step in enumerate(schedule):
+        if step.kind not in ("FNEC", "FEC", "BEC", "BNEC"):
+            continue
+        if step.kind in ("FEC", "BEC") and step.block in used:
+            slots.acquire(step.block, forward=step.kind == "FEC")
+            ((weight,),) = slots.leaves(step.block)
+            assert (weight == 10 * step.block + 1 - rank).all()
+        both = 2 * SIZE * 4  # bytes of a transfer of both experts, weights or gradients
+        known = [
+            sum(each.kind in ("Trans", "Agg") and each.block == n for each in schedule[:at]) for n in range(LAYERS)
+        ]
+        seen.append((step.kind, step.block, [slots.moved_bytes(layer) // both for layer in range(LAYERS)], known))
+        if step.kind == "BEC" and step.block in used:
+            (weight * (step.block + 1)).sum().backward()
+            slots.collect(step.block)
     slots.end_step()
     for layer in range(LAYERS):
-        assert (homes[layer][0][0].main_grad == (layer + 1 if layer in used else 0)).all()
+        assert (homes[layer][0][0].main_grad == (micro_batches * (layer + 1) if layer in used else 0)).all()
     return seen
 
 
-@pytest.mark.parametrize(
-    ("used", "shared", "expected"),
-    [
-        ([1, 3, 4], False, [[1], [1, 3], [1, 3, 4], [1, 3, 4]]),
-        ([0, 4], False, [[0], [0, 4], [0, 4]]),
-        ([1, 2, 3], True, [[1], [1, 2], [1, 2, 3], [1, 2, 3]]),
-        # Layers 2 and 4 share a buffer, so 4 cannot come while 2 is in use.
-        ([1, 2, 4], True, [[1], [1, 2], [1, 2], [1, 2, 4]]),
-        ([0, 3], True, [[0], [0, 3], [0, 3]]),
-    ],
-)
-def test_the_next_layer_with_replicas_comes_while_one_is_in_use(pool, used, shared, expected):
-    """Layers without replicas in between hold nothing up."""
-    assert pool.run(2, _transfers, used, shared) == [expected] * 2
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("used", [[0, 1, 2, 3, 4], [1, 3, 4], [0, 4], [1, 2, 4], [0, 3]])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_transfers_set_out_when_the_schedule_says(pool, used, shared, stages):
+    """Transfers that take next to no time are under the first compute after they set out. Layers without replicas hold
+    nothing up; with shared slots, layers 2 and 4 cannot be there together."""
+    micro_batches = 2 * stages
+    blocks = [BlockSeconds(1.0, 1.0, *([1e-9, 1e-9] if layer in used else [0.0, 0.0])) for layer in range(LAYERS)]
+    schedule = iteration_schedule(
+        blocks,
+        mode="shared" if shared else "resident",
+        micro_batches=micro_batches,
+        passes=operations(stages, micro_batches)[0],
+    )
+    for seen in pool.run(2, _follow, schedule, used, shared, micro_batches):
+        assert len(seen) == 4 * LAYERS * micro_batches
+        for kind, block, moved, known in seen:
+            assert moved == known, f"{kind} {block}"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from balancing.cluster import Cluster
+from balancing.command_line import Parser
 from balancing.experts.cost import ExpertShape, LayerCost, layer_cost
 from balancing.experts.load import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
@@ -38,14 +39,9 @@ _RECORDS = 32  # looked at, spread over the run
 _ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)  # speeds do not matter to plans that know no costs
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
-def _parser() -> _Parser:
+def _parser() -> Parser:
     description, _, more = (__doc__ or "").partition("\n\n")
-    parser = _Parser(prog="python -m balancing.experts", description=description, epilog=more)
+    parser = Parser(prog="python -m balancing.experts", description=description, epilog=more)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-report", metavar="DIR", type=Path, help="the directory that --balance-report named")
     source.add_argument(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, LayerCost, links, with_transfers
+from balancing.experts.cost import ExpertShape, LayerCost, link_seconds, links, with_transfers
 from balancing.experts.placement import ReplicaPlacement
 
 __all__ = ["LeastCost"]
@@ -41,7 +41,7 @@ class LeastCost:
         self._by_expert = np.append(load.T, np.zeros((1, self._ranks)), axis=0)  # and no tokens of the expert -1
         tokens = self._by_expert[:-1].T
         self._by_home = np.argsort(home, kind="stable")
-        inside, outside, self._nics = links(cluster, self._ranks)
+        inside, outside, _ = links(cluster, self._ranks)
         self._near, far = tokens * inside[:, home], tokens * outside[:, home]
         self._arriving = np.stack([tokens.sum(0), self._near.sum(0), far.sum(0)])  # in all, from the node, others
 
@@ -58,11 +58,9 @@ class LeastCost:
         leaving = (nowhere.reshape(-1, number + 1) @ self._by_expert).reshape(plans, -1, ranks)
         leaving = leaving[:, node, np.arange(ranks)]
         arriving = (self._arriving[:, None] * alone)[:, :, self._by_home].reshape(3, plans, ranks, -1).sum(3)
-        within = np.maximum(arriving[1].max(1), (alone @ self._near.T).max(1))
-        across = np.maximum((arriving[2] @ self._nics).max(1), (leaving @ self._nics).max(1))
         cluster, shape = self._cluster, self._shape
-        seconds = np.maximum(within / cluster.intra_node_bandwidth, across / cluster.nic_bandwidth)
-        all_to_all = seconds * (shape.hidden * shape.bytes_per_parameter)
+        within, across = np.stack([arriving[1], alone @ self._near.T]), np.stack([arriving[2], leaving])
+        all_to_all = link_seconds(within, across, cluster).max(0) * (shape.hidden * shape.bytes_per_parameter)
         forward = np.maximum(arriving[0].max(1), self._arriving[0].sum() / ranks) * shape.forward_seconds(cluster)
         costs = [
             with_transfers(*times, cluster, shape, True, self._hidden_under, self._first, self._micro_batches)

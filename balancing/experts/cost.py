@@ -23,6 +23,7 @@ __all__ = [
     "copy_seconds",
     "exchange_seconds",
     "layer_cost",
+    "link_seconds",
     "links",
     "with_transfers",
 ]
@@ -162,13 +163,12 @@ def copy_seconds(placement: ReplicaPlacement, cluster: Cluster, *, relayed: bool
     """
     expert, source, rank = placement.hops.T
     source, ranks = source if relayed else placement.home[expert], placement.num_ranks
-    _, outside, nics = links(cluster, ranks)
+    _, outside, _ = links(cluster, ranks)
     ends = np.concatenate([source, ranks + rank])
     crosses = outside[source, rank]
     far = np.bincount(ends, weights=np.concatenate([crosses, crosses]), minlength=2 * ranks)
     near = np.bincount(ends, minlength=2 * ranks) - far
-    crossing = (far.reshape(2, ranks) @ nics).max()
-    return float(max(near.max() / cluster.intra_node_bandwidth, crossing / cluster.nic_bandwidth))
+    return float(link_seconds(near.reshape(2, ranks), far.reshape(2, ranks), cluster).max())
 
 
 def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
@@ -177,11 +177,16 @@ def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
     table: float [source_rank, rank], bytes; the diagonal costs nothing. A rank's link within its node and a NIC carry
     both directions at once. Raises ValueError where the table has more ranks than the cluster.
     """
-    inside, outside, nics = links(cluster, len(table))
+    inside, outside, _ = links(cluster, len(table))
     near, far = table * inside, table * outside
-    busiest = max(near.sum(0).max(), near.sum(1).max())
-    crossing = max((far.sum(1) @ nics).max(), (far.sum(0) @ nics).max())
-    return float(max(busiest / cluster.intra_node_bandwidth, crossing / cluster.nic_bandwidth))
+    ways = np.stack([near.sum(0), near.sum(1)]), np.stack([far.sum(0), far.sum(1)])
+    return float(link_seconds(*ways, cluster).max())
+
+
+def link_seconds(near: np.ndarray, far: np.ndarray, cluster: Cluster) -> np.ndarray:
+    """Seconds of the link that takes longest: [..] for bytes [.., rank] that go within nodes and between nodes."""
+    crossing = (far @ links(cluster, far.shape[-1])[2]).max(-1)
+    return np.maximum(near.max(-1) / cluster.intra_node_bandwidth, crossing / cluster.nic_bandwidth)
 
 
 @lru_cache(maxsize=32)

@@ -2,21 +2,27 @@
 
 Pro-Prophet (arXiv 2411.10003, section V, Algorithm 2) hides transfers under compute that does not need them: while a
 block computes, the next block's replicas receive weights (Trans), and while a block runs backward, the gradients of the
-block before it in that direction go home (Agg). A transfer is cut in two: one part as long as the block's non-expert
-compute, the rest under its expert compute. What does not fit sticks out in the paper; here weights may still come under
-the attention of the block that needs them. The plan of the next iteration is made under an all-to-all.
+block before it in that direction go home (Agg). A transfer is cut into sub-operations: what fits under one compute, and
+what is left under the next ones. What fits nowhere sticks out. The plan of the next iteration is made under an
+all-to-all.
+
+This is the schedule that `balancing.experts.apply` carries out, given what everything takes. Weights of the first block
+set out when the step begins, those of the next one when a block's experts begin, and are waited for before its own.
+Gradients set out when a block's experts have run backward; the next block's experts, or with resident slots those after
+it, are the last to hide them. Transfers go one after the other here; on a network they share it.
 
 Operations have the paper's names. Of block i: FNEC_i, FEC_i are non-expert and expert compute forward, BNEC_i, BEC_i
 backward, A2A_i the exchanges of tokens around expert compute. Reduce_i is when the data-parallel reduction of the home
 gradients may start, and Step when weights are final.
 
 Two modes. With resident slots every layer has its own, filled once and emptied once an iteration, whatever the number
-of micro-batches. With shared slots two buffers serve all layers in turn: one is in use while the other is filled, so
-every pass through a layer needs a transfer, unless a buffer happens to hold that layer still.
+of micro-batches. With shared slots two buffers serve all layers of a model chunk in turn: one is in use while the other
+is filled, so every pass through a layer needs a transfer, unless a buffer happens to hold that layer still.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 __all__ = ["BlockSeconds", "Operation", "exposed_seconds", "iteration_schedule", "render"]
@@ -58,7 +64,8 @@ class Operation(NamedTuple):
 
     under: index of the compute operation, later in the schedule, that starts with this transfer and hides it; None for
     compute, and for a transfer that everything waits for. start, stop: the part of a transfer, 0 to 1. buffer: of
-    weights, with shared slots. A block's Trans must be complete before its next FEC or BEC.
+    weights, with shared slots; those of chunk c are 2 c and 2 c + 1. A block's Trans must be complete before its next
+    FEC or BEC.
     """
 
     kind: Kind
@@ -72,27 +79,22 @@ class Operation(NamedTuple):
 
 
 class _Visit(NamedTuple):
-    """One pass of a micro-batch through a block."""
+    """One pass of a micro-batch through a block, the `position`th of its chunk."""
 
     forward: bool
+    chunk: int
+    position: int
     block: int
     micro_batch: int
 
-    @property
-    def order(self) -> tuple[Kind, ...]:
-        return ("FNEC", "A2A", "FEC", "A2A") if self.forward else ("A2A", "BEC", "A2A", "BNEC")
 
-    @property
-    def use(self) -> int:
-        """Where in the order the experts' weights are needed."""
-        return self.order.index("FEC" if self.forward else "BEC")
-
-
-class _Part(NamedTuple):
-    """A part of a transfer, and the place of the compute that hides it in its visit; None if it is exposed."""
+@dataclass(eq=False)
+class _Transfer:
+    """operation: the whole transfer, with the part that is done as its `start`. reduces: whether the block's gradients
+    are complete with it."""
 
     operation: Operation
-    place: int | None
+    reduces: bool = False
 
 
 def iteration_schedule(
@@ -121,95 +123,133 @@ def iteration_schedule(
     if passes is None:
         passes = [(kind, 0, batch) for batch in range(micro_batches) for kind in ("forward", "backward")]
     visits = _visits(passes, chunks)
-    needs = _resident(visits) if mode == "resident" else _shared(visits)
     last_forward = {visit.block: at for at, visit in enumerate(visits) if visit.forward}
     last_backward = {visit.block: at for at, visit in enumerate(visits) if not visit.forward}
-    comes_home = [
-        not visit.forward and (mode == "shared" or last_backward[visit.block] == at) for at, visit in enumerate(visits)
-    ]
-    schedule = [Operation("Step")]
-    waiting: list[int] = []  # blocks whose gradients are home after this visit
-    arrived = 0.0  # the part of the weights that this visit needs which came during the one before
+    rank = _Rank(blocks, chunks, mode == "shared", overlap)
+    rank.begin()
     for at, visit in enumerate(visits):
-        room = _Room(blocks[visit.block], visit, overlap)
-        parts: list[_Part] = []
-        trans = blocks[visit.block].trans
-        if needs[at] is not None and arrived < 1:
-            parts, done = room.cut(_transfer_of("Trans", visit, needs[at], mode), trans, start=arrived, before_use=True)
-            parts += room.rest(_transfer_of("Trans", visit, needs[at], mode), trans, start=done)
-        following, arrived = (visits[at + 1], 0.0) if at + 1 < len(visits) else (None, 1.0)
-        if following and needs[at + 1] is not None:
-            incoming = _transfer_of("Trans", following, needs[at + 1], mode)
-            early, arrived = room.cut(incoming, blocks[following.block].trans)
-            parts += early
-        if at and comes_home[at - 1]:
-            outgoing, seconds = _transfer_of("Agg", visits[at - 1], None, mode), blocks[visits[at - 1].block].agg
-            early, done = room.cut(outgoing, seconds)
-            parts += early + room.rest(outgoing, seconds, start=done)
-        _append(schedule, parts, visit, blocks[visit.block], plan=last_forward.get(visit.block) == at)
-        schedule += [Operation("Reduce", block) for block in waiting]
-        waiting = [visit.block] if last_backward.get(visit.block) == at else []
-    if visits and comes_home[-1] and blocks[visits[-1].block].agg > 0:
-        final = visits[-1]
-        schedule.append(Operation("Agg", final.block, final.micro_batch, blocks[final.block].agg))
-    schedule += [Operation("Reduce", block) for block in waiting]
-    return (*schedule, Operation("Step"))
+        if visit.forward:
+            rank.compute("FNEC", visit)
+            rank.exchange(visit, plans=last_forward[visit.block] == at)
+            rank.acquire(visit)
+            rank.compute("FEC", visit)
+            rank.exchange(visit)
+        else:
+            rank.exchange(visit)
+            rank.acquire(visit)
+            rank.compute("BEC", visit)
+            rank.collect(visit, is_last=last_backward[visit.block] == at)
+            rank.exchange(visit)
+            rank.compute("BNEC", visit)
+    rank.end()
+    return tuple(rank.schedule)
 
 
-class _Room:
-    """How much of a visit's compute still has no transfer under it."""
+@dataclass
+class _Rank:
+    """Carries operations out in the order of `balancing.experts.apply.ReplicaSlots`, and writes them down."""
 
-    def __init__(self, block: BlockSeconds, visit: _Visit, overlap: bool) -> None:
-        self._visit = visit
-        self._left = {kind: block.compute(kind) for kind in visit.order if kind != "A2A"} if overlap else {}
+    blocks: Sequence[BlockSeconds]
+    chunks: Sequence[Sequence[int]]
+    shared: bool
+    overlap: bool
+    schedule: list[Operation] = field(default_factory=list)
+    under_way: list[_Transfer] = field(default_factory=list)  # in the order in which they were started
+    # Those of gradients that nobody has waited for, of each chunk.
+    reducing: defaultdict[int, list[_Transfer]] = field(default_factory=lambda: defaultdict(list))
+    # The block whose weights are in, or on the way into, each buffer of each chunk.
+    holds: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def cut(
-        self, transfer: Operation, seconds: float, *, start: float = 0.0, before_use: bool = False
-    ) -> tuple[list[_Part], float]:
-        """Parts that fit, and how far (0 to 1) they bring a transfer of which the part from `start` on is left.
+    def begin(self) -> None:
+        self.schedule.append(Operation("Step"))
+        for chunk in range(len(self.chunks)):
+            self._prefetch_next(chunk, range(len(self.chunks[chunk])), 0)
 
-        Non-expert compute is filled first, expert compute next. before_use: only the compute before the visit's experts
-        counts, which need the transfer.
-        """
-        order, left, cuts = self._visit.order, (1 - start) * seconds, []
-        for kind in ("FNEC", "BNEC", "FEC", "BEC"):
-            fits = min(self._left.get(kind, 0.0), left)
-            if fits > 0 and not (before_use and order.index(kind) >= self._visit.use):
-                cuts.append((order.index(kind), fits))
-                self._left[kind] -= fits
-                left -= fits
+    def compute(self, kind: Kind, visit: _Visit) -> None:
+        """Compute, with as much of the transfers under it as fits."""
+        seconds = left = self.blocks[visit.block].compute(kind)
         parts = []
-        for place, length in sorted(cuts):  # what runs first is the first part
-            stop = start + length / seconds
-            parts.append(_Part(transfer._replace(seconds=length, start=start, stop=stop), place))
-            start = stop
-        if left == 0:
-            start = 1.0
-            parts[-1:] = [_Part(part.operation._replace(stop=1.0), part.place) for part in parts[-1:]]
-        return parts, start
+        while self.overlap and left > 0 and self.under_way:
+            transfer = self.under_way[0]
+            part = self._part(transfer, left)
+            parts.append(part)
+            left -= part.seconds
+        at = len(self.schedule) + len(parts)
+        self.schedule += [part._replace(under=at) for part in parts]
+        self.schedule.append(Operation(kind, visit.block, visit.micro_batch, seconds))
 
-    def rest(self, transfer: Operation, seconds: float, *, start: float) -> list[_Part]:
-        """What is left from `start` on, for which everything waits."""
-        return [_Part(transfer._replace(seconds=(1 - start) * seconds, start=start), None)] if start < 1 else []
+    def exchange(self, visit: _Visit, plans: bool = False) -> None:
+        if plans:
+            self.schedule.append(Operation("Plan", visit.block, visit.micro_batch, under=len(self.schedule) + 1))
+        seconds = self.blocks[visit.block].all_to_all
+        self.schedule.append(Operation("A2A", visit.block, visit.micro_batch, seconds))
 
+    def acquire(self, visit: _Visit) -> None:
+        """Wait for the weights of this block's replicas, and start bringing the next block's."""
+        self._prefetch(visit.chunk, visit.position, visit.micro_batch)
+        for transfer in [each for each in self.under_way if each.operation[:2] == ("Trans", visit.block)]:
+            self._wait(transfer)
+        if self.blocks[visit.block].trans > 0:
+            end = len(self.chunks[visit.chunk])
+            others = range(visit.position + 1, end) if visit.forward else range(visit.position - 1, -1, -1)
+            self._prefetch_next(visit.chunk, others, visit.micro_batch, used=visit.position)
 
-def _transfer_of(kind: Kind, visit: _Visit, buffer: int | None, mode: Mode) -> Operation:
-    return Operation(kind, visit.block, visit.micro_batch, buffer=buffer if mode == "shared" else None)
+    def collect(self, visit: _Visit, is_last: bool) -> None:
+        """The experts have run backward: their replicas' gradients set out, when all micro-batches are in them."""
+        seconds = self.blocks[visit.block].agg
+        if seconds == 0:
+            if is_last:
+                self.schedule.append(Operation("Reduce", visit.block))
+            return
+        self._finish_reductions(visit.chunk, but=0 if self.shared else 1)
+        if self.shared or is_last:
+            transfer = _Transfer(Operation("Agg", visit.block, visit.micro_batch, seconds), reduces=is_last)
+            self.reducing[visit.chunk].append(transfer)
+            self.under_way.append(transfer)
 
+    def end(self) -> None:
+        for chunk in range(len(self.chunks)):
+            self._finish_reductions(chunk, but=0)
+        self.schedule.append(Operation("Step"))
 
-def _append(schedule: list[Operation], parts: list[_Part], visit: _Visit, block: BlockSeconds, *, plan: bool) -> None:
-    """The operations of one visit: each compute with the transfers under it just before it."""
-    exposed = [part.operation for part in parts if part.place is None]
-    for place, kind in enumerate(visit.order):
-        if place == visit.use:
-            schedule += [transfer for transfer in exposed if transfer.kind == "Trans"]
-        under = [part.operation for part in parts if part.place == place]
-        if plan and place == 1:
-            under.append(Operation("Plan", visit.block, visit.micro_batch))
-        at = len(schedule) + len(under)
-        schedule += [operation._replace(under=at) for operation in under]
-        schedule.append(Operation(kind, visit.block, visit.micro_batch, block.compute(kind)))
-    schedule += [transfer for transfer in exposed if transfer.kind == "Agg"]
+    def _finish_reductions(self, chunk: int, but: int) -> None:
+        while len(self.reducing[chunk]) > but:
+            transfer = self.reducing[chunk].pop(0)
+            self._wait(transfer)
+            if transfer.reduces:
+                self.schedule.append(Operation("Reduce", transfer.operation.block))
+
+    def _prefetch_next(self, chunk: int, positions: range, micro_batch: int, used: int | None = None) -> None:
+        """Start with the first of `positions` that has replicas, unless its buffer is that of the position `used`."""
+        following = next((each for each in positions if self.blocks[self.chunks[chunk][each]].trans > 0), None)
+        if following is not None and not (self.shared and used is not None and (following - used) % 2 == 0):
+            self._prefetch(chunk, following, micro_batch)
+
+    def _prefetch(self, chunk: int, position: int, micro_batch: int) -> None:
+        block = self.chunks[chunk][position]
+        place = position % 2 if self.shared else position
+        if self.blocks[block].trans == 0 or self.holds.get((chunk, place)) == block:
+            return
+        self.holds[chunk, place] = block
+        buffer = 2 * chunk + place if self.shared else None
+        whole = Operation("Trans", block, micro_batch, self.blocks[block].trans, buffer=buffer)
+        self.under_way.append(_Transfer(whole))
+
+    def _wait(self, transfer: _Transfer) -> None:
+        """Do what is left of a transfer while everything waits."""
+        if transfer in self.under_way:
+            self.schedule.append(self._part(transfer, float("inf")))
+
+    def _part(self, transfer: _Transfer, seconds: float) -> Operation:
+        """The next part of a transfer, of so many seconds at most. One that is complete is not under way any more."""
+        whole = transfer.operation
+        left = (1 - whole.start) * whole.seconds
+        if left <= seconds:
+            self.under_way.remove(transfer)
+            return whole._replace(seconds=left)
+        stop = whole.start + seconds / whole.seconds
+        transfer.operation = whole._replace(start=stop)
+        return whole._replace(seconds=seconds, stop=stop)
 
 
 def _visits(passes: Iterable[tuple[str, int, int]], chunks: Sequence[Sequence[int]]) -> list[_Visit]:
@@ -217,37 +257,10 @@ def _visits(passes: Iterable[tuple[str, int, int]], chunks: Sequence[Sequence[in
     for kind, chunk, micro_batch in passes:
         if kind not in ("forward", "backward") or not 0 <= chunk < len(chunks):
             raise ValueError(f"pass {(kind, chunk, micro_batch)} is not a forward or backward of {len(chunks)} chunks")
-        order = chunks[chunk] if kind == "forward" else reversed(chunks[chunk])
-        visits += [_Visit(kind == "forward", block, micro_batch) for block in order]
+        blocks = list(enumerate(chunks[chunk]))
+        for position, block in blocks if kind == "forward" else reversed(blocks):
+            visits.append(_Visit(kind == "forward", chunk, position, block, micro_batch))
     return visits
-
-
-def _resident(visits: list[_Visit]) -> list[int | None]:
-    """Which visits need a transfer first (a buffer, here the block's own) and which do not (None)."""
-    seen: set[int] = set()
-    first: list[int | None] = []
-    for visit in visits:
-        first.append(None if visit.block in seen else visit.block)
-        seen.add(visit.block)
-    return first
-
-
-def _shared(visits: list[_Visit]) -> list[int | None]:
-    """Which of two buffers is filled for each visit, None where one still holds the block.
-
-    The buffer to fill is the one that the visit before, during which it is filled, does not use.
-    """
-    holds: list[int | None] = [None, None]
-    used = 1
-    into: list[int | None] = []
-    for visit in visits:
-        if visit.block in holds:
-            into.append(None)
-        else:
-            holds[1 - used] = visit.block
-            into.append(1 - used)
-        used = holds.index(visit.block)
-    return into
 
 
 def exposed_seconds(schedule: Iterable[Operation]) -> float:

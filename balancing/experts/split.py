@@ -22,7 +22,7 @@ from balancing.experts.arrays import Arrays
 from balancing.experts.disjoint import disjoint_classes
 from balancing.experts.placement import ReplicaPlacement
 
-__all__ = ["Splitter", "check_counts", "split_tokens", "traffic"]
+__all__ = ["Splitter", "check_counts", "run_starts", "split_tokens", "traffic"]
 
 _TURNS = 40  # of all classes together: leaves well under 1 % over the optimum, see benchmarks/experts.py
 _MOST = 1 << 31  # tokens of an expert, the square of which must stay below 2^63
@@ -141,10 +141,10 @@ class Splitter(Arrays):
         self._nodes = -(-place.num_ranks // place.ranks_per_node)
         self._padding = self._nodes * place.ranks_per_node - place.num_ranks
         self._node = self._array(rank // place.ranks_per_node)
-        self._row_start = self._array(_starts(row))
+        self._row_start = self._array(run_starts(row))
         self._row_end = self._array(np.flatnonzero(np.append(row[1:] != row[:-1], True)))
         in_node = row * self._nodes + rank // place.ranks_per_node
-        self._node_start, self._node_end = self._array(_starts(in_node)), self._array(_ends(in_node))
+        self._node_start, self._node_end = self._array(run_starts(in_node)), self._array(_ends(in_node))
 
     def _build_cells(self, sizes: np.ndarray, rows: np.ndarray, count: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Of each class a table [place in the chain, row], as long as its longest chain, one after another in memory.
@@ -292,7 +292,7 @@ def _kernels(placement: ReplicaPlacement, members: list[list[int]], sweeps: int,
     return SplitKernels(placement, members, sweeps if placement.split == "level" else 0, device)
 
 
-def _starts(group: np.ndarray) -> np.ndarray:
+def run_starts(group: np.ndarray) -> np.ndarray:
     """For each position, the first position of its run of equal values."""
     first = np.concatenate([[True], group[1:] != group[:-1]])
     return np.maximum.accumulate(np.where(first, np.arange(len(group)), 0))
@@ -300,4 +300,4 @@ def _starts(group: np.ndarray) -> np.ndarray:
 
 def _ends(group: np.ndarray) -> np.ndarray:
     """For each position, the last position of its run of equal values."""
-    return len(group) - 1 - _starts(group[::-1])[::-1]
+    return len(group) - 1 - run_starts(group[::-1])[::-1]

@@ -13,7 +13,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -162,11 +162,8 @@ def read_reported_loads(directory: str | PathLike[str]) -> LoadTrace:
     batches = [history.stages[at]["micro_batches"] if at in history.stages else 1 for at in whole]
     tokens = np.array([[line["tokens_per_expert"] for line in own] for own in lines], dtype=np.int64)
     tokens //= np.array(batches)[:, None, None]
-    return LoadTrace(
-        LoadTrace(tokens[:, None, :, None], np.array(whole), np.array(layers)).on_ranks(ranks),
-        np.array(whole),
-        np.array(layers),
-    )
+    trace = LoadTrace(tokens[:, None, :, None], np.array(whole), np.array(layers))
+    return replace(trace, counts=trace.on_ranks(ranks))
 
 
 def _rank_files(directory: Path) -> list[Path]:

@@ -9,12 +9,12 @@ would cost and free.
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from balancing.command_line import Parser
 from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, stage_memory
@@ -28,14 +28,9 @@ __all__ = ["main"]
 _WIDTH = 100  # of tables; lines of text are left to the terminal
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
-def _parser() -> _Parser:
+def _parser() -> Parser:
     description, _, more = (__doc__ or "").partition("\n\n")
-    parser = _Parser(prog="python -m balancing.layers", description=description, epilog=more)
+    parser = Parser(prog="python -m balancing.layers", description=description, epilog=more)
     parser.add_argument(
         "--from-report", metavar="DIR", type=Path, required=True, help="the directory that --balance-report named"
     )

@@ -1,23 +1,17 @@
 """python -m balancing.report DIR: name who is slow in a run, and draw it."""
 
-import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from balancing.command_line import Parser
 from balancing.report.history import read_history
 from balancing.report.summary import summarize
 from balancing.report.table import print_summary
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns 0, or 2 after one line on standard error if there is nothing to report."""
-    parser = _Parser(prog="python -m balancing.report", description=__doc__)
+    parser = Parser(prog="python -m balancing.report", description=__doc__)
     parser.add_argument("directory", metavar="DIR", type=Path, help="the directory that --balance-report named")
     html = parser.add_mutually_exclusive_group()
     html.add_argument("--html", metavar="FILE", type=Path, help="where the page goes (default: DIR/report.html)")

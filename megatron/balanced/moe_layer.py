@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.experts.apply import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
-from balancing.experts.split import Splitter
+from balancing.experts.split import Splitter, run_starts
 from balancing.upload import upload
 from megatron.balanced.device import is_cpu
 from megatron.balanced.known_counts import known_counts
@@ -158,9 +158,7 @@ class BalancedMoELayer(MoELayer):
         self._log_of_phys = upload(np.maximum(placement.phys2log, 0), self._device)
         # Instances of one expert stand together in this order of physical numbers.
         order = np.argsort(placement.phys2log, kind="stable")
-        expert = placement.phys2log[order]
-        first = np.concatenate([[True], expert[1:] != expert[:-1]])
-        group = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
+        group = run_starts(placement.phys2log[order])
         self._order, self._group_start, self._back = map(self._array, (order, group, np.argsort(order)))
 
     def _array(self, values: np.ndarray) -> Any:

@@ -1,0 +1,13 @@
+"""What the commands of this package have in common."""
+
+import argparse
+from typing import NoReturn
+
+__all__ = ["Parser"]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the flags, and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
