@@ -81,6 +81,7 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant(CEILING, even=True),
+        Variant("quota on even load", "quota even", even=True),  # next to what it is compared with
         Variant("none"),
         Variant("shadow", "shadow"),
         Variant("prophet", "prophet"),
@@ -92,11 +93,10 @@ VARIANTS = {
         Variant("quota, costs unknown", "quota balance"),
         Variant("quota: planner only", "quota uncoupled", overlap=False),
         Variant("quota: + scheduler", "quota uncoupled"),
-        Variant("quota on even load", "quota even", even=True),
     )
 }
 _QUICK = (CEILING, "none", "shadow", "prophet", "eplb", "quota")
-_MOST_RANKS = (*_QUICK, "quota on even load")  # the others, which take quota apart, run on 8 ranks
+_MOST_RANKS = (CEILING, "quota on even load", *_QUICK[1:])  # the others, which take quota apart, run on 8 ranks
 _NOTES = {
     "quota: planner only": "transfers exposed",
     "quota: + scheduler": "transfers overlapped; quota itself is this + coupling",

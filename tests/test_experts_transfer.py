@@ -58,6 +58,27 @@ def _follow(schedule, used, shared, micro_batches):
     return seen
 
 
+def _add(shared):
+    """Layer 0 gets its first replicas while those of layer 2 are on their way."""
+    from balancing.experts.placement import ReplicaPlacement
+
+    slots, placements, _, rank = _slots([2], shared)
+    slots.begin_step(placements, 1)
+    slots.add(0, ReplicaPlacement(np.arange(2), [[1], [0]]))
+    for layer in (0, 2):
+        slots.acquire(layer, forward=True)
+        ((weight,),) = slots.leaves(layer)
+        assert (weight == 10 * layer + 1 - rank).all(), weight
+    slots.end_step()
+    return [slots.moved_bytes(layer) // (2 * SIZE * 4) for layer in (0, 2)]
+
+
+@pytest.mark.parametrize(("shared", "transfers"), [(False, [1, 1]), (True, [1, 2])])
+def test_a_layer_that_gets_its_first_replicas_within_a_step(pool, shared, transfers):
+    """With shared slots it takes the buffer from layer 2, whose weights come again."""
+    assert pool.run(2, _add, shared) == [transfers] * 2
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("used", [[0, 1, 2, 3, 4], [1, 3, 4], [0, 4], [1, 2, 4], [0, 3]])
 @pytest.mark.parametrize("stages", [1, 3])

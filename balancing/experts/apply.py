@@ -187,11 +187,14 @@ class ReplicaSlots:
         return torch.cat([p.detach().reshape(-1) for p in self.homes[layer][expert % self._homes_per_rank]])
 
     def prefetch(self, layer: int) -> None:
-        """Start bringing the weights of `layer`'s replicas, unless they are here or under way. Returns at once."""
+        """Start bringing the weights of `layer`'s replicas, unless they are here or under way."""
         buffer = self._buffer(layer)
         if self._content[buffer] == layer:
             return
-        assert all(self._buffer(other) != buffer for other in self._fetching), "a buffer is filled twice at once"
+        # A layer that just got its first replicas (`add`) takes a shared buffer from one that was to come after it.
+        for other in [other for other in self._fetching if self._buffer(other) == buffer]:
+            for relay in self._fetching.pop(other):
+                self._wait(relay.wait_sent)
         self._content[buffer] = layer
         self._fetch(layer, self._chains[layer])
 
