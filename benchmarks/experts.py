@@ -55,6 +55,7 @@ _SHAPE = ExpertShape(hidden=2048, ffn_hidden=1408, bytes_per_parameter=2)
 _COSTS: dict[str, dict[str, Any]] = {  # what a planner is told besides the shape
     "costs, hidden": {"hidden_under": 1e-3, "micro_batches": 4},
     "costs, partly hidden": {"hidden_under": 1e-4},
+    "costs, first layer": {"hidden_under": 1e-3, "first": True, "micro_batches": 4},
     "costs, exposed": {},
     "costs, exposed, 4 micro-batches": {"micro_batches": 4},
 }

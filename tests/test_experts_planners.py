@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_experts_plan import SHAPE, largest_over_mean, loads, machine, quick
 
-from balancing.experts import plan_replicas, plan_replicas_layers, repair, split_tokens, traffic
+from balancing.cluster import Cluster
+from balancing.experts import ReplicaPlacement, plan_replicas, plan_replicas_layers, repair, split_tokens, traffic
 from balancing.experts.eplb import rebalance_experts
+from balancing.experts.spread import fill_slots
 from balancing.experts.synthetic import sampled_load, zipf_popularity
 
 
@@ -134,6 +136,40 @@ class TestCosts:
         first, second = plan_replicas_layers(loads, machine(8), slots=2, first=True, **costs)
         assert first.replicas < second.replicas
         assert second == plan_replicas(loads[1], machine(8), slots=2, **costs)
+
+    def test_slots_that_cost_nothing_are_used(self):
+        """Between slow NICs few copies pay; within nodes more of them cost nothing, and help when the load drifts."""
+        cluster = Cluster(2, 4, 4, 200e9, 2e9, 250e12, 80e9)
+        costs = {"shape": SHAPE, "hidden_under": 1e-3, "first": True, "micro_batches": 4}
+        placement = plan_replicas(self.hot(4000), cluster, slots=2, **costs)
+        _, source, rank = placement.hops.T
+        assert placement.replicas == 16 and (source // 4 == rank // 4).sum() >= 14
+
+    @quick
+    @given(st.data())
+    def test_filled_from_the_node(self, data):
+        ranks, per_node = data.draw(st.sampled_from([(4, 2), (6, 3), (5, 2), (4, 4)]))
+        generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+        home = generator.permutation(np.repeat(np.arange(ranks), 3))
+        slots = np.full((ranks, 3), -1)
+        for rank in range(ranks):
+            some = generator.choice(np.flatnonzero(home != rank), generator.integers(0, 4), replace=False)
+            slots[rank, : len(some)] = some
+        totals = generator.integers(0, 5, len(home)).astype(float)
+        filled = fill_slots(slots, totals, home, per_node)
+        before, after = (ReplicaPlacement(home, each, ranks_per_node=per_node) for each in (slots, filled))
+        assert (filled[slots >= 0] == slots[slots >= 0]).all()
+        for rank, slot in zip(*np.nonzero(filled != slots), strict=True):
+            expert = int(filled[rank, slot])
+            assert totals[expert] > 0 and rank // per_node in {each // per_node for each in before.ranks(expert)}
+        for rank in range(ranks):  # a slot stays empty only where the rank has all there is in its node
+            held = {expert for expert in range(len(home)) if rank in after.ranks(expert)}
+            there = {
+                expert
+                for expert in range(len(home))
+                if rank // per_node in {r // per_node for r in after.ranks(expert)}
+            }
+            assert -1 not in filled[rank] or all(totals[expert] == 0 for expert in there - held)
 
     def test_a_copy_that_serves_many_micro_batches_pays_sooner(self):
         load = self.hot(3000)

@@ -26,6 +26,7 @@ __all__ = ["QuotaPlanner"]
 
 _LEVEL = 1.01  # largest over mean of a prediction that counts as level
 _WORTH = 0.99  # a plan is looked at only if it may take less than this part of the time of the best one so far
+_FREE = 1.01  # times the seconds of a plan: more replicas that take no longer are worth their use
 _LOOSE = 0.01  # of its bound: how much more a plan with all slots in use takes; others less, as they use fewer
 
 _Moved = Callable[[ReplicaPlacement], np.ndarray]
@@ -95,7 +96,21 @@ class QuotaPlanner:
             if least[at] <= best[0] * _WORTH:
                 seconds = self._cost(moved(plans[at]), plans[at], self.shape).total
                 best = min(best, (seconds, plans[at].replicas > 0, at))
-        return plans[best[2]]
+        chosen = plans[best[2]]
+        # Where nothing hides copies none is free.
+        return chosen if self.hidden_under is None else self._with_free_copies(chosen, best[0], total, moved)
+
+    def _with_free_copies(
+        self, plan: ReplicaPlacement, seconds: float, total: np.ndarray, moved: _Moved
+    ) -> ReplicaPlacement:
+        """`plan`, which takes `seconds`, with more replicas in its empty slots that stay in their node, if these cost
+        next to nothing: where the load turns out otherwise than predicted they are of use."""
+        assert self.shape is not None
+        slots = fill_slots(plan.slot_expert, total, self.home, self._per_node)
+        if not plan.replicas or np.array_equal(slots, plan.slot_expert):
+            return plan
+        filled = self._placement(slots)
+        return filled if self._cost(moved(filled), filled, self.shape).total <= seconds * _FREE else plan
 
     def _all_slots(
         self, spread: ReplicaPlacement, total: np.ndarray, moved: _Moved, fewest: _Fewest

@@ -99,21 +99,33 @@ def spread_slots(
     return np.array(placed, dtype=np.int64).reshape(ranks, slots)
 
 
-def fill_slots(slot_expert: np.ndarray, totals: np.ndarray, home: np.ndarray) -> np.ndarray:
+def fill_slots(
+    slot_expert: np.ndarray, totals: np.ndarray, home: np.ndarray, ranks_per_node: int | None = None
+) -> np.ndarray:
     """Fill empty slots, each with the expert that carries most on an instance and that the rank lacks: [rank, slot].
 
     slot_expert: int [rank, slot], -1 in empty ones. totals: float [expert]; experts without tokens are left out.
+    ranks_per_node: take only experts with an instance in the rank's node, so that nothing crosses nodes. None: any.
     """
-    filled, empty = slot_expert.copy(), np.argwhere(slot_expert < 0).tolist()
+    filled, ranks = slot_expert.copy(), len(slot_expert)
+    empty = np.argwhere(slot_expert < 0).tolist()
     if not empty:
         return filled
     count = (1 + np.bincount(slot_expert[slot_expert >= 0], minlength=len(totals))).tolist()
     total, held = totals.tolist(), [set(own) for own in filled.tolist()]
     for expert, rank in enumerate(home.tolist()):
         held[rank].add(expert)
-    hottest = [(-tokens / number, expert) for expert, (tokens, number) in enumerate(zip(total, count, strict=True))]
-    heapify(hottest)
+    size = ranks_per_node or ranks
+    hottest: list[tuple[float, int]] = []
+    node = -1
     for rank, slot in empty:
+        if rank // size != node:
+            node = rank // size
+            experts = (
+                set().union(*held[node * size : (node + 1) * size]) - {-1} if ranks_per_node else range(len(total))
+            )
+            hottest = [(-total[expert] / count[expert], expert) for expert in experts]
+            heapify(hottest)
         passed = []
         while hottest and hottest[0][1] in held[rank]:
             passed.append(heappop(hottest))
