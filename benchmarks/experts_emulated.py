@@ -172,6 +172,7 @@ def measure(
         "token_seconds": scale.expert_seconds / scale.assignments,
         "attention_seconds": scale.attention_seconds * scale.time,
         "ranks_per_node": scale.cluster.ranks_per_node,
+        "nics_per_node": scale.cluster.nics_per_node,
         "split": split,
         "variants": [asdict(variant) for variant in variants],
     }

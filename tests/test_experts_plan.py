@@ -1,6 +1,6 @@
 """Placements of replicas by every planner: what must hold for any load, and how level the result is."""
 
-from itertools import combinations
+from itertools import combinations, groupby
 
 import numpy as np
 import pytest
@@ -217,6 +217,36 @@ class TestPhysicalNumbers:
         placement = ReplicaPlacement(np.arange(6), [[3], [3], [-1], [-1], [3], [3]], ranks_per_node=2)
         assert placement.chains[3] == (3, 0, 1, 4, 5)
         assert ReplicaPlacement(np.arange(6), [[3], [3], [3], [-1], [3], [3]], ranks_per_node=2).chains[3][:2] == (3, 2)
+
+    @quick
+    @given(st.data())
+    def test_chains_visit_each_node_once(self, data):
+        nodes, per_node = data.draw(st.sampled_from([(2, 4), (3, 4), (2, 8), (4, 2)]))
+        nics = data.draw(st.sampled_from([0, 1, per_node // 2, per_node]))
+        ranks, generator = nodes * per_node, np.random.default_rng(data.draw(st.integers(0, 99)))
+        home, slots = np.repeat(np.arange(ranks), 2), np.full((ranks, 2), -1)
+        for rank in range(ranks):
+            hot = generator.choice(np.flatnonzero(home != rank)[:8], generator.integers(0, 3), replace=False)
+            slots[rank, : len(hot)] = hot
+        placement = ReplicaPlacement(home, slots, ranks_per_node=per_node, nics_per_node=nics)
+        again = ReplicaPlacement(home, slots, ranks_per_node=per_node, nics_per_node=nics)
+        assert list(placement.chains.items()) == list(again.chains.items())
+        assert [*placement.chains] == sorted(set(slots[slots >= 0]))
+        for expert, chain in placement.chains.items():
+            assert chain[0] == home[expert] and sorted(chain[1:]) == np.flatnonzero((slots == expert).any(1)).tolist()
+            visited = [node for node, _ in groupby(rank // per_node for rank in chain)]
+            assert len(visited) == len(set(visited))
+        assert len(placement.hops) == placement.replicas
+
+    def test_what_crosses_nodes_is_spread_over_nics(self):
+        """Experts 0 to 3 of node 0 have replicas on all its ranks and on all of node 1: one leaves and enters a NIC."""
+        slots = [[*(expert for expert in range(4) if expert != rank), -1][:4] for rank in range(4)] + [[0, 1, 2, 3]] * 4
+        for nics, most in ((4, 1), (0, 1), (2, 2), (1, 4)):
+            placement = ReplicaPlacement(np.arange(8), slots, ranks_per_node=4, nics_per_node=nics)
+            nic = np.arange(8) if nics == 0 else np.arange(8) * nics // 4
+            _, source, rank = placement.hops[placement.hops[:, 1] // 4 != placement.hops[:, 2] // 4].T
+            assert len(source) == 4
+            assert np.bincount(nic[source]).max() == np.bincount(nic[rank]).max() == most
 
     def test_homes_that_are_not_blocks(self):
         placement = ReplicaPlacement([1, 0, 1, 0], [[2], [-1]])

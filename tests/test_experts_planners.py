@@ -139,7 +139,7 @@ class TestCosts:
 
     def test_slots_that_cost_nothing_are_used(self):
         """Between slow NICs few copies pay; within nodes more of them cost nothing, and help when the load drifts."""
-        cluster = Cluster(2, 4, 4, 200e9, 2e9, 250e12, 80e9)
+        cluster = Cluster(2, 4, 4, 200e9, 1e9, 250e12, 80e9)
         costs = {"shape": SHAPE, "hidden_under": 1e-3, "first": True, "micro_batches": 4}
         placement = plan_replicas(self.hot(4000), cluster, slots=2, **costs)
         _, source, rank = placement.hops.T

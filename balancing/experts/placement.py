@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -52,6 +53,7 @@ class ReplicaPlacement:
     slot_expert: int [rank, slot], the expert whose replica is in each slot, -1 for an empty one.
     split: how tokens choose among instances, see `SplitRule`.
     ranks_per_node: ranks 0 to ranks_per_node - 1 are on the first node, and so on; all on one node if 0.
+    nics_per_node: which neighbouring ranks share; each rank has its own if 0.
 
     Raises ValueError for homes that are uneven or outside the ranks, and for a slot with an expert that does not exist,
     that the rank is home to, or that is in another slot of the rank. The arrays are copied and cannot be written.
@@ -61,6 +63,7 @@ class ReplicaPlacement:
     slot_expert: np.ndarray
     split: SplitRule = "level"
     ranks_per_node: int = 0
+    nics_per_node: int = 0
 
     def __post_init__(self) -> None:
         home, slots = _frozen(self.home, 1, "home"), _frozen(self.slot_expert, 2, "slot_expert")
@@ -146,35 +149,52 @@ class ReplicaPlacement:
             yield Copy(expert, int(self.home[expert]), int(rank), int(slot))
 
     @cached_property
-    def hops(self) -> np.ndarray:
-        """How weights reach replicas, int64 [replica, 3]: the expert, the rank that hands it on, the one that gets it.
+    def chains(self) -> dict[int, tuple[int, ...]]:
+        """How weights reach replicas: for each expert that has some its ranks in the order in which they hand it on.
 
-        Experts ascend; those of one expert stand in the order in which its ranks hand it on: home, its node, other
-        nodes, each by rank. Every rank sends and receives the weights at most once, and they enter each node once,
-        which is what makes a broadcast cost no more than one copy when it is cut into pieces. Gradients come home the
-        same way backwards, each rank adding its own, so the order of the sum is fixed.
+        Experts ascend. The home comes first, then the others in its node, then other nodes, so that every rank sends
+        and receives the weights at most once and they enter each node once, which is what makes a broadcast cost no
+        more than one copy when it is cut into pieces. Gradients come home the same way backwards, each rank adding its
+        own, so the order of the sum is fixed. Where an expert leaves a node and enters the next one is chosen so that
+        the NICs of a node have equally many to send and to receive; within a node ranks ascend otherwise.
         """
         rank, slot = np.nonzero(self.slot_expert >= 0)
         expert = self.slot_expert[rank, slot]
-        home = self.home[expert]
-        order = np.lexsort((rank, rank // self.ranks_per_node != home // self.ranks_per_node, expert))
-        expert, rank, home = expert[order], rank[order], home[order]
-        follows = expert[1:] == expert[:-1]
-        source = home.copy()
-        source[1:][follows] = rank[:-1][follows]
-        return _frozen(np.stack([expert, source, rank], axis=1), 2, "hops")
+        order = np.argsort(expert, kind="stable")
+        home, per_node = self.home.tolist(), self.ranks_per_node
+        members: dict[int, list[int]] = {}
+        for each, holder in zip(expert[order].tolist(), rank[order].tolist(), strict=True):
+            members.setdefault(each, [home[each]]).append(holder)
+        crossing = []
+        for each, ranks in members.items():
+            node = ranks[0] // per_node
+            if min(ranks) // per_node != node or max(ranks) // per_node != node:
+                crossing.append(each)
+        if crossing:
+            nic = self._nics()
+            leaving, entering = [0] * len(nic), [0] * len(nic)
+            for each in sorted(crossing, key=lambda each: len(members[each])):  # the fewest choices first
+                members[each] = _across(members[each], per_node, nic, leaving, entering)
+        return {each: tuple(ranks) for each, ranks in members.items()}
+
+    def _nics(self) -> list[int]:
+        """The NIC of each rank, numbered in any way; as in `Cluster.nics`."""
+        ranks = np.arange(self.num_ranks)
+        if not 0 < self.nics_per_node < self.ranks_per_node:
+            return ranks.tolist()
+        node, local = ranks // self.ranks_per_node, ranks % self.ranks_per_node
+        return (node * self.nics_per_node + local * self.nics_per_node // self.ranks_per_node).tolist()
 
     @cached_property
-    def chains(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of each expert that has replicas, in the order of `hops`, home first."""
-        found: dict[int, tuple[int, ...]] = {}
-        for expert, source, rank in self.hops.tolist():
-            found[expert] = (*found.get(expert, (source,)), rank)
-        return found
+    def hops(self) -> np.ndarray:
+        """The steps of all chains, int64 [replica, 3]: the expert, the rank that hands it on, the one that gets it."""
+        steps = [(expert, *step) for expert, ranks in self.chains.items() for step in pairwise(ranks)]
+        return _frozen(np.array(steps, dtype=np.int64).reshape(-1, 3), 2, "hops")
 
     def digest(self) -> str:
         """A hash of everything that decides where tokens go; ranks compare it before they act on a plan."""
-        content = hashlib.sha256(f"{self.split} {self.ranks_per_node} {self.slot_expert.shape}".encode())
+        sizes = f"{self.split} {self.ranks_per_node} {self.nics_per_node} {self.slot_expert.shape}"
+        content = hashlib.sha256(sizes.encode())
         content.update(self.home.tobytes())
         content.update(self.slot_expert.tobytes())
         return content.hexdigest()
@@ -184,6 +204,29 @@ class ReplicaPlacement:
 
     def __hash__(self) -> int:
         return hash(self.digest())
+
+
+def _across(ranks: list[int], per_node: int, nic: list[int], leaving: list[int], entering: list[int]) -> list[int]:
+    """`ranks`, home first and the others ascending, in the order in which they hand on what crosses nodes.
+
+    nic: of each rank. leaving, entering: how much each sends and receives so far, brought up to date.
+    """
+    nodes: dict[int, list[int]] = {ranks[0] // per_node: []}
+    for rank in ranks[1:]:
+        nodes.setdefault(rank // per_node, []).append(rank)
+    chain, last = [ranks[0]], len(nodes) - 1
+    for at, own in enumerate(nodes.values()):
+        if at:
+            entry = min(own, key=lambda rank: entering[nic[rank]])
+            entering[nic[entry]] += 1
+            own.remove(entry)
+            chain.append(entry)
+        if at < last and own:
+            own.append(own.pop(own.index(min(own, key=lambda rank: leaving[nic[rank]]))))
+        chain += own
+        if at < last:
+            leaving[nic[chain[-1]]] += 1
+    return chain
 
 
 def _frozen(array: ArrayLike, dimensions: int, name: str) -> np.ndarray:

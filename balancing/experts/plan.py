@@ -124,7 +124,7 @@ def _plan(
     per_node = min(ranks, cluster.ranks_per_node)
 
     def placement(slot_expert: np.ndarray) -> ReplicaPlacement:
-        return ReplicaPlacement(home, slot_expert, _SPLIT[method], per_node)
+        return ReplicaPlacement(home, slot_expert, _SPLIT[method], per_node, cluster.nics_per_node)
 
     nothing = np.full((ranks, slots), -1)
     if method == "none" or slots == 0 or ranks == 1:

@@ -156,7 +156,7 @@ class QuotaPlanner:
         return self._placement(np.array(slots).reshape(self._ranks, self.slots))
 
     def _placement(self, slots: np.ndarray) -> ReplicaPlacement:
-        return ReplicaPlacement(self.home, slots, "level", self._per_node)
+        return ReplicaPlacement(self.home, slots, "level", self._per_node, self.cluster.nics_per_node)
 
     @cached_property
     def _ranks(self) -> int:

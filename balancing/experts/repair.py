@@ -54,7 +54,9 @@ def repair(
         changed = _one_more(candidate, served, evict)
         if changed is None:
             break
-        candidate = ReplicaPlacement(placement.home, changed, "level", placement.ranks_per_node)
+        candidate = ReplicaPlacement(
+            placement.home, changed, "level", placement.ranks_per_node, placement.nics_per_node
+        )
         served = _served(counts, candidate)
         seconds = _seconds(served, shape, cluster) + _exposed(placement, candidate, shape, cluster) / micro_batches
         if seconds < least:

@@ -295,7 +295,8 @@ def _step(at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: 
     if variant.planned is not None:
         home, split = contiguous_homes(job["experts"], ranks), job["split"][variant.planned]
         plans = loads[f"slots of {variant.planned}"][number]
-        placements = [ReplicaPlacement(home, plan, split, job["ranks_per_node"]) for plan in plans]
+        node = job["ranks_per_node"], job["nics_per_node"]
+        placements = [ReplicaPlacement(home, plan, split, *node) for plan in plans]
     routing = maps[kind][number][:1] if warm_up else maps[kind][number]
     seconds = model.step(routing, placements)
     model.check(load[:, :, :1] if warm_up else load, placements)

@@ -129,7 +129,7 @@ class ExpertBalancer:
                 chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared)
                 for layer in own:
                     if layer not in before:
-                        layer.live_on(self._group.ranks_per_node)
+                        layer.live_on(self._group.ranks_per_node, self._group.nics_per_node)
                     self._replicas[layer] = before.get(layer) or _Replicas(layer.placement)
                     layer.on_load = partial(self._on_load, chunk, layer)
 

@@ -142,13 +142,13 @@ class BalancedMoELayer(MoELayer):
         self._splits: Replays[_Share] = Replays()
         # Where the split is computed: on a GPU beside the tokens, so that the host does not wait for counts.
         self._device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
-        self.live_on(0)
+        self.live_on(0, 0)
 
-    def live_on(self, ranks_per_node: int) -> None:
-        """Say how many ranks of the group a node has, 0 if they share one. No expert has replicas after that."""
+    def live_on(self, ranks_per_node: int, nics_per_node: int) -> None:
+        """Say on what nodes the group runs, as `ReplicaPlacement` takes it. No expert has replicas after that."""
         ranks = self.ep_group.size()
         home, slots = contiguous_homes(self.config.num_moe_experts, ranks), np.full((ranks, self.slots), -1)
-        self.alone = ReplicaPlacement(home, slots, ranks_per_node=ranks_per_node)
+        self.alone = ReplicaPlacement(home, slots, ranks_per_node=ranks_per_node, nics_per_node=nics_per_node)
         self.place(self.alone)
 
     def place(self, placement: ReplicaPlacement) -> None:
