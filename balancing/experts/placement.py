@@ -211,6 +211,10 @@ def _across(ranks: list[int], per_node: int, nic: list[int], leaving: list[int],
 
     nic: of each rank. leaving, entering: how much each sends and receives so far, brought up to date.
     """
+    if len(ranks) == 2:
+        leaving[nic[ranks[0]]] += 1
+        entering[nic[ranks[1]]] += 1
+        return ranks
     nodes: dict[int, list[int]] = {ranks[0] // per_node: []}
     for rank in ranks[1:]:
         nodes.setdefault(rank // per_node, []).append(rank)

@@ -16,7 +16,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.experts.bound import LeastCost
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
+from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, with_transfers
 from balancing.experts.fewest import fewest_copies
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.split import traffic
@@ -91,26 +91,24 @@ class QuotaPlanner:
         plans += [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
         least = [cost.total for cost in least_costs(plans)]
         best = math.inf, False, 0  # no replicas rather than some that gain nothing
+        costs: dict[int, LayerCost] = {}
         looseness = _LOOSE / (self._ranks * self.slots)
         for at in sorted(range(len(plans)), key=lambda at: least[at] * (1 + looseness * plans[at].replicas)):
             if least[at] <= best[0] * _WORTH:
-                seconds = self._cost(moved(plans[at]), plans[at], self.shape).total
-                best = min(best, (seconds, plans[at].replicas > 0, at))
-        chosen = plans[best[2]]
-        # Where nothing hides copies none is free.
-        return chosen if self.hidden_under is None else self._with_free_copies(chosen, best[0], total, moved)
+                costs[at] = self._cost(moved(plans[at]), plans[at], self.shape)
+                best = min(best, (costs[at].total, plans[at].replicas > 0, at))
+        return self._with_free_copies(plans[best[2]], costs[best[2]], total)
 
-    def _with_free_copies(
-        self, plan: ReplicaPlacement, seconds: float, total: np.ndarray, moved: _Moved
-    ) -> ReplicaPlacement:
-        """`plan`, which takes `seconds`, with more replicas in its empty slots that stay in their node, if these cost
-        next to nothing: where the load turns out otherwise than predicted they are of use."""
-        assert self.shape is not None
-        slots = fill_slots(plan.slot_expert, total, self.home, self._per_node)
-        if not plan.replicas or np.array_equal(slots, plan.slot_expert):
+    def _with_free_copies(self, plan: ReplicaPlacement, cost: LayerCost, total: np.ndarray) -> ReplicaPlacement:
+        """`plan`, which has this cost, with more replicas in its empty slots that stay in their node, if bringing them
+        costs next to nothing: where the load turns out otherwise than predicted they are of use."""
+        if self.hidden_under is None or not plan.replicas or plan.replicas == plan.slot_expert.size:
             return plan
-        filled = self._placement(slots)
-        return filled if self._cost(moved(filled), filled, self.shape).total <= seconds * _FREE else plan
+        assert self.shape is not None
+        filled = self._placement(fill_slots(plan.slot_expert, total, self.home, self._per_node))
+        same = cost.all_to_all, cost.forward, filled, self.cluster, self.shape  # tokens are split no worse
+        then = with_transfers(*same, True, self.hidden_under, self.first, self.micro_batches)
+        return filled if then.total <= cost.total * _FREE else plan
 
     def _all_slots(
         self, spread: ReplicaPlacement, total: np.ndarray, moved: _Moved, fewest: _Fewest
