@@ -147,7 +147,7 @@ class ReplicaSlots:
         self._backwards = [0] * len(self.homes)
         self._moved = [0] * len(self.homes)
         self._micro_batches = micro_batches
-        first = next((layer for layer in range(len(self.homes)) if self.is_used(layer)), None)
+        first = self._first_used(range(len(self.homes)))
         if first is not None:
             self.prefetch(first)
 
@@ -244,10 +244,12 @@ class ReplicaSlots:
         self._prefetch_after(layer, forward)
 
     def _prefetch_after(self, layer: int, forward: bool) -> None:
-        others = range(layer + 1, len(self.homes)) if forward else range(layer - 1, -1, -1)
-        following = next((other for other in others if self.is_used(other)), None)
+        following = self._first_used(range(layer + 1, len(self.homes)) if forward else range(layer - 1, -1, -1))
         if following is not None and self._buffer(following) != self._buffer(layer):
             self.prefetch(following)
+
+    def _first_used(self, layers: range) -> int | None:
+        return next((layer for layer in layers if self.is_used(layer)), None)
 
     def is_used(self, layer: int) -> bool:
         """True if some rank of the group holds a replica of an expert of `layer` in this iteration."""

@@ -130,7 +130,8 @@ class ExpertBalancer:
                 for layer in own:
                     if layer not in before:
                         layer.live_on(self._group.ranks_per_node, self._group.nics_per_node)
-                    self._replicas[layer] = before.get(layer) or _Replicas(layer.placement)
+                        before[layer] = _Replicas(layer.alone)
+                    self._replicas[layer] = before[layer]
                     layer.on_load = partial(self._on_load, chunk, layer)
 
     def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
@@ -325,9 +326,12 @@ class ExpertBalancer:
         assert self._group is not None
         costs: dict[str, Any] = {}
         if self._machine is not None:
-            costs["shape"] = _shape_of(layer)
-            costs |= {"hidden_under": attentions * _attention_seconds(self._args, self._machine), "first": first}
-            costs["micro_batches"] = self._micro_batches_served()
+            costs = {
+                "shape": _shape_of(layer),
+                "hidden_under": attentions * _attention_seconds(self._args, self._machine),
+                "first": first,
+                "micro_batches": self._micro_batches_served(),
+            }
         placement = plan_replicas(
             load,
             self._group,
