@@ -277,7 +277,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             load_args_from_checkpoint(args)
         check_layout(args)
         check_data(args)
-        experts, notes = check_experts(args, config.experts, fp64=config.fp64, device=device)
+        experts, notes = check_experts(args, config.experts, device=device)
         sequences, of_sequences = check_sequences(args, config.sequences)
         layers, of_layers = check_layers(args, config.layers)
         config = dataclasses.replace(config, experts=experts, sequences=sequences, layers=layers)
