@@ -2,7 +2,7 @@
 
 Megatron reduces a bucket of gradients over data-parallel ranks as soon as its last gradient is there, under the
 backward pass. All ranks of a reduction must start their buckets in one order, but each expert-parallel group plans
-replicas for itself: a layer whose gradients wait for replicas in one group need not wait in another. So the gradients of
+replicas for itself: a layer whose gradients wait for replicas in one group need not wait in another. So gradients of
 every layer of experts are handed on at a moment that the backward pass alone decides, whatever the plans are.
 """
 
