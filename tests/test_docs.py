@@ -1,6 +1,9 @@
 """What people read is true: links lead somewhere, commands name modules and flags that exist, pages are short."""
 
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,37 @@ def test_the_log_of_measurements_is_listed_newest_first():
 
 def test_the_page_of_newest_figures_is_one_page():
     assert len((REPOSITORY / "benchmarks/README.md").read_text().splitlines()) <= 150
+
+
+@pytest.fixture(scope="module")
+def flags():
+    """Flags of pretrain_gpt.py as its --help prints them, and those that scripts and modules here name."""
+    command = [sys.executable, "pretrain_gpt.py", "--help"]  # a process of its own, for it chooses a device
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    own = set(re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", done.stdout, re.M))
+    assert {"--balance-experts", "--num-layers"} <= own
+    sources = [*REPOSITORY.glob("balancing/**/*.py"), *REPOSITORY.glob("benchmarks/**/*.py")]
+    sources += [REPOSITORY / "tests/conftest.py", *(path for path in REPOSITORY.glob("scripts/**/*") if path.is_file())]
+    return own | {flag for path in sources for flag in re.findall(r"--[a-z0-9-]+", path.read_text())}
+
+
+GUIDES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/**/*.md")]
+FOREIGN = {"--standalone", "--follow"}  # torchrun's and git's
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_flags_exist(page, flags):
+    named = set(re.findall(r"(?<![\w/-])--[a-z][a-z0-9-]*", re.sub(r"^\|[ :|-]+\|$", "", page.read_text(), flags=re.M)))
+    assert not named - flags - FOREIGN
+
+
+@pytest.mark.parametrize("page", [*GUIDES, REPOSITORY / "benchmarks/README.md"], ids=_name)
+def test_commands_name_what_is_there(page):
+    text = page.read_text()
+    for module in re.findall(r"python -m ((?:balancing|benchmarks)[\w.]*)", text):
+        name = module.rstrip(".").replace(".NAME", "")
+        assert importlib.util.find_spec(name) is not None, module
+    for path in re.findall(r"(?<![\w/.])(?:scripts|tests|balancing|benchmarks|megatron|docs)/[\w./-]+\w", text):
+        found = (REPOSITORY / path).exists() or (page.parent / path).exists()
+        assert found, f"{_name(page)} names {path}"
