@@ -75,7 +75,7 @@ FOREIGN = {"--standalone", "--follow"}  # torchrun's and git's
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
 def test_flags_exist(page, flags):
-    named = set(re.findall(r"(?<![\w/-])--[a-z][a-z0-9-]*", re.sub(r"^\|[ :|-]+\|$", "", page.read_text(), flags=re.M)))
+    named = set(re.findall(r"(?<![\w/-])--[a-z][a-z0-9-]*", page.read_text()))
     assert not named - flags - FOREIGN
 
 
@@ -88,3 +88,40 @@ def test_commands_name_what_is_there(page):
     for path in re.findall(r"(?<![\w/.])(?:scripts|tests|balancing|benchmarks|megatron|docs)/[\w./-]+\w", text):
         found = (REPOSITORY / path).exists() or (page.parent / path).exists()
         assert found, f"{_name(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_python_examples_run(page, capsys):
+    examples = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    for example in examples:
+        exec(compile(example, _name(page), "exec"), {})
+        assert capsys.readouterr().out, "an example shows something"
+
+
+def test_the_readme_keeps_to_its_length_and_shows_every_balancer():
+    text = (REPOSITORY / "README.md").read_text()
+    assert len(text.splitlines()) <= 160
+    example = max(re.findall(r"^torchrun.*?^$|^CUDA_.*?^$", text, re.M | re.S), key=len)
+    assert {"--balance-experts", "--balance-sequences", "--balance-layers"} <= set(example.split())
+
+
+def test_every_patch_is_documented():
+    rows = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/overlay.md").read_text(), re.M)
+    code = (REPOSITORY / "megatron/balanced/patches.py").read_text()
+    targets = re.findall(r'target="([^"]+)"', code)
+    assert targets
+    for target in targets:
+        assert any(target.endswith(row.removeprefix("...")) for row in rows), target
+    assert len(rows) == len(targets)
+
+
+def test_linters_of_pre_commit_and_of_the_suite_are_one_version():
+    pinned = re.search(r"ruff==([\d.]+)", (REPOSITORY / "setup.py").read_text())
+    hook = re.search(r"ruff-pre-commit\s+rev: v([\d.]+)", (REPOSITORY / ".pre-commit-config.yaml").read_text())
+    assert pinned and hook and pinned[1] == hook[1]
+
+
+def test_the_papers_are_cited():
+    cited = (REPOSITORY / "CITATION.cff").read_text()
+    papers = set(re.findall(r"arxiv\.org/abs/([\d.]+\d)", (REPOSITORY / "README.md").read_text()))
+    assert len(papers) == 3 and all(f"https://arxiv.org/abs/{paper}" in cited for paper in papers)
