@@ -61,11 +61,11 @@ def check_layout(args: argparse.Namespace) -> None:
                 f"{factors} = {product} does not divide the {args.world_size} rank(s); start a multiple of {product} "
                 "(torchrun --nproc-per-node, times nodes) or change the sizes"
             )
-    ranks, of_experts = tensor * args.context_parallel_size, expert_tensor * expert[1]
+    ranks, of_experts = tensor * context[1], expert_tensor * expert[1]
     if args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1 and ranks != of_experts:
         raise ValueError(
-            f"--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts as for the rest of the model, but "
-            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {args.context_parallel_size} = {ranks} and "
+            "--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts as for the rest of the model, but "
+            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context[1]} = {ranks} and "
             f"--expert-tensor-parallel-size {expert_tensor} x --expert-model-parallel-size {expert[1]} = {of_experts}; "
             "make these equal, or drop --use-tp-pp-dp-mapping"
         )

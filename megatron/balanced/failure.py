@@ -210,9 +210,7 @@ class _Report:
         if silent:
             names = _ranks(silent)
             texts.append(
-                _as_error(
-                    f"{names} died or stopped answering; the other ranks stop now. Look at the log of {names}"
-                )
+                _as_error(f"{names} died or stopped answering; the other ranks stop now. Look at the log of {names}")
             )
         return "\n".join(texts), 2 if all(failure.is_refusal for failure in said.values()) else 1
 

@@ -178,7 +178,9 @@ def replaces_in_prediction(
     args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
 ) -> bool:
     """Whether layers of multi-token prediction have other modules than Megatron's."""
-    return bool(args.mtp_num_layers) and args.spec is None and bool(_replacements(args, experts, sequences, dynamics)[1])
+    return (
+        bool(args.mtp_num_layers) and args.spec is None and bool(_replacements(args, experts, sequences, dynamics)[1])
+    )
 
 
 def model_config(

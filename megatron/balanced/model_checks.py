@@ -27,8 +27,8 @@ def check_model(args: argparse.Namespace) -> None:
             raise ValueError(f"{shown(one, True)} contradicts {shown(other, True)}; drop one of them")
     if args.experimental_attention_variant is not None and args.transformer_impl != "transformer_engine":
         raise ValueError(
-            f"--experimental-attention-variant {args.experimental_attention_variant} needs Transformer Engine's layers, "
-            "which are not installed or not selected; drop it"
+            f"{shown('experimental_attention_variant', args.experimental_attention_variant)} needs Transformer Engine, "
+            "which is not installed or not selected; drop it"
         )
     if args.train_iters and not args.eval_interval and not args.full_validation and not args.skip_train:
         raise ValueError(
@@ -60,8 +60,7 @@ def _check_batch_overlap(args: argparse.Namespace) -> None:
         )
     if args.moe_token_dispatcher_type not in ("alltoall", "flex"):
         raise ValueError(
-            f"{flag} cannot overlap --moe-token-dispatcher-type {args.moe_token_dispatcher_type}; use alltoall, or drop "
-            f"{flag}"
+            f"{flag} contradicts --moe-token-dispatcher-type {args.moe_token_dispatcher_type}; use alltoall, or drop it"
         )
     if not (args.bf16 or args.fp16):
         raise ValueError(f"{flag} works in half precision only; add --bf16 or --fp16, or drop it")

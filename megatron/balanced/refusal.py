@@ -10,6 +10,7 @@ import linecache
 import re
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["explain", "know_flags", "know_values", "refused_by_megatron"]
@@ -17,8 +18,8 @@ __all__ = ["explain", "know_flags", "know_values", "refused_by_megatron"]
 _flags: dict[str, str] = {}  # name among the arguments -> the flag
 _values: argparse.Namespace | None = None
 
-# A name in a message or a condition, and what stands before it in Megatron's code.
-_NAME = re.compile(r"(?<![\w./-])(args\.|self\.|config\.)?([a-z][a-z0-9_]*)(?![\w(/]|\.\w)")
+# A name in a message or a condition, what stands before it in Megatron's code, and what is said of its value.
+_NAME = re.compile(r"(?<![\w./-])(args\.|self\.|config\.)?([a-z][a-z0-9_]*)(?![\w(/]|\.\w)(?==['\w]()|)")
 
 
 def know_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +36,16 @@ def know_values(args: argparse.Namespace) -> None:
     _values = args
 
 
-def _megatrons_statement(error: BaseException) -> ast.Assert | ast.Raise | None:
-    """The statement of Megatron-LM that raised `error` on purpose; None when it came about otherwise."""
+@dataclass(frozen=True)
+class _Statement:
+    """A statement of Megatron-LM that raises on purpose, and the condition of the branch it stands in."""
+
+    node: ast.Assert | ast.Raise
+    branch: ast.expr | None
+
+
+def _megatrons_statement(error: BaseException) -> _Statement | None:
+    """What of Megatron-LM raised `error` on purpose; None when it came about otherwise."""
     megatron = sys.modules.get("megatron.core")
     if megatron is None or megatron.__file__ is None or error.__traceback__ is None:
         return None
@@ -44,9 +53,12 @@ def _megatrons_statement(error: BaseException) -> ast.Assert | ast.Raise | None:
     package = Path(megatron.__file__).parents[1]
     if not any(Path(frame.filename).is_relative_to(package / part) for part in ("core", "training")):
         return None
-    for node in ast.walk(ast.parse("".join(linecache.getlines(frame.filename)))):
-        if isinstance(node, ast.Assert | ast.Raise) and node.lineno <= (frame.lineno or 0) <= (node.end_lineno or 0):
-            return node
+    line, branch = frame.lineno or 0, None
+    for node in ast.walk(ast.parse("".join(linecache.getlines(frame.filename)))):  # what is inside comes after
+        if isinstance(node, ast.If | ast.Assert | ast.Raise) and node.lineno <= line <= (node.end_lineno or 0):
+            if not isinstance(node, ast.If):
+                return _Statement(node, branch)
+            branch = node.test
     return None
 
 
@@ -63,9 +75,11 @@ def explain(error: BaseException) -> str:
         return message or type(error).__name__
     named: dict[str, None] = {}
     text = _with_flags(message, named)
-    if isinstance(statement, ast.Assert):
-        condition = _with_flags(ast.unparse(statement.test), named)
+    if isinstance(statement.node, ast.Assert):
+        condition = _with_flags(ast.unparse(statement.node.test), named)
         text = text or f"Megatron-LM demands: {condition}"
+    if statement.branch is not None:
+        _with_flags(ast.unparse(statement.branch), named)
     text = (text or type(error).__name__).rstrip(".")
     way_out = _way_out(named)
     return f"{text}; {way_out}" if way_out else text
@@ -75,8 +89,8 @@ def _with_flags(text: str, named: dict[str, None]) -> str:
     """`text` with the arguments in it written as flags. Their names are added to `named`."""
 
     def flag(match: re.Match[str]) -> str:
-        prefix, name = match.groups()
-        if name not in _flags or not (prefix or "_" in name):
+        prefix, name, value = match.groups()
+        if name not in _flags or (prefix is None and value is None and "_" not in name):
             return match[0]
         named[name] = None
         return _flags[name]
