@@ -101,7 +101,6 @@ FLAGS = {
         "add --bf16",
     ),
     "delayed gradients": ("--delay-wgrad-compute", "--delay-wgrad-compute", "--transformer-impl local"),
-    "recompute": ("--recompute-method uniform", "--recompute-granularity", "--recompute-method uniform"),
     "two sources of data": ("--data-path corpus", "--mock-data", "corpus", "drop one"),
 }
 
