@@ -1,14 +1,16 @@
 """Pretrain GPT with Megatron-LM and load balancing. Takes Megatron-LM's own flags and ours: see --help."""
 
 from megatron.balanced.arguments import parse_arguments
+from megatron.balanced.failure import failures_told_once
 
 
 def main() -> None:
-    args, config = parse_arguments()  # chooses the device, which must happen before megatron.core is imported
+    with failures_told_once():
+        args, config = parse_arguments()  # chooses the device, which must happen before megatron.core is imported
 
-    from megatron.balanced.train import train
+        from megatron.balanced.train import train
 
-    train(args, config)
+        train(args, config)
 
 
 if __name__ == "__main__":

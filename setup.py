@@ -32,6 +32,7 @@ setup(
         "megatron-core==0.19.2",
         "torch>=2.11,<2.16",
         "numpy",
+        "einops",  # Megatron cuts several distributed-optimizer instances and hierarchical groups with it
         "psutil",  # torch_dist checkpoints import it, and the wheel does not ask for it
         "tensorboard",
         "matplotlib",

@@ -1,6 +1,7 @@
 """Bad input is refused at the start with one line that names the value and the way out, once for all ranks."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import os
@@ -34,12 +35,14 @@ def _parse(argv: list[str]) -> tuple[object, str]:
 
 
 def _assert_refused(pool, argv: list[str], *words: str) -> None:
-    (code, said), (other_code, other_said) = pool.run(2, _parse, argv)
-    assert (code, other_code) == (2, 2), f"accepted; on stderr: {said!r}"
-    *warnings, line = said.splitlines()  # Megatron may have warned of other flags before
+    results = pool.run(2, _parse, argv)
+    said = "".join(text for _, text in results)
+    assert [code for code, _ in results] == [2, 2], f"accepted; on stderr: {said!r}"
+    # Megatron may have warned of other flags before.
+    lines = [line for line in said.splitlines() if "error" in line or "Traceback" in line]
+    assert len(lines) == 1, lines
+    (line,) = lines
     assert line.startswith("pretrain_gpt.py: error: ")
-    assert not any("error" in warning or "Traceback" in warning for warning in warnings), said
-    assert "error" not in other_said, "each rank says it again"
     for word in words:
         assert word in line, line
 
@@ -73,6 +76,31 @@ FLAGS = {
         "add --balance-sequences",
     ),
     "flex": ("--num-experts 4 --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
+    "hybrid model": ("--hybrid-layer-pattern *-*-", "--hybrid-layer-pattern *-*-", "drop it", "--num-layers"),
+    "hybrid model, by its old name": ("--hybrid-override-pattern *-*-", "--hybrid-override-pattern *-*-", "drop it"),
+    "hybrid prediction": ("--mtp-hybrid-override-pattern MM", "--mtp-hybrid-override-pattern MM", "drop it"),
+    "Mamba": ("--mamba-state-dim 64", "--mamba-state-dim 64", "hybrid", "drop it"),
+    "Mamba's memory": ("--disable-mamba-mem-eff-path", "--disable-mamba-mem-eff-path", "drop it"),
+    "two activations": ("--swiglu --quick-geglu", "--quick-geglu contradicts --swiglu", "drop one"),
+    "linear attention": (
+        "--experimental-attention-variant gated_delta_net",
+        "--experimental-attention-variant gated_delta_net",
+        "Transformer Engine",
+        "drop it",
+    ),
+    "batch overlap without expert parallelism": (
+        "--num-experts 4 --overlap-moe-expert-parallel-comm",
+        "--overlap-moe-expert-parallel-comm",
+        "--expert-model-parallel-size 1",
+        "drop it",
+    ),
+    "batch overlap in full precision": (
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--overlap-moe-expert-parallel-comm",
+        "--overlap-moe-expert-parallel-comm",
+        "add --bf16",
+    ),
+    "delayed gradients": ("--delay-wgrad-compute", "--delay-wgrad-compute", "--transformer-impl local"),
     "two sources of data": ("--data-path corpus", "--mock-data", "corpus", "drop one"),
 }
 
@@ -88,6 +116,23 @@ def test_flags(pool, case):
 def test_the_same_flags_without_the_fault_are_accepted(pool):
     results = pool.run(2, _parse, [*MODEL, *MOCK_DATA])
     assert [code for code, _ in results] == ["none", "none"]
+
+
+def test_stages_spread_over_nodes(pool):
+    """Before process groups are built, on four ranks, whose expert-parallel ranks take data-parallel ones."""
+    flags = "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2"
+    results = pool.run(4, _parse, [*MODEL, *MOCK_DATA, *flags.split()])
+    (line,) = "".join(text for _, text in results).splitlines()
+    assert [code for code, _ in results] == [2] * 4
+    for word in ("--use-tp-pp-dp-mapping", "--expert-model-parallel-size 2 = 2", "make these equal, or drop"):
+        assert word in line, line
+
+
+def test_no_interval_of_validation(pool):
+    at = MODEL.index("--eval-interval")
+    model = MODEL[:at] + MODEL[at + 2 :]
+    _assert_refused(pool, [*model, *MOCK_DATA], "--eval-interval 1000", "--eval-iters 0")
+    assert pool.run(1, _parse, [*model, *MOCK_DATA, "--full-validation"])[0][0] == "none"
 
 
 class Damage:
@@ -184,6 +229,53 @@ def test_folders_that_cannot_be_written(pool, tmp_path, flags):
 def test_sft_without_its_packages(pool):
     flags = "--sft --data-path conversations.jsonl"
     _assert_refused(pool, [*MODEL, *TOKENIZER, *flags.split()], "--sft needs datasets", "pip install")
+
+
+def _only_on_second(argv: list[str]) -> tuple[object, str]:
+    """Rank 1 alone does not find the package that a corpus needs."""
+    from megatron.balanced import arguments
+
+    if os.environ["RANK"] == "1":
+
+        def missing(args: object) -> None:
+            raise ImportError("no module named 'corpus'; pip install corpus")
+
+        arguments.check_data = missing
+    return _parse(argv)
+
+
+def test_what_is_wrong_on_one_rank_alone(pool):
+    """It is said by the rank that has it."""
+    (code, said), (other, other_said) = reversed(pool.run(2, _only_on_second, [*MODEL, *MOCK_DATA]))
+    assert (code, other) == (2, "none")
+    assert "pretrain_gpt.py: error: no module named 'corpus'; pip install corpus (rank 1 of 2)\n" in said
+    assert "error" not in other_said
+
+
+def test_help():
+    """As the README names it: all of our flags, each with its help."""
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", "--help"],
+        cwd=REPOSITORY,
+        env=single_threaded() | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    from megatron.balanced.arguments import BalanceConfig, DynamicsConfig, ExpertConfig, LayerConfig, SequenceConfig
+
+    shown = "".join(done.stdout.split())
+    flags = 0
+    for config in (BalanceConfig, ExpertConfig, SequenceConfig, LayerConfig, DynamicsConfig):
+        for field in dataclasses.fields(config):
+            if field.metadata:
+                flags += 1
+                assert f"--{field.name.replace('_', '-')}" in shown
+                assert "".join((field.metadata["help"] % {}).split()) in shown, field.name
+    assert flags > 30
+    assert "moe-paged-stash-buffer-size-factor-cuda" in shown
 
 
 def _command(argv: list[str], **environment: str) -> subprocess.Popen:

@@ -1,5 +1,7 @@
-"""A rank that dies or freezes: the others stop within the timeout and name it."""
+"""A job that fails says so once: a rank that dies or freezes is named, and what all ranks say is said once."""
 
+import contextlib
+import io
 import os
 import signal
 import socket
@@ -39,7 +41,7 @@ class Job:
             )
 
     def wait_for_iteration(self, number: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 200
         while f"iteration {number:8d}/" not in self.logs[-1].read_text():
             assert time.monotonic() < deadline, f"training did not start:\n{self.logs[-1].read_text()[-2000:]}"
             assert all(rank.poll() is None for rank in self.ranks), self.logs[0].read_text()[-2000:]
@@ -65,3 +67,109 @@ def test_the_rank_that_died_is_named(job: Job) -> None:
     told = "".join(job.logs[rank].read_text() for rank in survivors)
     assert told.count("pretrain_gpt.py: error:") == 1
     assert f"rank {victim} died or stopped answering" in told
+
+
+def _fail(argv: list[str], fault: str) -> tuple[object, str]:
+    """Run the command on this rank with a fault planted. Returns its exit code and stderr."""
+    from megatron.training import training
+
+    import pretrain_gpt
+
+    rank = int(os.environ["RANK"])
+    build, step = training.setup_model_and_optimizer, training.train_step
+
+    def build_with_fault(*args: object, **kwargs: object) -> object:
+        if fault == "all build":
+            raise KeyError(f"a part of rank {rank}")
+        if fault == "each builds":
+            raise (KeyError if rank else LookupError)("a part")
+        if fault == "one builds" and rank == 1:
+            raise KeyError("a part")
+        return build(*args, **kwargs)
+
+    def step_with_fault(*args: object, **kwargs: object) -> object:
+        if fault == "all step":
+            raise ValueError(f"a step of rank {rank}")
+        return step(*args, **kwargs)
+
+    training.setup_model_and_optimizer = build_with_fault
+    training.train_step = step_with_fault
+    sys.argv[1:] = argv
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            pretrain_gpt.main()
+        except SystemExit as stop:
+            return stop.code, stderr.getvalue()
+    return "none", stderr.getvalue()
+
+
+def _told(pool, world_size: int, fault: str, *flags: str) -> tuple[list[object], list[str]]:
+    """Exit codes, and what was said of failures on all ranks together."""
+    results = pool.run(world_size, _fail, [*MODEL, *MOCK_DATA, *flags], fault)
+    return [code for code, _ in results], [text for _, text in results]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_megatron_refuses_on_all_ranks_is_one_line(pool, world_size):
+    """It is found when the optimizer is built."""
+    codes, said = _told(pool, world_size, "none", "--optimizer", "muon", "--global-batch-size", str(world_size))
+    assert codes == [2] * world_size
+    everything = "".join(said)
+    assert "Traceback" not in everything
+    (line,) = [line for line in everything.splitlines() if "error" in line]
+    assert line.startswith("pretrain_gpt.py: error: emerging-optimizers package is required")
+    assert "pip install emerging-optimizers" in line and "change or drop --optimizer muon" in line
+
+
+@pytest.mark.parametrize("fault, error", [("all build", "KeyError: 'a part of rank"), ("all step", "a step of rank")])
+def test_any_other_error_keeps_its_traceback_once(pool, fault, error):
+    """Although each rank's message has its own number."""
+    codes, said = _told(pool, 2, fault)
+    assert codes == [1, 1]
+    everything = "".join(said)
+    assert everything.count("Traceback") == 1
+    assert "pretrain_gpt.py: ranks 0-1 of 2 failed:\n" in everything
+    assert everything.count(error) >= 1
+
+
+def test_each_kind_of_error_keeps_its_traceback(pool):
+    codes, said = _told(pool, 2, "each builds")
+    assert codes == [1, 1]
+    everything = "".join(said)
+    assert everything.count("Traceback") == 2
+    assert everything.count("pretrain_gpt.py: rank 0 of 2 failed:\n") == 1
+    assert everything.count("pretrain_gpt.py: rank 1 of 2 failed:\n") == 1
+
+
+def test_what_fails_on_one_rank_alone(pool):
+    """The other rank waits for it in a collective, and says no more than one line."""
+    codes, (other, said) = _told(pool, 2, "one builds")
+    assert codes[1] == 1
+    assert "pretrain_gpt.py: rank 1 of 2 failed:\n" in said
+    assert said.count("Traceback") == 1 and "KeyError: 'a part'" in said
+    assert "Traceback" not in other
+
+
+def _with_store(fault: str) -> tuple[str, bool]:
+    """Fail on this rank where the store cannot be asked. Returns what was said, and whether it ended in time."""
+    from megatron.balanced import failure
+
+    def open_store() -> object:
+        if fault == "frozen":
+            time.sleep(3600)
+        raise RuntimeError("the store is gone")
+
+    failure._open_store = open_store  # type: ignore[assignment]
+    failure._MOST_SECONDS = 0.5
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, failure.failures_told_once():
+        raise KeyError("a part")
+    return stderr.getvalue(), stopped.value.code == 1
+
+
+@pytest.mark.parametrize("fault", ["frozen", "gone"])
+def test_without_a_store_each_rank_speaks_for_itself(pool, fault):
+    for rank, (said, ended) in enumerate(pool.run(2, _with_store, fault)):
+        assert ended
+        assert said.startswith(f"pretrain_gpt.py: rank {rank} of 2 failed:\nTraceback")

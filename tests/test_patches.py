@@ -109,6 +109,21 @@ def test_only_what_is_needed_is_patched(pool):
         assert all(row in target or "train_step" in target for target in more), needed  # which every balancer needs
 
 
+@pytest.mark.parametrize(
+    "flags, is_needed",
+    [
+        ("", False),
+        ("--mtp-use-repeated-layer", False),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", True),
+        ("--dataloader-inter-document-masking", True),
+        ("--dataloader-inter-document-masking --mtp-use-repeated-layer", True),
+    ],
+)
+def test_layers_of_prediction_are_patched_where_their_modules_differ(pool, flags, is_needed):
+    needed, _ = pool.run(2, _needed, f"--mtp-num-layers 2 {flags}")
+    assert ("megatron.training.models.gpt:mtp_block_spec" in needed) is is_needed
+
+
 def _refusal(fault: str) -> str:
     """Install a table whose last row has a fault. Returns what is said of it; nothing may be installed then."""
     from megatron.balanced import patches

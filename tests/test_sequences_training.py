@@ -97,6 +97,16 @@ def test_samples_as_sequences(pool, tmp_path):
     _assert_close(samples.train(2, f"--balance-sequences {CP} 2 --micro-batch-size 2"), reference)
 
 
+def test_yarn(pool, tmp_path):
+    """Its table is made in pinned memory where ranks share a sequence."""
+    yarn = "--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-original-max-position-embeddings 16"
+    stretched = Packed(pool, tmp_path, f"{yarn} --mscale 1.0 {SHORT}")
+    reference = stretched.train(1, LOSS)
+    _assert_close(stretched.train(2, f"{BALANCED} {CP} 2"), reference)
+    losses, _ = differences(stretched.train(1, f"{LOSS} --rotary-scaling-factor 1.0"), reference)
+    assert losses > 1e-9, "the flags change nothing"
+
+
 def test_validation(packed):
     """Forward passes alone, whose schedule Megatron chooses elsewhere."""
     packed.base[packed.base.index("100,0,0")] = "80,20,0"

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -26,15 +25,18 @@ from balancing.installed import find_apex
 from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.checks import OnThisMachine, check_folders, check_layout, check_megatron
+from megatron.balanced.checks import check_folders, check_layout, check_megatron
 from megatron.balanced.data_checks import check_data
 from megatron.balanced.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dynamics_checks import check_dynamics
 from megatron.balanced.expert_checks import check_experts
+from megatron.balanced.failure import stop
 from megatron.balanced.layer_checks import check_layers
+from megatron.balanced.model_checks import check_model
+from megatron.balanced.refusal import know_flags, know_values
 from megatron.balanced.sequence_checks import check_sequences
 
-__all__ = ["BalanceConfig", "machine_of", "parse_arguments", "stop"]
+__all__ = ["BalanceConfig", "machine_of", "parse_arguments"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +113,19 @@ def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     for action in parser._actions:  # Megatron makes help of docstrings, where argparse takes a lone % for a format
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.set_defaults(**_defaults_of_this_machine())
+    _mend_help(parser)
+    know_flags(parser)
     parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Some of Megatron's help has bare per cent signs, at which argparse would fail when it prints it."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -159,26 +172,6 @@ def _join_world() -> None:
 
 def _is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def stop(error: Exception) -> NoReturn:
-    """End the process with one clear line, said once for all ranks, or once for each machine where machines may differ.
-
-    Exit code 2, as argparse's own.
-    """
-    first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    if _is_first_rank() or (isinstance(error, OnThisMachine | OSError) and first_here):
-        print(f"pretrain_gpt.py: error: {' '.join(_explain(error).split())}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-def _explain(error: Exception) -> str:
-    """A refusal in words: the error's own, or the condition that did not hold, with the flags it is about."""
-    message = str(error)
-    if not message:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"this does not hold: {(frame.line or type(error).__name__).removeprefix('assert ')}"
-    return re.sub(r"\bargs\.(\w+)", lambda name: "--" + name[1].replace("_", "-"), message)
 
 
 def _quiet(device: str) -> None:
@@ -277,7 +270,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
 
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
+        know_values(args)
         check_layout(args)
+        check_model(args)
         check_data(args)
         experts, notes = check_experts(args, config.experts, device=device)
         sequences, of_sequences = check_sequences(args, config.sequences)

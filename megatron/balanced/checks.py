@@ -61,6 +61,14 @@ def check_layout(args: argparse.Namespace) -> None:
                 f"{factors} = {product} does not divide the {args.world_size} rank(s); start a multiple of {product} "
                 "(torchrun --nproc-per-node, times nodes) or change the sizes"
             )
+    ranks, of_experts = tensor * context[1], expert_tensor * expert[1]
+    if args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1 and ranks != of_experts:
+        raise ValueError(
+            "--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts as for the rest of the model, but "
+            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context[1]} = {ranks} and "
+            f"--expert-tensor-parallel-size {expert_tensor} x --expert-model-parallel-size {expert[1]} = {of_experts}; "
+            "make these equal, or drop --use-tp-pp-dp-mapping"
+        )
     replicas = args.world_size // (tensor * args.pipeline_model_parallel_size * args.context_parallel_size)
     batch, micro_batch = args.global_batch_size, args.micro_batch_size
     adapts = args.decrease_batch_size_if_needed or args.step_batch_size_schedule

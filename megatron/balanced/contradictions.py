@@ -7,7 +7,7 @@ with any other ("which ..."), and the way out. None, False, 0 and nothing at all
 import argparse
 from collections.abc import Iterable
 
-__all__ = ["Contradiction", "refuse"]
+__all__ = ["Contradiction", "refuse", "shown"]
 
 Contradiction = tuple[str, object, str, str]
 
@@ -18,10 +18,10 @@ def refuse(args: argparse.Namespace, feature: str, rows: Iterable[Contradiction]
         values = fine if isinstance(fine, tuple) else (fine,)
         value = getattr(args, name, values[0])
         if value not in values and (value or all(values)):
-            raise ValueError(f"{feature} contradicts {_shown(name, value)}, which {why}; {instead}")
+            raise ValueError(f"{feature} contradicts {shown(name, value)}, which {why}; {instead}")
 
 
-def _shown(name: str, value: object) -> str:
+def shown(name: str, value: object) -> str:
     """A flag as a user gives it."""
     given = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return "--" + name.replace("_", "-") + ("" if value is True else f" {given}")

@@ -8,7 +8,7 @@ of the process. `release_cpu` puts everything back.
 Two mechanisms, both process-wide and both undone by `release_cpu`:
 - attributes of `torch.cuda`, `torch.distributed` and a few more modules are replaced, from one table (`_replacements`);
 - a `TorchFunctionMode` turns every CUDA device that reaches a torch function into the CPU, and the methods that only
-  mean something on a GPU (`cuda`, `pin_memory`, `record_stream`) into no-ops.
+  mean something on a GPU (`cuda`, `pin_memory`, `record_stream`) into no-ops; factories do not pin either.
 
 It must run before `megatron.core` is imported, since Megatron copies several of these names at import.
 """
@@ -269,6 +269,8 @@ class _OnCpu(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 

@@ -37,7 +37,7 @@ from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialML
 from megatron.balanced.sequence_attention import SequenceCoreAttention
 from megatron.balanced.sparse_attention import sparse_attention
 
-__all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config"]
+__all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 
 
 class SequenceParallelNorm:
@@ -101,10 +101,10 @@ def _fill_in(value: Any, replacements: dict[Any, Any]) -> Any:
 
 class LayerSpecs:
     """The layer specs Megatron would choose, with `replacements` (module -> module) in them. A layer spec of a model
-    config, to be called with it."""
+    config, to be called with it. `of_prediction` are the replacements in layers of multi-token prediction."""
 
-    def __init__(self, replacements: dict[Any, Any]) -> None:
-        self._replacements = replacements
+    def __init__(self, replacements: dict[Any, Any], of_prediction: dict[Any, Any]) -> None:
+        self._replacements, self._of_prediction = replacements, of_prediction
 
     def __call__(self, config: GPTModelConfig, vp_stage: int | None) -> Any:  # by these names, for Megatron looks
         block = default_layer_spec(config, vp_stage)
@@ -113,15 +113,15 @@ class LayerSpecs:
             layers = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
             block = TransformerBlockSubmodules(layer_specs=[block] * layers, layer_norm=WrappedTorchNorm)
         if isinstance(block, TransformerBlockSubmodules):
-            block.layer_norm = self.fill_in(block.layer_norm)
+            block.layer_norm = _fill_in(block.layer_norm, self._replacements)
             for layer in block.layer_specs:
-                self.fill_in(layer)
+                _fill_in(layer, self._replacements)
             return block
-        return self.fill_in(block)
+        return _fill_in(block, self._replacements)
 
-    def fill_in(self, spec: Any) -> Any:
-        """`spec`, of one layer, with the replacements in it. It is changed in place."""
-        return _fill_in(spec, self._replacements)
+    def fill_in_prediction(self, spec: Any) -> None:
+        """Put the replacements into `spec`, of one layer of multi-token prediction."""
+        _fill_in(spec, self._of_prediction)
 
 
 def _on_own_linears(experts: type[SequentialMLP]) -> Callable[..., SequentialMLP]:
@@ -144,32 +144,53 @@ def _core_attention(args: argparse.Namespace) -> type:
     return TEDotProductAttention
 
 
+def _replacements(
+    args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What stands in the place of Megatron's modules in layers of the model, and in those of multi-token prediction."""
+    fitting: dict[Any, Any] = {}  # does the same as the module it replaces, in every layer
+    if sequences.balance_sequences:
+        fitting[_core_attention(args)] = SequenceCoreAttention
+    elif args.transformer_impl == "local" and (args.sft or args.dataloader_inter_document_masking):
+        fitting[DotProductAttention] = PackedDotProductAttention
+    if args.transformer_impl == "local" and args.sequence_parallel:
+        fitting[WrappedTorchNorm] = SequenceParallelNorm
+    if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:
+        fitting[SequentialMLP] = GroupedMLP
+    replicated: dict[Any, Any] = {}
+    if experts.balance_experts:
+        replicated[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)
+        replicated[SequentialMLP] = fitting.get(SequentialMLP, ReplicatedSequentialMLP)
+        if args.transformer_impl != "local":
+            replicated[SequentialMLP] = _on_own_linears(ReplicatedSequentialMLP)
+            replicated[TEGroupedMLP] = _on_own_linears(GroupedMLP)
+    dynamic: dict[Any, Any] = {}
+    if dynamics.any:
+        dynamic[TransformerLayer] = dynamic_layer(dynamics)
+        if dynamics.sparse_attention != "none":
+            dynamic[DotProductAttention] = sparse_attention(dynamics)
+    # A layer of prediction that is run several times has no replicas.
+    of_prediction = fitting if args.mtp_use_repeated_layer else fitting | replicated
+    return fitting | replicated | dynamic, of_prediction
+
+
+def replaces_in_prediction(
+    args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
+) -> bool:
+    """Whether layers of multi-token prediction have other modules than Megatron's."""
+    return (
+        bool(args.mtp_num_layers) and args.spec is None and bool(_replacements(args, experts, sequences, dynamics)[1])
+    )
+
+
 def model_config(
     args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
 ) -> GPTModelConfig:
     """The model that the flags describe, as a config that `megatron.training.pretrain` builds from."""
     config = gpt_config_from_args(args)
-    replacements: dict[Any, Any] = {}
-    if sequences.balance_sequences:
-        replacements[_core_attention(args)] = SequenceCoreAttention
-    elif args.transformer_impl == "local" and (args.sft or args.dataloader_inter_document_masking):
-        replacements[DotProductAttention] = PackedDotProductAttention
-    if args.transformer_impl == "local" and args.sequence_parallel:
-        replacements[WrappedTorchNorm] = SequenceParallelNorm
-    if experts.balance_experts:
-        replacements[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)
-        replacements[SequentialMLP] = ReplicatedSequentialMLP
-        if args.transformer_impl != "local":
-            replacements[SequentialMLP] = _on_own_linears(ReplicatedSequentialMLP)
-            replacements[TEGroupedMLP] = _on_own_linears(GroupedMLP)
-    if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:
-        replacements[SequentialMLP] = GroupedMLP
-    if dynamics.any:
-        replacements[TransformerLayer] = dynamic_layer(dynamics)
-        if dynamics.sparse_attention != "none":
-            replacements[DotProductAttention] = sparse_attention(dynamics)
-        if dynamics.mixture_of_depths:  # layers with and without a router
-            config.transformer.hetereogenous_dist_checkpoint = True
+    replacements, of_prediction = _replacements(args, experts, sequences, dynamics)
+    if dynamics.mixture_of_depths:  # layers with and without a router
+        config.transformer.hetereogenous_dist_checkpoint = True
     if replacements and args.spec is None:
-        config.transformer_layer_spec = LayerSpecs(replacements)
+        config.transformer_layer_spec = LayerSpecs(replacements, of_prediction)
     return config

@@ -23,6 +23,7 @@ import torch
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.flat_batch import with_flat_batches
 from megatron.balanced.known_counts import with_known_counts
+from megatron.balanced.model import replaces_in_prediction
 from megatron.balanced.prediction import with_the_models_modules
 from megatron.balanced.step import with_callbacks
 
@@ -116,8 +117,8 @@ def _splits_experts(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return config.experts.balance_experts and args.moe_token_dispatcher_type == "alltoall"
 
 
-def _balances_prediction(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.experts.balance_experts and bool(args.mtp_num_layers) and not args.mtp_use_repeated_layer
+def _replaces_in_prediction(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    return replaces_in_prediction(args, config.experts, config.sequences, config.dynamics)
 
 
 PATCHES = (
@@ -156,10 +157,10 @@ PATCHES = (
     Patch(
         target="megatron.training.models.gpt:mtp_block_spec",
         replacement=with_the_models_modules,
-        why="layers of multi-token prediction do not follow the model's layer spec, which has experts with replicas",
+        why="layers of multi-token prediction do not follow the model's layer spec, which has other modules",
         signature=("config", "transformer_layer_spec", "vp_stage"),
         versions=("0.19.2",),
-        needed=_balances_prediction,
+        needed=_replaces_in_prediction,
     ),
     Patch(
         target="megatron.training.training:get_forward_backward_func",

@@ -17,7 +17,7 @@ def with_the_models_modules(original: Callable) -> Callable:
     def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
         spec = original(config, transformer_layer_spec, vp_stage=vp_stage)
         for layer in spec.layer_specs if spec is not None else ():
-            config.transformer_layer_spec.fill_in(layer)
+            config.transformer_layer_spec.fill_in_prediction(layer)
         return spec
 
     return mtp_block_spec

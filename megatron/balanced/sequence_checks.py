@@ -64,6 +64,11 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         note = "--balance-sequences has nothing to balance: with --context-parallel-size 1 every rank has whole batches"
         return dataclasses.replace(sequences, balance_sequences=False), [note]
     refuse(args, "--balance-sequences", _CONTRADICTIONS)
+    if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
+        raise ValueError(
+            "--balance-sequences contradicts --moe-router-load-balancing-type sinkhorn, which routes a token by the "
+            "others on its rank; use aux_loss"
+        )
     _check_sizes(args, sequences)
     notes = []
     if not args.calculate_per_token_loss:

@@ -12,12 +12,12 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
 from megatron.balanced import patches, step
-from megatron.balanced.arguments import BalanceConfig, machine_of, stop
+from megatron.balanced.arguments import BalanceConfig, machine_of
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.dropout import DropoutStreams
 from megatron.balanced.dynamics import add_dynamics
 from megatron.balanced.experts import DoesNotFit, ExpertBalancer
-from megatron.balanced.failure import named_failures
+from megatron.balanced.failure import stop
 from megatron.balanced.layers import LayerBalancer
 from megatron.balanced.model import model_config
 from megatron.balanced.observe import Observer
@@ -79,8 +79,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
             model.post_wrap_hooks.append(streams.attach)
             step.callbacks.append(streams)
     try:
-        with named_failures(args.rank, args.world_size):
-            _pretrain(args, model, datasets, forward, observer)
+        _pretrain(args, model, datasets, forward, observer)
     finally:
         step.callbacks.clear()
         step.use_schedule(None)

@@ -1,0 +1,116 @@
+"""What is wrong with a command line, in one line that names the flags and the way out.
+
+Our own checks say it by themselves. Megatron-LM names fields of its configs, or states a condition without a word; here
+these become flags, with the values that were given, and what to do about them.
+"""
+
+import argparse
+import ast
+import linecache
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["explain", "know_flags", "know_values", "refused_by_megatron"]
+
+_flags: dict[str, str] = {}  # name among the arguments -> the flag
+_values: argparse.Namespace | None = None
+
+# A name in a message or a condition, what stands before it in Megatron's code, and what is said of its value.
+_NAME = re.compile(r"(?<![\w./-])(args\.|self\.|config\.)?([a-z][a-z0-9_]*)(?![\w(/]|\.\w)(?==['\w]()|)")
+
+
+def know_flags(parser: argparse.ArgumentParser) -> None:
+    """Learn which flag sets which argument."""
+    for action in parser._actions:
+        for option in action.option_strings:
+            if option == "--" + action.dest.replace("_", "-"):
+                _flags[action.dest] = option
+
+
+def know_values(args: argparse.Namespace) -> None:
+    """Learn what was given."""
+    global _values
+    _values = args
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """A statement of Megatron-LM that raises on purpose, and the condition of the branch it stands in."""
+
+    node: ast.Assert | ast.Raise
+    branch: ast.expr | None
+
+
+def _megatrons_statement(error: BaseException) -> _Statement | None:
+    """What of Megatron-LM raised `error` on purpose; None when it came about otherwise."""
+    megatron = sys.modules.get("megatron.core")
+    if megatron is None or megatron.__file__ is None or error.__traceback__ is None:
+        return None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    package = Path(megatron.__file__).parents[1]
+    if not any(Path(frame.filename).is_relative_to(package / part) for part in ("core", "training")):
+        return None
+    line, branch = frame.lineno or 0, None
+    for node in ast.walk(ast.parse("".join(linecache.getlines(frame.filename)))):  # what is inside comes after
+        if isinstance(node, ast.If | ast.Assert | ast.Raise) and node.lineno <= line <= (node.end_lineno or 0):
+            if not isinstance(node, ast.If):
+                return _Statement(node, branch)
+            branch = node.test
+    return None
+
+
+def refused_by_megatron(error: BaseException) -> bool:
+    """Whether Megatron-LM raised this on purpose, rather than ran into it."""
+    return _megatrons_statement(error) is not None
+
+
+def explain(error: BaseException) -> str:
+    """One line: our own words as they are, Megatron-LM's with flags and a way out."""
+    message = " ".join(str(error).split())
+    statement = _megatrons_statement(error)
+    if statement is None:
+        return message or type(error).__name__
+    named: dict[str, None] = {}
+    text = _with_flags(message, named)
+    if isinstance(statement.node, ast.Assert):
+        condition = _with_flags(ast.unparse(statement.node.test), named)
+        text = text or f"Megatron-LM demands: {condition}"
+    if statement.branch is not None:
+        _with_flags(ast.unparse(statement.branch), named)
+    text = (text or type(error).__name__).rstrip(".")
+    way_out = _way_out(named)
+    return f"{text}; {way_out}" if way_out else text
+
+
+def _with_flags(text: str, named: dict[str, None]) -> str:
+    """`text` with the arguments in it written as flags. Their names are added to `named`."""
+
+    def flag(match: re.Match[str]) -> str:
+        prefix, name, value = match.groups()
+        if name not in _flags or (prefix is None and value is None and "_" not in name):
+            return match[0]
+        named[name] = None
+        return _flags[name]
+
+    for option in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", text):
+        if (name := option.replace("-", "_")) in _flags:
+            named[name] = None
+    return _NAME.sub(flag, text)
+
+
+def _way_out(named: dict[str, None]) -> str:
+    """What to do about the named arguments: change those that were given, give those that were not."""
+    given, missing = [], []
+    for name in named:
+        value = getattr(_values, name, None)
+        if value is None or value is False or value == []:
+            missing.append(_flags[name])
+        else:
+            shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            given.append(_flags[name] if value is True else f"{_flags[name]} {shown}")
+    parts = [f"change or drop {' or '.join(given)}"] if given else []
+    parts += [f"give {' or '.join(missing)}"] if missing else []
+    return ", or ".join(parts)
