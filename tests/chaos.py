@@ -15,16 +15,15 @@ import contextlib
 import functools
 import gc
 import itertools
-import os
 import random
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 import torch.utils.data._utils as loader
 
@@ -137,7 +136,7 @@ class Pauses:
     """
 
     def __init__(self, ancestor: int, share: float, seed: int) -> None:
-        self._ancestor, self._share, self._random = ancestor, share, random.Random(seed)
+        self._ancestor, self._share, self._random = psutil.Process(ancestor), share, random.Random(seed)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -150,21 +149,15 @@ class Pauses:
 
     def _run(self) -> None:
         while not self._over.wait(_SLICE):
-            for pid in _below(self._ancestor):
-                _send(pid, signal.SIGCONT if self._random.random() < self._share else signal.SIGSTOP)
-        for pid in _below(self._ancestor):
-            _send(pid, signal.SIGCONT)
+            for process in self._below():
+                _send(process, signal.SIGCONT if self._random.random() < self._share else signal.SIGSTOP)
+        for process in self._below():
+            _send(process, signal.SIGCONT)
+
+    def _below(self) -> list[psutil.Process]:
+        return self._ancestor.children(recursive=True)
 
 
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _below(pid: int) -> list[int]:
-    """Ids of the processes that descend from one."""
-    found = []
-    with contextlib.suppress(OSError):  # it ended
-        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-            found += [child, *_below(child)]
-    return found
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
