@@ -151,6 +151,12 @@ class Pool:
         ready = pickle.load(self._server.stdout)
         assert ready == "ready"
 
+    @property
+    def server(self) -> int:
+        """Process id of the server, whose children are the ranks of a job."""
+        assert self._server is not None, "no job has run yet"
+        return self._server.pid
+
     def stop(self) -> None:
         """End the server and all ranks. The next job starts a new one."""
         if self._server is None:

@@ -103,6 +103,8 @@ def _run_rank(job: Job, rank: int, server: int) -> None:
         os.dup2(output, stream)
     faulthandler.enable()  # a rank that crashes says where
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    if seed := os.environ.get("CHAOS_SEED"):  # any test, under chaos
+        importlib.import_module("chaos").install(int(seed), rank)
     outcome = _call(job)
     try:
         data = pickle.dumps(outcome)

@@ -68,6 +68,13 @@ FLAGS = {
         "multiple of 4",
     ),
     "batch": ("--global-batch-size 7", "--global-batch-size 7", "--micro-batch-size 1 x 2", "multiple"),
+    "instances": (
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer --overlap-grad-reduce "
+        "--pipeline-model-parallel-size 2",
+        "--num-distributed-optimizer-instances 2",
+        "--pipeline-model-parallel-size 2",
+        "--no-align-grad-reduce",
+    ),
     "layers": ("--num-layers 3 --pipeline-model-parallel-size 2", "layers", "pipeline-model-parallel"),
     "context parallel": (
         "--context-parallel-size 2",

@@ -69,6 +69,13 @@ def check_layout(args: argparse.Namespace) -> None:
             f"--expert-tensor-parallel-size {expert_tensor} x --expert-model-parallel-size {expert[1]} = {of_experts}; "
             "make these equal, or drop --use-tp-pp-dp-mapping"
         )
+    instances = args.num_distributed_optimizer_instances
+    if instances > 1 and args.overlap_grad_reduce and pipeline[1] > 1 and args.align_grad_reduce:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {instances} with --overlap-grad-reduce and {pipeline[0]} "
+            f"{pipeline[1]}: Megatron-LM reduces gradients twice, so that they are {instances} times too large; add "
+            "--no-align-grad-reduce or drop --overlap-grad-reduce"
+        )
     replicas = args.world_size // (tensor * args.pipeline_model_parallel_size * args.context_parallel_size)
     batch, micro_batch = args.global_batch_size, args.micro_batch_size
     adapts = args.decrease_batch_size_if_needed or args.step_batch_size_schedule

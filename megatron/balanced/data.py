@@ -7,7 +7,7 @@ the data, since every layer's attention needs the document boundaries, and stage
 
 import argparse
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
@@ -58,9 +59,15 @@ def is_packed(args: argparse.Namespace) -> bool:
 
 
 def _has_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
-    return bool(args.mtp_num_layers) and mtp_on_this_rank(
-        args.pipeline_model_parallel_layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
-    )
+    if not args.mtp_num_layers:
+        return False
+    layout = args.pipeline_model_parallel_layout
+    if isinstance(layout, str):
+        layout = _parse_layout(layout, args.pipeline_model_parallel_size)
+    return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+
+
+_parse_layout = cache(PipelineParallelLayerLayout.from_str)
 
 
 def _stage_reads_data(args: argparse.Namespace, vp_stage: int | None) -> bool:

@@ -86,7 +86,8 @@ class Tokens:
             return
         hidden = block.input_tensor
         active = torch.empty(hidden.shape[:2], dtype=torch.uint8, device=hidden.device)
-        dist.recv(active, mpu.get_pipeline_model_parallel_prev_rank(), group=self._group)
+        for work in self._message(dist.irecv, active, mpu.get_pipeline_model_parallel_prev_rank()):
+            work.wait()
         self._flow.active = active.bool()
 
     def _end_chunk(self, block: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
@@ -95,8 +96,13 @@ class Tokens:
             return
         message = active.to(torch.uint8)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        work = dist.isend(message, mpu.get_pipeline_model_parallel_next_rank(), group=self._group)
-        self._sent.append((work, message))
+        works = self._message(dist.isend, message, mpu.get_pipeline_model_parallel_next_rank())
+        self._sent += [(work, message) for work in works]
+
+    def _message(self, kind: Callable, message: torch.Tensor, other: int) -> list[dist.Work]:
+        """Start to send or receive. As a batch of one: for a message by itself NCCL first connects the two ranks, and
+        the receiver comes to this only with the hidden states, which the sender sends later."""
+        return dist.batch_isend_irecv([dist.P2POp(kind, message, other, self._group)])
 
     def _weigh(self, model: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         active, weight = self._flow.active, self.config.early_exit_loss_weight

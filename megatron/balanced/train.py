@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
@@ -23,6 +24,7 @@ from megatron.balanced.model import model_config
 from megatron.balanced.observe import Observer
 from megatron.balanced.release import Released, hand_over_tensorboard
 from megatron.balanced.sequences import SequenceBalancer
+from megatron.balanced.stall import stalls_told
 
 __all__ = ["train"]
 
@@ -79,7 +81,9 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
             model.post_wrap_hooks.append(streams.attach)
             step.callbacks.append(streams)
     try:
-        _pretrain(args, model, datasets, forward, observer)
+        folder = None if config.balance_report is None else Path(config.balance_report)
+        with stalls_told(args, folder):
+            _pretrain(args, model, datasets, forward, observer)
     finally:
         step.callbacks.clear()
         step.use_schedule(None)
