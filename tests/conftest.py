@@ -7,9 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 from corpus import heavy_tailed, write_documents
+from hypothesis import HealthCheck, settings
+from patience import PATIENCE
 from pool import Pool
 
-DEFAULT_SECONDS = 300.0
+DEFAULT_SECONDS = 3 * PATIENCE
+
+# Neither an example nor making one may take long by default, on a machine that may be busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

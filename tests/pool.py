@@ -13,18 +13,21 @@ from the same state as a new process would, whatever ran before.
 import os
 import pickle
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
 from pool_server import Job, Outcome, output_file, result_file
 
 TESTS = Path(__file__).resolve().parent
 MAX_WORLD_SIZE = 8
+# The store that the ranks meet in is no rank's, as under torchrun.
+STORE_OUTSIDE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 OUTPUT_SHOWN = 6000  # characters of a rank's output shown with an error
 
 
@@ -32,11 +35,16 @@ class Hang(RuntimeError):
     """A job did not end in its time. Its ranks were killed."""
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on, for ranks that are started without the pool."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextmanager
+def meeting_place() -> Iterator[dict[str, str]]:
+    """The environment by which ranks that are started without the pool find each other.
+
+    Their store is here, as a launcher has it: the kernel chooses its port, so that no other program can take it.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), **STORE_OUTSIDE}
 
 
 def single_threaded() -> dict[str, str]:
@@ -63,7 +71,9 @@ class Pool:
         self._server: subprocess.Popen | None = None
         self.output: list[str] = []  # what each rank of the last job printed
 
-    def run(self, world_size: int, function: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable, *args: Any, timeout: float = PATIENCE, **kwargs: Any
+    ) -> list[Any]:
         """Call a module-level function on `world_size` ranks at once. Returns their results in the order of ranks.
 
         The ranks find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment. The exception of
@@ -75,9 +85,7 @@ class Pool:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            # The store that the ranks meet in is the server's, as under torchrun.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            **STORE_OUTSIDE,
         }
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         try:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 from plain import train_plainly
-from pool import free_port, single_threaded
+from pool import meeting_place, single_threaded
 from training import EXACT, MODEL, RankRun, Run, differences, join, train, train_rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,18 +138,16 @@ def uninterrupted(pool, corpus) -> Run:
 class Job:
     """Ranks started by hand: a launcher would stop the others itself, before they can speak."""
 
-    def __init__(self, folder: Path, argv: list[str]) -> None:
-        port = free_port()
+    def __init__(self, folder: Path, argv: list[str], meeting: dict[str, str]) -> None:
         self.logs = [folder / f"rank-{rank}.log" for rank in range(2)]
         self.ranks = []
         for rank, log in enumerate(self.logs):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             with log.open("wb") as output:
                 self.ranks.append(
                     subprocess.Popen(
                         [sys.executable, ROOT / "tests" / "killed_in_transfer.py", *argv],
-                        env=single_threaded() | {name: str(value) for name, value in place.items()},
+                        env=single_threaded() | meeting | {name: str(value) for name, value in place.items()},
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         cwd=folder,
@@ -169,12 +168,13 @@ def test_a_rank_killed_while_replicas_move(pool, corpus, tmp_path, uninterrupted
     """Everybody stops, one line names it, and the last checkpoint goes on as if nothing had happened."""
     victim, base = 1, [*MODEL, *corpus, *EXACT, *EXPERTS, *EP2.split(), BALANCE, "--train-iters", "6"]
     save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
-    job = Job(tmp_path, [method, "4", str(victim), *base, *save])
-    try:
-        assert job.ranks[victim].wait(timeout=150) == -signal.SIGKILL
-        assert job.ranks[1 - victim].wait(timeout=90) not in (0, -signal.SIGKILL)
-    finally:
-        job.end()
+    with meeting_place() as meeting:
+        job = Job(tmp_path, [method, "4", str(victim), *base, *save], meeting)
+        try:
+            assert job.ranks[victim].wait(timeout=PATIENCE) == -signal.SIGKILL
+            assert job.ranks[1 - victim].wait(timeout=PATIENCE) not in (0, -signal.SIGKILL)
+        finally:
+            job.end()
     told = job.logs[1 - victim].read_text()
     assert told.count("pretrain_gpt.py: error:") == 1, told[-3000:]
     assert f"rank {victim} died or stopped answering" in told

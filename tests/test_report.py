@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_up_run import Job, write_run
+from patience import PATIENCE
 
 from balancing.report import EventLog, History, Summary, event, observe, read_history, summarize
 from balancing.report.figures.timeline import MOST_ROWS, ranks_shown
@@ -37,7 +38,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
     environment = os.environ | {"COLUMNS": "300", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "balancing.report", *map(str, arguments)],
-        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120,
+        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=PATIENCE,
     )  # fmt: skip
 
 
