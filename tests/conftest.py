@@ -22,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive", action="store_true", help="every combination, where usually a sample that covers all pairs runs"
     )
+    parser.addoption(
+        "--pauses", type=int, metavar="SEED", help="ranks stand still at random, as on a machine that is busy elsewhere"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    workers = Pool()
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    workers = Pool(pauses=request.config.getoption("--pauses"))
     yield workers
     workers.stop()
 

@@ -13,11 +13,11 @@ from the same state as a new process would, whatever ran before.
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,11 @@ from pool_server import Job, Outcome, output_file, result_file
 
 TESTS = Path(__file__).resolve().parent
 MAX_WORLD_SIZE = 8
-# The store that the ranks meet in is no rank's, as under torchrun.
-STORE_OUTSIDE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 OUTPUT_SHOWN = 6000  # characters of a rank's output shown with an error
 
 
 class Hang(RuntimeError):
     """A job did not end in its time. Its ranks were killed."""
-
-
-@contextmanager
-def meeting_place() -> Iterator[dict[str, str]]:
-    """The environment by which ranks that are started without the pool find each other.
-
-    Their store is here, as a launcher has it: the kernel chooses its port, so that no other program can take it.
-    """
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), **STORE_OUTSIDE}
 
 
 def single_threaded() -> dict[str, str]:
@@ -63,11 +49,12 @@ def single_threaded() -> dict[str, str]:
 class Pool:
     """Starts its server at the first job, and again after a job that had to be abandoned.
 
-    Without `preload` it starts at once, for jobs that need neither torch nor Megatron.
+    Without `preload` it starts at once, for jobs that need neither torch nor Megatron. pauses: the seed
+    of random pauses, in which ranks stand still as on a busy machine.
     """
 
-    def __init__(self, preload: bool = True) -> None:
-        self._preload = preload
+    def __init__(self, preload: bool = True, pauses: int | None = None) -> None:
+        self._preload, self._pauses = preload, pauses
         self._server: subprocess.Popen | None = None
         self.output: list[str] = []  # what each rank of the last job printed
 
@@ -85,11 +72,13 @@ class Pool:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            **STORE_OUTSIDE,
+            # The store that the ranks meet in is the server's, as under torchrun.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         try:
-            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout)
+            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout, self._pauses)
             ended = self._ask(job)
             self.output = [_read(output_file(folder, rank)) for rank in range(world_size)]
             outcomes = {
@@ -110,8 +99,10 @@ class Pool:
         world_size: int,
         timeout: float,
     ) -> None:
+        # What others tell of a rank that was killed comes after it, whether or not they were given the time to.
+        killed = [rank for rank, code in ended.items() if code == -signal.SIGKILL]
         failed = [rank for rank, outcome in outcomes.items() if outcome.report is not None]
-        if failed:
+        if failed and not killed:
             rank = min(failed, key=lambda rank: outcomes[rank].at)
             outcome = outcomes[rank]
             error = outcome.error
@@ -122,7 +113,7 @@ class Pool:
             error.add_note(self._output_of(rank))
             raise error
         silent = sorted(set(range(world_size)) - set(outcomes))
-        died = [rank for rank in silent if rank in ended]
+        died = killed or [rank for rank in silent if rank in ended]
         if died:
             raise RuntimeError(f"rank {died[0]} of {world_size} died, exit code {ended[died[0]]}{self._outputs(died)}")
         if silent:

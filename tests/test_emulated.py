@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, heed_interrupts
 
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout, parse_rate
 from benchmarks.emulated.network import Network, remove_stale
@@ -227,7 +227,7 @@ def test_nothing_stays_when_the_launcher_is_ended_midway(tmp_path, number, shape
     nic = ["--nic", "25MB/s"] if shaped else []
     command = [sys.executable, "-m", "benchmarks.emulated", "--nodes", "2", "--ranks-per-node", "2", *nic]
     with subprocess.Popen(
-        [*command, "--", script, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [*command, "--", script, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
     ) as launcher:
         try:
             wait_until(lambda: len(noted(tmp_path)) == 4, "all ranks run")

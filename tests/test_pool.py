@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, heed_interrupts
 from pool import Hang, Pool, single_threaded
 from training import EXACT, MOCK_DATA, MODEL, MOE, assert_same, join, train, train_rank
 
@@ -166,7 +166,9 @@ def _wait_until_gone(processes: list[psutil.Process]) -> None:
 def test_nothing_outlives_the_test_run(tmp_path, end):
     """However it ends: a pool in a process of its own, killed in the middle of a job."""
     code = "import test_pool; from pool import Pool; Pool(preload=False).run(2, test_pool._sleep, 3600)"
-    process = subprocess.Popen([sys.executable, "-c", code], env=single_threaded(), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=single_threaded(), stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts
+    )
     try:
         run = psutil.Process(process.pid)
         while len(ranks := _ranks_of(run)) < 3:  # the server and two ranks
