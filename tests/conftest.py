@@ -7,14 +7,23 @@ from contextlib import contextmanager
 
 import pytest
 from corpus import heavy_tailed, write_documents
+from hypothesis import HealthCheck, settings
+from patience import PATIENCE
 from pool import Pool
 
-DEFAULT_SECONDS = 300.0
+DEFAULT_SECONDS = 3 * PATIENCE
+
+# Neither an example nor making one may take long by default, on a machine that may be busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive", action="store_true", help="every combination, where usually a sample that covers all pairs runs"
+    )
+    parser.addoption(
+        "--pauses", type=int, metavar="SEED", help="ranks stand still at random, as on a machine that is busy elsewhere"
     )
 
 
@@ -31,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    workers = Pool()
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    workers = Pool(pauses=request.config.getoption("--pauses"))
     yield workers
     workers.stop()
 

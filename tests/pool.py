@@ -13,7 +13,7 @@ from the same state as a new process would, whatever ran before.
 import os
 import pickle
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
 from pool_server import Job, Outcome, output_file, result_file
 
 TESTS = Path(__file__).resolve().parent
@@ -30,13 +31,6 @@ OUTPUT_SHOWN = 6000  # characters of a rank's output shown with an error
 
 class Hang(RuntimeError):
     """A job did not end in its time. Its ranks were killed."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, for ranks that are started without the pool."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def single_threaded() -> dict[str, str]:
@@ -55,15 +49,18 @@ def single_threaded() -> dict[str, str]:
 class Pool:
     """Starts its server at the first job, and again after a job that had to be abandoned.
 
-    Without `preload` it starts at once, for jobs that need neither torch nor Megatron.
+    Without `preload` it starts at once, for jobs that need neither torch nor Megatron. pauses: the seed
+    of random pauses, in which ranks stand still as on a busy machine.
     """
 
-    def __init__(self, preload: bool = True) -> None:
-        self._preload = preload
+    def __init__(self, preload: bool = True, pauses: int | None = None) -> None:
+        self._preload, self._pauses = preload, pauses
         self._server: subprocess.Popen | None = None
         self.output: list[str] = []  # what each rank of the last job printed
 
-    def run(self, world_size: int, function: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable, *args: Any, timeout: float = PATIENCE, **kwargs: Any
+    ) -> list[Any]:
         """Call a module-level function on `world_size` ranks at once. Returns their results in the order of ranks.
 
         The ranks find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment. The exception of
@@ -81,7 +78,7 @@ class Pool:
         }
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         try:
-            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout)
+            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout, self._pauses)
             ended = self._ask(job)
             self.output = [_read(output_file(folder, rank)) for rank in range(world_size)]
             outcomes = {
@@ -102,8 +99,10 @@ class Pool:
         world_size: int,
         timeout: float,
     ) -> None:
+        # What others tell of a rank that was killed comes after it, whether or not they were given the time to.
+        killed = [rank for rank, code in ended.items() if code == -signal.SIGKILL]
         failed = [rank for rank, outcome in outcomes.items() if outcome.report is not None]
-        if failed:
+        if failed and not killed:
             rank = min(failed, key=lambda rank: outcomes[rank].at)
             outcome = outcomes[rank]
             error = outcome.error
@@ -114,7 +113,7 @@ class Pool:
             error.add_note(self._output_of(rank))
             raise error
         silent = sorted(set(range(world_size)) - set(outcomes))
-        died = [rank for rank in silent if rank in ended]
+        died = killed or [rank for rank in silent if rank in ended]
         if died:
             raise RuntimeError(f"rank {died[0]} of {world_size} died, exit code {ended[died[0]]}{self._outputs(died)}")
         if silent:

@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import pickle
+import random
 import select
 import signal
 import sys
@@ -29,10 +30,19 @@ from typing import Any
 # Imported on the way through a training run and a checkpoint: paid once here instead of in every rank.
 PRELOAD = (
     "pytest",
+    "multiprocessing.managers",
+    "multiprocessing.pool",
+    "multiprocessing.popen_spawn_posix",
+    "torch._subclasses.schema_check_mode",
     "torch.distributed.checkpoint",
     "torch.optim",
+    "torch.utils.serialization.config",
     "torch.utils.tensorboard",
+    "megatron.core.datasets.helpers",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text",
     "megatron.training.training",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.balanced.data",
@@ -40,6 +50,7 @@ PRELOAD = (
     "megatron.balanced.patches",
     "megatron.balanced.train",
 )
+PAUSE_SECONDS = 0.1  # of a rank that stands still, and between two such, where ranks do; the mean
 GRACE_SECONDS = 3.0  # after one rank failed, the others may say why they did
 
 
@@ -52,6 +63,7 @@ class Job:
     environment: dict[str, str]
     folder: Path
     timeout: float  # seconds
+    pauses: int | None = None  # seed of random pauses of the ranks, None for none
 
 
 @dataclass(frozen=True)
@@ -118,12 +130,16 @@ def _run_rank(job: Job, rank: int, server: int) -> None:
     os._exit(0 if outcome.report is None else 1)
 
 
+def _signal(pid: int, number: int) -> None:
+    """To a rank and what it started, such as data loader workers."""
+    for kill in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, number)
+
+
 def _end(pids: list[int]) -> None:
-    """Kill ranks and what they started, such as data loader workers."""
     for pid in pids:
-        for kill in (os.kill, os.killpg):
-            with contextlib.suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
+        _signal(pid, signal.SIGKILL)
 
 
 def _start_store(server: int) -> tuple[int, int]:
@@ -149,6 +165,28 @@ def _start_store(server: int) -> tuple[int, int]:
         return pid, int(pipe.read())
 
 
+class _Pauses:
+    """Ranks stand still at random, one at a time, as they do on a busy machine: what holds only as long as all of them
+    run alike, fails."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._paused: int | None = None
+        self._until = 0.0
+
+    def choose(self, ranks: list[int]) -> None:
+        """To be called often, with the processes that run."""
+        if time.monotonic() < self._until:
+            return
+        if self._paused is not None:
+            _signal(self._paused, signal.SIGCONT)
+            self._paused = None
+        elif ranks:
+            self._paused = self._random.choice(ranks)
+            _signal(self._paused, signal.SIGSTOP)
+        self._until = time.monotonic() + self._random.expovariate(1 / PAUSE_SECONDS)
+
+
 def _run(job: Job, server: int) -> dict[int, int]:
     """Run a job to its end or its timeout. Returns the exit status of each rank that ended by itself."""
     others = []
@@ -163,6 +201,7 @@ def _run(job: Job, server: int) -> dict[int, int]:
             _run_rank(job, rank, server)
         ranks[pid] = rank
     started, ended = list(ranks), {}
+    pauses = None if job.pauses is None else _Pauses(job.pauses)
     deadline = time.monotonic() + job.timeout
     while ranks and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -171,7 +210,9 @@ def _run(job: Job, server: int) -> dict[int, int]:
             ended[ranks.pop(pid)] = code
             if code:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        elif pid == 0 and select.select([sys.stdin], [], [], 0.01)[0]:
+        elif pid == 0 and pauses is not None:
+            pauses.choose(list(ranks))
+        if pid == 0 and select.select([sys.stdin], [], [], 0.01)[0]:
             break  # nothing is sent while a job runs: the test run went away
     _end([*started, *others])
     for pid in (*ranks, *others):

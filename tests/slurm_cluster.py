@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from patience import PATIENCE
+
 PROGRAMS = (
     "munged",
     "slurmctld",
@@ -78,7 +80,7 @@ SlurmctldTimeout=120
 SlurmdTimeout=120
 GresTypes=gpu
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=60 DefaultTime=5 State=UP OverSubscribe=NO
+PartitionName=all Nodes=ALL Default=YES MaxTime=60 DefaultTime=30 State=UP OverSubscribe=NO
 """
 
 
@@ -93,7 +95,9 @@ def why_not() -> str | None:
         return f"SLURM is not installed (no {', '.join(missing)}): run scripts/install_slurm.sh"
     if os.geteuid() != 0:
         return "starting SLURM daemons in their own PID namespace needs root"
-    probe = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, timeout=20)
+    probe = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, timeout=PATIENCE
+    )
     if probe.returncode != 0:
         return f"no PID namespace can be made here: {probe.stderr.decode(errors='replace').strip()}"
     return None
@@ -106,8 +110,8 @@ class SlurmCluster:
     bookkeeping alone: jobs get CUDA_VISIBLE_DEVICES, no device is needed). Raises SlurmUnavailable with the reason.
     """
 
-    def __init__(self, nodes: int = 4, cpus: int = 8, gpus: int = 2, start_timeout: float = 30.0):
-        self.nodes, self.cpus, self.gpus, self.start_timeout = nodes, cpus, gpus, start_timeout
+    def __init__(self, nodes: int = 4, cpus: int = 8, gpus: int = 2):
+        self.nodes, self.cpus, self.gpus = nodes, cpus, gpus
 
     def __enter__(self) -> SlurmCluster:
         reason = why_not()
@@ -130,9 +134,9 @@ class SlurmCluster:
         outer = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
         return {**outer, "PATH": SEARCH_PATH, "SLURM_CONF": str(self.directory / "slurm.conf")}
 
-    def command(self, *arguments: str, timeout: float = 20.0) -> str:
+    def command(self, *arguments: str) -> str:
         """Run one of Slurm's commands and return what it prints. RuntimeError with its message when it fails."""
-        done = subprocess.run(arguments, env=self.environment, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(arguments, env=self.environment, capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode != 0:
             raise RuntimeError(f"{shlex.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
@@ -145,7 +149,7 @@ class SlurmCluster:
             env={**self.environment, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=PATIENCE,
         )
         if done.returncode != 0:
             raise RuntimeError(f"sbatch ended with {done.returncode}: {done.stderr.strip()}")
@@ -156,12 +160,11 @@ class SlurmCluster:
         words = self.command("scontrol", "show", "job", "--oneliner", str(number)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: int, timeout: float) -> dict[str, str]:
+    def wait(self, number: int) -> dict[str, str]:
         """Wait until a job has ended and every process of it is gone. TimeoutError with its state otherwise."""
         running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "RESIZING")
         wait_until(
             lambda: self.job(number)["JobState"] not in running,
-            timeout,
             lambda: f"job {number} is {self.job(number)['JobState']} ({self.job(number)['Reason']})",
         )
         return self.job(number)
@@ -175,7 +178,7 @@ class SlurmCluster:
         process = getattr(self, "process", None)
         if process is not None:
             process.kill()
-            process.wait(timeout=20)
+            process.wait(timeout=PATIENCE)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start(self) -> None:
@@ -201,8 +204,9 @@ class SlurmCluster:
             f"munged --foreground --force --key-file={key} --socket={directory}/munge.socket "
             f"--pid-file={directory}/munged.pid --log-file={directory}/munged.log --seed-file={directory}/munge.seed"
         )
+        connected = f"until [ -S {directory}/munge.socket ]; do sleep 0.05; done;"  # Slurm's daemons do not wait for it
         daemons = [munged, "slurmctld -D", *(f"slurmd -D -N n{i}" for i in range(1, self.nodes + 1))]
-        script = " ".join(f"{daemon} & sleep {0.5 if daemon is munged else 0};" for daemon in daemons) + " wait"
+        script = " ".join(f"{daemon} & {connected if daemon is munged else ''}" for daemon in daemons) + " wait"
         # setpriv: die with the test process. unshare: the whole namespace dies with unshare.
         namespace = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (directory / "daemons.log").open("wb") as log:
@@ -213,7 +217,7 @@ class SlurmCluster:
                 stdout=log,
                 stderr=log,
             )
-        wait_until(self._ready, self.start_timeout, self._why_not_ready, SlurmUnavailable)
+        wait_until(self._ready, self._why_not_ready, SlurmUnavailable)
 
     def _ready(self) -> bool:
         if self.process.poll() is not None:
@@ -228,18 +232,17 @@ class SlurmCluster:
         lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
         errors = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()]
         reason = " | ".join(errors[-3:]) or "its logs name no error"
-        return f"SLURM did not start within {self.start_timeout:.0f} s: {reason}"
+        return f"SLURM did not start within {PATIENCE:.0f} s: {reason}"
 
 
 def wait_until(
     condition: Callable[[], bool],
-    timeout: float,
     explain: Callable[[], str],
     error: type[Exception] = TimeoutError,
     interval: float = 0.2,
 ) -> None:
-    """Poll `condition` until it holds; after `timeout` seconds raise `error` with what `explain` says."""
-    end = time.monotonic() + timeout
+    """Poll `condition` until it holds; when patience ends, raise `error` with what `explain` says."""
+    end = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > end:
             raise error(explain())

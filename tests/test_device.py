@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from pool import single_threaded
 from training import MOCK_DATA, MODEL, assert_same, join, train, train_rank
 
@@ -24,7 +25,7 @@ def _in_a_process_of_its_own(code: str) -> Any:
         env=single_threaded() | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

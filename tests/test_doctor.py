@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from balancing import doctor, installed
 from balancing.doctor import kernels, missing, problem
@@ -185,12 +186,12 @@ def test_pypis_apex_is_not_nvidias(tmp_path, monkeypatch):
         ("import os; os.abort()", "crashes: Aborted"),
         ("import sys; sys.exit(0)", "ends the process"),
         ("import sys; sys.stderr.buffer.write(b'\\xff\\xfe'); sys.exit(3)", "\ufffd"),
-        ("import time; time.sleep(60)", "hangs"),
+        ("import time; time.sleep(3600)", "hangs"),
         ("__version__ = '2.19'", "No module named 'transformer_engine.pytorch'"),
     ],
 )
 def test_a_broken_package_is_reported(body, error, tmp_path, monkeypatch):
-    monkeypatch.setattr(installed, "_PROBE_SECONDS", 2 if "sleep" in body else 60)
+    monkeypatch.setattr(installed, "_PROBE_SECONDS", 2 if "sleep" in body else PATIENCE)
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text(body + "\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -234,7 +235,7 @@ def _doctor(*arguments: str, python: tuple[str, ...] = (), **environ: str) -> su
         env={**clean, "COLUMNS": "100", **environ},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -260,7 +261,7 @@ from megatron.core import optimizer
 local = LocalSpecProvider()
 print(local.core_attention().__name__, local.grouped_mlp_modules(True).func.__name__, optimizer.Adam.__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     attention, experts, adam = done.stdout.split()[-3:]
     runs = kernels(_facts(transformer_engine={"state": "missing"}, apex={"state": "missing", "version": None}))
     assert runs["attention"].startswith(attention + ":")

@@ -4,15 +4,12 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from plain import train_plainly
-from pool import free_port, single_threaded
 from training import EXACT, MODEL, RankRun, Run, differences, join, train, train_rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,31 +131,47 @@ def uninterrupted(pool, corpus) -> Run:
     return train(pool, 2, f"{EP2} {BALANCE} --train-iters 6", base=[*MODEL, *corpus, *EXACT, *EXPERTS])
 
 
-class Job:
-    """Ranks started by hand: a launcher would stop the others itself, before they can speak."""
+def _killed_in_transfer(argv: list[str], method: str, iteration: int, victim: int) -> str:
+    """Train until the victim kills itself in an iteration (from 0), right after it has begun to move weights (method
+    prefetch) or gradients (_start_reduction) of a layer with replicas.
 
-    def __init__(self, folder: Path, argv: list[str]) -> None:
-        port = free_port()
-        self.logs = [folder / f"rank-{rank}.log" for rank in range(2)]
-        self.ranks = []
-        for rank, log in enumerate(self.logs):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            with log.open("wb") as output:
-                self.ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, ROOT / "tests" / "killed_in_transfer.py", *argv],
-                        env=single_threaded() | {name: str(value) for name, value in place.items()},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        cwd=folder,
-                    )
-                )
+    Returns what ended the training of this rank. The victim is a process of its own: of a rank that ended badly, the
+    pool would not wait for what the others have to say.
+    """
+    if int(os.environ["RANK"]) == victim:
+        if (process := os.fork()) != 0:
+            return signal.Signals(os.WTERMSIG(os.waitpid(process, 0)[1])).name
+        _plant_death(method, iteration)
+    ended = "the end"
+    try:
+        train_rank(argv, False)
+    except (Exception, SystemExit) as error:
+        ended = f"{type(error).__name__}: {error}"
+    if int(os.environ["RANK"]) == victim:
+        os._exit(1)
+    return ended
 
-    def end(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.wait()
+
+def _plant_death(method: str, iteration: int) -> None:
+    from balancing.experts.apply import ReplicaSlots
+
+    begin_step, transfer = ReplicaSlots.begin_step, getattr(ReplicaSlots, method)
+    iterations = -1
+
+    @functools.wraps(begin_step)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        nonlocal iterations
+        iterations += 1
+        return begin_step(*args, **kwargs)
+
+    @functools.wraps(transfer)
+    def transfer_and_die(slots: ReplicaSlots, layer: int) -> None:
+        transfer(slots, layer)
+        if iterations >= iteration and 0 <= layer < len(slots.homes) and slots.is_used(layer):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ReplicaSlots.begin_step = begin
+    setattr(ReplicaSlots, method, transfer_and_die)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +182,10 @@ def test_a_rank_killed_while_replicas_move(pool, corpus, tmp_path, uninterrupted
     """Everybody stops, one line names it, and the last checkpoint goes on as if nothing had happened."""
     victim, base = 1, [*MODEL, *corpus, *EXACT, *EXPERTS, *EP2.split(), BALANCE, "--train-iters", "6"]
     save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
-    job = Job(tmp_path, [method, "4", str(victim), *base, *save])
-    try:
-        assert job.ranks[victim].wait(timeout=150) == -signal.SIGKILL
-        assert job.ranks[1 - victim].wait(timeout=90) not in (0, -signal.SIGKILL)
-    finally:
-        job.end()
-    told = job.logs[1 - victim].read_text()
+    ended = pool.run(2, _killed_in_transfer, [*base, *save], method, 4, victim)
+    assert ended[victim] == "SIGKILL"
+    assert "Error" in ended[1 - victim]
+    told = "".join(pool.output)
     assert told.count("pretrain_gpt.py: error:") == 1, told[-3000:]
     assert f"rank {victim} died or stopped answering" in told
     assert os.listdir(tmp_path / "save")

@@ -109,7 +109,7 @@ class TestHistory:
 
 
 class TestSynthetic:
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.sampled_from([(16, 4), (64, 8), (128, 64)]), st.floats(1.0, 3.5), st.integers(0, 999))
     def test_imbalance_is_as_asked(self, shape, imbalance, seed):
         experts, ranks = shape
@@ -117,7 +117,7 @@ class TestSynthetic:
         assert popularity.sum() == pytest.approx(1) and popularity.min() >= 0
         assert popularity.reshape(ranks, -1).sum(1).max() * ranks == pytest.approx(imbalance, rel=1e-6)
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.floats(1.0, 4), st.floats(0, 0.5), st.integers(0, 999))
     def test_drift_is_as_asked(self, imbalance, variation, seed):
         generator = np.random.default_rng(seed)

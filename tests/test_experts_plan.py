@@ -20,7 +20,7 @@ from balancing.experts import (
 )
 from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 H200 = Cluster.preset("h200-8x400g", nodes=8)
 SHAPE = ExpertShape(4096, 1536, 2)
 

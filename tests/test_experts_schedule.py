@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from balancing.experts import BlockSeconds, exposed_seconds, iteration_schedule, render
 from balancing.layers import operations
 
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=80)
 COMPUTE = ("FNEC", "A2A", "FEC", "BEC", "BNEC")
 seconds = st.floats(0.0, 4.0)
 

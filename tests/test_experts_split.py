@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes, split_tokens, traffic
 
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=50)
 
 
 @st.composite

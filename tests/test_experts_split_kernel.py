@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 
 from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes
 from balancing.experts.disjoint import disjoint_classes
@@ -27,7 +28,7 @@ def test_the_kernels_split_to_the_token_like_numpy():
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         cwd=Path(__file__).parent.parent,
     )
     assert done.returncode == 0, done.stderr

@@ -1,14 +1,13 @@
 """--balance-layers from the command line to the event log: layers move by themselves, and no number changes."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from set_clock import SetClock, slow_layers
 from training import EXACT, MOCK_DATA, MODEL, RankRun, join, train, train_rank
-
-from balancing.clock import pace
 
 # A big vocabulary: the first and the last of four stages have the most parameters.
 UNEVEN = (
@@ -52,16 +51,7 @@ def test_uneven_stages_are_evened_out(pool, tmp_path):
 
 def _train_with_slow_layers(argv: list[str]) -> RankRun:
     """The first two layers take long, wherever they are."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    forward = TransformerLayer.forward
-
-    @functools.wraps(forward)
-    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pace(0.03 if self.layer_number <= 2 else 0.0)
-        return forward(self, *args, **kwargs)
-
-    TransformerLayer.forward = slow
+    slow_layers(SetClock().install(), lambda layer: (0.04, 0.0) if layer < 2 else (0.01, 0.0))
     return _train_willing(argv)
 
 
@@ -71,6 +61,9 @@ def test_settled_once_by_measured_time(pool, tmp_path):
     (decision,) = _decisions(tmp_path)
     assert (decision["iteration"], decision["action"]) == (4, "move")
     assert (decision["layout_before"], decision["layout_after"]) == ("Ett|ttL", "Et|tttL")
-    assert decision["stage_cost_before"][0] > 0.06
-    assert decision["predicted_step_after"] < 0.8 * decision["predicted_step_before"]
-    assert "layers settle as --pipeline-model-parallel-layout 'Et|tttL', which takes " in pool.output[0]
+    assert decision["stage_cost_before"] == pytest.approx([0.08, 0.02])
+    assert decision["stage_cost_after"] == pytest.approx([0.04, 0.06])
+    # Forward passes are all that takes time: 8 on the slower stage, behind the first or before the last on the other.
+    assert decision["predicted_step_before"] == pytest.approx(8 * 0.08 + 0.02)
+    assert decision["predicted_step_after"] == pytest.approx(8 * 0.06 + 0.04)
+    assert "layers settle as --pipeline-model-parallel-layout 'Et|tttL', which takes 21.2% off a step" in pool.output[0]

@@ -28,7 +28,7 @@ from balancing.layers.from_report import estimate_memory, read_run
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_megatron_reads_what_we_write_and_we_read_it_back(stages, virtual, data):
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout

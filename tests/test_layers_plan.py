@@ -89,7 +89,7 @@ costs = st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e3)), min_size=1, max_
 
 
 @given(costs, st.integers(1, 12), st.sampled_from(METHODS), st.integers(1, 2), st.integers(0, 99), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_layer_stays_in_order_in_every_plan(cost, stages, method, virtual, head, again):
     virtual = virtual if method in ("optimal", "uniform") else 1
     if len(cost) < stages * virtual:
@@ -105,7 +105,7 @@ def test_every_layer_stays_in_order_in_every_plan(cost, stages, method, virtual,
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=2, max_size=40), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_diffusion_keeps_what_its_docstring_promises(cost, data):
     stages = data.draw(st.integers(2, min(8, len(cost))))
     head = data.draw(st.floats(0, 20))

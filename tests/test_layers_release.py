@@ -227,7 +227,7 @@ def test_a_rank_killed_while_others_leave(pool, tmp_path, victim, rebuilding):
     """The others stop well before their timeout and name it, and the last checkpoint goes on as if nobody had left."""
     argv = [*BASE, *PP4.split(), *EXACT]
     save = [*RELEASE.split(), "--save", str(tmp_path), "--save-interval", "2", "--distributed-timeout-minutes", "10"]
-    ended = pool.run(4, _killed_in_a_release, [*argv, *save], victim, rebuilding, timeout=60)
+    ended = pool.run(4, _killed_in_a_release, [*argv, *save], victim, rebuilding)
     assert ended[victim] == "SIGKILL"
     left = {2, 3} if rebuilding else set()
     assert {ended[rank] for rank in left} <= {"Released: 0"}

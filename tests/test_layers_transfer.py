@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from balancing.layers import LayerMemory, StagePlan, stage_memory
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
@@ -81,7 +82,7 @@ def _shuffle() -> tuple[int, bool]:
         lambda t: whole[t.tensor][t.start : t.stop],
         lambda t: got[t.tensor][t.start : t.stop],
         dist.group.WORLD,
-        datetime.timedelta(seconds=30),
+        datetime.timedelta(seconds=PATIENCE),
     )
     return sent, rank == 0 or all(torch.equal(got[name], whole[name]) for name in whole)
 

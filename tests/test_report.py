@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_up_run import Job, write_run
+from patience import PATIENCE
 
 from balancing.report import EventLog, History, Summary, event, observe, read_history, summarize
+from balancing.report.__main__ import main
 from balancing.report.figures.timeline import MOST_ROWS, ranks_shown
 from balancing.report.findings import finding_rows, verdict
 from balancing.report.page import page
@@ -33,12 +35,19 @@ def rows(summary: Summary) -> dict[str, str]:
     return {row.what: row.who for row in finding_rows(summary)}
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess:
-    environment = os.environ | {"COLUMNS": "300", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "balancing.report", *map(str, arguments)],
-        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120,
-    )  # fmt: skip
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs the command in this process; gives its exit code and what it printed on stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 # ---- what is planted must be named
@@ -271,7 +280,10 @@ def test_timeline_of_many_ranks_shows_the_slowest(stages, replicas, slowest):
 
 def test_command_prints_a_table_and_writes_the_page(tmp_path):
     write_run(tmp_path, Job(slow={5: 2.0}, hot={(3, 6): 6.0}, long={1: 7000}), 6)
-    done = command(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "balancing.report", str(tmp_path)],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "300"}, timeout=PATIENCE,
+    )  # fmt: skip
     assert done.returncode == 0 and done.stderr == ""
     for words in ("layer 5 (stage 2)", "stage 2", "layer 3, expert 6", "what perfect balance would give", "% less"):
         assert words in done.stdout
@@ -280,15 +292,15 @@ def test_command_prints_a_table_and_writes_the_page(tmp_path):
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
-def test_command_options(tmp_path):
+def test_command_options(tmp_path, command):
     write_run(tmp_path / "run", Job(), 3)
-    assert command(tmp_path / "run", "--no-html").returncode == 0
+    assert command(tmp_path / "run", "--no-html")[0] == 0
     assert not (tmp_path / "run" / "report.html").exists()
-    assert command(tmp_path / "run", "--html", tmp_path / "other.html").returncode == 0
+    assert command(tmp_path / "run", "--html", tmp_path / "other.html")[0] == 0
     assert (tmp_path / "other.html").exists() and not (tmp_path / "run" / "report.html").exists()
 
 
-def test_command_refuses_bad_input_in_one_line(tmp_path):
+def test_command_refuses_bad_input_in_one_line(tmp_path, command):
     empty, none, damaged, good = (tmp_path / name for name in ("empty", "none", "damaged", "good"))
     for directory in (empty, none, damaged):
         directory.mkdir()
@@ -304,9 +316,9 @@ def test_command_refuses_bad_input_in_one_line(tmp_path):
         ([good, "--colour"], "--colour"),
         ([], "DIR"),
     ):
-        done = command(*arguments)
-        assert done.returncode == 2 and words in done.stderr, (arguments, done)
-        assert done.stderr.count("\n") == 1
+        code, _, told = command(*arguments)
+        assert code == 2 and words in told, (arguments, code, told)
+        assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from balancing.layers import Operation, operations, simulate_schedule
 from balancing.layers.schedule import program
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 @st.composite

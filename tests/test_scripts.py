@@ -14,6 +14,7 @@ from pathlib import Path
 
 import megatron.core
 import pytest
+from patience import PATIENCE
 
 import balancing
 
@@ -61,7 +62,7 @@ class Machine:
             env=self.environment | environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
 
     def find_python(self, **environment: str) -> subprocess.CompletedProcess:
@@ -224,7 +225,7 @@ def test_shell_scripts_pass_shellcheck():
         pytest.skip("shellcheck is not installed")
     scripts = [".ci/run", *(path.relative_to(REPOSITORY) for path in sorted((REPOSITORY / "scripts").rglob("*.sh")))]
     done = subprocess.run(
-        [shellcheck, "--external-sources", *scripts], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+        [shellcheck, "--external-sources", *scripts], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stdout
 
@@ -234,7 +235,7 @@ def metadata(tmp_path_factory):
     """What setup.py tells pip: the files of the egg_info folder, by name."""
     folder = tmp_path_factory.mktemp("metadata")
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", folder]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return {path.name: path.read_text() for path in (folder / "megatron_balance.egg-info").iterdir()}
 
@@ -276,7 +277,7 @@ def test_megatron_is_found_in_the_wheel_and_in_a_checkout(tmp_path, first):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     core, ours, training = done.stdout.splitlines()
     assert core == expected

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 
 from balancing.sequences import limit_seconds, plan_sequences
 from balancing.sequences.cost import kv_bytes, linear_seconds, tile_area
@@ -60,12 +61,11 @@ def test_the_scaled_machine_keeps_its_proportions():
         assert emulated / scale.nic / slow == pytest.approx(modelled)
 
 
-@pytest.mark.limit(240)
 def test_a_run_is_right_and_takes_no_less_than_its_work():
     scale = Scale(2, 2, 10.0)
     case = make_case(scale.cluster, "GQA 8:1", "prolong", 0, list(METHODS.values()), tokens=1024)
     job = Job(scale, 1, tuple(METHODS), (case,), Rounds(64, replace(scale, width=16), repeats=1))
-    lines, reason = measure(job, limited=False, timeout=200)
+    lines, reason = measure(job, limited=False, timeout=PATIENCE)
     assert reason is not None
     rows = make_rows("2 x 2", job, lines)
     assert [row.method for row in rows] == [name for name in METHODS if name in case.parts]

@@ -127,7 +127,7 @@ def test_routed_over_proxies_on_every_node(pool: Pool, ranks: int, proxies: int)
 def test_many_short_documents_and_ranks_without_tokens(pool: Pool) -> None:
     one = (Shard(0, 0, 60, 0),)
     lopsided = SequencePlan((60,), 4, "test", one, linear_layout(one, nodes_of(4, 2)), ("local",))
-    short = random_plan([1 + n % 4 for n in range(1000)], 4, 3, linear="equal", cuts=1)
+    short = random_plan([1 + n % 4 for n in range(250)], 4, 3, linear="equal", cuts=1)
     _check(pool, 4, [(lopsided, nodes_of(4, 2, nics=2), 2, 4, 2), (short, None, "off", 2, 2)])
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 from rich.progress import Progress
 
 from balancing.cluster import Cluster
@@ -50,7 +51,7 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 900), st.integer
 CLUSTERS = st.builds(nodes_of, st.integers(1, 4), st.integers(1, 6), st.integers(1, 8))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     LENGTHS, CLUSTERS, st.sampled_from(OWN), st.sampled_from((MHA, GQA)), st.sampled_from((1, 64, 512)), st.booleans()
 )
@@ -78,7 +79,7 @@ def test_every_plan_of_ragged_batches(lengths, cluster, method, shape, chunk, ti
     assert render(plan).count("\n") == plan.ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, CLUSTERS, st.sampled_from(OWN), st.randoms(use_true_random=False))
 def test_order_of_a_batch_does_not_matter(lengths, cluster, method, random):
     """The same batch in another order: each rank has as many tokens and as much area as before."""
@@ -381,4 +382,4 @@ def test_benchmark_of_plans(tmp_path, capsys):
 
 def test_planners_do_not_need_megatron():
     code = "import sys, balancing.sequences; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE, check=False).returncode == 0

@@ -106,7 +106,7 @@ def _simulate(ranks: list[Simulated], *, backward: bool) -> None:
         assert not running or sum(steps) > before, f"ranks {list(running)} wait in a circle"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(LENGTHS, RANKS, st.integers(0, 1000), EXCHANGES, st.booleans(), st.booleans())
 def test_every_pair_once_and_every_gradient_home(lengths, ranks, seed, exchange, zigzag, nodes) -> None:
     plan = (
@@ -143,7 +143,7 @@ def _of_batches(step: Compute) -> Iterator[Task]:
             query, key = query + queries, key + keys
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(LENGTHS, st.integers(0, 1000), EXCHANGES)
 def test_two_ranks_start_their_common_stages_in_one_order(lengths, seed, exchange) -> None:
     """A communicator that runs messages in the order of their start, as NCCL's, would otherwise stand still."""
@@ -184,7 +184,7 @@ def test_order_of_the_forward_pass() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(LENGTHS, st.sampled_from([(1, 3), (2, 2), (3, 2), (2, 4)]), st.integers(0, 1000))
 def test_linear_layout_is_equal_and_moves_the_least_between_nodes(lengths, shape, seed) -> None:
     ranks = shape[0] * shape[1]
@@ -225,7 +225,7 @@ FLOWS = st.dictionaries(
 CLUSTERS = st.sampled_from([(3, 4, 2), (3, 4, 4), (2, 6, 3), (12, 1, 1), (3, 4, 8)])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(FLOWS, CLUSTERS, st.sampled_from(["auto", "off", 1, 2, 3, 64]))
 def test_route_brings_every_row_once_over_different_nics(messages, shape, routing) -> None:
     cluster = Cluster(*shape, 100e9, 10e9, 1e12, 1e9)
@@ -279,7 +279,7 @@ def test_unknown_routing_is_refused(routing) -> None:
         route(_moved({}), 1, nodes_of(4, 2), routing)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(0, 1000), EXCHANGES)
 def test_flows_are_what_programs_send_between_nodes(lengths, seed, exchange) -> None:
     plan, cluster = random_plan(lengths, 6, seed, exchange=exchange, linear="random"), nodes_of(6, 3)

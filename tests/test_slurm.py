@@ -11,11 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from slurm_cluster import SEARCH_PATH, SlurmCluster, wait_until, why_not
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -24,7 +24,7 @@ SCRIPTS = REPOSITORY / "scripts" / "slurm"
 ALL_REDUCE = """
 import datetime, os, sys
 import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
 total = torch.tensor(2.0 ** dist.get_rank())
 dist.all_reduce(total)
 names = "LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT SLURMD_NODENAME GLOO_SOCKET_IFNAME".split()
@@ -38,10 +38,9 @@ ONE_DIES = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.environ["RANK"] == "3":
-    time.sleep(1)
     print("the reason is in the log", flush=True)
     sys.exit(17)
-time.sleep(300)
+time.sleep(3600)
 """
 
 # Counts its runs in the directory of --save, as a training that writes a checkpoint now and then.
@@ -54,29 +53,32 @@ if restarts == 0:
     if "--never-saves" not in sys.argv:
         save.mkdir(exist_ok=True)
         (save / "latest_checkpointed_iteration.txt").write_text("40")
-    time.sleep(300)
+    time.sleep(3600)
 """
 
 # Two of four ranks leave, the first gives their nodes back to Slurm, the rest go on and reduce again.
 SHRINKS = """
 import datetime, os, subprocess, time
 import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
 rank = dist.get_rank()
 rest = dist.new_group([0, 1])
-dist.barrier()
+processes = [None] * 4
+dist.all_gather_object(processes, os.getpid())
+idle = lambda: subprocess.run(["sinfo", "-hN", "-tidle", "-o%N"], capture_output=True, text=True).stdout.split()
 if rank < 2:
     if rank == 0:
-        time.sleep(1)
+        while any(os.path.exists(f"/proc/{process}") for process in processes[2:]):
+            time.sleep(0.05)
         update = ["scontrol", "update", f"JobId={os.environ['SLURM_JOB_ID']}", "NumNodes=2"]
-        subprocess.run(update, check=True, timeout=30)
-        time.sleep(1)
+        subprocess.run(update, check=True)
+        while len(nodes := idle()) < 2:
+            time.sleep(0.05)
     total = torch.tensor(float(rank + 1))
     dist.all_reduce(total, group=rest)
     print("RESULT", rank, int(total), flush=True)
     if rank == 0:
-        idle = subprocess.run(["sinfo", "-hN", "-tidle", "-o%N"], capture_output=True, text=True, timeout=30)
-        print("NODES", *idle.stdout.split(), flush=True)
+        print("NODES", *nodes, flush=True)
 os._exit(0)
 """
 
@@ -137,7 +139,7 @@ def test_ranks_find_each_other_over_two_nodes(cluster: SlurmCluster, checkout: C
     job = checkout.submit(
         cluster, ALL_REDUCE, "--nodes=2", "--ntasks-per-node=2", arguments=("--num-layers", "4", "--name", "two words")
     )
-    state = cluster.wait(job, 240)
+    state = cluster.wait(job)
     assert state["JobState"] == "COMPLETED", checkout.log(job)
     ports = set()
     for rank in range(4):
@@ -156,10 +158,8 @@ def test_ranks_find_each_other_over_two_nodes(cluster: SlurmCluster, checkout: C
 
 
 def test_dead_rank_ends_the_job_and_is_named(cluster: SlurmCluster, checkout: Checkout) -> None:
-    began = time.monotonic()
     job = checkout.submit(cluster, ONE_DIES, "--nodes=2", "--ntasks-per-node=2")
-    state = cluster.wait(job, 120)
-    assert time.monotonic() - began < 120  # not the 300 s that the others would sleep
+    state = cluster.wait(job)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "17:0")
     assert "rank 3 failed first: on n2, exit code 17" in checkout.log(job)
     assert "rank 3 | the reason is in the log" in checkout.log(job)
@@ -169,9 +169,9 @@ def test_requeued_job_loads_what_it_saved(cluster: SlurmCluster, checkout: Check
     save = checkout.submit_directory / "save"
     arguments = ("--load", "other-weights", "--save", str(save))
     job = checkout.submit(cluster, COUNTS_RUNS, "--nodes=2", arguments=arguments)
-    wait_until(lambda: "RUN 0" in checkout.rank_log(job, 1), 30, lambda: checkout.log(job))
+    wait_until(lambda: "RUN 0" in checkout.rank_log(job, 1), lambda: checkout.log(job))
     cluster.command("scontrol", "requeue", str(job))
-    state = cluster.wait(job, 120)
+    state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), checkout.log(job)
     given = ["--load", "other-weights", "--save", str(save), "--exit-signal-handler"]
     assert tagged(checkout.rank_log(job, 1), "RUN") == [["0", *given], ["1", *given, "--load", str(save)]]
@@ -182,16 +182,16 @@ def test_requeued_job_loads_what_it_saved(cluster: SlurmCluster, checkout: Check
 def test_job_that_saves_nothing_is_not_requeued_forever(cluster: SlurmCluster, checkout: Checkout) -> None:
     arguments = ("--save", str(checkout.submit_directory / "save"), "--never-saves")
     job = checkout.submit(cluster, COUNTS_RUNS, "--nodes=1", arguments=arguments)
-    wait_until(lambda: "RUN 0" in checkout.rank_log(job, 0), 30, lambda: checkout.log(job))
+    wait_until(lambda: "RUN 0" in checkout.rank_log(job, 0), lambda: checkout.log(job))
     cluster.command("scancel", "--batch", "--signal=USR1", str(job))
-    state = cluster.wait(job, 120)
+    state = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("FAILED", "0")
     assert "no checkpoint was written in this run" in checkout.log(job)
 
 
 def test_nodes_are_given_back_from_inside_a_job(cluster: SlurmCluster, checkout: Checkout) -> None:
     job = checkout.submit(cluster, SHRINKS, "--nodes=4", "--ntasks-per-node=1")
-    state = cluster.wait(job, 240)
+    state = cluster.wait(job)
     assert (state["JobState"], state["NumNodes"]) == ("COMPLETED", "2"), checkout.log(job)
     assert [tagged(checkout.rank_log(job, rank), "RESULT") for rank in (0, 1)] == [[["0", "3"]], [["1", "3"]]]
     assert "NODES n3 n4" in checkout.rank_log(job, 0)
@@ -200,13 +200,13 @@ def test_nodes_are_given_back_from_inside_a_job(cluster: SlurmCluster, checkout:
 def test_one_rank_per_gpu_when_no_tasks_are_asked_for(cluster: SlurmCluster, checkout: Checkout) -> None:
     program = "from os import environ as e; print('GPU', e['CUDA_VISIBLE_DEVICES'], e['LOCAL_RANK'], e['WORLD_SIZE'])"
     every = checkout.submit(cluster, program, "--nodes=2", "--gpus-per-node=2")
-    assert cluster.wait(every, 120)["JobState"] == "COMPLETED", checkout.log(every)
+    assert cluster.wait(every)["JobState"] == "COMPLETED", checkout.log(every)
     assert [tagged(checkout.rank_log(every, rank), "GPU") for rank in range(4)] == [
         [["0,1", str(rank % 2), "4"]] for rank in range(4)
     ]
     # Slurm shows each rank its own GPU alone: Megatron's device number is then 0.
     own = checkout.submit(cluster, program, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1")
-    assert cluster.wait(own, 120)["JobState"] == "COMPLETED", checkout.log(own)
+    assert cluster.wait(own)["JobState"] == "COMPLETED", checkout.log(own)
     assert [tagged(checkout.rank_log(own, rank), "GPU") for rank in range(2)] == [[["0", "0", "2"]], [["1", "0", "2"]]]
 
 
@@ -252,7 +252,7 @@ def test_container_command(cluster: SlurmCluster, checkout: Checkout, name: str,
     (tools / name).chmod(0o755)
     path = f"{tools}:{SEARCH_PATH}"
     job = checkout.submit(cluster, "print('TRAINED')", CONTAINER_IMAGE="i.sif", CONTAINER_MOUNTS="/d:/d", PATH=path)
-    assert cluster.wait(job, 120)["JobState"] == "COMPLETED", checkout.log(job)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
     assert re.search(shown, checkout.log(job) + checkout.rank_log(job, 0)), checkout.log(job)
     assert "TRAINED" in checkout.rank_log(job, 0)
 
@@ -284,7 +284,7 @@ def test_each_misuse_is_one_clear_line(cluster: SlurmCluster, checkout: Checkout
         variables = {key: str(not_python) if "not-python" in value else value for key, value in variables.items()}
         jobs[message] = checkout.submit(cluster, "print('started')", *options, arguments=arguments, **variables)
     for message, job in jobs.items():
-        state = cluster.wait(job, 120)
+        state = cluster.wait(job)
         assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), (message, checkout.log(job))
         *notes, last = checkout.log(job).splitlines()
         assert all(note.startswith("[") for note in notes)
@@ -316,16 +316,16 @@ def test_training_continues_after_the_time_limit(cluster: SlurmCluster, tmp_path
         path = tmp_path / f"slurm-{job}.out"
         return path.read_text() if path.exists() else ""
 
-    wait_until(lambda: "iteration        1/" in log() or "failed" in job_log(), 240, job_log)
+    wait_until(lambda: "iteration        1/" in log() or "failed" in job_log(), job_log)
     cluster.command("scancel", "--batch", "--signal=USR1", str(job))
 
     def iterations(run: int) -> list[int]:
         text = log().split("=== job")[1:]
         return [int(i) for i in re.findall(r"iteration +(\d+)/", text[run])] if len(text) > run else []
 
-    wait_until(lambda: len(iterations(1)) >= 3 or "failed" in job_log(), 240, job_log)
+    wait_until(lambda: len(iterations(1)) >= 3 or "failed" in job_log(), job_log)
     cluster.command("scancel", str(job))
-    assert cluster.wait(job, 120)["Restarts"] == "1", job_log()
+    assert cluster.wait(job)["Restarts"] == "1", job_log()
     stopped = int(re.findall(r"stopped at iteration (\d+) \(srun ended with 0\); requeueing", job_log())[0])
     assert iterations(0) == list(range(1, stopped + 1))
     assert iterations(1)[:3] == [stopped + 1, stopped + 2, stopped + 3]
@@ -361,11 +361,11 @@ def test_stages_that_are_not_needed_go_back_while_training_goes_on(cluster: Slur
     def nodes() -> int:
         return int(cluster.command("squeue", "-h", f"--job={job}", "--format=%D"))
 
-    wait_until(lambda: "went back to SLURM" in log(0) or "failed" in job_log(), 240, job_log)
+    wait_until(lambda: "went back to SLURM" in log(0) or "failed" in job_log(), job_log)
     assert nodes() == 2, job_log()
-    assert cluster.command("sinfo", "-hN", "-tidle", "-o%N").split() == ["n3", "n4"]
+    wait_until(lambda: cluster.idle_nodes() == ["n3", "n4"], lambda: str(cluster.idle_nodes()))
     seen = trained(1)[-1]
-    wait_until(lambda: trained(1)[-1] > seen + 5 or "failed" in job_log(), 60, job_log)
+    wait_until(lambda: trained(1)[-1] > seen + 5 or "failed" in job_log(), job_log)
     cluster.command("scancel", str(job))
     every = trained(3) + trained(1)
     assert every == list(range(1, every[-1] + 1)), "an iteration was lost or done twice"
@@ -382,7 +382,7 @@ def test_outside_of_a_job_it_says_how_to_submit() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("pretrain_gpt.sbatch: not inside a Slurm job; submit it: sbatch ")
@@ -396,5 +396,5 @@ def test_scripts_pass_shellcheck() -> None:
         SCRIPTS / "pretrain_gpt.sbatch",
         REPOSITORY / "scripts" / "install_slurm.sh",
     ]
-    done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout

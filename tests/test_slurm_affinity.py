@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from patience import PATIENCE
+
 AFFINITY = Path(__file__).resolve().parent.parent / "scripts" / "slurm" / "affinity.sh"
 
 
@@ -40,7 +42,7 @@ def shell(function: str, *arguments: str, **variables: str) -> str:
     """What a function of affinity.sh prints."""
     command = ["bash", "-c", 'source "$0"; "$@"', str(AFFINITY), function, *arguments]
     environment = {**os.environ, **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=True).stdout
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
 def test_gpu_of_a_rank_is_counted_among_the_visible_ones(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE
 from slurm_cluster import wait_until, why_not
 
 
@@ -33,14 +34,14 @@ def test_nothing_survives_the_cluster(ending: str) -> None:
         def names() -> list[str]:
             return [process.name() for process in processes()]
 
-        wait_until(lambda: names().count("sleep") == 2, 30, lambda: str(names()))
+        wait_until(lambda: names().count("sleep") == 2, lambda: str(names()))
         assert {"munged", "slurmctld", "slurmd"} <= set(names())
         alive = [process for process in processes() if process.name() != "bash" or process.ppid() != owner.pid]
         if ending == "owner killed":
             owner.kill()
         owner.stdin.close()  # ends the command in the cluster
-        owner.wait(timeout=30)
-        survivors = psutil.wait_procs(alive, timeout=20)[1]
+        owner.wait(timeout=PATIENCE)
+        survivors = psutil.wait_procs(alive, timeout=PATIENCE)[1]
         assert not survivors
         assert directory.exists() == (ending == "owner killed")
     finally:

@@ -16,7 +16,7 @@ import numpy as np
 MODEL = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 "
-    "--eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --distributed-timeout-minutes 1"
+    "--eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --distributed-timeout-minutes 5"
 ).split()
 MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127".split()
 # Nothing in Megatron is rounded to float32 then, but the norm that clipping divides by.
