@@ -27,6 +27,7 @@ setup(
     packages=find_namespace_packages(
         include=["balancing", "balancing.*", "megatron.balanced", "megatron.balanced.*"], exclude=["*.__pycache__"]
     ),
+    package_data={"balancing.report": ["*.jinja"]},
     py_modules=["pretrain_gpt"],
     install_requires=[
         "megatron-core==0.19.2",
@@ -37,6 +38,7 @@ setup(
         "tensorboard",
         "matplotlib",
         "rich",
+        "jinja2",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],

@@ -9,17 +9,23 @@ library's own source on this machine, which is real text of heavy-tailed length 
         --workers 16 --append-eod --output-prefix runs/web
     python scripts/prepare_data.py --stdlib --append-eod --output-prefix runs/stdlib
 
+With --functions each function of a Python file is a document of its own: many short ones and a few long ones, so that a
+training sample of some thousand tokens holds several.
+
 The output does not depend on the number of workers, and appears under its name only when it is complete.
 """
 
 import argparse
+import ast
 import fnmatch
+import io
 import json
 import logging
 import os
 import signal
 import sys
 import sysconfig
+import textwrap
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -71,9 +77,12 @@ class Tokens:
 class Tokenize:
     """A batch in, its tokens out. Every worker has one."""
 
-    def __init__(self, tokenizer: Any, json_key: str, dtype: type, end_of_document: int | None) -> None:
+    def __init__(
+        self, tokenizer: Any, json_key: str, dtype: type, end_of_document: int | None, functions: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.json_key = json_key
+        self.functions = functions  # each of a file's Python functions is a document, not the file
         self.dtype = dtype
         self.end = [] if end_of_document is None else [end_of_document]
 
@@ -83,13 +92,15 @@ class Tokenize:
             if isinstance(document, Path):
                 text, intact = _file_text(document)
                 repaired += not intact
+                texts = _functions(document, text) if self.functions else [text]
             else:
-                text = _line_text(batch.file, *document, self.json_key)
-            ids = list(self.tokenizer.tokenize(text)) if text else []
-            if ids:
-                documents.append(np.array(ids + self.end, dtype=self.dtype))
-            else:
-                empty += 1
+                texts = [_line_text(batch.file, *document, self.json_key)]
+            for text in texts:
+                ids = list(self.tokenizer.tokenize(text)) if text else []
+                if ids:
+                    documents.append(np.array(ids + self.end, dtype=self.dtype))
+                else:
+                    empty += 1
         return Tokens(documents, empty, repaired)
 
 
@@ -99,6 +110,30 @@ def _file_text(path: Path) -> tuple[str, bool]:
         return data.decode("utf-8"), True
     except UnicodeDecodeError:
         return data.decode("utf-8", errors="replace"), False
+
+
+class _Functions(ast.NodeVisitor):
+    """Collects the first and last line of each function that is in no other function, decorators included."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, int]] = []
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        assert node.end_lineno is not None
+        self.lines.append((min([node, *node.decorator_list], key=lambda each: each.lineno).lineno, node.end_lineno))
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+
+def _functions(path: Path, text: str) -> list[str]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is not Python source ({error}); leave --functions out, or the file") from None
+    found = _Functions()
+    found.visit(tree)
+    lines = list(io.StringIO(text, newline=None))  # str.splitlines also cuts at form feeds, the parser does not
+    return [textwrap.dedent("".join(lines[first - 1 : last])) for first, last in found.lines]
 
 
 def _line_text(file: Path | None, number: int, line: bytes, key: str) -> str:
@@ -245,7 +280,7 @@ def write(args: argparse.Namespace) -> None:
 
     target[0].parent.mkdir(parents=True, exist_ok=True)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    task = Tokenize(tokenizer, args.json_key, dtype, end_of_document)
+    task = Tokenize(tokenizer, args.json_key, dtype, end_of_document, args.functions)
     builder = IndexedDatasetBuilder(str(partial[0]), dtype=dtype)
     empty = repaired = 0
     try:
@@ -341,6 +376,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     add("--glob", nargs="+", default=["*.txt"], metavar="PATTERN", help="names of a folder's files to take (*.txt)")
+    add("--functions", action="store_true", help="a document is a Python function, not a whole file of a folder")
     add("--json-key", default="text", metavar="KEY", help="where a line's text is (text)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=_positive, default=len(os.sched_getaffinity(0)), help="processes (one per core)")

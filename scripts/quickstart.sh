@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: makes .venv, prepares a corpus, trains a small mixture-of-experts GPT on four
 # processes (two pipeline stages, in each two ranks that share documents and experts) with all three balancers, and
-# reports where the time went. Halfway the first layers are frozen, which makes the first stage idle until layers move.
+# reports what they gained. After a while the first layers are frozen, which makes the first stage idle until layers move.
 #
 #     scripts/quickstart.sh            what is already there is kept; an interrupted training goes on from its last checkpoint
 #     scripts/quickstart.sh --again    train from the beginning
@@ -23,8 +23,8 @@ prepare_environment "" # no extra
 cd "$repository"
 
 run=runs/quickstart
-corpus=$run/data/stdlib
-iterations=150
+corpus=$run/data/functions
+iterations=50
 
 mkdir -p "$run" || fail "cannot write to $repository/$run"
 [ "${1:-}" != --again ] || rm -rf "$run/checkpoint" "$run/report" "$run/report.html" "$run/tensorboard"
@@ -32,8 +32,8 @@ mkdir -p "$run" || fail "cannot write to $repository/$run"
 if [ -e "$corpus.bin" ] && [ -e "$corpus.idx" ]; then
     echo "Corpus: $corpus.bin and .idx, made before"
 else
-    echo "Corpus: the source of the Python standard library, into $corpus.bin and .idx"
-    "$python" scripts/prepare_data.py --stdlib --append-eod --overwrite --output-prefix "$corpus"
+    echo "Corpus: the functions of the Python standard library, each a document, into $corpus.bin and .idx"
+    "$python" scripts/prepare_data.py --stdlib --functions --append-eod --overwrite --output-prefix "$corpus"
 fi
 
 # A model without its measurements cannot be reported on.
@@ -46,35 +46,39 @@ if trained; then
     echo "Model: $run/checkpoint, trained before (train anew with: scripts/quickstart.sh --again)"
 else
     device=(--device auto --bf16)
+    program=pretrain_gpt.py
     gpus=$("$python" -W ignore -c 'import torch; print(torch.cuda.device_count())')
     if [ "$gpus" -lt 4 ]; then
         device=(--device cpu)
+        program=scripts/pretrain_paced.py # where moved layers shorten a step although processes share cores
         [ "$gpus" = 0 ] || echo "$gpus GPU(s), and the four processes need one each: training on the CPU"
     fi
     echo "Model: training for $iterations iterations, about four minutes on two cores; log in $run/train.log"
+    [ "$program" = pretrain_gpt.py ] ||
+        echo "Paced: a layer takes 60 ms forward and 120 ms backward, as on a slow device for each process"
 
     model=(
-        --num-layers 8 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256
-        --max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm --swiglu
+        --num-layers 8 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 1024
+        --max-position-embeddings 1024 --position-embedding-type rope --normalization RMSNorm --swiglu
         --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
         --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall
-        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+        --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
     )
     layout=(--pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 2)
     balance=(
-        --freeze-layers 3 --freeze-layers-start 60
+        --freeze-layers 3 --freeze-layers-start 20
         --balance-experts --balance-sequences --dataloader-inter-document-masking
-        --balance-layers --layer-balance-interval 30 --balance-report "$run/report"
+        --balance-layers --layer-balance-interval 10 --balance-report "$run/report"
     )
     data=(
         --data-path "$corpus" --split "98,2,0" --num-workers 0
         --tokenizer-type NullTokenizer --vocab-size 258 --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257
     )
     training=(
-        --micro-batch-size 4 --global-batch-size 16 --train-iters "$iterations"
+        --micro-batch-size 1 --global-batch-size 4 --train-iters "$iterations"
         --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95
-        --eval-interval 50 --eval-iters 2 --log-interval 10
-        --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 50 --ckpt-format torch_dist
+        --eval-interval 25 --eval-iters 2 --log-interval 5
+        --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 25 --ckpt-format torch_dist
         --tensorboard-dir "$run/tensorboard"
     )
     # What of Megatron's log is shown here; all of it is in the file.
@@ -85,14 +89,11 @@ else
     # One thread a process: the four share the cores.
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 \
         "$python" -m torch.distributed.run --standalone --nproc-per-node 4 \
-        pretrain_gpt.py "${device[@]}" "${model[@]}" "${layout[@]}" "${data[@]}" "${training[@]}" "${balance[@]}" 2>&1 |
+        "$program" "${device[@]}" "${model[@]}" "${layout[@]}" "${data[@]}" "${training[@]}" "${balance[@]}" 2>&1 |
         tee "$run/train.log" | sed -unE "$essentials" || fail "training stopped; its log is $run/train.log"
     trained || fail "training ended without its last checkpoint; its log is $run/train.log"
 fi
 
-if [ "$(nproc)" -lt 4 ]; then
-    echo "The four processes shared $(nproc) cores, so each was idle while others had them"
-fi
 "$python" -m balancing.report "$run/report" --html "$run/report.html"
 echo
 echo "Checkpoint:  $run/checkpoint"

@@ -76,6 +76,8 @@ def _balanced(pool, tmp_path: Path, ranks: int, flags: str, balance: str) -> Run
     moves = [line for line in lines if line["action"] == "replicate"]
     assert len(moves) > 10, "hardly anything was replicated, so nothing was tested"
     assert all(line["moved_bytes"] > 0 for line in moves)
+    expert_ranks = int(flags.split("--expert-model-parallel-size ")[1].split()[0])
+    assert all(len(line["tokens_per_rank"]) == expert_ranks for line in moves)
     decoder_layers = 4 if "--num-layers 4" in flags else 2
     layers = decoder_layers + (2 if MORE_TOKENS in flags else 0)
     assert {line["layer"] for line in moves} == set(range(layers)), "not every layer had replicas"

@@ -118,17 +118,42 @@ def test_output_does_not_depend_on_the_workers(run, prepare_data, monkeypatch, t
     assert [bytes(ids[:-1].tolist()) for ids in documents(tmp_path / "5")] == contents
 
 
-def test_standard_library_from_the_command_line(tmp_path):
-    """The whole command, as the quickstart calls it: real text of heavy-tailed length."""
-    command = [sys.executable, SCRIPT, "--stdlib", "--append-eod", "--output-prefix", tmp_path / "deep" / "stdlib"]
+@pytest.mark.parametrize("functions", [[], ["--functions"]], ids=["files", "functions"])
+def test_standard_library_from_the_command_line(tmp_path, functions):
+    """The whole command, as the quickstart calls it for functions: real text of heavy-tailed length."""
+    prefix = tmp_path / "deep" / "stdlib"
+    command = [sys.executable, SCRIPT, "--stdlib", *functions, "--append-eod", "--output-prefix", prefix]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    lengths = [len(ids) for ids in documents(tmp_path / "deep" / "stdlib")]
-    assert len(lengths) > 300
+    lengths = [len(ids) for ids in documents(prefix)]
+    assert len(lengths) > (10_000 if functions else 300)
     assert np.max(lengths) > 20 * np.median(lengths)
     assert np.mean(lengths) > 1.5 * np.median(lengths)
     assert "--vocab-size 258 --null-tokenizer-eod-id 256 --null-tokenizer-pad-id 257" in done.stdout
+    if functions:
+        assert np.median(lengths) < 512, "a sample of the quickstart, 1024 tokens, would not hold several documents"
+
+
+def test_each_function_is_a_document(run, tmp_path):
+    """Decorators and what is inside of a function belong to it; other text is left out. Form feeds are no new lines."""
+    first = "@cached\n@other\ndef first(x):\n    def inner():\n        pass\n    return inner\n"
+    method = "async def method(self):\n    return 1\n"
+    indented = "".join(f"    {line}\n" for line in method.splitlines())
+    (tmp_path / "a.py").write_text(f"import os\n\x0c\n{first}\nclass Kind:\n    name = 'kind'\n{indented}")
+    (tmp_path / "b.py").write_text("x = 1\n")
+    arguments = ("--input", tmp_path, "--glob", "*.py", "--functions", "--workers", 1)
+    assert run(*arguments, "--output-prefix", tmp_path / "out")[0] == 0
+    assert [bytes(ids.tolist()).decode() for ids in documents(tmp_path / "out")] == [first, method]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_functions_of_what_is_no_python(run, tmp_path, workers):
+    (tmp_path / "bad.py").write_text("def (:\n")
+    (tmp_path / "out").mkdir()
+    arguments = ("--input", tmp_path, "--glob", "*.py", "--functions", "--workers", workers)
+    result = run(*arguments, "--output-prefix", tmp_path / "out" / "x")
+    assert_refused(result, "bad.py is not Python source", "--functions", folder=tmp_path / "out")
 
 
 def test_training_flags_it_prints_name_the_same_special_tokens(prepare_data):

@@ -219,6 +219,14 @@ def test_the_quickstart_refuses_flags_it_does_not_have(machine):
     assert done.stderr.count("\n") == 1 and "--agian" in done.stderr
 
 
+def test_paced_training_refuses_what_is_no_time():
+    script = REPOSITORY / "scripts/pretrain_paced.py"
+    environment = os.environ | {"LAYER_MS": "slow", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "LAYER_MS=slow" in done.stderr
+
+
 def test_shell_scripts_pass_shellcheck():
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if shellcheck is None:
@@ -254,6 +262,12 @@ def test_the_package_leaves_the_namespace_to_be_shared(metadata):
     sources = {os.path.normpath(name) for name in metadata["SOURCES.txt"].splitlines()}
     assert "megatron/balanced/__init__.py" in sources
     assert "megatron/__init__.py" not in sources and not (REPOSITORY / "megatron/__init__.py").exists()
+
+
+def test_the_package_has_the_page_of_the_report(metadata):
+    sources = {os.path.normpath(name) for name in metadata["SOURCES.txt"].splitlines()}
+    assert "balancing/report/page.html.jinja" in sources
+    assert "jinja2\n" in metadata["requires.txt"]
 
 
 @pytest.mark.parametrize("first", ["wheel", "checkout"])

@@ -144,6 +144,10 @@ def test_events_and_report(packed, tmp_path):
         sent = [line[name] for name in ("kv_intra_bytes", "kv_inter_bytes", "remap_intra_bytes", "remap_inter_bytes")]
         assert sum(sent) == line["moved_bytes"] > 0
         assert sent[1] == sent[3] == 0, "one node"
+        for when in ("before", "after"):
+            assert line[f"ordered_{when}"] == sorted(line[f"ordered_{when}"], reverse=True)
+            assert line[f"ordered_{when}"][0] == pytest.approx(line[f"imbalance_{when}"])
+            assert np.mean(line[f"ordered_{when}"]) == pytest.approx(1)
     assert sum(line["remap_intra_bytes"] for line in spread) > 0
     ranks = [line for line in lines if line["balancer"] == "sequences" and line["unit"] == "rank"]
     assert all(line["token_imbalance"] == 1.0 for line in ranks)

@@ -21,18 +21,20 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
         attention. methods: planner -> micro-batches. plan_wait_ms: how long the step waited for plans. apply_ms: how
         long attention waited for transfers, on the rank that waited longest. kv_intra_bytes, kv_inter_bytes,
         remap_intra_bytes, remap_inter_bytes: sent by all ranks together inside nodes and between them. local_share,
-        intra_node_share, inter_node_share: of tokens whose document is on one rank, in one node, or in several. Now and
-        then `layout`: ranks, ranks_per_node, shards [[document, start, stop, rank]] in attention, area and area_before
-        [rank] of the first micro-batch.
+        intra_node_share, inter_node_share: of tokens whose document is on one rank, in one node, or in several.
+        ordered_before, ordered_after [context-parallel rank]: attention area over the mean of its micro-batch, from the
+        fullest rank to the emptiest. Now and then `layout`: ranks, ranks_per_node, shards [[document, start, stop,
+        rank]] in attention, area and area_before [rank] of the first micro-batch.
     balancer "experts", unit "rank"    one line for each MoE layer. layer; tokens_per_expert [expert], over all ranks;
         tokens_per_rank [expert-parallel rank], experts at home, in contiguous blocks; busy_s [expert-parallel rank]:
         device seconds per micro-batch of this layer there. The imbalance is that of tokens_per_rank.
         Lines with action "replicate" or "keep", unit "layer", say what balancing did for one MoE layer in a step. The
         imbalance is that of tokens per expert-parallel rank, mean over micro-batches, before at home and after the
-        split. replicas: slots in use over all ranks, of them `added` since the step began. drift: part of the layer's
-        tokens that went to other experts in the iteration before than in the one before that. plan_age: iterations
-        since the loads that replicas were placed for. plan_wait_ms: how long the step waited for plans. apply_ms: how
-        long it waited for replicas' transfers. moved_bytes: of weights and gradients, sent by all ranks together.
+        split. tokens_per_rank [expert-parallel rank]: after the split. replicas: slots in use over all ranks, of them
+        `added` since the step began. drift: part of the layer's tokens that went to other experts in the iteration
+        before than in the one before that. plan_age: iterations since the loads that replicas were placed for.
+        plan_wait_ms: how long the step waited for plans. apply_ms: how long it waited for replicas' transfers.
+        moved_bytes: of weights and gradients, sent by all ranks together.
 """
 
 import json

@@ -3,6 +3,7 @@
 The terminal and the HTML page say the same, so the words are made in one place.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +11,24 @@ import numpy as np
 from balancing.report.summary import Summary, Worst
 from balancing.report.units import byte_count, count, duration, ratio, share
 
-__all__ = ["Finding", "Prospect", "action_rows", "basis", "finding_rows", "prospect_rows", "verdict"]
+__all__ = [
+    "ACTIONS", "FINDINGS", "GAINS", "PROSPECTS", "Finding", "GainRow", "Prospect", "action_rows", "basis",
+    "finding_rows", "gain_rows", "prospect_rows", "rank_name", "shown_columns", "verdict",
+]  # fmt: skip
+
+# Heads of the tables.
+FINDINGS = ("who is slow", "which", "how much", "over the others", "before", "typical")
+PROSPECTS = ("what perfect balance would give", "step", "saved")
+ACTIONS = ("balancer", "actions", "planning", "applying", "moved")
+GAINS = ("what balancing gained", "of what", "before", "after")
 
 # An unevenness that costs less than this share of a step is not worth a sentence of alarm.
 _WORTH_NAMING = 0.03
 
 # Below this max / mean nobody is the worst.
 _ALIKE = 1.005
+
+_MOVED = {"rollback": "when layers moved back"}
 
 _LEVELLED = {
     "stages": "pipeline stages level (layers)",
@@ -29,13 +41,23 @@ _LEVELLED = {
 
 class Finding(NamedTuple):
     """What was looked for, who it is, how much it has, how far that is over the others, and max / mean of a typical
-    step, whoever has most then."""
+    step, whoever has most then: without the balancer that is on, and as it was."""
 
     what: str
     who: str
     value: str
     over: str
+    before: str = ""
     typical: str = ""
+
+
+class GainRow(NamedTuple):
+    """The balancer, what it levels, and how uneven that is before and after; or a time before and after."""
+
+    balancer: str
+    what: str
+    before: str
+    after: str
 
 
 class Prospect(NamedTuple):
@@ -44,6 +66,12 @@ class Prospect(NamedTuple):
     levelled: str
     step: str
     saved: str
+
+
+def shown_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """The table without columns that are empty in every row."""
+    shown = [column for column in range(len(head)) if any(row[column] for row in rows)]
+    return [head[column] for column in shown], [[row[column] for column in shown] for row in rows]
 
 
 def rank_name(summary: Summary, rank: int) -> str:
@@ -81,7 +109,7 @@ def finding_rows(summary: Summary) -> list[Finding]:
         rows.append(_worst("slowest stage", f"stage {stage.which}", stage, f"{duration(stage.value)} busy", "stage"))
     if layer := summary.slow_layer:
         at = f" (stage {layer.stage})" if stages else ""
-        over = f"{ratio(layer.over)} median {layer.kind} layer"
+        over = f"{ratio(layer.over)} median {layer.kind}"
         rows.append(Finding("slowest layer", f"layer {layer.layer}{at}", _per_call(layer.seconds), over))
     for name in ("embedding", "head"):
         if (layers := summary.layers) and (worth := layers.in_layers(name)) is not None:
@@ -114,9 +142,24 @@ def finding_rows(summary: Summary) -> list[Finding]:
     return rows
 
 
+def gain_rows(summary: Summary) -> list[GainRow]:
+    """What each balancer that was on made of the unevenness it levels, and what a move of layers did to the step."""
+    rows = [
+        GainRow(gain.balancer, f"max / mean {gain.what}", ratio(gain.before), ratio(gain.after))
+        for gain in summary.gains
+    ]
+    if (move := summary.move) and move.action != "release":
+        moved = f"step {_MOVED.get(move.action, 'when layers moved')} (iteration {move.iteration})"
+        rows.append(GainRow("", moved, duration(move.step_before), duration(move.step_after)))
+    return rows
+
+
 def _worst(what: str, who: str, worst: Worst, value: str, of: str) -> Finding:
     alike = worst.over < _ALIKE and worst.typical < _ALIKE
-    return Finding(what, "all alike" if alike else who, value, f"{ratio(worst.over)} mean {of}", ratio(worst.typical))
+    before = "" if worst.before is None else ratio(worst.before)
+    return Finding(
+        what, "all alike" if alike else who, value, f"{ratio(worst.over)} mean {of}", before, ratio(worst.typical)
+    )
 
 
 def _per_call(seconds: float) -> str:
@@ -135,13 +178,12 @@ def prospect_rows(summary: Summary) -> list[Prospect]:
     ]
 
 
-def action_rows(summary: Summary) -> list[tuple[str, str, str, str, str, str]]:
-    """Balancer, what it did how often, max / mean before and after its moves, time planning and applying, bytes."""
+def action_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
+    """Balancer, what it did how often, time planning and applying, bytes."""
     return [
         (
             name,
             ", ".join(f"{action} {n}" for action, n in sorted(done.counts.items())),
-            f"{ratio(done.before)} to {ratio(done.after)}" if done.changes else "no change",
             duration(done.plan_ms / 1e3),
             duration(done.apply_ms / 1e3),
             byte_count(done.moved_bytes),
@@ -151,7 +193,8 @@ def action_rows(summary: Summary) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def verdict(summary: Summary) -> str:
-    """The run in one paragraph: step time, idle share, the culprits that matter, and what levelling would give."""
+    """The run in one paragraph: step time, idle share, what balancing gained, the culprits that matter, and what
+    levelling the rest would give."""
     if summary.step_seconds is None or summary.ranks is None:
         return "No step was timed, so there is no verdict; what was measured stands below."
     text = [f"A step takes {duration(summary.step_seconds)}"]
@@ -159,6 +202,12 @@ def verdict(summary: Summary) -> str:
     if (everything := saved.get("all")) is None:
         return f"{text[0]}. With one rank there is nothing to level."
     text[0] += f", and the average rank is idle for {share(summary.bubble or 0.0)} of it"
+    if gained := [
+        f"{gain.balancer} from {ratio(gain.before)} to {ratio(gain.after)}"
+        for gain in summary.gains
+        if gain.before - gain.after >= _ALIKE - 1
+    ]:
+        text.append(f"Balancing took the fullest over the mean down: {', '.join(gained)}")
     for levelled, culprit in (("stages", _stage_culprit), ("sequences", _rank_culprit), ("experts", _expert_culprit)):
         if levelled in saved and saved[levelled].saved >= _WORTH_NAMING:
             text.append(culprit(summary))

@@ -33,6 +33,8 @@ _NUMBERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("sequences", "rank"): ("token_imbalance",),
     ("experts", "rank"): ("expert_imbalance",),
 }
+# Arrays that the line of an action may have.
+_OF_ACTIONS = ("tokens_per_rank", "ordered_before", "ordered_after")
 _STANDARD_NUMBERS = ("imbalance_before", "imbalance_after", "plan_ms", "apply_ms", "moved_bytes")
 
 
@@ -74,6 +76,18 @@ class History:
         if not all(math.isfinite(line[name]) for name in numbers):
             raise ValueError("not a finite number")
         if not observed:
+            for name in _OF_ACTIONS:
+                if name in line:
+                    line[name] = np.asarray(line[name], dtype=float)
+                    if (
+                        line[name].ndim != 1
+                        or not line[name].size
+                        or not np.isfinite(line[name]).all()
+                        or (line[name] < 0).any()
+                    ):
+                        raise ValueError(f"{name} is not a row of numbers from 0 up")
+            if len(line.get("ordered_before", ())) != len(line.get("ordered_after", ())):
+                raise ValueError("ranks before and after differ in number")
             if line.get("layout"):
                 self.layout = _layout_of(line["layout"]) | {"iteration": iteration}
             self.actions.append(line)

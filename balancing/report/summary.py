@@ -2,17 +2,19 @@
 
 The first iterations are left out of every figure: they pay for compilation, caches and memory pools. So are iterations
 under another layout than the last one (layers moved, ranks left), since a median over two layouts describes neither.
-"Typical" is the median over the iterations counted.
+"Typical" is the median over the iterations counted. Where a balancer was on, figures are of what it made of the loads,
+and what they were without it stands beside them (`balancing.report.gains`).
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
 from balancing.report.events import imbalance
+from balancing.report.gains import Gain, Move, gains, last_move, ordered_attention, tokens_served
 from balancing.report.history import History
 
 __all__ = ["BalancerActions", "LayerCosts", "RankLoad", "SlowLayer", "Summary", "Worst", "summarize", "warm_up"]
@@ -26,13 +28,15 @@ def warm_up(iterations: int) -> int:
 @dataclass(frozen=True)
 class Worst:
     """The one of many that has most: its number (a stage, rank or expert-parallel rank), its value, the mean of all,
-    and `typical`, the median over iterations of max / mean, whoever had most then. `layer` if it is one layer's."""
+    and `typical`, the median over iterations of max / mean, whoever had most then. `layer` if it is one layer's.
+    `before`: what `typical` would be without the balancer that is on; None if none is."""
 
     which: int
     value: float
     mean: float
     typical: float
     layer: int | None = None
+    before: float | None = None
 
     @property
     def over(self) -> float:
@@ -104,24 +108,12 @@ class RankLoad:
 
 @dataclass
 class BalancerActions:
-    """What a balancer did: how often by action, and its cost over the whole run. `changes` are (before, after), the
-    max / mean of each line that changed it."""
+    """What a balancer did: how often by action, and its cost over the whole run."""
 
-    changes: list[tuple[float, float]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     plan_ms: float = 0.0
     apply_ms: float = 0.0
     moved_bytes: int = 0
-
-    @property
-    def before(self) -> float:
-        """Median max / mean before a change."""
-        return float(np.median([before for before, _ in self.changes]))
-
-    @property
-    def after(self) -> float:
-        """Median max / mean after a change."""
-        return float(np.median([after for _, after in self.changes]))
 
 
 @dataclass
@@ -130,6 +122,12 @@ class Summary:
 
     counted         iterations the figures are of; `skipped` were warm-up, `other_layout` had another layout
     share_experts   layer -> tokens of each expert over the mean, summed over the iterations counted
+    share_expert_ranks, share_expert_homes    layer -> the same of expert-parallel ranks, as it was and with every
+                    expert at home; the latter has layers with balanced experts alone
+    gains           one for each balancer that was on
+    move            the last time that layers moved, None if they never did
+    attention_before, attention_after    [context-parallel rank], attention area of a micro-batch over its mean, from
+                    the fullest rank to the emptiest, without and with balancing; None if sequences were not balanced
     """
 
     counted: list[int]
@@ -153,6 +151,11 @@ class Summary:
     ranks: RankLoad | None = None
     share_experts: dict[int, np.ndarray] = field(default_factory=dict)
     share_expert_ranks: dict[int, np.ndarray] = field(default_factory=dict)
+    share_expert_homes: dict[int, np.ndarray] = field(default_factory=dict)
+    gains: list[Gain] = field(default_factory=list)
+    move: Move | None = None
+    attention_before: np.ndarray | None = None
+    attention_after: np.ndarray | None = None
     actions: dict[str, BalancerActions] = field(default_factory=dict)
 
 
@@ -165,7 +168,8 @@ def summarize(history: History) -> Summary:
     stages = [history.stages[i] for i in counted if i in history.stages]
     layers = [history.layers[i] for i in counted if i in history.layers]
     sequences = [history.sequences[i] for i in counted if i in history.sequences]
-    experts = [history.experts[i] for i in counted if i in history.experts]
+    served = tokens_served(history)
+    experts = [_with_replicas(history.experts[i], served.get(i, {})) for i in counted if i in history.experts]
     if layers:
         _layers(summary, layers, experts)
     if sequences:
@@ -175,9 +179,33 @@ def summarize(history: History) -> Summary:
     if stages:
         _stages(summary, stages, sequences)
         summary.estimates = estimate(_step_load(summary, stages, experts))
+    summary.gains, summary.move = gains(history, counted), last_move(history, counted)
+    if (attention := ordered_attention(history, counted)) is not None:
+        summary.attention_before, summary.attention_after = attention
+    _compare(summary)
     for line in history.actions:
         _act(summary.actions.setdefault(str(line["balancer"]), BalancerActions()), line)
     return summary
+
+
+def _with_replicas(layers: dict[int, dict[str, Any]], served: dict[int, np.ndarray]) -> dict[int, dict[str, Any]]:
+    """The lines of an iteration with the tokens that ranks `served` in the place of those of their own experts, which
+    become "at_home". Only the first of several expert-parallel groups tells what it served."""
+    found = {}
+    for layer, line in layers.items():
+        home, tokens = line["tokens_per_rank"], served.get(layer, np.zeros(0))
+        if tokens.size == home.size and tokens.any():
+            line = line | {"tokens_per_rank": tokens * (home.sum() / tokens.sum()), "at_home": home}
+        found[layer] = line
+    return found
+
+
+def _compare(summary: Summary) -> None:
+    """Put what the balancers gained beside the findings that they change."""
+    for gain in summary.gains:
+        name = {"layers": "stage", "sequences": "area"}.get(gain.balancer)
+        if name and (finding := getattr(summary, name)) is not None:
+            setattr(summary, name, replace(finding, before=gain.before, typical=gain.after))
 
 
 def _same_layout(history: History, iterations: list[int]) -> list[int]:
@@ -267,17 +295,26 @@ def _sequences(summary: Summary, lines: list[dict[str, Any]]) -> None:
 def _experts(summary: Summary, lines: list[dict[int, dict[str, Any]]]) -> None:
     for layer in sorted(lines[-1]):
         own = [line[layer] for line in lines if layer in line]
+        at_home = [line["at_home"] for line in own if "at_home" in line]
         for finding, share, key in (
             ("expert", summary.share_experts, "tokens_per_expert"),
             ("expert_rank", summary.share_expert_ranks, "tokens_per_rank"),
         ):
             loads = [line[key] for line in own if line[key].size == own[-1][key].size]
-            tokens = np.mean(loads, axis=0)
-            share[layer] = tokens / tokens.mean() if tokens.any() else np.ones_like(tokens)
+            share[layer], tokens = _share(loads)
             worst = _worst(np.arange(tokens.size), tokens, _typical(loads), layer)
+            if finding == "expert_rank" and at_home:
+                summary.share_expert_homes[layer], _ = _share(at_home)
+                worst = replace(worst, before=_typical(at_home))
             known = getattr(summary, finding)
             if known is None or worst.over > known.over:
                 setattr(summary, finding, worst)
+
+
+def _share(loads: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean tokens over iterations divided by their mean, and the mean tokens themselves."""
+    tokens = np.mean(loads, axis=0)
+    return tokens / tokens.mean() if tokens.any() else np.ones_like(tokens), tokens
 
 
 def _step_load(summary: Summary, stages: list[dict[str, Any]], experts: list[dict[int, dict[str, Any]]]) -> StepLoad:
@@ -309,10 +346,8 @@ def _forward_share(layers: LayerCosts | None) -> float:
 
 
 def _act(actions: BalancerActions, line: dict[str, Any]) -> None:
-    action, before, after = str(line["action"]), line["imbalance_before"], line["imbalance_after"]
+    action = str(line["action"])
     actions.counts[action] = actions.counts.get(action, 0) + 1
-    if before != after:
-        actions.changes.append((before, after))
     actions.plan_ms += line["plan_ms"]
     actions.apply_ms += line["apply_ms"]
     actions.moved_bytes += int(line["moved_bytes"])

@@ -1,12 +1,25 @@
 """The report in a terminal, at most 100 columns wide."""
 
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from balancing.report.findings import action_rows, basis, finding_rows, prospect_rows, verdict
+from balancing.report.findings import (
+    ACTIONS,
+    FINDINGS,
+    GAINS,
+    PROSPECTS,
+    action_rows,
+    basis,
+    finding_rows,
+    gain_rows,
+    prospect_rows,
+    shown_columns,
+    verdict,
+)
 from balancing.report.summary import Summary
 
 __all__ = ["WIDTH", "print_summary"]
@@ -15,26 +28,38 @@ WIDTH = 100
 
 
 def print_summary(summary: Summary, file: TextIO | None = None) -> None:
-    """Print verdict, findings and what perfect balance would give to `file` (standard output if None)."""
+    """Print verdict, findings, what perfect balance would give and, last, what balancing gained to `file` (standard
+    output if None)."""
     console = Console(file=file, highlight=False, markup=False)
     if not console.is_terminal or console.width > WIDTH:
         console.width = WIDTH
     console.print(verdict(summary), style="bold")
     console.print(f"({basis(summary)})\n", style="dim")
-    tables = (
-        (("who is slow", "which", "how much", "over the others", "typical"), finding_rows(summary)),
-        (("what perfect balance would give", "step", "saved"), prospect_rows(summary)),
-        (("balancer", "actions", "max / mean", "planning", "applying", "moved"), action_rows(summary)),
-    )
-    for head, rows in tables:
-        if rows:
-            table = Table(*head, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
+    for head, rows in (
+        (FINDINGS, finding_rows(summary)),
+        (PROSPECTS, prospect_rows(summary)),
+    ):
+        _print_table(console, head, rows)
     if summary.estimates:
         console.print(
-            "Typical: max / mean of the median step, whoever has most in it. Step times are estimates from measured "
-            'device time; gains overlap and must not be added, and "at best" marks the most that can be had.',
+            "Typical: max / mean of the median step, whoever has most in it; before: without the balancer that is on. "
+            'Step times are estimates from measured device time; gains overlap and must not be added, and "at best" '
+            "marks the most that can be had.",
             style="dim",
         )
+    _print_table(console, ACTIONS, action_rows(summary))
+    _print_table(console, GAINS, gain_rows(summary), bold="after")
+
+
+def _print_table(
+    console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[str] = ()
+) -> None:
+    names, cells = shown_columns(head, rows)
+    if not cells:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, style="bold" if name == bold else None)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)

@@ -229,7 +229,8 @@ class ExpertBalancer:
     def _event(self, layer: BalancedMoELayer, chunk: ExpertChunk, exposed_seconds: float) -> dict[str, Any]:
         homes = layer.num_local_experts
         before = np.mean([imbalance(load.sum(0).reshape(-1, homes).sum(1)) for load in _host(layer.loads)])
-        after = np.mean([imbalance(served) for served in _host(layer.served)])
+        served = np.array(_host(layer.served))  # [micro-batch, rank]
+        after = np.mean([imbalance(tokens) for tokens in served])
         replicas = layer.placement.replicas
         return event(
             self._iteration + 1,
@@ -243,6 +244,7 @@ class ExpertBalancer:
             action="replicate" if replicas else "keep",
             reason="" if replicas else self._why_none(layer),
             layer=_number(layer),
+            tokens_per_rank=served.sum(0),
             planner=self.config.expert_planner,
             drift=self._replicas[layer].drift,
             plan_age=self._replicas[layer].age,

@@ -169,12 +169,15 @@ class SequenceBalancer:
         exposed, waited, *sent = self._spent.T
         kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
         plans = [batch.plan for batch in batches if batch.chunk == 0]  # the same ones come by in every chunk
+        areas = [(self._upstream_areas(plan), plan.area) for plan in plans]
+        # Fullest rank first: which one that is differs between micro-batches, and means by rank would hide it.
+        ordered = np.mean([[np.sort(each)[::-1] / each.mean() for each in pair] for pair in areas], axis=0)
         return event(
             self._iteration + 1,
             "sequences",
             "micro-batch",
-            imbalance_before=float(np.mean([imbalance(self._upstream_areas(plan)) for plan in plans])),
-            imbalance_after=float(np.mean([imbalance(plan.area) for plan in plans])),
+            imbalance_before=float(np.mean([imbalance(before) for before, _ in areas])),
+            imbalance_after=float(np.mean([imbalance(after) for _, after in areas])),
             plan_ms=sum(batch.plan_ms for batch in batches),
             apply_ms=int(exposed.max()) / 1e3,
             moved_bytes=kv_intra + kv_inter + remap_intra + remap_inter,
@@ -189,6 +192,8 @@ class SequenceBalancer:
             remap_intra_bytes=remap_intra,
             remap_inter_bytes=remap_inter,
             **zone_shares(plans, self._cluster),
+            ordered_before=ordered[0],
+            ordered_after=ordered[1],
             stage=mpu.get_pipeline_model_parallel_rank(),
             replica=mpu.get_data_parallel_rank(),
             **self._layout(plans[0]),

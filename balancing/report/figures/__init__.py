@@ -2,8 +2,8 @@
 
 from balancing.report.figures.experts import expert_heat
 from balancing.report.figures.imbalance import imbalance_curves
-from balancing.report.figures.layers import layer_costs
-from balancing.report.figures.ranks import rank_memory, rank_time, rank_work
+from balancing.report.figures.layers import layer_costs, stage_time
+from balancing.report.figures.ranks import rank_attention, rank_memory, rank_time, rank_work
 from balancing.report.figures.sequences import sequence_layout
 from balancing.report.figures.timeline import choose, timeline
 
@@ -12,9 +12,11 @@ __all__ = [
     "expert_heat",
     "imbalance_curves",
     "layer_costs",
+    "rank_attention",
     "rank_memory",
     "rank_time",
     "rank_work",
     "sequence_layout",
+    "stage_time",
     "timeline",
 ]

@@ -1,12 +1,27 @@
-"""Imbalance over the run: is it there from the start, does it grow, and did moving things help."""
+"""Imbalance over the run: is it there from the start, does it grow, and what did balancing do about it."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from balancing.report.figures.style import BACKWARD, FORWARD, INK, NEUTRAL, OTHER, RECOMPUTE, WORST, new_figure, svg
+from balancing.report.figures.style import (
+    BACKWARD,
+    BEFORE,
+    FORWARD,
+    GRID,
+    INK,
+    MUTED,
+    NEUTRAL,
+    OTHER,
+    RECOMPUTE,
+    WORST,
+    new_figure,
+    svg,
+)
+from balancing.report.gains import over_the_run
 from balancing.report.history import History
 
 __all__ = ["imbalance_curves"]
@@ -14,39 +29,58 @@ __all__ = ["imbalance_curves"]
 _MOST_POINTS = 600
 
 _CURVES = {
-    "stages (busy time)": FORWARD,
+    "stages (time)": FORWARD,
     "layers (time)": NEUTRAL,
     "tokens of ranks": OTHER,
     "attention of ranks": RECOMPUTE,
-    "experts' ranks, worst layer": BACKWARD,
+    "tokens of EP ranks, mean of layers": BACKWARD,
 }
+_OF_BALANCER = {
+    "layers": "stages (time)",
+    "sequences": "attention of ranks",
+    "experts": "tokens of EP ranks, mean of layers",
+}
+# What these did is in the curves, at every iteration.
+_IN_CURVES = ("spread", "replicate", "keep")
+_OF_MODEL = ("freeze", "unfreeze", "prune")
+
+Curve = tuple[np.ndarray, np.ndarray]
 
 
 def imbalance_curves(history: History) -> str | None:
-    """SVG: max / mean of each measured kind over iterations, with a mark where a balancer changed something.
+    """SVG: max / mean of each measured kind over iterations, dashed without its balancer where that is on. Marks above
+    the curves say when layers moved and when the model changed.
 
     None if nothing can be uneven: one stage, one rank, one layer.
     """
     curves = _curves(history)
     if not curves:
         return None
-    with new_figure(height=3.3) as figure:
+    without: dict[str, Curve] = {}
+    for balancer, series in over_the_run(history).items():
+        x, (before, after) = np.array(list(series)), np.array(list(series.values())).T
+        without[_OF_BALANCER[balancer]], curves[_OF_BALANCER[balancer]] = (x, before), (x, after)
+    with new_figure(height=3.7) as figure:
         axes = figure.subplots()
         for name, colour in _CURVES.items():
             if name in curves:
                 x, y = _thin(*curves[name])
-                axes.plot(x, y, color=colour, linewidth=1.4, label=name, marker="o" if x.size < 3 else "", markersize=4)
-        moved = [line for line in history.actions if line["imbalance_after"] != line["imbalance_before"]]
-        moved = moved[-_MOST_POINTS:]
-        if moved:
-            at, before, after = zip(
-                *((line["iteration"], line["imbalance_before"], line["imbalance_after"]) for line in moved), strict=True
-            )
-            axes.vlines(at, before, after, color=WORST, linewidth=1.0)
-            axes.plot(at, after, marker="v", markersize=5, color=WORST, linestyle="none", label="moved by a balancer")
+                axes.plot(x, y, color=colour, linewidth=1.7, label=name, marker="o" if x.size < 3 else "", markersize=4)
+            if name in without:
+                axes.plot(*_thin(*without[name]), color=colour, **BEFORE)
+        if without:
+            axes.plot([], [], color=INK, label="without the balancer", **BEFORE)
         axes.axhline(1.0, color=INK, linewidth=0.9, zorder=1)
         top = axes.get_ylim()[1]
         axes.set_ylim(1.0 - 0.03 * max(top - 1.0, 0.05), 1.0 + max(top - 1.0, 0.05))
+        moved = [
+            line["iteration"]
+            for line in history.actions
+            if line["action"] not in _IN_CURVES and line["imbalance_after"] != line["imbalance_before"]
+        ]
+        changed = [line["iteration"] for line in history.actions if line["action"] in _OF_MODEL]
+        _mark(axes, changed, "D", MUTED, "the model changed")
+        _mark(axes, moved, "v", WORST, "moved by a balancer")
         axes.set_ylabel("max / mean (1 is perfect)")
         axes.set_xlabel("iteration")
         axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
@@ -56,14 +90,25 @@ def imbalance_curves(history: History) -> str | None:
         return svg(figure, "imbalance")
 
 
-def _curves(history: History) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _mark(axes: Axes, iterations: list[int], marker: str, colour: str, label: str) -> None:
+    """Marks above the upper edge, with a faint line behind the curves; the last `_MOST_POINTS` of them."""
+    if at := sorted(set(iterations))[-_MOST_POINTS:]:
+        edge = axes.get_xaxis_transform()
+        axes.vlines(at, 0, 1, transform=edge, color=GRID, linewidth=1.0, zorder=0)
+        axes.plot(
+            at, [1.025] * len(at), transform=edge, clip_on=False, linestyle="none", marker=marker, markersize=5,
+            color=colour, label=label,
+        )  # fmt: skip
+
+
+def _curves(history: History) -> dict[str, Curve]:
     found: dict[str, list[tuple[int, float]]] = {
-        "stages (busy time)": _read(history.stages, "busy_s"),
+        "stages (time)": _read(history.stages, "busy_s"),
         "layers (time)": _read(history.layers, "layers"),
         "tokens of ranks": _read(history.sequences, "rank", lambda line: float(line["token_imbalance"])),
         "attention of ranks": _read(history.sequences, "rank"),
-        "experts' ranks, worst layer": [
-            (i, max(line["imbalance_before"] for line in layers.values()))
+        "tokens of EP ranks, mean of layers": [
+            (i, float(np.mean([line["imbalance_before"] for line in layers.values()])))
             for i, layers in sorted(history.experts.items())
             if any(line["tokens_per_rank"].size > 1 for line in layers.values())
         ],

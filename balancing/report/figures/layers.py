@@ -1,4 +1,4 @@
-"""What each layer costs, and where the pipeline is cut: unevenness between stages begins here."""
+"""What each layer costs, and where the pipeline is cut: unevenness between stages begins here, and moves end it."""
 
 from itertools import pairwise
 
@@ -10,15 +10,18 @@ from balancing.report.figures.style import (
     FORWARD,
     GRID,
     INK,
+    LEVEL,
     RECOMPUTE,
+    before_and_after,
     mark_every,
     name_stages,
     new_figure,
+    outline,
     svg,
 )
 from balancing.report.summary import LayerCosts
 
-__all__ = ["layer_costs"]
+__all__ = ["layer_costs", "stage_time"]
 
 _SHORT = {"embedding": "emb", "head": "head"}
 
@@ -39,7 +42,7 @@ def layer_costs(costs: LayerCosts) -> str:
                 bottom += seconds * 1e3
         if costs.numbered.sum() > 2:
             median = float(np.median(costs.total[costs.numbered])) * 1e3
-            axes.axhline(median, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label="median layer")
+            axes.axhline(median, color=INK, label="median layer", **LEVEL)
         axes.set_xlim(-0.6, len(x) - 0.4)
         axes.set_ylim(0, max(bottom.max(), 1e-9) * 1.04)
         axes.set_ylabel("ms per micro-batch")
@@ -50,6 +53,28 @@ def layer_costs(costs: LayerCosts) -> str:
         _mark_stages(axes, costs)
         figure.legend(loc="outside upper right", ncols=4)
         return svg(figure, "layers")
+
+
+def stage_time(before: np.ndarray, after: np.ndarray) -> str:
+    """SVG: busy seconds of pipeline stages in a step, before and after layers moved. Stages that left have no bar."""
+    with new_figure(height=2.5) as figure:
+        axes = figure.subplots()
+        most = float(max(before.max(), after.max()))
+        scale, unit = (1e3, "ms") if most < 2 else (1.0, "s")
+        stages = max(before.size, after.size)
+        thick = 0.5 if stages <= 4 else 0.8
+        axes.barh(range(after.size), after * scale, height=thick, color=FORWARD)
+        outline(axes, before * scale, thick=thick, along="y")
+        axes.axvline(float(after.mean()) * scale, color=INK, label="mean after", **LEVEL)
+        mark_every(axes, [float(s) for s in range(stages)], [f"stage {s}" for s in range(stages)], room=20, along="y")
+        axes.set_ylim(stages - 0.5, -0.5)
+        axes.set_xlim(0, most * scale * 1.03)
+        axes.set_xlabel(f"{unit} busy in a step")
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x")
+        handles = [*before_and_after(FORWARD), *axes.get_legend_handles_labels()[0]]
+        figure.legend(handles=handles, loc="outside upper right", ncols=3)
+        return svg(figure, "stages")
 
 
 def _name_layers(axes: Axes, costs: LayerCosts) -> None:

@@ -12,24 +12,31 @@ from balancing.report.figures.style import (
     FORWARD,
     IDLE,
     INK,
+    LEVEL,
     NEUTRAL,
     WORST,
+    before_and_after,
     mark_every,
     name_stages,
     new_figure,
+    outline,
     svg,
 )
 from balancing.report.summary import RankLoad
 from balancing.report.units import byte_count, count
 
-__all__ = ["rank_memory", "rank_time", "rank_work"]
+__all__ = ["rank_attention", "rank_memory", "rank_time", "rank_work"]
 
 _UNEVEN = 1.005  # below this max / mean no rank is marked as the worst
 _MOST_COLUMNS = 128
 
 
-def rank_time(ranks: RankLoad) -> str:
-    """SVG: busy and idle seconds of each rank in the typical step, ranks in the order of stages."""
+def rank_time(ranks: RankLoad, before: np.ndarray | None = None) -> str:
+    """SVG: busy and idle seconds of each rank in the typical step, ranks in the order of stages.
+
+    before: busy seconds [rank] before layers moved, in the order of `ranks`.
+    """
+    order = np.lexsort((ranks.rank, ranks.stage))
     ranks = _by_stage(ranks)
     with new_figure(height=2.7) as figure:
         axes = figure.subplots()
@@ -39,7 +46,12 @@ def rank_time(ranks: RankLoad) -> str:
         _columns(axes, busy * scale, FORWARD, WORST)
         _mean(axes, busy.mean() * scale)
         axes.set_ylabel(f"{unit} in a step")
-        axes.set_ylim(0, max(float((busy + idle).max()) * scale, 1e-9) * 1.02)
+        top = float((busy + idle).max())
+        if before is not None and before.size == busy.size:
+            outline(axes, before[order] * scale, thick=_width(busy.size))
+            figure.legend(handles=before_and_after(FORWARD), loc="outside upper right", ncols=2)
+            top = max(top, float(before.max()))
+        axes.set_ylim(0, max(top * scale, 1e-9) * 1.02)
         _name_ranks(axes, ranks)
         return svg(figure, "time")
 
@@ -58,6 +70,27 @@ def rank_work(ranks: RankLoad) -> str:
         upper.tick_params(axis="x", length=0)
         upper.grid(axis="y")
         return svg(figure, "work")
+
+
+def rank_attention(before: np.ndarray, after: np.ndarray) -> str:
+    """SVG: attention of context-parallel ranks over the mean of their micro-batch, fullest rank first, without
+    balancing and with it."""
+    with new_figure(height=2.5) as figure:
+        axes = figure.subplots()
+        n = after.size
+        _columns(axes, after, NEUTRAL, None)
+        outline(axes, before, thick=_width(n))
+        _mean(axes, 1.0)
+        names = ["fullest", *(str(place + 1) for place in range(1, n - 1)), "emptiest"]
+        mark_every(axes, [float(place) for place in range(n)], names[:n], room=40)
+        axes.set_xlim(-0.6, n - 0.4)
+        axes.set_ylim(0, 1.06 * max(float(before.max()), float(after.max())))
+        axes.set_xlabel("context-parallel rank of a micro-batch, by its attention")
+        axes.set_ylabel("attention area / mean")
+        axes.tick_params(axis="x", length=0)
+        axes.grid(axis="y")
+        figure.legend(handles=before_and_after(NEUTRAL), loc="outside upper right", ncols=2)
+        return svg(figure, "attention")
 
 
 def rank_memory(ranks: RankLoad) -> str:
@@ -87,7 +120,7 @@ def _columns(axes: Axes, values: np.ndarray, colour: str, worst: str | None) -> 
     """Columns from 0 up, the highest in the colour `worst` if it stands out. Very many ranks make one outline."""
     n, most = values.size, int(values.argmax())
     if n <= _MOST_COLUMNS:
-        columns = axes.bar(range(n), values, color=colour, width=0.5 if n <= 4 else 0.8)
+        columns = axes.bar(range(n), values, color=colour, width=_width(n))
         highest = columns[most]
     else:
         axes.stairs(values, np.arange(n + 1) - 0.5, fill=True, color=colour, linewidth=0)
@@ -96,13 +129,17 @@ def _columns(axes: Axes, values: np.ndarray, colour: str, worst: str | None) -> 
         highest.set_color(worst)
 
 
+def _width(columns: int) -> float:
+    return 0.5 if columns <= 4 else 0.8
+
+
 def _short(text: str) -> str:
     """15.0 M is 15 M on an axis, and 2.50 G is 2.5 G."""
     return re.sub(r"\.(\d*?)0+(?= |$)", lambda digits: f".{digits[1]}" if digits[1] else "", text)
 
 
 def _mean(axes: Axes, mean: float) -> None:
-    axes.axhline(mean, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.axhline(mean, color=INK, **LEVEL)
     axes.annotate("mean", (1.0, mean), xytext=(3, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
                   va="center", fontsize=8, color=INK, annotation_clip=False)  # fmt: skip
 

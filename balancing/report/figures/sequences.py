@@ -9,11 +9,14 @@ from balancing.report.figures.style import (
     BACKWARD,
     FORWARD,
     INK,
+    LEVEL,
     MUTED,
     NEUTRAL,
     SURFACE,
+    before_and_after,
     mark_every,
     new_figure,
+    outline,
     svg,
 )
 
@@ -54,9 +57,11 @@ def sequence_layout(layout: dict[str, Any]) -> str:
         right.barh(range(ranks), area / mean, height=0.78, color=NEUTRAL)
         before = np.asarray(layout["area_before"], dtype=float)
         if before.size == ranks:
-            right.scatter(before / mean, range(ranks), s=14, color=INK, zorder=3, label="as Megatron-LM cuts it")
-            right.legend(loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.2, handletextpad=0.3)
-        right.axvline(1.0, color=MUTED, linewidth=0.9, linestyle="--")
+            outline(right, before / mean, thick=0.78, along="y")
+            right.legend(
+                handles=before_and_after(NEUTRAL), loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2
+            )
+        right.axvline(1.0, color=INK, **LEVEL)
         for node in range(1, ranks // per_node):
             for axes in (left, right):
                 axes.axhline(node * per_node - 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
@@ -64,7 +69,7 @@ def sequence_layout(layout: dict[str, Any]) -> str:
             left, [float(rank) for rank in range(ranks)], [str(rank) for rank in range(ranks)], room=20, along="y"
         )
         left.set_ylim(ranks - 0.5, -0.5)
-        left.set_ylabel("context-parallel rank")
+        left.set_ylabel("context-parallel rank" if ranks > 6 else "CP rank")
         left.set_xlabel("tokens in attention; a piece of a document is a block")
         right.set_xlabel("attention area / mean")
         right.set_xlim(0, max(1.15, float(np.max([*area, *before])) / mean * 1.06))

@@ -13,12 +13,30 @@ from itertools import pairwise
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 __all__ = [
-    "BACKWARD", "FORWARD", "GRID", "IDLE", "INK", "MUTED", "NEUTRAL", "OTHER", "RECOMPUTE", "SURFACE", "WORST",
-    "mark_every", "new_figure", "svg",
+    "BACKWARD",
+    "BEFORE",
+    "FORWARD",
+    "GRID",
+    "IDLE",
+    "INK",
+    "LEVEL",
+    "MUTED",
+    "NEUTRAL",
+    "OTHER",
+    "RECOMPUTE",
+    "SURFACE",
+    "WORST",
+    "before_and_after",
+    "mark_every",
+    "new_figure",
+    "outline",
+    "svg",
 ]  # fmt: skip
 
 FORWARD, BACKWARD, RECOMPUTE, OTHER = "#3d7cc9", "#e58a36", "#8f6bbd", "#4aa38a"
@@ -29,6 +47,11 @@ _WIDTH = 10.0  # inches
 # Placeholders: colours no figure uses for data, replaced by the page's variables.
 INK, MUTED, GRID, IDLE, SURFACE = "#010203", "#010204", "#010205", "#010206", "#010207"
 _VARIABLE = {INK: "ink", MUTED: "muted", GRID: "grid", IDLE: "idle", SURFACE: "surface"}
+
+# What would be or was without balancing is a thin dashed line; what is with it is solid.
+BEFORE: Any = {"linewidth": 1.1, "linestyle": (0, (3, 1.5))}
+LEVEL: Any = {"linewidth": 1.0, "linestyle": (0, (1, 1.3))}  # a mean or a median
+_MOST_OUTLINES = 128
 
 _SETTINGS: Any = {
     "font.family": "DejaVu Sans",
@@ -95,6 +118,24 @@ def mark_every(axes: Axes, positions: list[float], labels: list[str], *, room: i
     step = next(s for s in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 10**9) if len(positions) <= s * room)
     set_ticks = axes.set_xticks if along == "x" else axes.set_yticks
     set_ticks(positions[::step], labels[::step])
+
+
+def outline(axes: Axes, values: np.ndarray, *, thick: float = 0.8, along: str = "x", base: float = 0.0) -> None:
+    """A dashed box from `base` to each of `values`, around the bar that stands there now. Very many make one line."""
+    n = len(values)
+    style: Any = {"fill": False, "edgecolor": INK, "zorder": 4} | BEFORE
+    if n > _MOST_OUTLINES:
+        orientation: Any = "vertical" if along == "x" else "horizontal"
+        axes.stairs(values, np.arange(n + 1) - 0.5, baseline=base, orientation=orientation, **style)
+    elif along == "x":
+        axes.bar(range(n), values - base, bottom=base, width=thick, **style)
+    else:
+        axes.barh(range(n), values - base, left=base, height=thick, **style)
+
+
+def before_and_after(colour: str) -> list[Any]:
+    """Handles of a legend for bars of this colour with outlines."""
+    return [Patch(fill=False, edgecolor=INK, label="before", **BEFORE), Patch(color=colour, label="after")]
 
 
 def name_stages(axes: Axes, edges: list[int], stages: list[int], *, named: bool = True) -> None:

@@ -59,24 +59,26 @@ def ranks_shown(one: TraceIteration, slowest_rank: int | None) -> list[int]:
     return shown[first : first + MOST_ROWS]
 
 
-def timeline(one: TraceIteration, slowest_rank: int | None, name: str = "timeline") -> tuple[str, int, bool]:
+def timeline(
+    one: TraceIteration, slowest_rank: int | None, name: str = "timeline", seconds: float = 0.0
+) -> tuple[str, int, bool]:
     """SVG of one iteration, how many ranks it shows, and whether bars are lower than their row because work waited.
 
     It shows all ranks if they fit, else at most `MOST_ROWS` in the order of stages, the slowest rank among them. name:
-    differs from that of the page's other figures.
+    differs from that of the page's other figures. seconds: how far the axis reaches at least, so that steps compare.
     """
     ranks = ranks_shown(one, slowest_rank)
     with new_figure(height=1.15 + max(len(ranks), 2) * (0.3 if len(ranks) <= 16 else 0.2)) as figure:
         axes = figure.subplots()
         rows = [one.spans[rank] for rank in ranks]
         end = max([one.step_seconds, *(span.start + span.seconds for spans in rows for span in spans)])
-        scale, unit = (1e3, "ms") if end < 2 else (1.0, "s")
-        lower = _draw(axes, rows, end, scale, inch=end / (figure.get_figwidth() - 1.3))
+        scale, unit = (1e3, "ms") if max(end, seconds) < 2 else (1.0, "s")
+        lower = _draw(axes, rows, end, scale, inch=max(end, seconds) / (figure.get_figwidth() - 1.3))
         several = len({one.stage[rank] for rank in ranks}) > 1
         labels = [f"stage {one.stage[rank]}, rank {rank}" if several else f"rank {rank}" for rank in ranks]
         mark_every(axes, list(range(len(ranks))), labels, room=MOST_ROWS, along="y")
         axes.set_ylim(len(ranks) - 0.4, -0.6)
-        axes.set_xlim(0, end * scale)
+        axes.set_xlim(0, max(end, seconds) * scale)
         axes.set_xlabel(f"time in the step [{unit}]")
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)

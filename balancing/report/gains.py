@@ -1,0 +1,155 @@
+"""What balancing gained: how uneven a run would have been without it, and how uneven it was.
+
+Both are measured in the same iteration, as max / mean:
+
+    layers     seconds of pipeline stages: this iteration's layers added up by the stages of the run's first layout,
+               and by those of the layout in force
+    sequences  attention area of context-parallel ranks: a micro-batch as Megatron-LM would cut it, and as it was
+               spread; mean over micro-batches, since ranks wait for one another in each
+    experts    tokens of expert-parallel ranks: every expert at home, and with replicas; mean over MoE layers, since
+               ranks wait for one another in each
+
+How long steps took before and after layers moved is measured too, in different iterations.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from balancing.report.events import imbalance
+from balancing.report.history import History
+
+__all__ = ["Gain", "Move", "gains", "last_move", "ordered_attention", "over_the_run", "tokens_served"]
+
+_WHAT = {
+    "layers": "time of pipeline stages",
+    "sequences": "attention of ranks, in a micro-batch",
+    "experts": "tokens of EP ranks, mean of layers",
+}
+_WATCHED = 5  # iterations before a move that are compared with those after it
+
+BeforeAfter = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """max / mean of `what` in the median iteration: without the balancer, and with it."""
+
+    balancer: str
+    what: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Move:
+    """The last time that layers moved, before `iteration`.
+
+    layouts as --pipeline-model-parallel-layout takes them. stage_before, stage_after [stage]: busy seconds of a step,
+    rank_before [rank] likewise, in the order of ranks; step_before, step_after: seconds of a step. All are medians.
+    """
+
+    iteration: int
+    action: str
+    reason: str
+    layout_before: str
+    layout_after: str
+    stage_before: np.ndarray
+    stage_after: np.ndarray
+    rank_before: np.ndarray
+    step_before: float
+    step_after: float
+
+
+def over_the_run(history: History) -> dict[str, dict[int, BeforeAfter]]:
+    """Balancer -> iteration -> max / mean without and with it, for balancers that were on."""
+    found = {
+        "layers": _of_stages(history),
+        "sequences": _mean_of_lines(_actions(history, "sequences", "micro-batch")),
+        "experts": _mean_of_lines(_actions(history, "experts", "layer")),
+    }
+    return {balancer: series for balancer, series in found.items() if series}
+
+
+def gains(history: History, counted: Iterable[int]) -> list[Gain]:
+    """One for each balancer that was on, of the iterations `counted`."""
+    found = []
+    for balancer, series in over_the_run(history).items():
+        values = [series[iteration] for iteration in counted if iteration in series]
+        if values:
+            before, after = np.median(values, axis=0).tolist()
+            found.append(Gain(balancer, _WHAT[balancer], before, after))
+    return found
+
+
+def _actions(history: History, balancer: str, unit: str) -> list[dict[str, Any]]:
+    return [line for line in history.actions if (line["balancer"], line["unit"]) == (balancer, unit)]
+
+
+def _mean_of_lines(lines: list[dict[str, Any]]) -> dict[int, BeforeAfter]:
+    values: dict[int, list[BeforeAfter]] = {}
+    for line in lines:
+        values.setdefault(line["iteration"], []).append((line["imbalance_before"], line["imbalance_after"]))
+    return {iteration: tuple(np.mean(pairs, axis=0).tolist()) for iteration, pairs in sorted(values.items())}
+
+
+def _of_stages(history: History) -> dict[int, BeforeAfter]:
+    if not history.layers or not _actions(history, "layers", "stage"):
+        return {}
+    first = history.layers[min(history.layers)]
+    at_first = dict(zip(first["layers"], first["stage"].tolist(), strict=True))
+    values = {}
+    for iteration, line in sorted(history.layers.items()):
+        if not at_first.keys() >= set(line["layers"]):
+            continue  # the model is another one
+        seconds = line["forward_s"] + line["backward_s"] + line["recompute_s"]
+        layouts = np.array([at_first[layer] for layer in line["layers"]]), line["stage"]
+        before, after = (imbalance(np.bincount(stage, seconds)) for stage in layouts)
+        values[iteration] = before, after
+    return values
+
+
+def tokens_served(history: History) -> dict[int, dict[int, np.ndarray]]:
+    """Iteration -> MoE layer -> tokens [expert-parallel rank] with replicas, as far as the run tells."""
+    served: dict[int, dict[int, np.ndarray]] = {}
+    for line in _actions(history, "experts", "layer"):
+        if "tokens_per_rank" in line:
+            served.setdefault(line["iteration"], {})[line["layer"]] = line["tokens_per_rank"]
+    return served
+
+
+def ordered_attention(history: History, counted: Iterable[int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Attention area of context-parallel ranks in a micro-batch over its mean, from the fullest rank to the emptiest,
+    as Megatron-LM would cut it and as it was spread; medians over iterations. None if the run does not tell."""
+    inside = set(counted)
+    lines = [line for line in _actions(history, "sequences", "micro-batch") if line["iteration"] in inside]
+    lines = [line for line in lines if "ordered_before" in line and "ordered_after" in line]
+    lines = [line for line in lines if line["ordered_after"].shape == lines[-1]["ordered_after"].shape]
+    if not lines:
+        return None
+    before, after = (np.median([line[f"ordered_{when}"] for line in lines], axis=0) for when in ("before", "after"))
+    return before, after
+
+
+def last_move(history: History, counted: Iterable[int]) -> Move | None:
+    """The last move, with the iterations `counted` as those after it. None if layers never moved."""
+    moves = [
+        line for line in _actions(history, "layers", "stage") if line.get("layout_before") != line.get("layout_after")
+    ]
+    if not moves:
+        return None
+    line = moves[-1]
+    before = [history.stages[i] for i in sorted(history.stages) if i < line["iteration"]][-_WATCHED:]
+    after = [history.stages[i] for i in counted if i in history.stages and i >= line["iteration"]]
+    before = [each for each in before if each["stage"].shape == before[-1]["stage"].shape]
+    if not before or not after:
+        return None
+    return Move(
+        line["iteration"], str(line["action"]), str(line["reason"]),
+        str(line["layout_before"]), str(line["layout_after"]),
+        np.median([each["busy_s"] for each in before], axis=0), np.median([each["busy_s"] for each in after], axis=0),
+        np.median([each["rank_busy_s"] for each in before], axis=0),
+        float(np.median([each["step_s"] for each in before])), float(np.median([each["step_s"] for each in after])),
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""The report must show what balancing gained: figures worked out by hand, in tables, on the page and over the run."""
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from made_up_run import Job
+from matplotlib.figure import Figure
+
+from balancing.report import EventLog, History, TraceLog, event, observe, read_history, summarize
+from balancing.report.figures import imbalance_curves
+from balancing.report.figures.imbalance import _mark
+from balancing.report.findings import finding_rows, gain_rows, verdict
+from balancing.report.gains import over_the_run
+from balancing.report.page import page
+from balancing.report.table import print_summary
+
+FROZEN = {0: 0.25, 1: 0.25}
+BEFORE = Job(stages=2, replicas=2, layers=8, slow=FROZEN, hot={(3, 6): 8.0}, noise=0.0)
+AFTER = replace(BEFORE, moved={4: 0})
+MOVE = 11  # the first iteration with the new layout
+
+
+def spread(iteration: int, stage: int) -> dict:
+    """Two context-parallel ranks: one has three times the attention of the other, and hardly more when it is spread."""
+    return event(
+        iteration, "sequences", "micro-batch", imbalance_before=1.5, imbalance_after=1.01, action="spread",
+        ordered_before=[1.5, 0.5], ordered_after=[1.01, 0.99], stage=stage, replica=0,
+    )  # fmt: skip
+
+
+def replicate(iteration: int, layer: int) -> dict:
+    return event(
+        iteration, "experts", "layer", imbalance_before=1.6 if layer == 3 else 1.0, imbalance_after=1.0, layer=layer,
+        action="replicate" if layer == 3 else "keep", tokens_per_rank=[500, 500], replicas=int(layer == 3),
+    )  # fmt: skip
+
+
+def moved(iteration: int, action: str = "move", before: str = "Et*4|t*4L", after: str = "Et*5|tttL") -> dict:
+    return event(
+        iteration, "layers", "stage", imbalance_before=1.23, imbalance_after=1.05, action=action,
+        reason="gains 9.0% of a step", layout_before=before, layout_after=after,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory) -> History:
+    """Sequences and experts balanced throughout, layers moved halfway."""
+    folder = tmp_path_factory.mktemp("balanced")
+    trace = TraceLog(folder)
+    with EventLog(folder) as log:
+        for iteration in range(1, 21):
+            record = (BEFORE if iteration < MOVE else AFTER).record(iteration)
+            lines = observe(record) + [spread(iteration, stage) for stage in (0, 1)]
+            lines += [replicate(iteration, layer) for layer in range(8)]
+            log.write(lines + ([moved(MOVE)] if iteration == MOVE else []))
+            trace.add(record)
+    trace.write()
+    return read_history(folder)
+
+
+def test_gains_of_all_balancers(history):
+    """Stages: layers cost 0.25, 0.25 and six times 1, so that halves are 2.5 and 4, and 3.5 and 3 after the move. The
+    hot expert makes its layer slower and nothing else: the mean over replicas of its time stays the same."""
+    found = {gain.balancer: (gain.before, gain.after) for gain in summarize(history).gains}
+    assert found["sequences"] == (1.5, 1.01)
+    assert found["experts"] == (pytest.approx((1.6 + 7) / 8), 1.0)
+    assert found["layers"] == (pytest.approx(4 / 3.25), pytest.approx(3.5 / 3.25))
+    series = over_the_run(history)["layers"]
+    assert series[MOVE - 1][0] == series[MOVE - 1][1], "before the move there is no difference"
+    assert series[MOVE][1] < series[MOVE][0] - 0.1
+
+
+def test_rows_show_before_and_after(history):
+    rows = {row.what: row for row in finding_rows(summarize(history))}
+    assert (rows["slowest stage"].before, rows["slowest stage"].typical) == ("1.23x", "1.08x")
+    assert (rows["most attention"].before, rows["most attention"].typical) == ("1.50x", "1.01x")
+    hottest = rows["hottest EP rank"]
+    assert (hottest.who, hottest.typical) == ("all alike", "1.00x")
+    assert rows["most tokens"].before == "", "no balancer of tokens was on"
+    rows = {row.balancer: (row.before, row.after) for row in gain_rows(summarize(history))}
+    assert rows["layers"] == ("1.23x", "1.08x") and rows["experts"] == ("1.07x", "1.00x")
+
+
+def test_a_step_is_compared_around_the_move(history):
+    move = summarize(history).move
+    assert move is not None and move.iteration == MOVE
+    assert move.stage_before.argmax() == 1 and move.stage_before.max() > 1.1 * move.stage_after.max()
+    assert move.step_before == pytest.approx(BEFORE.record(MOVE - 3).step_seconds, rel=0.01)
+    assert move.step_after == pytest.approx(AFTER.record(15).step_seconds, rel=0.01)
+    assert move.step_after < move.step_before
+
+
+def test_levelled_experts_promise_nothing_more(history):
+    """An estimate from where experts are at home would promise what replicas have gained already."""
+    saved = {estimate.levelled: estimate for estimate in summarize(history).estimates}
+    assert not saved["experts"].at_best
+    assert "waits for expert-parallel" not in verdict(summarize(history))
+
+
+def test_verdict_and_last_table_of_the_terminal(history):
+    summary = summarize(history)
+    assert "sequences from 1.50x to 1.01x" in verdict(summary)
+    screen = io.StringIO()
+    print_summary(summary, screen)
+    text = screen.getvalue()
+    last = text[text.index("what balancing gained") :]
+    for words in (
+        "layers",
+        "1.23x",
+        "1.08x",
+        "sequences",
+        "1.50x",
+        "1.01x",
+        "experts",
+        "1.07x",
+        "1.00x",
+        "iteration 11",
+    ):
+        assert words in last
+    assert len(last.splitlines()) <= 10 and max(map(len, text.splitlines())) <= 100
+
+
+def test_page_shows_before_and_after(history):
+    text = page(history, summarize(history))
+    assert text.count('<div class="gain">') == 4, "three balancers and the step"
+    assert text.count('class="bar before"') == text.count('class="bar after"') == 3
+    for title in (
+        "Stages before and after layers moved", "Attention of ranks in a micro-batch",
+        "One iteration on the clock, before layers moved", "One iteration on the clock, after layers moved",
+    ):  # fmt: skip
+        assert f"<h2>{title}</h2>" in text
+    assert "the fullest rank would have 1.50x the mean, and it had 1.01x" in text
+
+
+def test_nothing_of_this_without_a_balancer(tmp_path):
+    with EventLog(tmp_path) as log:
+        for iteration in range(1, 7):
+            log.write(observe(BEFORE.record(iteration)))
+    history = read_history(tmp_path)
+    summary = summarize(history)
+    assert summary.gains == [] and summary.move is None and gain_rows(summary) == []
+    assert all(row.before == "" for row in finding_rows(summary))
+    text = page(history, summary)
+    assert 'class="gain"' not in text and "before" not in text.split("</style>")[1]
+    assert "Balancing took" not in verdict(summary)
+    screen = io.StringIO()
+    print_summary(summary, screen)
+    assert "gained" not in screen.getvalue()
+
+
+def test_a_move_that_was_taken_back_is_called_so(tmp_path):
+    with EventLog(tmp_path) as log:
+        for iteration in range(1, 21):
+            log.write(observe((AFTER if 7 <= iteration < 13 else BEFORE).record(iteration)))
+        back = moved(13, "rollback", before="Et*5|tttL", after="Et*4|t*4L")
+        log.write([moved(7), back | {"reason": "steps take longer"}])
+    history = read_history(tmp_path)
+    summary = summarize(history)
+    assert [(gain.before, gain.after) for gain in summary.gains] == [(pytest.approx(4 / 3.25),) * 2]
+    assert summary.move is not None and summary.move.iteration == 13
+    assert "step when layers moved back (iteration 13)" in [row.what for row in gain_rows(summary)]
+    text = page(history, summary)
+    assert "Stages before and after layers moved back" in text and "steps take longer" in text
+
+
+def test_a_line_of_an_older_or_broken_run_is_no_reason_to_stop(tmp_path):
+    """Lines without what each rank had; and lines whose arrays are none."""
+    old = {name: value for name, value in replicate(1, 3).items() if name != "tokens_per_rank"}
+    with EventLog(tmp_path) as log:
+        log.write(observe(BEFORE.record(1)) + observe(BEFORE.record(2)))
+        log.write([old | {"iteration": 2}])
+        log.write([replicate(2, 3) | {"tokens_per_rank": broken} for broken in ([-1, 2], "many", [[1], [2]])])
+        log.write([spread(2, 0) | {"ordered_after": [1.0]}])
+        log.write([spread(2, 0) | {"ordered_after": [], "ordered_before": []}])
+    history = read_history(tmp_path)
+    assert history.damaged == 5
+    summary = summarize(history)
+    assert [gain.balancer for gain in summary.gains] == ["experts"]
+    assert summary.share_expert_homes == {} and "1.60x" in page(history, summary)
+
+
+def test_marks_do_not_cover_the_curves(history):
+    """They stand above the upper edge of the axes, where no curve comes."""
+    axes = Figure().subplots()
+    _mark(axes, [3, 5, 5], "v", "red", "moved")
+    marks = axes.lines[-1]
+    assert list(marks.get_xdata()) == [3, 5]
+    assert np.min(marks.get_ydata()) > 1 and marks.get_transform() == axes.get_xaxis_transform()
+    assert not marks.get_clip_on()
+    assert imbalance_curves(history) is not None
