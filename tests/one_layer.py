@@ -184,7 +184,8 @@ def _fill_slots(built: Any, layer: Layer) -> Any:
         group,
         shared=layer.shared,
         gradient=lambda parameter: parameter.grad,
-        reduced=lambda layer: None,
+        final=lambda layer: None,
+        complete=lambda layer: None,
     )
     built.experts.slots = slots
     return slots

@@ -105,6 +105,48 @@ def test_presets_are_one_direction_and_achievable():
     assert h800.flops > 3 * a800.flops
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "bf16", "memory", "nic_gbit"),
+    [
+        # The data sheets' figures of a whole node: sparse bf16 in PFLOPS, memory in TB, Gbit/s of its network cards.
+        ("h100-8x400g", 8, 15.8, 0.64, 3200),
+        ("b200-8x400g", 8, 36, 1.44, 3200),
+        ("b300-8x800g", 8, 36, 2.16, 6400),
+        ("gb200-72x400g", 72, 360, 13.4, 28800),
+        ("gb300-72x800g", 72, 360, 20.1, 57600),
+    ],
+)
+def test_presets_add_up_to_the_data_sheet_of_a_node(name, ranks, bf16, memory, nic_gbit):
+    node = Cluster.preset(name)
+    assert (node.ranks_per_node, node.nics_per_node) == (ranks, ranks), "each GPU has a network card of its own"
+    assert node.flops * ranks == pytest.approx(0.8 * bf16 * 1e15 / 2, rel=0.01), "dense, and what matmul reaches of it"
+    assert node.memory * ranks == pytest.approx(memory * 1e12, rel=0.01)
+    assert node.nic_bandwidth * node.nics_per_node == pytest.approx(0.95 * nic_gbit * 1e9 / 8)
+    assert node.intra_node_bandwidth == pytest.approx(0.8 * (450e9 if name.startswith("h") else 900e9))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_host", "nodes", "per_node"),
+    [(72, 4, 1, 72), (64, 4, 1, 64), (16, 4, 1, 16), (8, 2, 1, 8), (144, 4, 2, 72), (128, 4, 2, 64), (80, 4, 2, 40)],
+)
+def test_the_hosts_of_a_rack_are_one_node(world_size, per_host, nodes, per_node):
+    cluster = Cluster.from_spec("gb200-72x400g", world_size, ranks_per_node=per_host)
+    assert (cluster.nodes, cluster.ranks_per_node, cluster.nics_per_node) == (nodes, per_node, per_node)
+    assert cluster.bandwidth(0, per_node - 1) == Cluster.preset("gb200-72x400g").intra_node_bandwidth, "NVLink"
+
+
+def test_a_group_in_a_rack_is_on_one_node(monkeypatch):
+    from megatron.balanced.group import cluster_of
+
+    monkeypatch.setenv("WORLD_SIZE", "128")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    rack = Cluster.from_spec("gb300-72x800g", 128, ranks_per_node=4)
+    assert cluster_of(list(range(32)), rack).nodes == 1
+    assert cluster_of(list(range(0, 128, 8)), rack).nodes == 2
+    server = Cluster.from_spec("b200-8x400g", 128, ranks_per_node=4)
+    assert cluster_of(list(range(32)), server).nodes == cluster_of(list(range(32)), None).nodes == 8
+
+
 def test_an_unknown_preset_names_the_known_ones():
     with pytest.raises(ValueError, match=r"'h200' \(did you mean 'h200-8x400g'\?\).*a800-4x200g"):
         Cluster.preset("h200")
@@ -409,5 +451,5 @@ def test_the_command_line_shows_and_writes_a_preset(tmp_path, capsys, monkeypatc
     for name in PRESETS:
         path = tmp_path / f"{name}.json"
         assert main(["--preset", name, "--nodes", "2", "--json", str(path)]) == 0
-        assert "2 x 8" in capsys.readouterr().out
+        assert f"2 x {PRESETS[name]['gpus']}" in capsys.readouterr().out
         assert Cluster.from_json(path) == Cluster.preset(name, nodes=2)

@@ -45,7 +45,6 @@ REFUSED = {
     "mode": (f"{BALANCE} --expert-replica-mode mixed", "mixed", "resident"),
     "plan interval": (f"{BALANCE} --expert-plan-interval -1", "--expert-plan-interval -1", "at least 1"),
     "gain": (f"{BALANCE} --expert-min-gain 1.5", "--expert-min-gain 1.5", "below 1"),
-    "grouped in float64": ("--moe-grouped-gemm --fp64", "--fp64", "drop --moe-grouped-gemm"),
     "grouped with odd rows": (
         "--moe-grouped-gemm --bf16 --moe-ffn-hidden-size 36",
         "a multiple of 8",
@@ -82,7 +81,7 @@ def test_layers_of_transformer_engine():
         mtp_num_layers=None,
         gradient_accumulation_fusion=True,
     )
-    _, (note,) = check_experts(args, ExpertConfig(balance_experts=True), fp64=False, device="cuda")
+    _, (note,) = check_experts(args, ExpertConfig(balance_experts=True), device="cuda")
     assert "in the place of Transformer Engine's" in note
 
 

@@ -26,7 +26,13 @@ def _slots(used, shared):
         ReplicaPlacement(np.arange(2), [[1], [0]] if layer in used else [[-1], [-1]]) for layer in range(LAYERS)
     ]
     slots = ReplicaSlots(
-        homes, 1, dist.group.WORLD, shared=shared, gradient=lambda weight: weight.main_grad, reduced=lambda layer: None
+        homes,
+        1,
+        dist.group.WORLD,
+        shared=shared,
+        gradient=lambda weight: weight.main_grad,
+        final=lambda layer: None,
+        complete=lambda layer: None,
     )
     return slots, placements, homes, rank
 
@@ -52,6 +58,8 @@ def _follow(schedule, used, shared, micro_batches):
         if step.kind == "BEC" and step.block in used:
             (weight * (step.block + 1)).sum().backward()
             slots.collect(step.block)
+        if step.kind == "BEC":
+            slots.end_pass(step.block)
     slots.end_step()
     for layer in range(LAYERS):
         assert (homes[layer][0][0].main_grad == (micro_batches * (layer + 1) if layer in used else 0)).all()

@@ -169,7 +169,13 @@ def _two_layers_at_once() -> list[int]:
 
     relay.start_message = started
     slots = ReplicaSlots(
-        homes, 2, dist.group.WORLD, shared=False, gradient=lambda weight: weight.main_grad, reduced=lambda layer: None
+        homes,
+        2,
+        dist.group.WORLD,
+        shared=False,
+        gradient=lambda weight: weight.main_grad,
+        final=lambda layer: None,
+        complete=lambda layer: None,
     )
     slots.begin_step([placement] * 2, 1)
     for layer in (0, 1):
@@ -178,6 +184,7 @@ def _two_layers_at_once() -> list[int]:
         slots.acquire(layer, forward=False)
         sum(weight.sum() for (weight,) in slots.leaves(layer)).backward()
         slots.collect(layer)
+        slots.end_pass(layer)
     slots.end_step()
     return tags
 

@@ -26,12 +26,11 @@ MOE = "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of one parameter: where it lies in the whole, and whether another rank holds it too."""
+    """A rank's part of one tensor, NaN where others have it, and where it lies in the whole."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: np.ndarray
-    is_replica: bool
 
 
 @dataclass
@@ -66,8 +65,7 @@ def _pieces(model: list[Any]) -> dict[str, list[Piece]]:
                 values = node.data.detach().double().numpy().copy()
                 values = values.reshape((1,) * node.prepend_axis_num + values.shape)
                 whole = tuple(node.global_shape), tuple(node.global_offset)
-                is_replica = any(node.replica_id) if isinstance(node.replica_id, tuple) else bool(node.replica_id)
-                pieces.setdefault(node.key, []).append(Piece(*whole, values, is_replica))
+                pieces.setdefault(node.key, []).append(Piece(*whole, values))
         elif isinstance(node, dict):
             for value in node.values():
                 collect(value)
@@ -82,7 +80,32 @@ def _pieces(model: list[Any]) -> dict[str, list[Piece]]:
     return pieces
 
 
-def train_rank(argv: list[str], keep_parameters: bool) -> RankRun:
+def _moments(model: list[Any], optimizer: Any) -> dict[str, list[Piece]]:
+    """Pieces of each moment, named "parameter:moment". NaN where another rank's optimizer has it.
+
+    The moments take the places of the parameters for a while, so that both get the same names and are cut alike.
+    """
+    import torch
+
+    from megatron.balanced.optimizer_state import states_of
+
+    states = states_of(optimizer)
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    pieces: dict[str, list[Piece]] = {}
+    kept = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            for parameter in parameters:
+                parameter.fill_(torch.nan)
+                if (state := states.get(parameter)) is not None:
+                    parameter.view(-1)[state.start : state.stop] = state.tensors[kind].to(parameter.dtype)
+            pieces |= {f"{name}:{kind}": parts for name, parts in _pieces(model).items()}
+        for parameter, values in zip(parameters, kept, strict=True):
+            parameter.copy_(values)
+    return pieces
+
+
+def train_rank(argv: list[str], keep_parameters: bool, keep_moments: bool = False) -> RankRun:
     """The body of one rank. Runs in a process of its own, so what it replaces in Megatron needs no undoing."""
     from megatron.balanced.arguments import parse_arguments
 
@@ -90,23 +113,25 @@ def train_rank(argv: list[str], keep_parameters: bool) -> RankRun:
 
     from megatron.balanced.train import train
 
-    finish = watch(keep_parameters)
+    finish = watch(keep_parameters, keep_moments)
     train(args, config)
     return finish()
 
 
-def watch(keep_parameters: bool) -> Callable[[], RankRun]:
+def watch(keep_parameters: bool, keep_moments: bool = False) -> Callable[[], RankRun]:
     """Record what Megatron's training loop returns from now on. Returns what gives the record at the end."""
     from megatron.training import training
 
     run = RankRun()
     models: list[Any] = []
+    optimizers: list[Any] = []
     build, step, evaluate = training.setup_model_and_optimizer, training.train_step, training.evaluate
 
     @functools.wraps(build)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = build(*args, **kwargs)
         models.append(built[0])
+        optimizers.append(built[1])
         return built
 
     @functools.wraps(step)  # its signature is checked before it is patched
@@ -131,6 +156,8 @@ def watch(keep_parameters: bool) -> Callable[[], RankRun]:
     def finish() -> RankRun:
         if keep_parameters:
             run.pieces = _pieces(models[0])
+        if keep_moments:
+            run.pieces |= _moments(models[0], optimizers[0])
         return run
 
     return finish
@@ -139,12 +166,11 @@ def watch(keep_parameters: bool) -> Callable[[], RankRun]:
 def _assemble(name: str, pieces: list[Piece]) -> np.ndarray:
     """The whole tensor. Raises AssertionError when a part is missing or replicas differ."""
     whole = np.full(pieces[0].shape, np.nan)
-    for piece in sorted(pieces, key=lambda piece: piece.is_replica):
+    for piece in pieces:
         where = tuple(slice(start, start + n) for start, n in zip(piece.offset, piece.values.shape, strict=True))
-        if piece.is_replica and not np.isnan(whole[where]).any():
-            assert np.array_equal(whole[where], piece.values), f"replicas of {name} differ"
-        else:
-            whole[where] = piece.values
+        seen = ~np.isnan(whole[where]) & ~np.isnan(piece.values)
+        assert np.array_equal(whole[where][seen], piece.values[seen]), f"replicas of {name} differ"
+        whole[where] = np.where(np.isnan(piece.values), whole[where], piece.values)
     assert not np.isnan(whole).any(), f"a part of {name} is on no rank"
     return whole
 

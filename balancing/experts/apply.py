@@ -57,7 +57,6 @@ class _Chain:
 class _Reduction(NamedTuple):
     """A layer's gradients on their way. received: (home expert, the sum that comes for it)."""
 
-    layer: int
     relay: Relay
     received: list[tuple[int, torch.Tensor]]
 
@@ -70,7 +69,9 @@ class ReplicaSlots:
     group      expert-parallel group, used for nothing else at the same time
     shared     two buffers for all layers instead of one for each
     gradient   home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in
-    reduced    called with a layer's number when all gradients of its replicas are in their homes
+    final      called with a layer's number before the weights of its homes are read
+    complete   called with a layer's number when the gradients of its replicas are in their homes, after each backward
+               pass; layers come in the order of `end_pass`
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class ReplicaSlots:
         *,
         shared: bool,
         gradient: Callable[[torch.Tensor], torch.Tensor],
-        reduced: Callable[[int], None],
+        final: Callable[[int], None],
+        complete: Callable[[int], None],
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
         self.traffic = Traffic()
-        self._group, self._gradient, self._reduced = group, gradient, reduced
+        self._group, self._gradient = group, gradient
+        self._final, self._complete = final, complete
         self._rank = dist.get_rank(group)
         self._homes_per_rank = len(homes[0])
         first = homes[0][0]
@@ -109,7 +112,8 @@ class ReplicaSlots:
         self._content: list[int | None] = [None] * buffers
         self._fetching: dict[int, list[Relay]] = {}
         self._leaving: list[Relay] = []  # has brought what this rank receives and may still be sending
-        self._reducing: list[_Reduction] = []
+        self._reducing: dict[int, _Reduction] = {}
+        self._passed: list[int] = []  # layers with a backward pass whose gradients may be on their way
         self._backwards = [0] * len(homes)
         self._moved = [0] * len(homes)
         self._micro_batches = 1
@@ -133,12 +137,13 @@ class ReplicaSlots:
     # Trans.
 
     def begin_step(self, placements: Sequence[ReplicaPlacement], micro_batches: int) -> None:
-        """The weights of this iteration are final. Start with the replicas of the first layer that has some.
+        """The weights of this iteration are final, or on their way. Start with the replicas of the first layer that has
+        some.
 
         placements: of each layer, homes in contiguous blocks.
         micro_batches: backward passes that each layer will make in this iteration.
         """
-        assert not (self._fetching or self._leaving or self._reducing), (
+        assert not (self._fetching or self._leaving or self._reducing or self._passed), (
             "transfers of the last iteration are not finished"
         )
         self._waits.clear()
@@ -199,6 +204,7 @@ class ReplicaSlots:
         self._fetch(layer, self._chains[layer])
 
     def _fetch(self, layer: int, chains: list[_Chain]) -> None:
+        self._final(layer)
         weights = self._weights[self._buffer(layer)].data
         hops = self._hops(
             0,
@@ -280,8 +286,9 @@ class ReplicaSlots:
 
     def collect(self, layer: int) -> None:
         """A backward pass through `layer`'s replicas has ended: take their gradients, and send them home when due."""
-        # A burst of gradients has the time of two layers to come home. Shared slots have room for those of one.
-        self._finish_reductions(but=0 if self.shared else 1)
+        if self.shared:  # there is room for the gradients of one layer on their way
+            for other in list(self._reducing):
+                self._bring_home(other)
         self._backwards[layer] += 1
         accumulated = self._accumulated[layer]
         for chain in self._chains[layer]:
@@ -321,21 +328,35 @@ class ReplicaSlots:
         hops = self._hops(1, layer, self._chains[layer], buffers)
         self.traffic.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
-        self._reducing.append(_Reduction(layer, Relay(hops, self._group), received))
+        assert layer not in self._reducing, "a layer has two sums on their way"
+        self._reducing[layer] = _Reduction(Relay(hops, self._group), received)
 
-    def _finish_reductions(self, but: int = 0) -> None:
-        """Have all gradients on their way at home, but for those of the last `but` layers."""
-        while len(self._reducing) > but:
-            layer, relay, received = self._reducing.pop(0)
-            if received:
-                self._wait(relay.wait_received)
-            for home, flat in received:
-                pieces = flat.split([shape.numel() for shape in self._shapes])
-                for parameter, piece in zip(self.homes[layer][home], pieces, strict=True):
-                    self._gradient(parameter).add_(piece.view(parameter.shape))
-            self._leaving.append(relay)
-            if self._backwards[layer] == self._micro_batches:
-                self._reduced(layer)
+    def end_pass(self, layer: int) -> None:
+        """A backward pass through the experts of `layer` has ended, homes and replicas; also where it has no replicas.
+
+        Gradients have the time of two more layers to come home. Then the layer is complete: at the same point of the
+        backward pass whatever the plans of this group and of others are.
+        """
+        self._passed.append(layer)
+        while len(self._passed) > 2:
+            self._finish(self._passed.pop(0))
+
+    def _finish(self, layer: int) -> None:
+        self._bring_home(layer)
+        self._complete(layer)
+
+    def _bring_home(self, layer: int) -> None:
+        reduction = self._reducing.pop(layer, None)
+        if reduction is None:
+            return
+        relay, received = reduction
+        if received:
+            self._wait(relay.wait_received)
+        for home, flat in received:
+            pieces = flat.split([shape.numel() for shape in self._shapes])
+            for parameter, piece in zip(self.homes[layer][home], pieces, strict=True):
+                self._gradient(parameter).add_(piece.view(parameter.shape))
+        self._leaving.append(relay)
 
     def take_traffic(self) -> Traffic:
         """What was moved since the last call, waits since the step began. Where these are a stream's, it waits for the
@@ -349,7 +370,10 @@ class ReplicaSlots:
 
     def end_step(self) -> None:
         """All backward passes of the iteration have run: have every gradient at home."""
-        self._finish_reductions()
+        # Last those whose input needs no gradient, so that no backward pass came to its end.
+        for layer in [*self._passed, *reversed(range(len(self.homes)))]:
+            self._finish(layer)
+        self._passed.clear()
         for relays in self._fetching.values():  # fetched for a pass that did not come
             self._leaving += relays
         self._fetching.clear()

@@ -90,11 +90,9 @@ class _Visit(NamedTuple):
 
 @dataclass(eq=False)
 class _Transfer:
-    """operation: the whole transfer, with the part that is done as its `start`. reduces: whether the block's gradients
-    are complete with it."""
+    """operation: the whole transfer, with the part that is done as its `start`."""
 
     operation: Operation
-    reduces: bool = False
 
 
 def iteration_schedule(
@@ -139,6 +137,7 @@ def iteration_schedule(
             rank.acquire(visit)
             rank.compute("BEC", visit)
             rank.collect(visit, is_last=last_backward[visit.block] == at)
+            rank.end_pass(visit, is_last=last_backward[visit.block] == at)
             rank.exchange(visit)
             rank.compute("BNEC", visit)
     rank.end()
@@ -155,8 +154,10 @@ class _Rank:
     overlap: bool
     schedule: list[Operation] = field(default_factory=list)
     under_way: list[_Transfer] = field(default_factory=list)  # in the order in which they were started
-    # Those of gradients that nobody has waited for, of each chunk.
-    reducing: defaultdict[int, list[_Transfer]] = field(default_factory=lambda: defaultdict(list))
+    # Of each chunk: gradients that nobody has waited for, by block; the last visits that ran backward, and whether each
+    # was its block's last.
+    reducing: defaultdict[int, dict[int, _Transfer]] = field(default_factory=lambda: defaultdict(dict))
+    passed: defaultdict[int, list[tuple[_Visit, bool]]] = field(default_factory=lambda: defaultdict(list))
     # The block whose weights are in, or on the way into, each buffer of each chunk.
     holds: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -198,26 +199,35 @@ class _Rank:
         """The experts have run backward: their replicas' gradients set out, when all micro-batches are in them."""
         seconds = self.blocks[visit.block].agg
         if seconds == 0:
-            if is_last:
-                self.schedule.append(Operation("Reduce", visit.block))
             return
-        self._finish_reductions(visit.chunk, but=0 if self.shared else 1)
+        if self.shared:
+            for block in list(self.reducing[visit.chunk]):
+                self._bring_home(visit.chunk, block)
         if self.shared or is_last:
-            transfer = _Transfer(Operation("Agg", visit.block, visit.micro_batch, seconds), reduces=is_last)
-            self.reducing[visit.chunk].append(transfer)
+            transfer = _Transfer(Operation("Agg", visit.block, visit.micro_batch, seconds))
+            self.reducing[visit.chunk][visit.block] = transfer
             self.under_way.append(transfer)
+
+    def end_pass(self, visit: _Visit, is_last: bool) -> None:
+        """Gradients of the block before the last two are home; after its last micro-batch they are reduced."""
+        self.passed[visit.chunk].append((visit, is_last))
+        self._finish(visit.chunk, but=2)
 
     def end(self) -> None:
         for chunk in range(len(self.chunks)):
-            self._finish_reductions(chunk, but=0)
+            self._finish(chunk, but=0)
         self.schedule.append(Operation("Step"))
 
-    def _finish_reductions(self, chunk: int, but: int) -> None:
-        while len(self.reducing[chunk]) > but:
-            transfer = self.reducing[chunk].pop(0)
+    def _finish(self, chunk: int, but: int) -> None:
+        while len(self.passed[chunk]) > but:
+            visit, is_last = self.passed[chunk].pop(0)
+            self._bring_home(chunk, visit.block)
+            if is_last:
+                self.schedule.append(Operation("Reduce", visit.block))
+
+    def _bring_home(self, chunk: int, block: int) -> None:
+        if (transfer := self.reducing[chunk].pop(block, None)) is not None:
             self._wait(transfer)
-            if transfer.reduces:
-                self.schedule.append(Operation("Reduce", transfer.operation.block))
 
     def _prefetch_next(self, chunk: int, positions: range, micro_batch: int, used: int | None = None) -> None:
         """Start with the first of `positions` that has replicas, unless its buffer is that of the position `used`."""

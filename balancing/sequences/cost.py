@@ -40,9 +40,10 @@ TILE = 128
 _BYTES = 2  # of bf16
 _ATTENTION_ACHIEVED = 0.6  # flash attention's FLOP/s over those of large matrix products: 0.57 on H200, 0.72 on A800
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
-# Shares of transfers that nothing hid although there was compute enough, on the emulated cluster (RESULTS.md).
+# Shares of transfers that nothing hid although there was compute enough, on the emulated cluster
+# (benchmarks/log/2026-11-20-sequences-emulated.md).
 _NEVER_HIDDEN = {"ring": 0.2, "gather": 0.4}
-# Of attention's time. Hops cost something, too: where less was to be saved, nothing was (RESULTS.md).
+# Of attention's time. Hops cost something, too: where less was to be saved, nothing was (same file).
 _ROUTING_SAVES = 0.2
 _SUM_WIDTH = 2.0  # bytes of a key's gradient over those of a key, in float32 as rings sum them inside a node
 

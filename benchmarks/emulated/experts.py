@@ -214,7 +214,7 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
 
         def collect(self, layer: int) -> None:
             super().collect(layer)
-            self._finish_reductions()
+            self._bring_home(layer)
 
     homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
     slots = (ReplicaSlots if variant.overlap else Exposed)(
@@ -223,7 +223,8 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
         group,
         shared=variant.shared,
         gradient=lambda weight: weight.main_grad,
-        reduced=lambda layer: None,
+        final=lambda layer: None,
+        complete=lambda layer: None,
     )
     for position, layer in enumerate(layers):
         layer.experts.slots, layer.experts.position = slots, position

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from balancing.cluster import Cluster
+from balancing.cluster import PRESETS, Cluster
 from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
 from balancing.installed import find_apex
@@ -72,8 +72,8 @@ class BalanceConfig:
         default=None,
         metadata={
             "metavar": "PRESET|FILE",
-            "help": "What this machine computes and moves in a second, for plans to weigh costs with: a800-4x200g, "
-            "h800-8x200g, h200-8x400g, or a file that python -m balancing.cluster --measure wrote. Without it plans "
+            "help": "Compute and link speeds for the planners' cost model: "
+            f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it plans "
             "balance load and leave costs out.",
         },
     )
@@ -108,6 +108,8 @@ def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
                     "default": field.default,
                 } | options
             group.add_argument("--" + field.name.replace("_", "-"), **options)
+    for action in parser._actions:  # Megatron makes help of docstrings, where argparse takes a lone % for a format
+        action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.set_defaults(**_defaults_of_this_machine())
     parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]
     return parser
@@ -277,7 +279,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             load_args_from_checkpoint(args)
         check_layout(args)
         check_data(args)
-        experts, notes = check_experts(args, config.experts, fp64=config.fp64, device=device)
+        experts, notes = check_experts(args, config.experts, device=device)
         sequences, of_sequences = check_sequences(args, config.sequences)
         layers, of_layers = check_layers(args, config.layers)
         config = dataclasses.replace(config, experts=experts, sequences=sequences, layers=layers)

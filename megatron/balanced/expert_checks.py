@@ -55,9 +55,7 @@ _CONTRADICTIONS: tuple[Contradiction, ...] = (
 )
 
 
-def check_experts(
-    args: argparse.Namespace, experts: ExpertConfig, *, fp64: bool, device: str
-) -> tuple[ExpertConfig, list[str]]:
+def check_experts(args: argparse.Namespace, experts: ExpertConfig, *, device: str) -> tuple[ExpertConfig, list[str]]:
     """How experts will be balanced, and what the user should know of it, one line each.
 
     To be called before Megatron validates `args`. Where there is nothing to balance, balancing is switched off. Raises
@@ -65,7 +63,7 @@ def check_experts(
     """
     _check_numbers(args)
     if (args.transformer_impl == "local" or experts.balance_experts) and args.num_experts and args.moe_grouped_gemm:
-        _check_grouped(args, fp64=fp64)
+        _check_grouped(args)
     if not experts.balance_experts:
         return experts, []
     if why := _nothing_to_balance(args):
@@ -91,11 +89,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
 
 
-def _check_grouped(args: argparse.Namespace, *, fp64: bool) -> None:
+def _check_grouped(args: argparse.Namespace) -> None:
     """What our grouped GEMM experts, which stand in for Transformer Engine's, cannot do."""
     alone = "drop --moe-grouped-gemm"
-    if fp64:
-        raise ValueError(f"--moe-grouped-gemm has no float64, which --fp64 asks for; {alone}")
     if args.add_bias_linear:
         raise ValueError(
             f"--moe-grouped-gemm on torch's grouped GEMM has no biases; add --disable-bias-linear or {alone}"

@@ -1,7 +1,9 @@
-"""Replica slots in one model chunk of Megatron-LM, and home gradients that must not leave before replicas' are in them.
+"""Replica slots in one model chunk of Megatron-LM, and home gradients that wait for those of replicas.
 
-Megatron reduces a gradient over data-parallel ranks as soon as it is there, or all of them when the schedule says so.
-An expert with replicas is not done at that moment: its gradient is handed on only when `ReplicaSlots` says so.
+Megatron reduces a bucket of gradients over data-parallel ranks as soon as its last gradient is there, under the
+backward pass. All ranks of a reduction must start their buckets in one order, but each expert-parallel group plans
+replicas for itself: a layer whose gradients wait for replicas in one group need not wait in another. So gradients of
+every layer of experts are handed on at a moment that the backward pass alone decides, whatever the plans are.
 """
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ class ExpertChunk:
         shared: bool,
     ):
         self.layers = layers
-        self._waiting: dict[int, list[Callable[[], None]]] = {}
+        self._waiting: dict[int, dict[torch.nn.Parameter, Callable[[], None]]] = {}
         homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
         self.slots = ReplicaSlots(
             homes,
@@ -40,15 +42,44 @@ class ExpertChunk:
             group,
             shared=shared,
             gradient=lambda parameter: parameter.main_grad,
-            reduced=self._release,
+            final=self._finish_gathers,
+            complete=self._release,
         )
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position
         self._ddp = ddp
-        if ddp.ddp_config.overlap_grad_reduce:
+        bucket_of, config = ddp.param_to_bucket_group, ddp.ddp_config
+        self._buckets = [
+            {bucket_of[p]: None for expert in layer for p in expert if p in bucket_of} for layer in homes
+        ]  # of each layer, in an order that is the same on all ranks
+        if config.overlap_param_gather:
+            for bucket_group in ddp.expert_parallel_bucket_groups:
+                bucket_group.start_param_sync = self._once(bucket_group)
+                bucket_group.next_param_gather_bucket_group = None  # `begin_step` starts all
+        if config.overlap_grad_reduce:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
-            for bucket_group in {ddp.param_to_bucket_group[p] for p in self._position}:
+            for bucket_group in {group: None for layer in self._buckets for group in layer}:
                 bucket_group.register_grad_ready = self._deferred(bucket_group)
+
+    def _once(self, bucket_group: Any) -> Callable:
+        """Schedules of interleaved chunks start all gathers of a chunk, where those of experts are under way."""
+        start = bucket_group.start_param_sync
+
+        def start_param_sync(force_sync: bool = False) -> None:
+            if force_sync or not bucket_group.param_gather_dispatched:
+                start(force_sync=force_sync)
+
+        return start_param_sync
+
+    def _gathers_ahead(self) -> bool:
+        """True while forward hooks gather parameters, which they do from the second iteration on."""
+        return self._ddp.ddp_config.overlap_param_gather and bool(self._ddp.remove_forward_pre_hook_handles)
+
+    def _finish_gathers(self, position: int) -> None:
+        """Wait for the weights of a layer's home experts."""
+        if self._gathers_ahead():
+            for bucket_group in self._buckets[position]:
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _deferred(self, bucket_group: Any) -> Callable:
         """Data parallelism must not reduce a home expert's gradient before the replicas' gradients are in it."""
@@ -56,21 +87,30 @@ class ExpertChunk:
 
         def register_grad_ready(parameter: torch.nn.Parameter, force_all_reduce: bool | None = False) -> None:
             position = self._position.get(parameter)
-            if position is None or not bucket_group.is_last_microbatch or not self.slots.is_used(position):
+            if position is None or not bucket_group.is_last_microbatch:
                 register(parameter, force_all_reduce)
             else:
-                self._waiting.setdefault(position, []).append(partial(register, parameter, force_all_reduce))
+                assert parameter not in self._waiting.setdefault(position, {}), "a second gradient in one backward pass"
+                self._waiting[position][parameter] = partial(register, parameter, force_all_reduce)
 
         return register_grad_ready
 
     def _release(self, position: int) -> None:
-        for register in self._waiting.pop(position, []):
-            register()
+        """All gradients of the layer's experts are complete. Autograd may have made them in any order; they leave from
+        the last expert to the first, as they do without replicas."""
+        waiting = self._waiting.pop(position, {})
+        for expert in reversed(self.slots.homes[position]):
+            for parameter in reversed(expert):
+                if parameter in waiting:
+                    waiting.pop(parameter)()
+        assert not waiting
 
     def begin_step(self) -> None:
-        if self._ddp.ddp_config.overlap_param_gather and self._ddp.remove_forward_pre_hook_handles:
+        if self._gathers_ahead():
+            # Replicas are sent before a forward pass would gather what they are made of. Each expert-parallel group
+            # has them in layers of its own, and gathers must start in one order on all ranks: all of them start now.
             for bucket_group in self._ddp.expert_parallel_bucket_groups:
-                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
+                bucket_group.start_param_sync()
         self.slots.begin_step([layer.placement for layer in self.layers], get_num_microbatches())
 
     def end_backward(self) -> None:

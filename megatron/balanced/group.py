@@ -17,7 +17,7 @@ def cluster_of(ranks: list[int], machine: Cluster | None) -> Cluster:
 
     Without a description of the machine only who shares a node with whom is known, and speeds are any preset's.
     """
-    per_node = detect_launch().ranks_per_node
+    per_node = detect_launch().ranks_per_node if machine is None else machine.ranks_per_node
     nodes = len({rank // per_node for rank in ranks})
     if len(ranks) % nodes or ranks != sorted(ranks):
         nodes = 1

@@ -23,6 +23,17 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
 
 
+def _grouped_mm(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """torch's grouped GEMM; in float64, which it does not have, one product after the other."""
+    if rows.dtype is not torch.float64:
+        return torch.nn.functional.grouped_mm(rows, others, offs=ends)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if others.dim() == 3:  # a matrix for each group of rows
+        return torch.cat([part @ matrix for part, matrix in zip(rows.split(sizes), others, strict=True)])
+    pairs = zip(rows.split(sizes, dim=1), others.split(sizes), strict=True)
+    return torch.stack([left @ right for left, right in pairs])
+
+
 class _GroupedProduct(torch.autograd.Function):
     """rows [tokens, in], group after group; `ends` int32 [group]; a weight [out, in] for each -> [tokens, out].
 
@@ -34,7 +45,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         rows = _rows(rows)
         ctx.save_for_backward(rows, ends, *weights)
-        return torch.nn.functional.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
+        return _grouped_mm(rows, torch.stack(weights).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -43,9 +54,9 @@ class _GroupedProduct(torch.autograd.Function):
         of_rows: torch.Tensor | None = None
         of_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            of_rows = torch.nn.functional.grouped_mm(gradient, torch.stack(weights), offs=ends)
+            of_rows = _grouped_mm(gradient, torch.stack(weights), ends)
         if any(ctx.needs_input_grad[2:]):
-            of_weights = torch.nn.functional.grouped_mm(gradient.t(), rows, offs=ends).unbind()
+            of_weights = _grouped_mm(gradient.t(), rows, ends).unbind()
         return of_rows, None, *of_weights
 
 
@@ -70,10 +81,19 @@ class _GroupedExperts(MLP):
 
 
 class GroupedMLP(ReplicatedSequentialMLP):
-    """The experts of one layer on this rank, computed together. Needs experts without biases, in bf16, fp16 or fp32."""
+    """The experts of one layer on this rank, computed together. Needs experts without biases."""
 
     def _run_homes(self, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor) -> torch.Tensor:
-        return self._grouped([list(expert.parameters()) for expert in self.local_experts], hidden, counts, probs)
+        return self._grouped([self._weights_of(expert) for expert in self.local_experts], hidden, counts, probs)
+
+    @staticmethod
+    def _weights_of(expert: MLP) -> list[torch.Tensor]:
+        """Both weights of an expert whose modules are not called. What waits to be called before a linear layer runs,
+        such as data parallelism that still gathers its weight (`--overlap-param-gather`), is called here."""
+        for linear in (expert.linear_fc1, expert.linear_fc2):
+            for hook in linear._forward_pre_hooks.values():
+                hook(linear, ())
+        return list(expert.parameters())
 
     def _run_replicas(
         self, replicas: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor

@@ -79,8 +79,11 @@ class ReplicatedSequentialMLP(SequentialMLP):
         """hidden states [tokens, hidden] sorted by physical local expert, and their counts -> outputs, no bias."""
         counts = tokens_per_expert.tolist()
         homes = self.num_local_experts
-        slots = self.slots
-        if slots is None or not self.training or not slots.is_used(self.position):
+        slots, position = self.slots, self.position
+        if slots is None or not self.training:
+            return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
+        permuted_local_hidden_states = _OnBackward.apply(permuted_local_hidden_states, lambda: slots.end_pass(position))
+        if not slots.is_used(position):
             return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
         parts = [sum(counts[:homes]), sum(counts[homes:])]
         hidden, hidden_of_replicas = permuted_local_hidden_states.split(parts)

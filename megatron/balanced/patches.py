@@ -1,6 +1,6 @@
 """Every place where Megatron-LM's own code is replaced, in one table.
 
-A patch is the last resort (see the README, "How the overlay works"). Each row names its target, the replacement, why it
+A patch is the last resort (docs/overlay.md lists what comes first). Each row names its target, the replacement, why it
 is there, which versions of megatron-core it was written for and the signature it expects. `install` applies the rows
 that this run needs and prints one line a row. A missing target, another signature or another version stops the run: a
 patch that silently does nothing is worse than none.

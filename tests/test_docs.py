@@ -1,0 +1,127 @@
+"""What people read is true: links lead somewhere, commands name modules and flags that exist, pages are short."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [
+    *REPOSITORY.glob("*.md"),
+    *REPOSITORY.glob("docs/**/*.md"),
+    *REPOSITORY.glob("benchmarks/**/*.md"),
+    *REPOSITORY.glob("scripts/**/*.md"),
+    *REPOSITORY.glob(".github/**/*.md"),
+]
+LOG = REPOSITORY / "benchmarks" / "log"
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that a forge makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{_name(page)} links to {target}"
+        assert not anchor or anchor in _anchors(linked), f"{_name(page)} links to {target}: no such heading"
+
+
+def test_the_log_of_measurements_is_listed_newest_first():
+    listed = re.findall(r"^- \[(.+)\]\((.+)\)$", (LOG / "README.md").read_text(), re.M)
+    entries = sorted(path.name for path in LOG.glob("*.md") if path.name != "README.md")
+    assert sorted(name for _, name in listed) == entries
+    days = [name[:10] for _, name in listed]
+    assert days == sorted(days, reverse=True)
+    for title, name in listed:
+        assert re.match(r"\d{4}-\d\d-\d\d-[a-z0-9-]+\.md$", name)
+        assert (LOG / name).read_text().startswith(f"# {title}\n"), name
+
+
+def test_the_page_of_newest_figures_is_one_page():
+    assert len((REPOSITORY / "benchmarks/README.md").read_text().splitlines()) <= 150
+
+
+@pytest.fixture(scope="module")
+def flags():
+    """Flags of pretrain_gpt.py as its --help prints them, and those that scripts and modules here name."""
+    command = [sys.executable, "pretrain_gpt.py", "--help"]  # a process of its own, for it chooses a device
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    own = set(re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", done.stdout, re.M))
+    assert {"--balance-experts", "--num-layers"} <= own
+    sources = [*REPOSITORY.glob("balancing/**/*.py"), *REPOSITORY.glob("benchmarks/**/*.py")]
+    sources += [REPOSITORY / "tests/conftest.py", *(path for path in REPOSITORY.glob("scripts/**/*") if path.is_file())]
+    return own | {flag for path in sources for flag in re.findall(r"--[a-z0-9-]+", path.read_text())}
+
+
+GUIDES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/**/*.md")]
+FOREIGN = {"--standalone", "--follow"}  # torchrun's and git's
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_flags_exist(page, flags):
+    named = set(re.findall(r"(?<![\w/-])--[a-z][a-z0-9-]*", page.read_text()))
+    assert not named - flags - FOREIGN
+
+
+@pytest.mark.parametrize("page", [*GUIDES, REPOSITORY / "benchmarks/README.md"], ids=_name)
+def test_commands_name_what_is_there(page):
+    text = page.read_text()
+    for module in re.findall(r"python -m ((?:balancing|benchmarks)[\w.]*)", text):
+        name = module.rstrip(".").replace(".NAME", "")
+        assert importlib.util.find_spec(name) is not None, module
+    for path in re.findall(r"(?<![\w/.])(?:scripts|tests|balancing|benchmarks|megatron|docs)/[\w./-]+\w", text):
+        found = (REPOSITORY / path).exists() or (page.parent / path).exists()
+        assert found, f"{_name(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=_name)
+def test_python_examples_run(page, capsys):
+    examples = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    for example in examples:
+        exec(compile(example, _name(page), "exec"), {})
+        assert capsys.readouterr().out, "an example shows something"
+
+
+def test_the_readme_keeps_to_its_length_and_shows_every_balancer():
+    text = (REPOSITORY / "README.md").read_text()
+    assert len(text.splitlines()) <= 160
+    example = max(re.findall(r"^torchrun.*?^$|^CUDA_.*?^$", text, re.M | re.S), key=len)
+    assert {"--balance-experts", "--balance-sequences", "--balance-layers"} <= set(example.split())
+
+
+def test_every_patch_is_documented():
+    rows = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/overlay.md").read_text(), re.M)
+    code = (REPOSITORY / "megatron/balanced/patches.py").read_text()
+    targets = re.findall(r'target="([^"]+)"', code)
+    assert targets
+    for target in targets:
+        assert any(target.endswith(row.removeprefix("...")) for row in rows), target
+    assert len(rows) == len(targets)
+
+
+def test_linters_of_pre_commit_and_of_the_suite_are_one_version():
+    pinned = re.search(r"ruff==([\d.]+)", (REPOSITORY / "setup.py").read_text())
+    hook = re.search(r"ruff-pre-commit\s+rev: v([\d.]+)", (REPOSITORY / ".pre-commit-config.yaml").read_text())
+    assert pinned and hook and pinned[1] == hook[1]
+
+
+def test_the_papers_are_cited():
+    cited = (REPOSITORY / "CITATION.cff").read_text()
+    papers = set(re.findall(r"arxiv\.org/abs/([\d.]+\d)", (REPOSITORY / "README.md").read_text()))
+    assert len(papers) == 3 and all(f"https://arxiv.org/abs/{paper}" in cited for paper in papers)

@@ -1,0 +1,137 @@
+"""Balanced training in the structures that real jobs have equals one rank, in float64: losses, parameters, moments.
+
+A row of `structures` is one run, with every balancer that applies to it: replicas that differ from group to group and
+iteration to iteration, documents spread over ranks, layers that move once.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from structures import AXES, REAL, Row, flags_of, head_of, moves_of, rows, world_size
+from test_packed_documents import PACKED, Packed
+from training import MOE, RankRun, Run, differences, join, train_rank
+
+TOLERANCE = 1e-12
+STEPS = "--train-iters 5 --lr 1e-3"
+MODEL = f"{' '.join(MOE)} --moe-aux-loss-coeff 1e-2 --num-layers 5 {STEPS}"
+LOSS = f"{PACKED} --eod-mask-loss --calculate-per-token-loss"
+MODELS = {head_of({"head": head}): head for head in AXES["head"]}
+
+# (iteration, layer) -> the ranks that this rank planned with, the placement's digest, whether it has replicas
+Planned = dict[tuple[int, int], tuple[tuple[int, ...], str, bool]]
+
+
+def _place_at_random() -> Planned:
+    """Replicas come from no load: a group draws them anew for each layer and iteration, or none. Returns what is
+    recorded of them while the run goes on."""
+    import torch.distributed as dist
+
+    from balancing.experts import ReplicaPlacement
+    from megatron.balanced import experts
+    from megatron.balanced.experts import ExpertBalancer, _Planned
+
+    def plan(self: Any, layer: Any, own: Any, loads: Any, iteration: int, *unused: Any) -> _Planned:
+        alone = layer.alone
+        # Ranks that split a sequence or an expert among them plan together.
+        together = dist.get_process_group_ranks(layer._logical.tp_ep_group)
+        random = np.random.default_rng([iteration, experts._number(layer), min(together)])
+        if random.random() < 0.4:
+            return _Planned(alone, 0.0, 0.0)
+        ranks = layer.ep_group.size()
+        slots = np.full((ranks, layer.slots), -1)
+        for rank in range(ranks):
+            away = np.flatnonzero(alone.home != rank)
+            chosen = random.permutation(away)[: random.integers(0, layer.slots + 1)]
+            slots[rank, : len(chosen)] = chosen
+        nodes = {"ranks_per_node": self._group.ranks_per_node, "nics_per_node": self._group.nics_per_node}
+        return _Planned(ReplicaPlacement(alone.home, slots, **nodes), 0.0, 0.0)
+
+    ExpertBalancer._plan = plan
+    planned: Planned = {}
+    begin = ExpertBalancer.begin_schedule
+
+    def begin_schedule(self: Any) -> None:
+        begin(self)
+        for layer in self._layers():
+            together = tuple(dist.get_process_group_ranks(layer._logical.tp_ep_group))
+            placement = layer.placement
+            key = self._iteration, experts._number(layer)
+            planned[key] = together, placement.digest(), bool(placement.replicas)
+
+    ExpertBalancer.begin_schedule = begin_schedule
+    return planned
+
+
+def _rank(argv: list[str], moves: dict[int, Any]) -> tuple[RankRun, Planned]:
+    """The body of one rank."""
+    from moving import move_at
+
+    planned = _place_at_random()
+    if "--balance-layers" in argv:
+        move_at(moves)
+    return train_rank(argv, True, True), planned
+
+
+class References:
+    """Runs on one rank, without replicas, one for each model and size of the global batch."""
+
+    def __init__(self, pool: Any, folder: Any) -> None:
+        self._pool, self._folder = pool, folder
+        self.start = cache(self._start)
+        self.run = cache(self._run)
+
+    def _start(self, model: str) -> Packed:
+        folder = self._folder / str(len(model))
+        folder.mkdir()
+        return Packed(self._pool, folder, f"{MODEL} {model}")
+
+    def _run(self, model: str, batch: int) -> Run:
+        argv = self.start(model).from_start(f"{LOSS} --global-batch-size {batch}")
+        return join(self._pool.run(1, train_rank, argv, True, True))
+
+
+@pytest.fixture(scope="module")
+def references(pool, tmp_path_factory) -> References:
+    return References(pool, tmp_path_factory.mktemp("structures"))
+
+
+def _assert_groups_differ(row: Row, ranks: list[Planned]) -> None:
+    """Where groups hold the same experts, one had replicas in a layer where another had none."""
+    assert any(used for planned in ranks for _, _, used in planned.values()), "no replica was tried"
+    if row["expert data"] == 1:
+        return
+    by_key: dict[tuple[int, int], set[bool]] = {}
+    digests: dict[tuple[int, int], set[str]] = {}
+    for planned in ranks:
+        for key, (_, digest, used) in planned.items():
+            by_key.setdefault(key, set()).add(used)
+            digests.setdefault(key, set()).add(digest)
+    assert any(len(used) == 2 for used in by_key.values()), "all groups had replicas in the same layers"
+    assert any(len(seen) == 2 for seen in digests.values())
+
+
+def _check(pool: Any, references: References, row: Row) -> None:
+    model, batch = head_of(row), row["micro-batches"] * row["data"]
+    argv = references.start(model).from_start(f"{LOSS} {flags_of(row)}")
+    ranks = pool.run(world_size(row), _rank, argv, moves_of(row))
+    losses, tensors = differences(join([run for run, _ in ranks]), references.run(model, batch))
+    assert losses <= TOLERANCE
+    assert tensors <= TOLERANCE
+    if row["balancers"] == "on":
+        _assert_groups_differ(row, [planned for _, planned in ranks])
+
+
+def _table() -> Iterator[Any]:
+    for name, row in REAL.items():
+        yield pytest.param(row, id=name)
+    for strength, marks in ((2, []), (3, [pytest.mark.exhaustive])):
+        for number, row in enumerate(rows(strength)):
+            yield pytest.param(row, id=f"{strength}-{number}", marks=marks)
+
+
+@pytest.mark.parametrize("row", list(_table()))
+def test_structure(pool, references, row):
+    _check(pool, references, row)
