@@ -6,9 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from moving import train_moving
 from pool import Pool
+from sequence_plans import nodes_of, random_plan
 from test_dropout import _all_differ, _draws
 from training import EXACT, MOCK_DATA, MODEL, assert_same, differences, train, train_rank
+
+from balancing.cluster import Cluster
+from balancing.sequences.layout import SequencePlan
 
 PP2 = "--pipeline-model-parallel-size 2"
 
@@ -193,3 +198,58 @@ def test_messages_of_two_layers_do_not_meet(pool: Pool) -> None:
     """Each of the eight messages of a rank has a number of its own, or one could be taken for another."""
     for tags in pool.run(2, _two_layers_at_once):
         assert len(tags) == len(set(tags)) == 8
+
+
+def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, int, int]]:
+    """Kind, peer and number of each message that a rank starts in a forward pass over two nodes."""
+    import torch.distributed as dist
+
+    from balancing.sequences import gather, transport
+    from balancing.sequences.attention import SequenceAttention
+
+    gather.TILE = 8
+    dist.init_process_group("gloo")
+    started: list[tuple[str, int, int]] = []
+    start = transport.start_message
+
+    def noted(operation: dist.P2POp) -> dist.Work:
+        started.append((operation.op.__name__, operation.peer, operation.tag))
+        return start(operation)
+
+    transport.start_message = noted
+    rank = dist.get_rank()
+    tokens = int(plan.linear_tokens[rank])
+    q, k, v = (torch.ones(tokens, 2, 4) for _ in range(3))
+    SequenceAttention(plan, rank=rank, cluster=cluster, routing=2)(q, k, v)
+    dist.destroy_process_group()
+    return started
+
+
+def test_slices_of_two_exchanges_do_not_meet(pool: Pool) -> None:
+    """Several turns of gathering are under way one after the other, and those who hand on may be late."""
+    plan = random_plan((97, 130, 3), 6, 2, exchange="gather", linear="random")
+    for started in pool.run(6, _routed_messages, plan, nodes_of(6, 2, nics=2)):
+        assert len(started) == len(set(started)) > 20
+
+
+def test_building_a_layer_draws_nothing(pool: Pool) -> None:
+    """The first stage builds a layer whose router torch fills with random numbers; dropout behind the embedding goes on
+    from where it was."""
+    flags = (
+        f"{' '.join(EXACT)} --hidden-dropout 0.1 {PP2} --mixture-of-depths 0.5 --num-layers 6 --train-iters 3 "
+        "--global-batch-size 2"
+    )
+    moved, _ = train_moving(pool, 2, flags, {1: ((4,), (2,))})
+    stayed, _ = train_moving(pool, 2, flags, {})
+    assert moved.losses == stayed.losses
+
+
+def test_pruned_alike_with_and_without_overlap(pool: Pool) -> None:
+    """A distributed optimizer that has yet to gather its weights has them pruned at the same threshold."""
+    base = [*MODEL, *MOCK_DATA, *"--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer".split()]
+    base += "--prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 --lr 1e-2".split()
+    late, ready = (
+        train(pool, 2, flags, base=base, parameters=True)
+        for flags in ("--overlap-grad-reduce --overlap-param-gather", "--overlap-grad-reduce")
+    )
+    assert_same(late, ready)
