@@ -1,4 +1,5 @@
-"""What all tests share: the pool of gloo ranks, a small corpus, and a time limit on every test."""
+"""What all tests share: the pool of gloo ranks, a small corpus, a time limit on every test, and the check of what we
+claim to have tested."""
 
 import faulthandler
 import signal
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from claims import watch
 from corpus import heavy_tailed, write_documents
 from hypothesis import HealthCheck, settings
 from patience import PATIENCE
@@ -30,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): the time limit of a test, {DEFAULT_SECONDS:.0f} s by default")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
+    watch(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

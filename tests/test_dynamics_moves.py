@@ -61,7 +61,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_move_changes_no_number(pool, tmp_path, case):
+def test_a_move_of_a_dynamic_model_changes_no_number(pool, tmp_path, case):
     world_size, flags, plans = CASES[case]
     run, state = train_moving(pool, world_size, f"{flags} --balance-report {tmp_path}", plans, base=BASE)
     reference, expected = train_moving(pool, world_size, flags, {}, base=BASE)

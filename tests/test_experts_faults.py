@@ -53,7 +53,7 @@ def test_a_checkpoint_has_the_keys_it_always_has(pool, corpus, tmp_path, more):
     assert sum("experts" in name for name in saved) > 0
 
 
-def test_goes_on_without_our_package_and_back(pool, corpus, tmp_path):
+def test_experts_go_on_without_our_package_and_back(pool, corpus, tmp_path):
     """Iterations 1 to 3 balanced, the 4th by Megatron-LM alone, the 5th and 6th balanced, against six balanced ones."""
     base = [*MODEL, *corpus, *EXPERTS, "--train-iters", "6"]
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"

@@ -82,7 +82,7 @@ def test_repeats_bit_for_bit(packed):
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.exhaustive)])
-def test_experts(pool, tmp_path, dispatcher):
+def test_documents_with_experts(pool, tmp_path, dispatcher):
     """Balanced as well. Grouped queries and the losses of routers ride along."""
     losses = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --group-query-attention --num-query-groups 2"
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {losses} {SHORT} --moe-token-dispatcher-type {dispatcher}")
@@ -107,7 +107,7 @@ def test_yarn(pool, tmp_path):
     assert losses > 1e-9, "the flags change nothing"
 
 
-def test_validation(packed):
+def test_validation_of_spread_documents(packed):
     """Forward passes alone, whose schedule Megatron chooses elsewhere."""
     packed.base[packed.base.index("100,0,0")] = "80,20,0"
     try:

@@ -68,7 +68,7 @@ def _train(pool: Pool, world_size: int, argv: list[str], cache: Path) -> Run:
     return join(pool.run(world_size, _train_rank, argv, str(cache)))
 
 
-def test_layouts_agree(pool, tokenizer, tmp_path):
+def test_conversations_train_alike_in_every_layout(pool, tokenizer, tmp_path):
     base = _base(tokenizer, _write(tmp_path / "packed.jsonl", conversations_per_line=2))
     first = f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1"
     _train(pool, 1, [*base, *first.split()], tmp_path)

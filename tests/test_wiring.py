@@ -1,0 +1,255 @@
+"""What only a fault planted on purpose showed to be untested (`tests/mutants`), a test each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from moving import train_moving
+from pool import Pool
+from sequence_plans import nodes_of, random_plan
+from test_dropout import _all_differ, _draws
+from training import EXACT, MOCK_DATA, MODEL, assert_same, differences, train, train_rank
+
+from balancing.cluster import Cluster
+from balancing.sequences.layout import SequencePlan
+
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+def _asked_scales() -> list[float]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.balanced.sequence_attention import PlannedSequences, SequenceCoreAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+    asked: list[float] = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+        asked.append(softmax_scale)
+        return q + 1
+
+    planned = PlannedSequences(attention=attention, positions=torch.arange(6), tokens=5)
+    parts = [torch.zeros(6, 1, 4, 8) for _ in range(3)]
+    for scale in (None, 0.3):
+        output = SequenceCoreAttention(config, 1, softmax_scale=scale)(*parts, None, packed_seq_params=planned)
+        assert output.shape == (6, 1, 32) and output[:5].min() == 1 and not output[5].any()
+    return asked
+
+
+def test_a_softmax_scale_reaches_the_engine(pool: Pool) -> None:
+    """Models with a scale of their own have it, others the usual one; padding comes out as zero."""
+    assert pool.run(1, _asked_scales) == [[8**-0.5, 0.3]]
+
+
+def test_heads_on_other_ranks_have_masks_of_their_own(pool: Pool) -> None:
+    """With streams that follow layers, as without them."""
+    flags = (
+        f"{PP2} --tensor-model-parallel-size 2 --balance-layers --init-method-std 0.1 --train-iters 1 "
+        "--global-batch-size 2 --make-vocab-size-divisible-by 64"
+    )
+    first, second, third, fourth = pool.run(4, _draws, [*MODEL, *MOCK_DATA, *flags.split()])
+    for one, other in ((first, second), (third, fourth)):
+        assert _all_differ(one["attention"], other["attention"])
+        assert one["hidden"] == other["hidden"]
+
+
+def _scale_after_a_move(argv: list[str], moves: bool) -> float:
+    from megatron.balanced import layers, step
+
+    def begin_step(self: Any, iteration: int, config: Any) -> None:
+        self.iteration = iteration
+        if moves and iteration == 3:
+            from balancing.layers.stages import StagePlan
+
+            self.move(StagePlan.from_counts(((1,), (3,))))
+
+    scales: list[float] = []
+    layers.LayerBalancer.begin_step = begin_step
+    layers.LayerBalancer.end_step = lambda self: scales.append(float(step.trained().optimizer.get_loss_scale()))
+    train_rank(argv, False)
+    return scales[-1]
+
+
+def test_the_scale_of_fp16_survives_a_move(pool: Pool) -> None:
+    """It has doubled before the move, and once more after it."""
+    flags = (
+        f"{PP2} --fp16 --initial-loss-scale 1024 --loss-scale-window 2 --balance-layers --global-batch-size 2 "
+        "--attention-dropout 0 --hidden-dropout 0"
+    )
+    argv = [*MODEL, *MOCK_DATA, *flags.split()]
+    assert pool.run(2, _scale_after_a_move, argv, True) == pool.run(2, _scale_after_a_move, argv, False) == [4096.0] * 2
+
+
+def _run_alone() -> float:
+    """The largest difference between tokens that a layer runs alone and the same tokens where the layer sees all and
+    a mask hides the others."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from balancing.dynamics.config import DynamicsConfig
+    from megatron.balanced.dynamic_layer import dynamic_layer
+
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        params_dtype=torch.float64, init_method=lambda weight: torch.nn.init.normal_(weight, std=0.5),
+    )  # fmt: skip
+    layer = dynamic_layer(DynamicsConfig())(config, get_gpt_layer_local_spec().submodules)
+    layer.double()
+    hidden = torch.randn(10, 2, 32)
+    angles = RotaryEmbedding(8, rotary_percent=1.0, use_cpu_initialization=True)(10)
+    index = torch.tensor([[1, 0], [4, 3], [5, 7], [9, 8]])
+    alone, _ = layer._run_some(hidden, index, torch.ones(4, 2, 1), attention_mask=None, rotary_pos_emb=angles)
+    hidden_keys = torch.ones(2, 10, dtype=torch.bool).scatter(1, index.T, False)
+    mask = torch.ones(10, 10, dtype=torch.bool).triu(1) | hidden_keys[:, None, None, :]
+    mask[..., 0] &= ~hidden_keys[:, None, None, :].expand(2, 1, 10, 10).all(-1)
+    whole, _ = TransformerLayer.forward(layer, hidden, attention_mask=mask, rotary_pos_emb=angles)
+    rows = index[:, :, None].expand(-1, -1, 32)
+    assert not torch.equal(alone, hidden)
+    return float((alone.gather(0, rows) - whole.gather(0, rows)).abs().max())
+
+
+def test_tokens_run_alone_keep_their_positions(pool: Pool) -> None:
+    (difference,) = pool.run(1, _run_alone)
+    assert difference < 1e-12
+
+
+def test_measuring_plasticity_changes_no_number(pool: Pool) -> None:
+    """The front layer is measured in each iteration, and nothing freezes yet."""
+    base = [*MODEL, *MOCK_DATA, *EXACT, *"--untie-embeddings-and-output-weights --global-batch-size 2".split()]
+    measured = (
+        "--freeze-layers 2 --freeze-layers-policy plasticity --freeze-layers-interval 1 --freeze-layers-start 100"
+    )
+    run, plain = (train(pool, 1, flags, base=base, parameters=True) for flags in (measured, ""))
+    assert_same(run, plain)
+
+
+EXPERTS = (
+    "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+)
+
+
+def test_shared_slots_of_more_layers_than_buffers(pool: Pool, tmp_path: Path) -> None:
+    """Four layers on one stage: in the backward pass a buffer holds another layer's replicas than it did in the forward
+    pass, until they are brought again."""
+    base = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--global-batch-size 4 --init-method-std 0.1".split()]
+    shared = "--balance-experts --expert-replica-mode shared --expert-min-gain 0"
+    run = train(pool, 2, f"{shared} --balance-report {tmp_path}", base=base, parameters=True)
+    assert max(differences(run, train(pool, 2, base=base, parameters=True))) <= 1e-12
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    layers = [{e["layer"] for e in events if e["action"] == "replicate" and e["iteration"] == n} for n in (2, 3, 4)]
+    assert all(len(found) > 2 for found in layers), layers
+
+
+def _two_layers_at_once() -> list[int]:
+    """Tags of all messages that one rank starts for two layers with two experts each, weights and gradients."""
+    import torch.distributed as dist
+
+    from balancing.experts import relay
+    from balancing.experts.apply import ReplicaSlots
+    from balancing.experts.placement import ReplicaPlacement
+
+    dist.init_process_group("gloo")
+    homes = [[[torch.ones(3, requires_grad=True)] for _ in range(2)] for _ in range(2)]
+    for (weight,) in (expert for layer in homes for expert in layer):
+        weight.main_grad = torch.zeros(3)
+    placement = ReplicaPlacement(np.array([0, 0, 1, 1]), [[2, 3], [0, 1]])
+    tags: list[int] = []
+    start = relay.start_message
+
+    def started(operation: dist.P2POp) -> dist.Work:
+        if operation.op is dist.isend:
+            tags.append(operation.tag)
+        return start(operation)
+
+    relay.start_message = started
+    slots = ReplicaSlots(
+        homes,
+        2,
+        dist.group.WORLD,
+        shared=False,
+        gradient=lambda weight: weight.main_grad,
+        final=lambda layer: None,
+        complete=lambda layer: None,
+    )
+    slots.begin_step([placement] * 2, 1)
+    for layer in (0, 1):
+        slots.acquire(layer, forward=True)
+    for layer in (1, 0):
+        slots.acquire(layer, forward=False)
+        sum(weight.sum() for (weight,) in slots.leaves(layer)).backward()
+        slots.collect(layer)
+        slots.end_pass(layer)
+    slots.end_step()
+    return tags
+
+
+def test_messages_of_two_layers_do_not_meet(pool: Pool) -> None:
+    """Each of the eight messages of a rank has a number of its own, or one could be taken for another."""
+    for tags in pool.run(2, _two_layers_at_once):
+        assert len(tags) == len(set(tags)) == 8
+
+
+def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, int, int]]:
+    """Kind, peer and number of each message that a rank starts in a forward pass over two nodes."""
+    import torch.distributed as dist
+
+    from balancing.sequences import gather, transport
+    from balancing.sequences.attention import SequenceAttention
+
+    gather.TILE = 8
+    dist.init_process_group("gloo")
+    started: list[tuple[str, int, int]] = []
+    start = transport.start_message
+
+    def noted(operation: dist.P2POp) -> dist.Work:
+        started.append((operation.op.__name__, operation.peer, operation.tag))
+        return start(operation)
+
+    transport.start_message = noted
+    rank = dist.get_rank()
+    tokens = int(plan.linear_tokens[rank])
+    q, k, v = (torch.ones(tokens, 2, 4) for _ in range(3))
+    SequenceAttention(plan, rank=rank, cluster=cluster, routing=2)(q, k, v)
+    dist.destroy_process_group()
+    return started
+
+
+def test_slices_of_two_exchanges_do_not_meet(pool: Pool) -> None:
+    """Several turns of gathering are under way one after the other, and those who hand on may be late."""
+    plan = random_plan((97, 130, 3), 6, 2, exchange="gather", linear="random")
+    for started in pool.run(6, _routed_messages, plan, nodes_of(6, 2, nics=2)):
+        assert len(started) == len(set(started)) > 20
+
+
+def test_building_a_layer_draws_nothing(pool: Pool) -> None:
+    """The first stage builds a layer whose router torch fills with random numbers; dropout behind the embedding goes on
+    from where it was."""
+    flags = (
+        f"{' '.join(EXACT)} --hidden-dropout 0.1 {PP2} --mixture-of-depths 0.5 --num-layers 6 --train-iters 3 "
+        "--global-batch-size 2"
+    )
+    moved, _ = train_moving(pool, 2, flags, {1: ((4,), (2,))})
+    stayed, _ = train_moving(pool, 2, flags, {})
+    assert moved.losses == stayed.losses
+
+
+def test_pruned_alike_with_and_without_overlap(pool: Pool) -> None:
+    """A distributed optimizer that has yet to gather its weights has them pruned at the same threshold."""
+    base = [*MODEL, *MOCK_DATA, *"--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer".split()]
+    base += "--prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 --lr 1e-2".split()
+    late, ready = (
+        train(pool, 2, flags, base=base, parameters=True)
+        for flags in ("--overlap-grad-reduce --overlap-param-gather", "--overlap-grad-reduce")
+    )
+    assert_same(late, ready)
