@@ -68,7 +68,7 @@ def _assert_close(run: Run, reference: Run) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_agree(models, layout):
+def test_layouts_predict_alike(models, layout):
     model, world_size, flags = LAYOUTS[layout]
     reference = models.on_one_rank(model, PACKED in flags)
     assert any("mtp" in name for name in reference.parameters)
