@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): the time limit of a test, {DEFAULT_SECONDS:.0f} s by default")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
+    config.addinivalue_line("markers", "triples: all triples of structures, a quarter of an hour that CI does not take")
     watch(config)
 
 

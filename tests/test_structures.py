@@ -127,7 +127,7 @@ def _check(pool: Any, references: References, row: Row) -> None:
 def _table() -> Iterator[Any]:
     for name, row in REAL.items():
         yield pytest.param(row, id=name)
-    for strength, marks in ((2, []), (3, [pytest.mark.exhaustive])):
+    for strength, marks in ((2, []), (3, [pytest.mark.exhaustive, pytest.mark.triples])):
         for number, row in enumerate(rows(strength)):
             yield pytest.param(row, id=f"{strength}-{number}", marks=marks)
 
