@@ -27,20 +27,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--pauses", type=int, metavar="SEED", help="ranks stand still at random, as on a machine that is busy elsewhere"
     )
+    parser.addoption(
+        "--triples", action="store_true", help="all triples of structures, a quarter of an hour that CI does not take"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): the time limit of a test, {DEFAULT_SECONDS:.0f} s by default")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
-    config.addinivalue_line("markers", "triples: all triples of structures, a quarter of an hour that CI does not take")
     watch(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--exhaustive"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    left_out = [
+        item
+        for item in items
+        if any(
+            item.get_closest_marker(kind) and not config.getoption(f"--{kind}") for kind in ("exhaustive", "triples")
+        )
+    ]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ values exclude each other as they do here, and covertable takes minutes for trip
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,23 +131,26 @@ def rows(strength: int) -> list[dict[str, Any]]:
     """Rows that together have every tuple of `strength` values of different axes that some row can have."""
     sizes = [len(values) for values in AXES.values()]
     candidates = np.argwhere(_possible())  # [row, axis]
-    # Numbers of the tuples that each row has, unique over all sets of axes.
-    numbers, count = [], 0
+    # Numbers of the tuples that each row has, a column for each set of axes, unique over all columns.
+    columns, starts = [], [0]
     for axes in itertools.combinations(range(len(sizes)), strength):
-        numbers.append(count + np.ravel_multi_index(candidates[:, axes].T, [sizes[axis] for axis in axes]))
-        count += np.prod([sizes[axis] for axis in axes])
-    tuples = np.stack(numbers, axis=1)
-    missing = np.zeros(count, bool)
-    missing[np.unique(tuples)] = True
+        numbers = np.ravel_multi_index(candidates[:, axes].T, [sizes[axis] for axis in axes])
+        columns.append((starts[-1] + numbers).astype(np.int32))
+        starts.append(starts[-1] + math.prod(sizes[axis] for axis in axes))
+    missing = np.zeros(starts[-1], bool)
+    for column in columns:
+        missing[column] = True
     random = np.random.default_rng(0)
     table = []
     while missing.any():
         # A sample of the rows that have the first missing tuple: the best of all rows is hardly better.
-        having = np.flatnonzero((tuples == np.argmax(missing)).any(axis=1))
+        first = np.argmax(missing)
+        having = np.flatnonzero(columns[np.searchsorted(starts, first, "right") - 1] == first)
         sample = random.choice(having, min(2000, len(having)), replace=False)
-        best = sample[np.argmax(missing[tuples[sample]].sum(axis=1))]
+        tuples = np.stack([column[sample] for column in columns], axis=1)
+        best = np.argmax(missing[tuples].sum(axis=1))
         missing[tuples[best]] = False
-        table.append({axis: AXES[axis][value] for axis, value in zip(AXES, candidates[best], strict=True)})
+        table.append({axis: AXES[axis][value] for axis, value in zip(AXES, candidates[sample[best]], strict=True)})
     return table
 
 

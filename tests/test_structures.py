@@ -4,7 +4,6 @@ A row of `structures` is one run, with every balancer that applies to it: replic
 iteration to iteration, documents spread over ranks, layers that move once.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -124,14 +123,14 @@ def _check(pool: Any, references: References, row: Row) -> None:
         _assert_groups_differ(row, [planned for _, planned in ranks])
 
 
-def _table() -> Iterator[Any]:
-    for name, row in REAL.items():
-        yield pytest.param(row, id=name)
-    for strength, marks in ((2, []), (3, [pytest.mark.exhaustive, pytest.mark.triples])):
-        for number, row in enumerate(rows(strength)):
-            yield pytest.param(row, id=f"{strength}-{number}", marks=marks)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # Triples take seconds to find, so only who asks for them does.
+    tables = {"pair": rows(2)} | ({"triple": rows(3)} if metafunc.config.getoption("--triples") else {})
+    cases = [pytest.param(row, id=name) for name, row in REAL.items()]
+    for kind, table in tables.items():
+        cases += [pytest.param(row, id=f"{kind} {number}") for number, row in enumerate(table)]
+    metafunc.parametrize("row", cases)
 
 
-@pytest.mark.parametrize("row", list(_table()))
 def test_structure(pool, references, row):
     _check(pool, references, row)
