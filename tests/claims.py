@@ -84,8 +84,7 @@ class _Watch:
 
 
 def watch(config: pytest.Config) -> None:
-    """Check the claims at the end of this run, if it is one of all tests."""
+    """Check the claims at the end of this run, if it is one of all tests. What its flags leave out counts as run."""
     options = config.option
-    chosen = options.keyword or options.markexpr or options.deselect or options.ignore or options.collectonly
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen:
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not (options.ignore or options.collectonly):
         config.pluginmanager.register(_Watch())
