@@ -3,7 +3,6 @@
 What they do on a GPU is tested with the other splits, where there is one.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from patience import PATIENCE
+from pool import single_threaded
 
 from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes
 from balancing.experts.disjoint import disjoint_classes
@@ -22,14 +22,14 @@ pytest.importorskip("triton")
 
 def test_the_kernels_split_to_the_token_like_numpy():
     """In a process of its own: Triton decides when it is imported whether kernels are interpreted."""
-    code = "from tests.test_experts_split_kernel import compare; print(compare(), 'splits agree')"
+    code = "from test_experts_split_kernel import compare; print(compare(), 'splits agree')"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env=single_threaded() | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parent,
     )
     assert done.returncode == 0, done.stderr
     assert "splits agree" in done.stdout

@@ -94,6 +94,7 @@ def test_rows_over_tensor_parallel_ranks():
         micro_batch_size=1,
         attention_dropout=0,
         transformer_impl="local",
+        num_experts=None,
     )
     with pytest.raises(ValueError, match="use 48"):
         check_sequences(args, SequenceConfig(balance_sequences=True))
