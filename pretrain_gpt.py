@@ -1,7 +1,7 @@
 """Pretrain GPT with Megatron-LM and load balancing. Takes Megatron-LM's own flags and ours: see --help."""
 
 from megatron.balanced.arguments import parse_arguments
-from megatron.balanced.failure import failures_told_once
+from megatron.balanced.watchdog.heartbeat import failures_told_once
 
 
 def main() -> None:

@@ -37,10 +37,10 @@ def _train(steps: int, report: str, figures: Path) -> None:
 
     from megatron.training import training
 
-    from megatron.balanced import observe, train
+    from megatron.balanced import observer, train
 
     times: list[tuple[int, float, float]] = []  # iteration, wall-clock and CPU seconds
-    begin_step, end_step = observe.Observer.begin_step, observe.Observer.end_step
+    begin_step, end_step = observer.Observer.begin_step, observer.Observer.end_step
 
     def begin_if_watched(self: Any, iteration: int, config: Any) -> None:
         times.append((iteration, time.perf_counter(), time.thread_time()))
@@ -53,7 +53,7 @@ def _train(steps: int, report: str, figures: Path) -> None:
         iteration, wall, cpu = times[-1]
         times[-1] = (iteration, time.perf_counter() - wall, time.thread_time() - cpu)
 
-    observe.Observer.begin_step, observe.Observer.end_step = begin_if_watched, end_if_watched
+    observer.Observer.begin_step, observer.Observer.end_step = begin_if_watched, end_if_watched
     train.train(args, config)
     assert training.get_args() is args
     (figures / f"{args.rank}.json").write_text(json.dumps(times))

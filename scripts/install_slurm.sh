@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs Slurm and munge from the distribution, for tests/test_slurm.py, which starts its own cluster on one machine.
+# Installs Slurm and munge from the distribution, for tests/tools/test_slurm.py, which starts its own cluster on one machine.
 # Nothing is configured or started here. Needs root on a system with apt-get.
 set -u -o pipefail
 

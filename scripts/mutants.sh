@@ -10,5 +10,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment dev
 cd "$repository"
 
-export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m mutants "$@"
+exec "$python" -m tests.mutants "$@"

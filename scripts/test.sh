@@ -4,7 +4,7 @@
 #     scripts/test.sh                       everything, of large families of combinations a sample
 #     scripts/test.sh --exhaustive          every combination, as CI does
 #     scripts/test.sh --triples             all triples of structures as well, a quarter of an hour more
-#     scripts/test.sh tests/test_x.py -k y  arguments go to pytest
+#     scripts/test.sh tests/layers/test_move.py -k y  arguments go to pytest
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from claims import watch
-from corpus import heavy_tailed, write_documents
 from hypothesis import HealthCheck, settings
-from patience import PATIENCE
-from pool import Pool
+
+from tests.support.claims import watch
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.patience import PATIENCE
+from tests.support.pool import Pool
 
 DEFAULT_SECONDS = 3 * PATIENCE
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from balancing.launch import detect_launch, detect_nics
+from balancing.cluster.launch import detect_launch, detect_nics
 
 __all__ = ["PRESETS", "Cluster"]
 
@@ -270,9 +270,3 @@ def _unit(name: str) -> str:
 def _did_you_mean(name: str, known: Any) -> str:
     close = [key for key in known if name and key.startswith(name)] or difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-if __name__ == "__main__":
-    from balancing.measure import main
-
-    raise SystemExit(main())

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from balancing import __version__
-from balancing.installed import PROBES, find_apex, find_megatron, probe, version_of
-from balancing.launch import detect_launch, detect_nics, host_memory
+from balancing.cluster.launch import detect_launch, detect_nics, host_memory
+from balancing.doctor.installed import PROBES, find_apex, find_megatron, probe, version_of
 
 __all__ = ["examine", "kernels", "main", "missing", "problem"]
 

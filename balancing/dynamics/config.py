@@ -69,7 +69,7 @@ class DynamicsConfig:
         metadata={
             "metavar": "X",
             "help": "Multiply by a weight matrix as a sparse one once at most this share of it is left; 0 for never. "
-            "benchmarks/dynamics.py measures where that pays.",
+            "benchmarks/layers/dynamics.py measures where that pays.",
         },
     )
     sparse_attention: str = field(

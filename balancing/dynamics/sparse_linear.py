@@ -4,7 +4,7 @@ The weight stays a dense parameter with zeros in it, so that optimizer and check
 pattern, which changes only when weights are pruned, is kept beside it as compressed rows, of the matrix and of its
 transpose. Forward and input gradient multiply by the sparse matrix; the weight gradient is computed only where a weight
 is left. A sparse product costs more for each weight than a dense one, so there is a density above which it does not
-pay: `benchmarks/dynamics.py` measures it.
+pay: `benchmarks/layers/dynamics.py` measures it.
 """
 
 import warnings

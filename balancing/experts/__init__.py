@@ -6,12 +6,12 @@ weights and gradients travel under other compute. Routing, losses and checkpoint
 """
 
 from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
+from balancing.experts.engine.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
 from balancing.experts.load import LoadHistory, rank_load, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
-from balancing.experts.repair import repair
-from balancing.experts.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
-from balancing.experts.split import Splitter, split_tokens, traffic
+from balancing.experts.planners.repair import repair
+from balancing.experts.split.split import Splitter, split_tokens, traffic
 from balancing.experts.trace import (
     LoadTrace,
     read_load_trace,

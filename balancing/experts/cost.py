@@ -108,8 +108,8 @@ def layer_cost(
 ) -> LayerCost:
     """The cost of one layer and micro-batch.
 
-    tokens: int [source_rank, rank], how many go where (`balancing.experts.split.traffic`). Rank i of the placement is
-    rank i of the cluster.
+    tokens: int [source_rank, rank], how many go where (`balancing.experts.split.split.traffic`). Rank i of the
+    placement is rank i of the cluster.
     hidden_under: seconds of forward compute other than the experts' that run while replicas travel (T_FNEC; twice that
     backward). The experts' own compute hides transfers too then (Eq. 8). None if transfers wait (Eq. 6).
     first: whether the layer is the first one with experts, so that none compute while its replicas travel: its weights
@@ -159,7 +159,8 @@ def copy_seconds(placement: ReplicaPlacement, cluster: Cluster, *, relayed: bool
     """Seconds that all copies take for each byte of an expert: out or back, since links are as fast in both directions.
 
     relayed: ranks hand weights on along `ReplicaPlacement.hops`, in pieces, so that a home sends each expert once
-    however many replicas it has; `balancing.experts.apply` does so. Otherwise the home sends every replica itself.
+    however many replicas it has; `balancing.experts.engine.slots` does so. Otherwise the home sends every replica
+    itself.
     """
     expert, source, rank = placement.hops.T
     source, ranks = source if relayed else placement.home[expert], placement.num_ranks

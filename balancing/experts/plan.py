@@ -1,8 +1,9 @@
 """Which experts get replicas on which ranks: a load in, a `ReplicaPlacement` out, for every planner alike.
 
 Everything here is pure and deterministic: all ranks call it with the same load and get the same placement. The planners
-are "quota" (ours, see `balancing.experts.quota`), "prophet" (Pro-Prophet), "shadow" (FasterMoE), "eplb" (DeepSeek) and
-"none"; a placement remembers how its planner's tokens choose among instances, so `split_tokens` serves them all.
+are "quota" (ours, see `balancing.experts.planners.quota`), "prophet" (Pro-Prophet), "shadow" (FasterMoE), "eplb"
+(DeepSeek) and "none"; a placement remembers how its planner's tokens choose among instances, so `split_tokens` serves
+them all.
 """
 
 from typing import Any, Literal, get_args
@@ -12,11 +13,11 @@ from numpy.typing import ArrayLike
 
 from balancing.cluster import Cluster
 from balancing.experts.cost import ExpertShape
-from balancing.experts.eplb import eplb_slots
 from balancing.experts.placement import ReplicaPlacement, SplitRule, contiguous_homes
-from balancing.experts.prophet import prophet_slots
-from balancing.experts.quota import QuotaPlanner
-from balancing.experts.shadow import shadow_slots
+from balancing.experts.planners.eplb import eplb_slots
+from balancing.experts.planners.prophet import prophet_slots
+from balancing.experts.planners.quota import QuotaPlanner
+from balancing.experts.planners.shadow import shadow_slots
 
 __all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers"]
 
@@ -50,7 +51,7 @@ def plan_replicas(
     hidden_under: seconds of forward compute, besides the experts' own, that run while replicas travel, so that
     transfers cost only what sticks out; None if they hold everything up. first: whether the layer is the
     first with experts, whose replicas travel while none compute. micro_batches: how many one transfer serves.
-    options: for "prophet", its `excluded` and `alpha` (`balancing.experts.prophet`).
+    options: for "prophet", its `excluded` and `alpha` (`balancing.experts.planners.prophet`).
 
     Raises ValueError for a load that is not two-dimensional, negative or not finite, for experts that do not divide by
     the ranks, more ranks than the cluster has, negative slots, and an unknown method or option.

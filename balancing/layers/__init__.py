@@ -6,11 +6,11 @@ from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.migration import Move, migration_bytes, migration_seconds, moves
 from balancing.layers.plan import plan_stages
-from balancing.layers.refine import refine_plan
+from balancing.layers.planners.refine import refine_plan
 from balancing.layers.repack import Release, Repack, choose_repack, first_fit, release_of, repack_options
-from balancing.layers.schedule import Operation, operations
-from balancing.layers.stages import StagePlan
-from balancing.layers.timeline import Span, Timeline, simulate_schedule, simulate_steps
+from balancing.layers.simulator.schedule import Operation, operations
+from balancing.layers.simulator.timeline import Span, Timeline, simulate_schedule, simulate_steps
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = [
     "CostAverage",

@@ -19,9 +19,9 @@ from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.plan import METHODS, plan_stages
-from balancing.layers.refine import refine_plan
+from balancing.layers.planners.refine import refine_plan
 from balancing.layers.repack import choose_repack, repack_options
-from balancing.layers.stages import StagePlan
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["main"]
 

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.stages import StagePlan
-from balancing.layers.timeline import Timeline, simulate_schedule, simulate_steps
+from balancing.layers.simulator.timeline import Timeline, simulate_schedule, simulate_steps
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["CostAverage", "LayerCost", "over_ranks"]
 

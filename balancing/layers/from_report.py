@@ -7,7 +7,7 @@ import numpy as np
 
 from balancing.layers.cost import LayerCost
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.stages import StagePlan
+from balancing.layers.stage_plan import StagePlan
 from balancing.report import read_history, summarize
 
 __all__ = ["RecordedRun", "estimate_memory", "read_run"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal, NamedTuple
 
-from balancing.layers.stages import StagePlan
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["Decision", "Gate", "GateConfig"]
 

@@ -8,7 +8,7 @@ parentheses inside; commas mean nothing. "Et*3|(tt|)*2t,L" is four stages of 3, 
 import re
 from itertools import groupby
 
-from balancing.layers.stages import StagePlan
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["from_layout", "to_layout"]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from balancing.layers.cost import LayerCost, over_ranks
 from balancing.layers.memory import LayerMemory, stage_memory
-from balancing.layers.stages import StagePlan
+from balancing.layers.stage_plan import StagePlan
 from balancing.report.record import RankRecord
 
 __all__ = ["fit_activations", "join_ranks", "layer_seconds"]

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.stages import StagePlan
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["LayerMemory", "in_flight", "stage_memory"]
 
@@ -65,7 +65,7 @@ def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -
     micro_batches: of a step; None if there are enough to fill the pipeline. Returns an int array [stage, moment,
     chunk]. Of all moments only those are kept that can be the fullest for some sizes of activations; a stage with fewer
     of them than others repeats its last one. The schedules are those of
-    `balancing.layers.schedule` with its default groups.
+    `balancing.layers.simulator.schedule` with its default groups.
     """
     if virtual == 1:
         most = micro_batches or stages

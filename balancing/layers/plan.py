@@ -10,11 +10,11 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.layers.baselines import deepspeed_bounds, uniform_bounds
-from balancing.layers.diffusion import diffuse
 from balancing.layers.memory import LayerMemory, as_memory, stage_memory
-from balancing.layers.partition import Problem, memory_shortfall, optimal_bounds, room_of
-from balancing.layers.stages import StagePlan
+from balancing.layers.planners.baselines import deepspeed_bounds, uniform_bounds
+from balancing.layers.planners.diffusion import diffuse
+from balancing.layers.planners.optimal import Problem, memory_shortfall, optimal_bounds, room_of
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["METHODS", "Method", "plan_stages"]
 
@@ -47,8 +47,9 @@ def plan_stages(
     min_layers: fewest layers a chunk has; 0 allows a stage with nothing but the embedding or the head.
 
     method: "optimal", the slowest stage as fast as possible, exactly if virtual is 1; "diffusion", neighbours exchange
-    boundary layers (`balancing.layers.diffusion`); "deepspeed", contiguous by max - min; "uniform", equal numbers.
-    Only "optimal" and "diffusion" look for a plan that fits the memory, the others are refused if theirs does not.
+    boundary layers (`balancing.layers.planners.diffusion`); "deepspeed", contiguous by max - min; "uniform", equal
+    numbers. Only "optimal" and "diffusion" look for a plan that fits the memory, the others are refused if theirs does
+    not.
 
     Raises ValueError for costs that are negative or not finite, sizes below 1, fewer layers than chunks, a method that
     cannot do several chunks a stage, and a memory limit that cannot be met, with the bytes that are missing.

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from balancing.layers.cost import LayerCost
 from balancing.layers.memory import LayerMemory
 from balancing.layers.plan import plan_stages
-from balancing.layers.stages import StagePlan
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["Release", "Repack", "choose_repack", "first_fit", "release_of", "repack_options"]
 

@@ -8,18 +8,18 @@ plan = plan_sequences([30000, 1200, 500, 833], Cluster.preset("h200-8x400g"), sh
 print(render(plan))
 """
 
-from balancing.sequences.attention import SequenceAttention
 from balancing.sequences.cost import StepCost, limit_seconds, step_cost
-from balancing.sequences.layout import AttentionShape, Exchange, SequencePlan, Shard
+from balancing.sequences.engine.attention import SequenceAttention
+from balancing.sequences.engine.compiler import make_program
+from balancing.sequences.engine.program import Program
+from balancing.sequences.engine.rank_program import Statistics
+from balancing.sequences.engine.remap import linear_layout, remap
+from balancing.sequences.engine.routing import route
 from balancing.sequences.load import causal_area, zigzag_area
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
-from balancing.sequences.remap import linear_layout, remap
 from balancing.sequences.render import render
-from balancing.sequences.routing import route
-from balancing.sequences.steps import Program
-from balancing.sequences.tasks import make_program
+from balancing.sequences.sequence_plan import AttentionShape, Exchange, SequencePlan, Shard
 from balancing.sequences.traffic import Traffic, kv_traffic, remap_traffic
-from balancing.sequences.way import Statistics
 
 __all__ = [
     "DEFAULT_CHUNK",

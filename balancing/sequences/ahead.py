@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan
-from balancing.sequences.way import Way
+from balancing.sequences.engine.rank_program import Way
+from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["Planned", "PlanningAhead", "zone_shares"]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import AttentionShape, SequencePlan
 from balancing.sequences.load import causal_area
+from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
 from balancing.sequences.traffic import Traffic, layout_traffic, link_seconds, remap_traffic
 
 __all__ = [

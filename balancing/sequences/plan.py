@@ -13,14 +13,14 @@ from typing import Literal, get_args
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.baselines import Scheduler, even_layout, hybrid_layout
-from balancing.sequences.chunks import level_chunks
 from balancing.sequences.cost import step_cost
-from balancing.sequences.exchange import choose_exchange, same_exchange
-from balancing.sequences.layout import AttentionShape, SequencePlan, Shard
-from balancing.sequences.leveling import level_tokens
-from balancing.sequences.zigzag import token_quotas
-from balancing.sequences.zones import zone_layout
+from balancing.sequences.planners.baselines import Scheduler, even_layout, hybrid_layout
+from balancing.sequences.planners.chunks import level_chunks
+from balancing.sequences.planners.kv_exchange import choose_exchange, same_exchange
+from balancing.sequences.planners.linear_layout import level_tokens
+from balancing.sequences.planners.zigzag import token_quotas
+from balancing.sequences.planners.zones import zone_layout
+from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard
 
 __all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "plan_sequences"]
 

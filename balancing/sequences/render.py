@@ -1,6 +1,6 @@
 """A plan of sequences as text: what each rank holds in attention, and what moves for linear layers."""
 
-from balancing.sequences.layout import SequencePlan, Shard
+from balancing.sequences.sequence_plan import SequencePlan, Shard
 
 __all__ = ["render"]
 

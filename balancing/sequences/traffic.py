@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan, columns
+from balancing.sequences.sequence_plan import SequencePlan, columns
 
 __all__ = ["Traffic", "kv_traffic", "layout_traffic", "link_seconds", "remap_traffic"]
 

@@ -1,6 +1,6 @@
 """Is the emulated cluster true? What it takes by the clock, against what it should take by arithmetic.
 
-    python -m benchmarks.calibration [--quick] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.emulated.calibration [--quick] [--json FILE] [--figure FILE.svg]
 
 - Megatron's own 1F1B schedule over gloo with paced stages, all equal: (m + P - 1) t. Within 5 %.
 - The same with one stage twice as slow, and the interleaved schedule with unequal chunks: the exact simulation of
@@ -29,7 +29,7 @@ from benchmarks.emulated.rate import format_rate, parse_rate
 
 __all__ = ["Row", "main", "pipelines", "transfers"]
 
-_ROOT = str(Path(__file__).resolve().parent.parent)
+_ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 300.0  # seconds for one launch of ranks
 _NIC = "25MB/s"
@@ -209,7 +209,7 @@ def _draw(rows: Sequence[Row], path: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.calibration",
+        prog="python -m benchmarks.emulated.calibration",
         description="Compare what the emulated cluster takes by the clock with what it should take by arithmetic.",
     )
     parser.add_argument("--quick", action="store_true", help="8 ranks, fewer cases, fewer repeats; under a minute")

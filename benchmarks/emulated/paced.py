@@ -205,7 +205,7 @@ def run_schedule(
 
 
 def main() -> None:
-    from megatron.balanced.device import use_cpu
+    from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
     torch.distributed.batch_isend_irecv = _receives_first  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """How long messages take between the ranks of an emulated cluster: one JSON line with the quickest time of each.
 
-Run on the ranks by `benchmarks.calibration`:
+Run on the ranks by `benchmarks.emulated.calibration`:
 
     python -m benchmarks.emulated ... -- -m benchmarks.emulated.transfers --bytes 10000000 --repeats 3 0-4 0-4,1-5
 

@@ -1,11 +1,12 @@
 """How long does a training step take with hot experts, and how near does balancing come to the limit? Emulated.
 
-    python -m benchmarks.experts_emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE] [--figure FILE.svg]
 
 Four layers of attention and experts and four micro-batches a step, on 8 and on 16 processes of an emulated cluster of
 two nodes. Tokens, replicas' weights and their gradients really move, through Megatron's dispatcher and
-`balancing.experts.apply`; compute is a timed wait. `benchmarks.emulated.expert_load` says what machine and model this
-stands for and how it is scaled. Loads are a recorded run's (--trace, as `balancing.experts.trace` reads it) or made up.
+`balancing.experts.engine.slots`; compute is a timed wait. `benchmarks.experts.emulated_workload` says what machine and
+model this stands for and how it is scaled. Loads are a recorded run's (--trace, as `balancing.experts.trace` reads it)
+or made up.
 
 All methods take turns, step by step, so that they see the same machine. The limit, "forced balance", is Megatron's own
 layer with as many tokens spread evenly over experts; "none" is Megatron's own layer too. Replicas are placed from the
@@ -35,13 +36,13 @@ import numpy as np
 
 from balancing.experts import ReplicaPlacement, contiguous_homes, plan_replicas, read_load_trace, traffic
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
-from benchmarks.emulated.expert_load import HIDDEN, SHAPE, TOP_K, Loads, Scale, made_up_loads, recorded_loads
-from benchmarks.emulated.experts import Variant
 from benchmarks.emulated.rate import format_rate
+from benchmarks.experts.emulated_rank import Variant
+from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Loads, Scale, made_up_loads, recorded_loads
 
 __all__ = ["CEILING", "VARIANTS", "Row", "measure"]
 
-_ROOT = str(Path(__file__).resolve().parent.parent)
+_ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
 _EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by ranks, which share two cores: see above
@@ -180,7 +181,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, EmulatedCluster(2, scale.ranks // 2, **shape) as cluster:
         Path(folder, "job.json").write_text(json.dumps(job))
         np.savez(Path(folder, "loads.npz"), **arrays)
-        program = ["ignore", "-m", "benchmarks.emulated.experts", folder]
+        program = ["ignore", "-m", "benchmarks.experts.emulated_rank", folder]
         run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT, on_line=_tell)
         reason = cluster.not_shaped_because
     lines = [json.loads(line) for line in run.output[0] if line.startswith('{"variant"')]
@@ -280,7 +281,7 @@ def _draw(rows: Sequence[Row], about: str, path: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.experts_emulated",
+        prog="python -m benchmarks.experts.emulated",
         description="Step time with hot experts on an emulated cluster, method by method, against forced balance.",
     )
     parser.add_argument("--quick", action="store_true", help="8 ranks, fewer methods, layers and steps; under a minute")

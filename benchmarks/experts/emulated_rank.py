@@ -1,11 +1,11 @@
-"""Layers of paced experts with real token exchanges and real replicas: one rank of `benchmarks.experts_emulated`.
+"""Layers of paced experts with real token exchanges and real replicas: one rank of `benchmarks.experts.emulated`.
 
 Megatron's MoE layer runs as it is: its alltoall dispatcher moves every token over gloo, and balanced ones come from
-`megatron.balanced.moe_layer`, with replicas that `balancing.experts.apply` fills and empties. Three parts are replaced.
-The router repeats recorded counts. An expert is the identity and occupies the device for as long as its tokens would
-(`balancing.clock.pace`), twice that in the backward pass. Attention is a timed wait too.
+`megatron.balanced.experts.moe_layer`, with replicas that `balancing.experts.engine.slots` fills and empties. Three
+parts are replaced. The router repeats recorded counts. An expert is the identity and occupies the device for as long as
+its tokens would (`balancing.clock.pace`), twice that in the backward pass. Attention is a timed wait too.
 
-    python -m benchmarks.emulated ... -- -m benchmarks.emulated.experts JOB
+    python -m benchmarks.emulated ... -- -m benchmarks.experts.emulated_rank JOB
 
 JOB is a folder with job.json and loads.npz, which the launcher writes. Rank 0 prints one line of JSON for each step.
 Every step checks itself: tokens come back as they left, replicas had the weights of their experts, and every home
@@ -115,7 +115,7 @@ class _Model:
     def __init__(self, variant: Variant, job: dict[str, Any], device: Device, groups: Any) -> None:
         from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
-        from megatron.balanced.moe_layer import BalancedMoELayer
+        from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
         self.variant, self._device, self._attention = variant, device, float(job["attention_seconds"])
         config = _config(job)
@@ -189,7 +189,7 @@ class _Model:
 
 def _experts(local: list[_Expert]) -> torch.nn.Module:
     """Megatron's sequence of experts with replicas, made of paced ones."""
-    from megatron.balanced.moe_layer import ReplicatedSequentialMLP
+    from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
 
     class PacedExperts(ReplicatedSequentialMLP):
         def __init__(self) -> None:
@@ -200,7 +200,7 @@ def _experts(local: list[_Expert]) -> torch.nn.Module:
 
 
 def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
-    from balancing.experts.apply import ReplicaSlots
+    from balancing.experts.engine.slots import ReplicaSlots
 
     class Exposed(ReplicaSlots):
         """Every transfer is waited for where it is started."""
@@ -264,7 +264,7 @@ def _patch() -> None:
     """What training with balanced experts replaces in Megatron's dispatcher."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    from megatron.balanced.known_counts import with_known_counts
+    from megatron.balanced.experts.known_counts import with_known_counts
 
     gather = token_dispatcher.gather_from_sequence_parallel_region
     token_dispatcher.gather_from_sequence_parallel_region = with_known_counts(gather)
@@ -324,7 +324,7 @@ def _served(model: _Model, load: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def main() -> None:
-    from megatron.balanced.device import use_cpu
+    from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
     _patch()

@@ -17,7 +17,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, LoadTrace
-from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
 __all__ = ["HIDDEN", "SHAPE", "TOP_K", "Loads", "Scale", "made_up_loads", "recorded_loads", "scaled_load"]
 
@@ -151,7 +151,7 @@ def _spread(length: int, number: int) -> np.ndarray:
 
 
 def made_up_loads(scale: Scale, layers: int, micro_batches: int, steps: int) -> Loads:
-    """Loads from `balancing.experts.synthetic`: Zipf's law, each layer with another imbalance, drifting."""
+    """Loads from `benchmarks.experts.synthetic`: Zipf's law, each layer with another imbalance, drifting."""
     rng = np.random.default_rng(0)
     ranks = scale.ranks
     popularity = [

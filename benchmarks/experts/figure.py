@@ -1,6 +1,6 @@
-"""Draws rank imbalance by planner from the rows that `benchmarks.experts --json FILE` wrote.
+"""Draws rank imbalance by planner from the rows that `benchmarks.experts.plans --json FILE` wrote.
 
-python -m benchmarks.experts_figure ROWS.json docs/figures/experts.svg
+python -m benchmarks.experts.figure ROWS.json docs/figures/experts.svg
 """
 
 import json
@@ -49,7 +49,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m benchmarks.experts_figure ROWS.json FIGURE.svg")
+        raise SystemExit("usage: python -m benchmarks.experts.figure ROWS.json FIGURE.svg")
     draw(json.loads(Path(sys.argv[1]).read_text())["rows"], Path(sys.argv[2]))
 
 

@@ -1,6 +1,6 @@
 """How level the planners of `balancing.experts` make expert-parallel ranks, and how long they take to think.
 
-    python -m benchmarks.experts [--quick] [--trace FILE] [--json FILE]
+    python -m benchmarks.experts.plans [--quick] [--trace FILE] [--json FILE]
 
 - Replay: recorded loads, or made-up ones without --trace. A placement is made from one micro-batch and used for the
   next, by every planner, at several expert-parallel sizes. Then the same with a placement that is one record old.
@@ -39,10 +39,10 @@ from balancing.experts import (
     plan_replicas_layers,
     read_load_trace,
     read_routing_trace,
-    repair,
     traffic,
 )
-from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+from balancing.experts.planners import repair
+from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 from benchmarks.processor_time import milliseconds
 
 __all__ = ["Row", "grid", "replay", "times"]
@@ -346,7 +346,7 @@ def _sizes(trace: LoadTrace) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.experts", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m benchmarks.experts.plans", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="fewer loads; under a minute")
     parser.add_argument(

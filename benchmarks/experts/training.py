@@ -1,6 +1,6 @@
 """Does balancing experts make real training faster? Two processes, each pinned to a core of its own.
 
-    python -m benchmarks.experts_training [--quick] [--json FILE]
+    python -m benchmarks.experts.training [--quick] [--json FILE]
 
 A mixture-of-experts GPT with expert parallelism 2 trains on real text (the source of Python's standard library) without
 any balancing loss until its experts have specialised, and leaves a checkpoint. From there the same steps run with

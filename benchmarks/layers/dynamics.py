@@ -1,6 +1,6 @@
 """What does a layer cost under each dynamic scheme, and from where on does a sparse product pay?
 
-    python -m benchmarks.dynamics [--quick] [--table layers|crossover] [--schemes TEXT] [--json FILE]
+    python -m benchmarks.layers.dynamics [--quick] [--table layers|crossover] [--schemes TEXT] [--json FILE]
 
 Real training on one process and one thread, on real text (the source of Python's standard library), a run for each
 scheme. Costs are those of the report: CPU seconds of the training thread, per layer and micro-batch, forward and
@@ -24,7 +24,7 @@ import torch
 
 from balancing.dynamics import SparsePattern, sparse_linear
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = (
     "--device cpu --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 "
     "--max-position-embeddings 1024 --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 "

@@ -1,6 +1,6 @@
-"""Are the simulated speedups true? The pipelines of `benchmarks.layers` on the emulated cluster, by the clock.
+"""Are the simulated speedups true? The pipelines of `benchmarks.layers.plans` on the emulated cluster, by the clock.
 
-    python -m benchmarks.layers_emulated [--quick] [--json FILE]
+    python -m benchmarks.layers.emulated [--quick] [--json FILE]
 
 Megatron's own 1F1B schedule over gloo on 8 ranks, stages as timed waits. What layers cost is that of each modelled run
 at its end, 48 layers, slowed down so that a step takes seconds; each plan is run as it is, and with early exit also the
@@ -21,11 +21,11 @@ import numpy as np
 
 from balancing.layers import LayerCost, StagePlan, plan_stages, refine_plan
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
-from benchmarks.layers_traces import TRACES, trace
+from benchmarks.layers.traces import TRACES, trace
 
 __all__ = ["Row", "main"]
 
-_ROOT = str(Path(__file__).resolve().parent.parent)
+_ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _LAYERS, _MICRO_BATCHES, _STEP = 48, 32, 6.0
 _BOUND = 0.05
@@ -91,7 +91,7 @@ def _measure(stages: int, jobs: list[tuple[LayerCost, StagePlan]], repeats: int)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layers_emulated", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m benchmarks.layers.emulated", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="three of the six cases, each plan once")
     parser.add_argument("--cases", nargs="+", choices=[*TRACES], metavar="NAME", help="only these cases")

@@ -1,6 +1,6 @@
-"""Draws speedups over equal numbers of layers from the rows that `benchmarks.layers --json FILE` wrote.
+"""Draws speedups over equal numbers of layers from the rows that `benchmarks.layers.plans --json FILE` wrote.
 
-python -m benchmarks.layers_figure ROWS.json docs/figures/layers.svg
+python -m benchmarks.layers.figure ROWS.json docs/figures/layers.svg
 """
 
 import json
@@ -64,7 +64,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m benchmarks.layers_figure ROWS.json FIGURE.svg")
+        raise SystemExit("usage: python -m benchmarks.layers.figure ROWS.json FIGURE.svg")
     draw(json.loads(Path(sys.argv[1]).read_text())["rows"], Path(sys.argv[2]))
 
 

@@ -1,10 +1,10 @@
 """What planning stages anew gains while six kinds of dynamic models train, and what it costs.
 
-    python -m benchmarks.layers [--quick] [--json FILE] [--figure FILE.svg]
-    python -m benchmarks.layers --trace benchmarks/traces/*.npz
+    python -m benchmarks.layers.plans [--quick] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.layers.plans --trace benchmarks/traces/*.npz
 
 - Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches. What layers cost is
-  modelled (`benchmarks.layers_traces` says from what); every step is simulated with Megatron's own 1F1B schedule, and
+  modelled (`benchmarks.layers.traces` says from what); every step is simulated with Megatron's own 1F1B schedule, and
   moves are charged with their bytes at 50 GB/s and 0.25 s for new buffers and optimizer. Methods:
     uniform             equal numbers of layers, for the whole run
     deepspeed           DeepSpeed's partition by parameters, for the whole run
@@ -17,10 +17,10 @@
 - Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.
 - Time: of one plan, processor time of one thread, the quickest of several.
 
-With --trace, only the first of these, over costs that `benchmarks.layers_record` took from real training of a small
+With --trace, only the first of these, over costs that `benchmarks.layers.record` took from real training of a small
 model, interpolated over the run and over depth.
 
-Nothing is trained here. `benchmarks.layers_emulated` runs such pipelines by the clock. Takes some minutes on one core,
+Nothing is trained here. `benchmarks.layers.emulated` runs such pipelines by the clock. Takes some minutes on one core,
 with --quick less than one. Exit code 1 if a row misses its target.
 """
 
@@ -52,8 +52,8 @@ from balancing.layers import (
     simulate_schedule,
 )
 from balancing.layers.plan import METHODS, Method
-from benchmarks.layers_record import replay
-from benchmarks.layers_traces import TRACES, Trace, trace
+from benchmarks.layers.record import replay
+from benchmarks.layers.traces import TRACES, Trace, trace
 
 __all__ = ["Row", "reach", "recorded", "repack", "times", "training"]
 
@@ -330,7 +330,9 @@ def _show(rows: Sequence[Row], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 if a target was missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.layers.plans", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="shorter runs, one number of layers; under a minute")
     parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="numbers of layers (default: 32 48)")
     parser.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="replay these recordings, nothing else")
@@ -354,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table = [asdict(row) for row in rows]
             Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
         if options.figure:
-            from benchmarks.layers_figure import draw  # matplotlib takes a while to import
+            from benchmarks.layers.figure import draw  # matplotlib takes a while to import
 
             draw([asdict(row) for row in rows], Path(options.figure))
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Records what layers cost while a small dynamic model really trains, for `benchmarks.layers --trace` to replay.
+"""Records what layers cost while a small dynamic model really trains, for `benchmarks.layers.plans --trace` to replay.
 
-    python -m benchmarks.layers_record --scheme NAME --out FILE.npz
+    python -m benchmarks.layers.record --scheme NAME --out FILE.npz
 
 A GPT of 32 layers trains on real text (the source of Python's standard library, a token a byte) in one process and one
 thread, with the scheme's own flags, its whole schedule pressed into the run. Costs are those of `--balance-report`: CPU
@@ -26,7 +26,7 @@ import numpy as np
 
 from balancing.layers import LayerCost
 from balancing.report import History, read_history
-from benchmarks.layers_traces import EXPERT_SHARE, TRACES, Trace, trace
+from benchmarks.layers.traces import EXPERT_SHARE, TRACES, Trace, trace
 from benchmarks.pinned import REPOSITORY, prepare_corpus
 
 __all__ = ["FLAGS", "record", "replay"]
@@ -82,7 +82,7 @@ def record(scheme: str, folder: Path) -> dict[str, np.ndarray]:
     flags = " ".join([*MODEL, *FLAGS[scheme].split()])
     return {
         "scheme": np.array(scheme),
-        "command": np.array(f"python -m benchmarks.layers_record --scheme '{scheme}': pretrain_gpt.py {flags}"),
+        "command": np.array(f"python -m benchmarks.layers.record --scheme '{scheme}': pretrain_gpt.py {flags}"),
         "seconds": seconds.astype(np.float16),  # to a tenth of a percent
         "fullest": fullest.astype(np.float16),
     }
@@ -121,7 +121,7 @@ def replay(path: Path, layers: int, iterations: int) -> Trace:
         with np.load(path) as file:
             name, seconds, fullest = str(file["scheme"]), _medians(file["seconds"]), _medians(file["fullest"])
     except KeyError as error:
-        raise ValueError(f"{path} lacks {error}; make it with python -m benchmarks.layers_record") from None
+        raise ValueError(f"{path} lacks {error}; make it with python -m benchmarks.layers.record") from None
     if name not in TRACES:
         raise ValueError(f"{path} is of scheme {name!r}, not one of {', '.join(TRACES)}")
     like = trace("layer freezing", layers, 1)

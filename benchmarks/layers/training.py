@@ -1,6 +1,6 @@
 """Does moving layers make real training faster? Two pipeline stages, each a process pinned to a core of its own.
 
-    python -m benchmarks.layers_training [--quick] [--cases NAME ...] [--json FILE]
+    python -m benchmarks.layers.training [--quick] [--cases NAME ...] [--json FILE]
 
 A GPT of 12 layers trains on real text (the source of Python's standard library), and after some steps becomes uneven:
 

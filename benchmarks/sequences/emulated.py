@@ -1,11 +1,11 @@
 """How long does a step take with documents of very different length, and how near is it to the limit? Emulated.
 
-    python -m benchmarks.sequences_emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--json FILE] [--figure FILE.svg]
+    python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--json FILE] [--figure FILE.svg]
 
 One layer, forward and backward, of one micro-batch with 4k tokens a rank (Zeppelin's regime), on 16 processes of an
 emulated cluster with fewer NICs than ranks. Keys, values, gradients and remapped tokens really move, through
-`balancing.sequences`; compute is a timed wait. `benchmarks.emulated.sequence_load` says what machine and models this
-stands for and how it is scaled, `benchmarks.emulated.sequences` how every step checks itself.
+`balancing.sequences`; compute is a timed wait. `benchmarks.sequences.emulated_workload` says what machine and models
+this stands for and how it is scaled, `benchmarks.sequences.emulated_rank` how every step checks itself.
 
 All methods take turns, batch by batch, so that they see the same machine. ring stands for Transformer Engine's p2p,
 gather for Llama 3's all-gather, hybrid for Megatron-LM's hybrid context parallelism, planned by its own scheduler; none
@@ -38,12 +38,12 @@ import numpy as np
 from balancing.sequences import limit_seconds
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
-from benchmarks.emulated.sequence_load import CLUSTERS, METHODS, SHAPES, Case, Scale, make_case, predicted_seconds
-from benchmarks.emulated.sequences import Job, Rounds
+from benchmarks.sequences.emulated_rank import Job, Rounds
+from benchmarks.sequences.emulated_workload import CLUSTERS, METHODS, SHAPES, Case, Scale, make_case, predicted_seconds
 
 __all__ = ["RoutingRow", "Row", "measure"]
 
-_ROOT = str(Path(__file__).resolve().parent.parent)
+_ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
 _TIME = 100.0  # emulated seconds for each modelled one
@@ -112,7 +112,7 @@ def measure(job: Job, *, limited: bool = True, timeout: float = _TIMEOUT) -> tup
     with tempfile.TemporaryDirectory() as folder, emulated as cluster:
         path = Path(folder, "job.pickle")
         path.write_bytes(pickle.dumps(job))
-        program = ["ignore", "-m", "benchmarks.emulated.sequences", str(path)]
+        program = ["ignore", "-m", "benchmarks.sequences.emulated_rank", str(path)]
         run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT, on_line=partial(_tell, job))
         reason = cluster.not_shaped_because
     return [json.loads(line) for line in run.output[0] if line.startswith("{")], reason
@@ -273,7 +273,7 @@ def _draw(rows: Sequence[Row], path: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequences_emulated",
+        prog="python -m benchmarks.sequences.emulated",
         description="Step time with documents of very different length on an emulated cluster, method by method.",
     )
     parser.add_argument(

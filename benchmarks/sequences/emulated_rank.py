@@ -1,4 +1,4 @@
-"""Transformer layers over planned sequences in slow motion: the ranks' side of `benchmarks.sequences_emulated`.
+"""Transformer layers over planned sequences in slow motion: the ranks' side of `benchmarks.sequences.emulated`.
 
 The engine (`balancing.sequences.SequenceAttention`) runs as in training: all its transfers and its changes of layout
 move real bytes over gloo. Two parts are replaced. Linear layers are timed waits by the rank's tokens. A kernel occupies
@@ -6,7 +6,7 @@ the device for as long as its whole tiles of query-key pairs would, 2.5 times th
 attention whose scores are all zero, in the first number of a token alone: cheap, and known in advance. A query's output
 is then the mean of the values it sees, so with values and gradients that count positions every step checks itself.
 
-    python -m benchmarks.emulated ... -- -m benchmarks.emulated.sequences JOB
+    python -m benchmarks.emulated ... -- -m benchmarks.sequences.emulated_rank JOB
 
 JOB is a pickle of `Job`, which the launcher writes. Rank 0 prints one line of JSON for each step.
 """
@@ -26,13 +26,13 @@ import torch.distributed as dist
 
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.cost import hidden_seconds, linear_seconds
-from balancing.sequences.kernels import Pieces
-from balancing.sequences.layout import AttentionShape
-from balancing.sequences.steps import Stage
-from balancing.sequences.transport import Transport
-from balancing.sequences.way import Run, Statistics, Widths, find_way
+from balancing.sequences.engine.kernels import Pieces
+from balancing.sequences.engine.program import Stage
+from balancing.sequences.engine.rank_program import Run, Statistics, Widths, find_way
+from balancing.sequences.engine.transport import Transport
+from balancing.sequences.sequence_plan import AttentionShape
 from benchmarks.emulated.device import Device
-from benchmarks.emulated.sequence_load import METHODS, SHAPES, Case, Scale, tile_pairs
+from benchmarks.sequences.emulated_workload import METHODS, SHAPES, Case, Scale, tile_pairs
 
 __all__ = ["Job", "Rounds", "ZeroScores"]
 
@@ -62,7 +62,7 @@ class Job:
 
 
 class ZeroScores:
-    """A kernel (`balancing.sequences.kernels.Kernel`) for scores of zero, as slow as the modelled device.
+    """A kernel (`balancing.sequences.engine.kernels.Kernel`) for scores of zero, as slow as the modelled device.
 
     pair_seconds: emulated seconds of one query-key pair, forward.
     """

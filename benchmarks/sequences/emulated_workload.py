@@ -19,9 +19,9 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, step_cost
 from balancing.sequences.cost import TILE
-from balancing.sequences.kernels import Pieces
-from balancing.sequences.lengths import draw_batch
-from benchmarks.sequences import baseline_parts
+from balancing.sequences.engine.kernels import Pieces
+from benchmarks.sequences.lengths import draw_batch
+from benchmarks.sequences.plans import baseline_parts
 
 __all__ = ["CLUSTERS", "METHODS", "SHAPES", "Case", "Method", "Scale", "make_case", "predicted_seconds", "tile_pairs"]
 

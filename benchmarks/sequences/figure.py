@@ -1,6 +1,6 @@
-"""Draws what each planner leaves of the imbalance, from the rows that `benchmarks.sequences --json FILE` wrote.
+"""Draws what each planner leaves of the imbalance, from the rows that `benchmarks.sequences.plans --json FILE` wrote.
 
-python -m benchmarks.sequences_figure ROWS.json docs/figures/sequences.svg
+python -m benchmarks.sequences.figure ROWS.json docs/figures/sequences.svg
 """
 
 import json
@@ -63,7 +63,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m benchmarks.sequences_figure ROWS.json FIGURE.svg")
+        raise SystemExit("usage: python -m benchmarks.sequences.figure ROWS.json FIGURE.svg")
     draw(json.loads(Path(sys.argv[1]).read_text())["rows"], Path(sys.argv[2]))
 
 

@@ -1,6 +1,6 @@
 """What planners of `balancing.sequences` make of real batches: balance, modelled time, traffic, and time to think.
 
-    python -m benchmarks.sequences [--quick] [--lengths FILE] [--ranks N ...] [--json FILE]
+    python -m benchmarks.sequences.plans [--quick] [--lengths FILE] [--ranks N ...] [--json FILE]
 
 One micro-batch a step and 4k tokens a rank, Zeppelin's regime, on 16 to 128 ranks; batches of documents as long as
 those of published training sets, or recorded lengths. Baselines: ring (Transformer Engine's p2p), gather (Llama 3's
@@ -44,12 +44,12 @@ from balancing.sequences import (
     plan_sequences,
     step_cost,
 )
-from balancing.sequences.baselines import hybrid_groups
-from balancing.sequences.lengths import DISTRIBUTIONS, draw_batch
-from balancing.sequences.routing import routes
-from balancing.sequences.tasks import make_program
-from balancing.sequences.way import Widths
+from balancing.sequences.engine.compiler import make_program
+from balancing.sequences.engine.rank_program import Widths
+from balancing.sequences.engine.routing import routes
+from balancing.sequences.planners.baselines import hybrid_groups
 from benchmarks.processor_time import milliseconds
+from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 
 __all__ = ["Row", "baseline_parts", "plans", "times"]
 
@@ -281,7 +281,7 @@ def _sources(path: str | None) -> dict[str, str | np.ndarray]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequences", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m benchmarks.sequences.plans", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="fewer batches and sizes; about a minute")
     parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")

@@ -1,6 +1,6 @@
 """Do plans of sequences make real training faster? Two processes, each pinned to a core of its own.
 
-    python -m benchmarks.sequences_training [--quick] [--json FILE]
+    python -m benchmarks.sequences.training [--quick] [--json FILE]
 
 A GPT with context parallelism 2 trains on documents of real, heavy-tailed length (the source of Python's standard
 library, a token a byte), each attending to itself, with `--balance-sequences`. The same steps run with the planner

@@ -1,8 +1,8 @@
 """The command line: Megatron-LM's own flags plus ours, checked before anything is built.
 
-The device must be known before `megatron.core` is imported (see `megatron.balanced.device`), and what this machine has
-decides some of Megatron's defaults: without Transformer Engine and Apex its shipped defaults do not run. Flags the user
-gives always win.
+The device must be known before `megatron.core` is imported (see `megatron.balanced.cpu.device`), and what this machine
+has decides some of Megatron's defaults: without Transformer Engine and Apex its shipped defaults do not run. Flags the
+user gives always win.
 """
 
 import argparse
@@ -19,22 +19,22 @@ from typing import Any, NoReturn
 import torch
 
 from balancing.cluster import PRESETS, Cluster
+from balancing.cluster.launch import detect_launch
+from balancing.doctor.installed import find_apex
 from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
-from balancing.installed import find_apex
-from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import check_folders, check_layout, check_megatron
+from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.data_checks import check_data
-from megatron.balanced.device import choose_device, is_cpu, use_cpu
-from megatron.balanced.dynamics_checks import check_dynamics
-from megatron.balanced.expert_checks import check_experts
-from megatron.balanced.failure import stop
-from megatron.balanced.layer_checks import check_layers
+from megatron.balanced.dynamics.checks import check_dynamics
+from megatron.balanced.experts.checks import check_experts
+from megatron.balanced.layers.checks import check_layers
 from megatron.balanced.model_checks import check_model
 from megatron.balanced.refusal import know_flags, know_values
-from megatron.balanced.sequence_checks import check_sequences
+from megatron.balanced.sequences.checks import check_sequences
+from megatron.balanced.watchdog.heartbeat import stop
 
 __all__ = ["BalanceConfig", "machine_of", "parse_arguments"]
 

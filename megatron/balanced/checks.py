@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from balancing.installed import find_megatron
+from balancing.doctor.installed import find_megatron
 
 __all__ = ["MEGATRON_VERSIONS", "OnThisMachine", "check_folders", "check_layout", "check_megatron"]
 

@@ -30,10 +30,10 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from balancing.sequences.layout import SequencePlan
+from balancing.sequences.sequence_plan import SequencePlan
 
 if TYPE_CHECKING:
-    from megatron.balanced.sequences import SequenceBalancer
+    from megatron.balanced.sequences.balancer import SequenceBalancer
 
 __all__ = ["forward_step", "is_packed", "train_valid_test_datasets"]
 

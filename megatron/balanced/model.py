@@ -31,11 +31,11 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.dynamic_layer import dynamic_layer
-from megatron.balanced.grouped_experts import GroupedMLP
-from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
-from megatron.balanced.sequence_attention import SequenceCoreAttention
-from megatron.balanced.sparse_attention import sparse_attention
+from megatron.balanced.dynamics.layer import dynamic_layer
+from megatron.balanced.dynamics.sparse_attention import sparse_attention
+from megatron.balanced.experts.grouped_mlp import GroupedMLP
+from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+from megatron.balanced.sequences.attention import SequenceCoreAttention
 
 __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 

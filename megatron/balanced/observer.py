@@ -25,12 +25,12 @@ from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
-from balancing.launch import detect_launch
+from balancing.cluster.launch import detect_launch
 from balancing.report import EventLog, IterationRecord, RankRecord, Span, TraceLog, observe, scalars
 from balancing.sequences import SequencePlan, causal_area, zigzag_area
 from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.data import is_packed
-from megatron.balanced.replay import Replays
+from megatron.balanced.recompute import Replays
 
 __all__ = ["Observer"]
 
@@ -122,8 +122,8 @@ class Observer:
     """Collects one `RankRecord` an iteration on every rank, and writes the job's records on the last one.
 
     Without --balance-report nothing is gathered or written. `listeners` are told each iteration, from 0, and this
-    rank's record of it, one step later. A `megatron.balanced.step.StepCallback`. Raises ValueError if the directory
-    cannot be written to.
+    rank's record of it, one step later. A `megatron.balanced.callbacks.StepCallback`. Raises ValueError if the
+    directory cannot be written to.
     """
 
     def __init__(self, args: argparse.Namespace, config: BalanceConfig) -> None:

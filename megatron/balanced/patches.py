@@ -21,11 +21,11 @@ import megatron.core
 import torch
 
 from megatron.balanced.arguments import BalanceConfig
-from megatron.balanced.flat_batch import with_flat_batches
-from megatron.balanced.known_counts import with_known_counts
+from megatron.balanced.callbacks import with_callbacks
+from megatron.balanced.experts.known_counts import with_known_counts
+from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.model import replaces_in_prediction
-from megatron.balanced.prediction import with_the_models_modules
-from megatron.balanced.step import with_callbacks
+from megatron.balanced.sequences.packed_messages import with_flat_batches
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
 

@@ -12,19 +12,19 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
-from megatron.balanced import patches, step
+from megatron.balanced import callbacks, patches
 from megatron.balanced.arguments import BalanceConfig, machine_of
 from megatron.balanced.data import forward_step, train_valid_test_datasets
-from megatron.balanced.dropout import DropoutStreams
-from megatron.balanced.dynamics import add_dynamics
-from megatron.balanced.experts import DoesNotFit, ExpertBalancer
-from megatron.balanced.failure import stop
-from megatron.balanced.layers import LayerBalancer
+from megatron.balanced.dynamics.schemes import add_dynamics
+from megatron.balanced.experts.balancer import DoesNotFit, ExpertBalancer
+from megatron.balanced.layers.balancer import LayerBalancer
+from megatron.balanced.layers.dropout import DropoutStreams
+from megatron.balanced.layers.release import Released, hand_over_tensorboard
 from megatron.balanced.model import model_config
-from megatron.balanced.observe import Observer
-from megatron.balanced.release import Released, hand_over_tensorboard
-from megatron.balanced.sequences import SequenceBalancer
-from megatron.balanced.stall import stalls_told
+from megatron.balanced.observer import Observer
+from megatron.balanced.sequences.balancer import SequenceBalancer
+from megatron.balanced.watchdog.heartbeat import stop
+from megatron.balanced.watchdog.stall import stalls_told
 
 __all__ = ["train"]
 
@@ -46,7 +46,7 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
     if config.balance_report is not None or config.layers.on:
         observer = Observer(args, config)
         model.post_wrap_hooks.append(observer.attach)
-        step.callbacks.append(observer)
+        callbacks.callbacks.append(observer)
         forward = partial(forward_step, on_documents=observer.documents)
     machine = machine_of(config, args.world_size)
     renew: list[Callable[[], None]] = []  # when layers have moved
@@ -56,13 +56,13 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
     if config.sequences.balance_sequences:
         sequences = SequenceBalancer(args, config.sequences, machine, report)
         model.pre_wrap_hooks.append(sequences.attach)
-        step.callbacks.append(sequences)
+        callbacks.callbacks.append(sequences)
         forward = partial(forward, sequences=sequences)
         datasets = sequences.datasets(datasets)
     if config.experts.balance_experts:
         balancer = ExpertBalancer(args, config.experts, machine, observer.note if observer is not None else None)
         model.post_wrap_hooks.append(balancer.attach)
-        step.callbacks.append(balancer)
+        callbacks.callbacks.append(balancer)
         renew.append(balancer.renew)
     if config.layers.on:
         assert observer is not None
@@ -74,19 +74,19 @@ def train(args: argparse.Namespace, config: BalanceConfig) -> None:
         layers.mover.leaving.append(observer.close)
         layers.mover.stayed += [observer.stayed, lambda headed: hand_over_tensorboard(args)]
         model.post_wrap_hooks.append(layers.attach)
-        step.callbacks.append(layers)
+        callbacks.callbacks.append(layers)
         if args.attention_dropout or args.hidden_dropout:
             streams = DropoutStreams(args)
             layers.mover.built.append(streams.watch_layer)
             model.post_wrap_hooks.append(streams.attach)
-            step.callbacks.append(streams)
+            callbacks.callbacks.append(streams)
     try:
         folder = None if config.balance_report is None else Path(config.balance_report)
         with stalls_told(args, folder):
             _pretrain(args, model, datasets, forward, observer)
     finally:
-        step.callbacks.clear()
-        step.use_schedule(None)
+        callbacks.callbacks.clear()
+        callbacks.use_schedule(None)
         patches.uninstall()
 
 

@@ -3,11 +3,11 @@
 import argparse
 
 import pytest
-from test_bad_input import _assert_refused
-from training import MOCK_DATA, MODEL
 
 from balancing.dynamics import DynamicsConfig
-from megatron.balanced.dynamics_checks import check_dynamics
+from megatron.balanced.dynamics.checks import check_dynamics
+from tests.megatron.test_bad_input import _assert_refused
+from tests.support.training import MOCK_DATA, MODEL
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
 FREEZE, PRUNE = {"freeze_layers": 2}, {"prune_sparsity": 0.5, "prune_end": 5}

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plain import train_plainly
-from training import EXACT, MODEL, MOE, RankRun, assert_same, join, train, watch
 
 from balancing.dynamics import PlasticityFreezer, scheduled_prefix, similarity_loss
+from tests.support.plain import train_plainly
+from tests.support.training import EXACT, MODEL, MOE, RankRun, assert_same, join, train, watch
 
 UNTIED = "--untie-embeddings-and-output-weights"
 FREEZE = "--freeze-layers 2 --freeze-layers-start 2"

@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from moving import Plans, train_moving
-from set_clock import SetClock, slow_layers
-from test_layers_balance import _decisions, _train_willing
-from test_layers_move import _assert_same_run, _assert_same_tensors, _peeks_at_buffers
-from training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, differences, train
+
+from tests.layers.test_balance import _decisions, _train_willing
+from tests.layers.test_move import _assert_same_run, _assert_same_tensors, _peeks_at_buffers
+from tests.support.moving import Plans, train_moving
+from tests.support.set_clock import SetClock, slow_layers
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, differences, train
 
 PP2 = "--pipeline-model-parallel-size 2"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from training import EXACT, MODEL, MOE, RankRun, assert_same, join, watch
 
 from balancing.dynamics import SparsePattern, cubic_sparsity, global_threshold, is_pruning_iteration, sparse_linear
+from tests.support.training import EXACT, MODEL, MOE, RankRun, assert_same, join, watch
 
 SCHEDULE = {"start": 2, "end": 8, "interval": 2}
 

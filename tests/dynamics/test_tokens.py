@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from training import EXACT, MODEL, RankRun, join, watch
 
 from balancing.dynamics import (
     block_sparse_attention,
@@ -22,6 +21,7 @@ from balancing.dynamics import (
     tokens_of,
     weigh_loss,
 )
+from tests.support.training import EXACT, MODEL, RankRun, join, watch
 
 PP2 = "--pipeline-model-parallel-size 2"
 

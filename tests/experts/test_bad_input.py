@@ -5,11 +5,11 @@ import contextlib
 import io
 
 import pytest
-from test_bad_input import _assert_refused, _parse
-from training import EXACT, MOCK_DATA, MODEL, train
 
 from balancing.experts.config import ExpertConfig
-from megatron.balanced.expert_checks import check_experts
+from megatron.balanced.experts.checks import check_experts
+from tests.megatron.test_bad_input import _assert_refused, _parse
+from tests.support.training import EXACT, MOCK_DATA, MODEL, train
 
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --num-layers 2 "

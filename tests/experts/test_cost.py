@@ -16,10 +16,10 @@ from balancing.experts import (
     plan_replicas,
     traffic,
 )
-from balancing.experts.bound import LeastCost
 from balancing.experts.cost import copy_seconds, exchange_seconds
-from balancing.experts.prophet import paper_seconds
-from balancing.experts.synthetic import sampled_load, zipf_popularity
+from balancing.experts.planners.lower_bound import LeastCost
+from balancing.experts.planners.prophet import paper_seconds
+from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 
 SHAPE = ExpertShape(hidden=1000, ffn_hidden=500, bytes_per_parameter=2)
 # NVLink 4 and InfiniBand at their data-sheet rates, and what an H200 reaches in bf16.

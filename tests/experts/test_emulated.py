@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from patience import PATIENCE
 
 from balancing.experts import LoadTrace, rank_load, write_load_trace
-from benchmarks.emulated.expert_load import HIDDEN, SHAPE, TOP_K, Scale, made_up_loads, recorded_loads, scaled_load
-from benchmarks.emulated.experts import routing_map
-from benchmarks.experts_emulated import CEILING, VARIANTS, main, measure
+from benchmarks.experts.emulated import CEILING, VARIANTS, main, measure
+from benchmarks.experts.emulated_rank import routing_map
+from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Scale, made_up_loads, recorded_loads, scaled_load
+from tests.support.patience import PATIENCE
 
 
 @pytest.mark.parametrize("counts", [[5, 3, 1, 1], [100, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])

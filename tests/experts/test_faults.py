@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plain import train_plainly
-from training import EXACT, MODEL, RankRun, Run, differences, join, train, train_rank
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.plain import train_plainly
+from tests.support.training import EXACT, MODEL, RankRun, Run, differences, join, train, train_rank
+
+ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --num-layers 2 "
     "--moe-token-dispatcher-type alltoall --init-method-std 0.1 --ckpt-format torch_dist"
@@ -138,7 +139,7 @@ def _killed_in_transfer(argv: list[str], method: str, iteration: int, victim: in
     Returns what ended the training of this rank. The victim is a process of its own: of a rank that ended badly, the
     pool would not wait for what the others have to say.
     """
-    from megatron.balanced.failure import failures_told_once
+    from megatron.balanced.watchdog.heartbeat import failures_told_once
 
     if int(os.environ["RANK"]) == victim:
         if (process := os.fork()) != 0:
@@ -156,7 +157,7 @@ def _killed_in_transfer(argv: list[str], method: str, iteration: int, victim: in
 
 
 def _plant_death(method: str, iteration: int) -> None:
-    from balancing.experts.apply import ReplicaSlots
+    from balancing.experts.engine.slots import ReplicaSlots
 
     begin_step, transfer = ReplicaSlots.begin_step, getattr(ReplicaSlots, method)
     iterations = -1

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from training import MOCK_DATA, MODEL, RankRun, assert_same, join, train_rank
+
+from tests.support.training import MOCK_DATA, MODEL, RankRun, assert_same, join, train_rank
 
 BASE = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from one_layer import Layer, assert_alike, run_layer, skewed
-from pool import Pool
-from training import MOCK_DATA, MODEL, RankRun, Run, assert_same, join, train, train_rank
+
+from tests.support.one_layer import Layer, assert_alike, run_layer, skewed
+from tests.support.pool import Pool
+from tests.support.training import MOCK_DATA, MODEL, RankRun, Run, assert_same, join, train, train_rank
 
 EXPERTS = 8
 SLOTS = [[5, -1], [0, 1]]
@@ -60,10 +61,10 @@ def _in_the_place_of_transformer_engines() -> list[str]:
 
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
-    from one_layer import tiny_config
 
     from megatron.balanced import model
-    from megatron.balanced.grouped_experts import GroupedMLP
+    from megatron.balanced.experts.grouped_mlp import GroupedMLP
+    from tests.support.one_layer import tiny_config
 
     theirs = GroupedMLPSubmodules(linear_fc1=None, linear_fc2=None)
     spec = MoESubmodules(experts=partial(TEGroupedMLP, submodules=theirs))

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from one_layer import Layer, Pass, assert_alike, run_layer, skewed
+
+from tests.support.one_layer import Layer, Pass, assert_alike, run_layer, skewed
 
 EXPERTS, TOKENS = 8, 96
 

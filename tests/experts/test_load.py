@@ -19,7 +19,7 @@ from balancing.experts import (
     total_variation,
     write_load_trace,
 )
-from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
 
 class TestDrift:

@@ -5,8 +5,9 @@ They need the norm for sequence parallelism and the attention for packed documen
 
 import numpy as np
 import pytest
-from corpus import END_OF_DOCUMENT, heavy_tailed, write_documents
-from training import EXACT, MODEL, MOE, Run, differences, train
+
+from tests.support.corpus import END_OF_DOCUMENT, heavy_tailed, write_documents
+from tests.support.training import EXACT, MODEL, MOE, Run, differences, train
 
 PREDICTION = "--mtp-num-layers 2 --untie-embeddings-and-output-weights --init-method-std 0.1"
 REPEATED = f"{PREDICTION} --mtp-use-repeated-layer"

@@ -18,7 +18,7 @@ from balancing.experts import (
     split_tokens,
     traffic,
 )
-from balancing.experts.synthetic import drifted, sampled_load, zipf_popularity
+from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
 quick = settings(max_examples=60)
 H200 = Cluster.preset("h200-8x400g", nodes=8)

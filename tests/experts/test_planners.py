@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_experts_plan import SHAPE, largest_over_mean, loads, machine, quick
 
 from balancing.cluster import Cluster
-from balancing.experts import ReplicaPlacement, plan_replicas, plan_replicas_layers, repair, split_tokens, traffic
-from balancing.experts.eplb import rebalance_experts
-from balancing.experts.spread import fill_slots
-from balancing.experts.synthetic import sampled_load, zipf_popularity
+from balancing.experts import ReplicaPlacement, plan_replicas, plan_replicas_layers, split_tokens, traffic
+from balancing.experts.planners import repair
+from balancing.experts.planners.eplb import rebalance_experts
+from balancing.experts.planners.spread import fill_slots
+from benchmarks.experts.synthetic import sampled_load, zipf_popularity
+from tests.experts.test_plan import SHAPE, largest_over_mean, loads, machine, quick
 
 
 class TestProphet:

@@ -6,37 +6,35 @@ What they do on a GPU is tested with the other splits, where there is one.
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE
-from pool import single_threaded
 
 from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes
-from balancing.experts.disjoint import disjoint_classes
+from balancing.experts.planners.disjoint import disjoint_classes
+from tests.support.patience import PATIENCE
+from tests.support.pool import single_threaded
 
 pytest.importorskip("triton")
 
 
 def test_the_kernels_split_to_the_token_like_numpy():
     """In a process of its own: Triton decides when it is imported whether kernels are interpreted."""
-    code = "from test_experts_split_kernel import compare; print(compare(), 'splits agree')"
+    code = "from tests.experts.test_split_kernel import compare; print(compare(), 'splits agree')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=single_threaded() | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        cwd=Path(__file__).parent,
     )
     assert done.returncode == 0, done.stderr
     assert "splits agree" in done.stdout
 
 
 def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
-    from balancing.experts import split_kernel
+    from balancing.experts.split import split_kernel
 
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused: None)
     monkeypatch.setattr(split_kernel.SplitKernels, "__call__", lambda self, load: load.new_zeros(4, 16))
@@ -54,7 +52,7 @@ def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from balancing.experts import split_kernel
+    from balancing.experts.split import split_kernel
 
     if "nvidia" not in backends:
         pytest.skip("this Triton does not compile for Nvidia's GPUs")
@@ -69,7 +67,7 @@ def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
 
 def compare() -> int:
     """Split all cases with NumPy and with the kernels, on the CPU. How many there were."""
-    from balancing.experts.split_kernel import SplitKernels, kernels_work
+    from balancing.experts.split.split_kernel import SplitKernels, kernels_work
 
     splits = 0
     for placement, load, sweeps in _cases():

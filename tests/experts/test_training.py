@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training import EXACT, MOCK_DATA, MODEL, Run, train
+
+from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, train
 
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "

@@ -14,7 +14,7 @@ def _slots(used, shared):
     import torch
     import torch.distributed as dist
 
-    from balancing.experts.apply import ReplicaSlots
+    from balancing.experts.engine.slots import ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
 
     dist.init_process_group("gloo")

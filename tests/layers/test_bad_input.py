@@ -3,11 +3,11 @@
 import argparse
 
 import pytest
-from test_bad_input import _assert_refused
-from training import MOCK_DATA, MODEL
 
 from balancing.layers.config import LayerConfig
-from megatron.balanced.layer_checks import check_layers
+from megatron.balanced.layers.checks import check_layers
+from tests.megatron.test_bad_input import _assert_refused
+from tests.support.training import MOCK_DATA, MODEL
 
 ON = LayerConfig(balance_layers=True)
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from set_clock import SetClock, slow_layers
-from training import EXACT, MOCK_DATA, MODEL, RankRun, join, train, train_rank
+
+from tests.support.set_clock import SetClock, slow_layers
+from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, join, train, train_rank
 
 # A big vocabulary: the first and the last of four stages have the most parameters.
 UNEVEN = (
@@ -20,7 +21,7 @@ BALANCE = "--layer-cost parameters --layer-balance-interval 3".split()
 
 def _train_willing(argv: list[str]) -> RankRun:
     """As the command line does, but moves are thought to be free, for runs that are too short to pay for any."""
-    from megatron.balanced import layers
+    from megatron.balanced.layers import balancer as layers
 
     layers._BANDWIDTH, layers._FIXED_SECONDS = 1e18, 0.0
     layers._device_memory = lambda: 1e12  # as on a GPU, whose memory plans have to keep to

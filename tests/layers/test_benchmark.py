@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from balancing.layers import LayerCost, plan_stages
-from benchmarks.layers import _MICRO_BATCHES, _STAGES, _Run, main
-from benchmarks.layers_record import replay
-from benchmarks.layers_traces import TRACES, trace
-from benchmarks.layers_training import bound
+from benchmarks.layers.plans import _MICRO_BATCHES, _STAGES, _Run, main
+from benchmarks.layers.record import replay
+from benchmarks.layers.traces import TRACES, trace
+from benchmarks.layers.training import bound
 
 LAYERS, ITERATIONS = 24, 60
 
@@ -83,6 +83,6 @@ def test_the_bound_of_training_is_the_best_cut():
 
 def test_unwritable_output_is_said(tmp_path, capsys, monkeypatch):
     for part in ("training", "repack", "times", "reach"):
-        monkeypatch.setattr(f"benchmarks.layers.{part}", lambda *_: [])
+        monkeypatch.setattr(f"benchmarks.layers.plans.{part}", lambda *_: [])
     assert main(["--quick", "--json", str(tmp_path / "no" / "rows.json")]) == 2
     assert "layers: [Errno 2]" in capsys.readouterr().err

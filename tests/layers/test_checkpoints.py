@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moving import move_at, train_moving
-from plain import train_plainly
-from training import EXACT, MODEL, Run, assert_same, differences, train, train_rank
+
+from tests.support.moving import move_at, train_moving
+from tests.support.plain import train_plainly
+from tests.support.training import EXACT, MODEL, Run, assert_same, differences, train, train_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -61,7 +62,7 @@ def test_goes_on_without_our_package(pool, corpus, tmp_path):
 
 def _dies_in_a_move(argv: list[str], victim: int) -> None:
     """Layers move before the fourth iteration, and the victim kills itself when it has sent what it gives away."""
-    from megatron.balanced import layer_state
+    from megatron.balanced.layers import state as layer_state
 
     exchange = layer_state.exchange
 

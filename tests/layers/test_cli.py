@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up_run import Job, write_run
 
 from balancing.layers import (
     LayerCost,
@@ -23,6 +22,7 @@ from balancing.layers import (
 )
 from balancing.layers.__main__ import main
 from balancing.layers.from_report import estimate_memory, read_run
+from tests.support.made_up_run import Job, write_run
 
 # ---- layout strings
 

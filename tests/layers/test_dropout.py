@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from training import MODEL, assert_same, train, train_rank
+
+from tests.support.training import MODEL, assert_same, train, train_rank
 
 
 def _digest(*tensors: torch.Tensor) -> str:

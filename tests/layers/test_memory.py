@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from moving import Plans, move_at
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import MOCK_DATA, MODEL, train_rank
+
+from tests.support.moving import Plans, move_at
+from tests.support.training import MOCK_DATA, MODEL, train_rank
 
 PLAN: Plans = {2: ((6,), (2,))}
 BASE = [*MODEL, *MOCK_DATA, *"--num-layers 8 --hidden-size 64 --train-iters 4 --pipeline-model-parallel-size 2".split()]
@@ -47,7 +48,7 @@ class _Live(TorchDispatchMode):
 
 def _peak(argv: list[str]) -> tuple[int, int, int, int]:
     """Bytes on this rank before a move, after it, at most during it, and of the weights in one layer."""
-    from megatron.balanced import layers
+    from megatron.balanced.layers import balancer as layers
 
     seen: list[int] = []
     move_at(PLAN)

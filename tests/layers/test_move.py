@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moving import Plans, move_at, train_moving
-from test_dropout import _draws
-from training import EXACT, MOCK_DATA, MODEL, MOE, Run, differences, train_rank
+
+from tests.layers.test_dropout import _draws
+from tests.support.moving import Plans, move_at, train_moving
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, Run, differences, train_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
 VPP = "--num-virtual-stages-per-pipeline-rank 2"
@@ -115,7 +116,7 @@ def test_every_pass_has_a_mask_of_its_own(pool):
 
 def _frozen_and_masked(argv: list[str]) -> list[tuple[int, bool, float, bool]]:
     """Freeze part of a layer, hang a buffer on it, move it. Returns what this rank's layers are like at the end."""
-    from megatron.balanced import layers
+    from megatron.balanced.layers import balancer as layers
 
     found: list[tuple[int, bool, float, bool]] = []
     move_at({1: ((1,), (3,)), 3: ((3,), (1,))})
@@ -154,12 +155,13 @@ def test_what_others_did_to_a_layer_comes_along(pool):
 
 def _peeks_at_buffers(argv: list[str]) -> list[bool]:
     """Whether gradient buffers, and the optimizer they belong to, are gone while layers travel."""
-    from megatron.balanced import layer_state, move
+    from megatron.balanced.layers import mover
+    from megatron.balanced.layers import state as layer_state
 
     gone: list[bool] = []
     move_at({2: ((1,), (3,))})
     old: list[weakref.ref] = []
-    free, exchange = move.LayerMover._free_buffers, layer_state.exchange
+    free, exchange = mover.LayerMover._free_buffers, layer_state.exchange
 
     def watched(self: Any) -> None:
         old.extend(weakref.ref(buffer.grad_data) for ddp in self._chunks for buffer in ddp.buffers)
@@ -169,7 +171,7 @@ def _peeks_at_buffers(argv: list[str]) -> list[bool]:
         gone.extend(reference() is None for reference in old)
         return exchange(*args)
 
-    move.LayerMover._free_buffers, layer_state.exchange = watched, peek
+    mover.LayerMover._free_buffers, layer_state.exchange = watched, peek
     train_rank(argv, False)
     return gone
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.layers import LayerMemory, StagePlan, in_flight, moves, operations, plan_stages, stage_memory
-from balancing.layers.diffusion import flows
 from balancing.layers.plan import METHODS
+from balancing.layers.planners.diffusion import flows
 
 
 def loads(plan: StagePlan, cost, embedding=0.0, head=0.0) -> np.ndarray:

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moving import _state_of, _whole, move_at
-from test_dynamics_moves import FREEZE
-from test_packed_documents import PACKED, Packed
-from training import (
+
+from balancing.layers import release_of
+from tests.dynamics.test_moves import FREEZE
+from tests.sequences.test_packed_documents import PACKED, Packed
+from tests.support.moving import _state_of, _whole, move_at
+from tests.support.training import (
     EXACT,
     MOCK_DATA,
     MODEL,
@@ -26,8 +28,6 @@ from training import (
     train_rank,
     watch,
 )
-
-from balancing.layers import release_of
 
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
@@ -46,14 +46,15 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, An
 
     args, config = parse_arguments(argv)
 
-    from megatron.balanced import layers, step, train
+    from megatron.balanced import callbacks, train
+    from megatron.balanced.layers import balancer as layers
     from megatron.balanced.optimizer_state import states_of
 
     state: dict[str, Any] = {}
 
     def end_step(self: Any) -> None:
         if self.iteration == self._args.train_iters - 1:
-            state.update(_state_of(self.mover, states_of(step.trained().optimizer)))
+            state.update(_state_of(self.mover, states_of(callbacks.trained().optimizer)))
 
     if plans:
         move_at(plans)
@@ -195,8 +196,9 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
     Returns what ended the training of this rank. The victim is a process of its own: of a rank that ended badly, the
     pool would not wait for what the others have to say.
     """
-    from megatron.balanced import layer_state, move
-    from megatron.balanced.failure import failures_told_once
+    from megatron.balanced.layers import mover
+    from megatron.balanced.layers import state as layer_state
+    from megatron.balanced.watchdog.heartbeat import failures_told_once
 
     def die(*unused: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -207,7 +209,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
         if (process := os.fork()) != 0:
             return signal.Signals(os.WTERMSIG(os.waitpid(process, 0)[1])).name
         if rebuilding:
-            move.LayerMover._wrap = die
+            mover.LayerMover._wrap = die
         else:
             layer_state.exchange = die
     ended = "the end"
@@ -271,7 +273,7 @@ def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
 
     from balancing.layers import LayerCost, StagePlan
     from balancing.layers.config import LayerConfig
-    from megatron.balanced import repack
+    from megatron.balanced.layers import repack
 
     repack.get_num_microbatches = lambda: 8
     config = LayerConfig(balance_layers=True, **asked)

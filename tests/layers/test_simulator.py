@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.layers import Operation, operations, simulate_schedule
-from balancing.layers.schedule import program
+from balancing.layers.simulator.schedule import program
 
 quick = settings(max_examples=60)
 

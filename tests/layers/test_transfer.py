@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import PATIENCE
 
 from balancing.layers import LayerMemory, StagePlan, stage_memory
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
 from balancing.layers.transfer import Piece, Transfer, exchange, plan_transfers
 from balancing.report import RankRecord, Span
+from tests.support.patience import PATIENCE
 
 
 def _cut(tensor: str, size: int, bounds: list[int], ranks: list[int]) -> list[Piece]:

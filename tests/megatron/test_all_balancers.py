@@ -3,9 +3,9 @@ of which the first two train no more from the fourth iteration on, and ranks tha
 
 import json
 
-from test_layers_release import _train
-from test_packed_documents import PACKED, TOLERANCE, Packed
-from training import MOE, differences
+from tests.layers.test_release import _train
+from tests.sequences.test_packed_documents import PACKED, TOLERANCE, Packed
+from tests.support.training import MOE, differences
 
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUT = f"--context-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {OVERLAPS}"

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus import heavy_tailed, write_documents
-from pool import single_threaded
-from training import MOCK_DATA, MODEL
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.pool import single_threaded
+from tests.support.training import MOCK_DATA, MODEL
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127"]
 
 

@@ -1,6 +1,6 @@
 """Runs in which everything is late at random end as they do on a quiet machine, and no message is given up on the way.
 
-A sample of what `python tests/chaos_runs.py` does with many seeds.
+A sample of what `python -m tests.support.chaos_runs` does with many seeds.
 """
 
 import gc
@@ -9,8 +9,9 @@ import time
 
 import psutil
 import pytest
-from chaos import Pauses
-from chaos_runs import Runs
+
+from tests.support.chaos import Pauses
+from tests.support.chaos_runs import Runs
 
 SEED = 2026
 
@@ -37,9 +38,10 @@ def test_no_number_depends_on_who_is_late(runs, job):
 
 def _messages(dropped: bool) -> tuple[list[str], float]:
     """Send one to rank 1. Returns what was given up, and what rank 1 has received."""
-    import chaos
     import torch
     import torch.distributed as dist
+
+    from tests.support import chaos
 
     rank = int(os.environ["RANK"])
     chaos.install(SEED, rank)
@@ -70,9 +72,10 @@ def test_a_message_that_is_given_up_is_found(pool):
 
 def _delays(seed: int, rank: int) -> list[float]:
     """The delays of this process' first operations."""
-    import chaos
     import torch
     import torch.distributed as dist
+
+    from tests.support import chaos
 
     dist.init_process_group("gloo")
     slept: list[float] = []

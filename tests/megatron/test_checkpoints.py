@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plain import train_plainly
-from training import EXACT, MODEL, MOE, Run, assert_same, differences, train
+
+from tests.support.plain import train_plainly
+from tests.support.training import EXACT, MODEL, MOE, Run, assert_same, differences, train
 
 PP2 = "--pipeline-model-parallel-size 2"
 EP2 = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"

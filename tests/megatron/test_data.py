@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpus import heavy_tailed, write_documents
-from training import MODEL, train, train_rank
+
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.training import MODEL, train, train_rank
 
 
 def _tokens(argv: list[str]) -> np.ndarray:

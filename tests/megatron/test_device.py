@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENCE
-from pool import single_threaded
-from training import MOCK_DATA, MODEL, assert_same, join, train, train_rank
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.support.patience import PATIENCE
+from tests.support.pool import single_threaded
+from tests.support.training import MOCK_DATA, MODEL, assert_same, join, train, train_rank
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 MEGABYTE = 2**20
 
 
@@ -99,7 +100,7 @@ def test_use_and_release():
 def _train_released_and_back(argv: list[str]) -> Any:
     import torch
 
-    from megatron.balanced import device
+    from megatron.balanced.cpu import device
 
     device.release_cpu()
     assert torch.compile is not device._compile

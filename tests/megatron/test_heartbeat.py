@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training import MOCK_DATA, MODEL
 
-ROOT = Path(__file__).parent.parent
+from tests.support.training import MOCK_DATA, MODEL
+
+ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 3
 
 
@@ -153,17 +154,17 @@ def test_what_fails_on_one_rank_alone(pool):
 
 def _with_store(fault: str) -> tuple[str, bool]:
     """Fail on this rank where the store cannot be asked. Returns what was said, and whether it ended in time."""
-    from megatron.balanced import failure
+    from megatron.balanced.watchdog import heartbeat
 
     def open_store() -> object:
         if fault == "frozen":
             time.sleep(3600)
         raise RuntimeError("the store is gone")
 
-    failure._open_store = open_store  # type: ignore[assignment]
-    failure._MOST_SECONDS = 0.5
+    heartbeat._open_store = open_store  # type: ignore[assignment]
+    heartbeat._MOST_SECONDS = 0.5
     stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, failure.failures_told_once():
+    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, heartbeat.failures_told_once():
         raise KeyError("a part")
     return stderr.getvalue(), stopped.value.code == 1
 

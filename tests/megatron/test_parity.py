@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import EXACT, MODEL, MOE, Run, differences, train
+
+from tests.support.training import EXACT, MODEL, MOE, Run, differences, train
 
 TOLERANCE = 1e-12  # of losses, relative, and of each parameter tensor, in norm
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import MOCK_DATA, MODEL, train_rank
+
+from tests.support.training import MOCK_DATA, MODEL, train_rank
 
 # What needs the rows one by one. The row of the compiled helper depends on the machine, not on flags.
 NEEDS = {
@@ -57,7 +58,7 @@ def test_every_row_fits_the_installed_megatron(pool):
 
 
 def test_the_versions_are_those_of_the_package():
-    setup = (Path(__file__).resolve().parent.parent / "setup.py").read_text()
+    setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
     from megatron.balanced.checks import MEGATRON_VERSIONS
 
     assert tuple(re.findall(r'"megatron-core==([\d.]+)"', setup)) == MEGATRON_VERSIONS

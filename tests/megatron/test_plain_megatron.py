@@ -1,8 +1,9 @@
 """With no flag of ours a run is Megatron-LM's own, bit for bit, dropout included."""
 
 import pytest
-from plain import train_plainly
-from training import MOCK_DATA, MODEL, MOE, assert_same, train
+
+from tests.support.plain import train_plainly
+from tests.support.training import MOCK_DATA, MODEL, MOE, assert_same, train
 
 # ranks, flags
 RUNS = {

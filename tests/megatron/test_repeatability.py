@@ -1,7 +1,8 @@
 """The same command twice is the same run, bit for bit, in every precision, with dropout."""
 
 import pytest
-from training import MODEL, MOE, assert_same, train
+
+from tests.support.training import MODEL, MOE, assert_same, train
 
 # ranks, flags
 RUNS = {

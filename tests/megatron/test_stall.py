@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import MOCK_DATA, MODEL, RankRun, train_rank
 
-from megatron.balanced.operations import COLLECTIVE, key_of
-from megatron.balanced.waiting import Answer, Group, Started, who_waits
+from megatron.balanced.watchdog.operations import COLLECTIVE, key_of
+from megatron.balanced.watchdog.waiting import Answer, Group, Started, who_waits
+from tests.support.training import MOCK_DATA, MODEL, RankRun, train_rank
 
 STOPPED_AT = 2  # iteration
 
 
 def _stops(argv: list[str], folder: Path) -> RankRun:
     """Rank 1 does nothing in an iteration until somebody has told that the job stands still."""
-    from megatron.balanced import operations, stall, step
+    from megatron.balanced import callbacks
+    from megatron.balanced.watchdog import operations, stall
 
     stopped, told = folder / "stopped", folder / "stall.txt"
     main = threading.get_ident()
@@ -44,7 +45,7 @@ def _stops(argv: list[str], folder: Path) -> RankRun:
 
     stall._LOOK_SECONDS = 0.05
     stall._Watch._limit = limit  # type: ignore[method-assign]
-    step.callbacks.append(Stop())
+    callbacks.callbacks.append(Stop())
     return train_rank(argv, False)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from structures import AXES, REAL, Row, flags_of, head_of, moves_of, rows, world_size
-from test_packed_documents import PACKED, Packed
-from training import MOE, RankRun, Run, differences, join, train_rank
+
+from tests.sequences.test_packed_documents import PACKED, Packed
+from tests.support.structures import AXES, REAL, Row, flags_of, head_of, moves_of, rows, world_size
+from tests.support.training import MOE, RankRun, Run, differences, join, train_rank
 
 TOLERANCE = 1e-12
 STEPS = "--train-iters 5 --lr 1e-3"
@@ -29,8 +30,8 @@ def _place_at_random() -> Planned:
     import torch.distributed as dist
 
     from balancing.experts import ReplicaPlacement
-    from megatron.balanced import experts
-    from megatron.balanced.experts import ExpertBalancer, _Planned
+    from megatron.balanced.experts import balancer as experts
+    from megatron.balanced.experts.balancer import ExpertBalancer, _Planned
 
     def plan(self: Any, layer: Any, own: Any, loads: Any, iteration: int, *unused: Any) -> _Planned:
         alone = layer.alone
@@ -66,7 +67,7 @@ def _place_at_random() -> Planned:
 
 def _rank(argv: list[str], moves: dict[int, Any]) -> tuple[RankRun, Planned]:
     """The body of one rank."""
-    from moving import move_at
+    from tests.support.moving import move_at
 
     planned = _place_at_random()
     if "--balance-layers" in argv:

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from moving import train_moving
-from pool import Pool
-from sequence_plans import nodes_of, random_plan
-from test_dropout import _all_differ, _draws
-from training import EXACT, MOCK_DATA, MODEL, assert_same, differences, train, train_rank
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan
+from balancing.sequences.sequence_plan import SequencePlan
+from tests.layers.test_dropout import _all_differ, _draws
+from tests.support.moving import train_moving
+from tests.support.pool import Pool
+from tests.support.sequence_plans import nodes_of, random_plan
+from tests.support.training import EXACT, MOCK_DATA, MODEL, assert_same, differences, train, train_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
 
@@ -21,7 +21,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 def _asked_scales() -> list[float]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.balanced.sequence_attention import PlannedSequences, SequenceCoreAttention
+    from megatron.balanced.sequences.attention import PlannedSequences, SequenceCoreAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
     asked: list[float] = []
@@ -56,18 +56,19 @@ def test_heads_on_other_ranks_have_masks_of_their_own(pool: Pool) -> None:
 
 
 def _scale_after_a_move(argv: list[str], moves: bool) -> float:
-    from megatron.balanced import layers, step
+    from megatron.balanced import callbacks
+    from megatron.balanced.layers import balancer as layers
 
     def begin_step(self: Any, iteration: int, config: Any) -> None:
         self.iteration = iteration
         if moves and iteration == 3:
-            from balancing.layers.stages import StagePlan
+            from balancing.layers.stage_plan import StagePlan
 
             self.move(StagePlan.from_counts(((1,), (3,))))
 
     scales: list[float] = []
     layers.LayerBalancer.begin_step = begin_step
-    layers.LayerBalancer.end_step = lambda self: scales.append(float(step.trained().optimizer.get_loss_scale()))
+    layers.LayerBalancer.end_step = lambda self: scales.append(float(callbacks.trained().optimizer.get_loss_scale()))
     train_rank(argv, False)
     return scales[-1]
 
@@ -93,7 +94,7 @@ def _run_alone() -> float:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from balancing.dynamics.config import DynamicsConfig
-    from megatron.balanced.dynamic_layer import dynamic_layer
+    from megatron.balanced.dynamics.layer import dynamic_layer
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
@@ -155,8 +156,8 @@ def _two_layers_at_once() -> list[int]:
     """Tags of all messages that one rank starts for two layers with two experts each, weights and gradients."""
     import torch.distributed as dist
 
-    from balancing.experts import relay
-    from balancing.experts.apply import ReplicaSlots
+    from balancing.experts.engine import relay
+    from balancing.experts.engine.slots import ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
 
     dist.init_process_group("gloo")
@@ -204,8 +205,8 @@ def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, in
     """Kind, peer and number of each message that a rank starts in a forward pass over two nodes."""
     import torch.distributed as dist
 
-    from balancing.sequences import gather, transport
-    from balancing.sequences.attention import SequenceAttention
+    from balancing.sequences.engine import gather, transport
+    from balancing.sequences.engine.attention import SequenceAttention
 
     gather.TILE = 8
     dist.init_process_group("gloo")

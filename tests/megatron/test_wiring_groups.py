@@ -3,7 +3,8 @@
 import time
 
 import numpy as np
-from pool import Pool
+
+from tests.support.pool import Pool
 
 
 def _in_a_smaller_group() -> list[np.ndarray] | None:
@@ -42,7 +43,7 @@ def _along_a_chain() -> float:
     import torch
     import torch.distributed as dist
 
-    from balancing.experts.relay import Hop, Relay
+    from balancing.experts.engine.relay import Hop, Relay
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

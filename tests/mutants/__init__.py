@@ -5,7 +5,7 @@ a thousand mutants for each interesting one, and know neither which tests of sev
 a hook; so the mutants here are written by hand, as data, and a short runner carries them out.
 
 A mutant names no file: its old text stands exactly once in all source files, wherever they are moved to. Tests are
-named by their function alone for the same reason. `python -m mutants` runs them (`scripts/mutants.sh`).
+named by their function alone for the same reason. `python -m tests.mutants` runs them (`scripts/mutants.sh`).
 """
 
 import functools

@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mutants import REPOSITORY, Mutant, apply, find, node_id, read
+from tests.mutants import REPOSITORY, Mutant, apply, find, node_id, read
 
 _SECONDS = 1200.0  # of one mutant's tests; theirs are shorter, so that this ends what has stopped for another reason
 _SHORT = 110  # characters of a reason in a table

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_run import Job, write_run
 
 from balancing.report import Summary, read_history, summarize
 from balancing.report.estimate import ExpertLoad, StepLoad, estimate, pipeline_seconds
 from balancing.report.findings import verdict
+from tests.support.made_up_run import Job, write_run
 
 
 def summary_of(directory: Path, job: Job) -> Summary:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_up_run import Job
 from matplotlib.figure import Figure
 
 from balancing.report import EventLog, History, TraceLog, event, observe, read_history, summarize
@@ -15,6 +14,7 @@ from balancing.report.findings import finding_rows, gain_rows, verdict
 from balancing.report.gains import over_the_run
 from balancing.report.page import page
 from balancing.report.table import print_summary
+from tests.support.made_up_run import Job
 
 FROZEN = {0: 0.25, 1: 0.25}
 BEFORE = Job(stages=2, replicas=2, layers=8, slow=FROZEN, hot={(3, 6): 8.0}, noise=0.0)

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from set_clock import SetClock, slow_layers
-from training import MOCK_DATA, MODEL, MOE, RankRun, join, train, train_rank
 
 from balancing.clock import CpuClock, pace
 from balancing.report import read_history, read_trace, summarize
+from tests.support.set_clock import SetClock, slow_layers
+from tests.support.training import MOCK_DATA, MODEL, MOE, RankRun, join, train, train_rank
 
 PASSES = ("forward_s", "backward_s")
 
@@ -49,11 +49,11 @@ def _train_with(plant: str, argv: list[str]) -> list[list[int]]:
 
     args, config = parse_arguments(argv)
 
-    from megatron.balanced import observe
+    from megatron.balanced import observer
     from megatron.balanced.train import train as train_with_flags
 
     seen: list[list[int]] = []
-    attach, documents = observe.Observer.attach, observe.Observer.documents
+    attach, documents = observer.Observer.attach, observer.Observer.documents
 
     def plant_in(self: Any, chunks: list[Any]) -> list[Any]:
         for model in chunks:
@@ -67,7 +67,7 @@ def _train_with(plant: str, argv: list[str]) -> list[list[int]]:
             seen.append(list(lengths))
         documents(self, lengths, chunk, plan)
 
-    observe.Observer.attach, observe.Observer.documents = plant_in, see
+    observer.Observer.attach, observer.Observer.documents = plant_in, see
     train_with_flags(args, config)
     return seen
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_run import Job, write_run
-from patience import PATIENCE
 
 from balancing.report import EventLog, History, Summary, event, observe, read_history, summarize
 from balancing.report.__main__ import main
@@ -22,8 +20,10 @@ from balancing.report.page import page
 from balancing.report.summary import warm_up
 from balancing.report.trace import TraceIteration, TraceLog
 from balancing.report.units import byte_count, count, duration
+from tests.support.made_up_run import Job, write_run
+from tests.support.patience import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def report(directory: Path, job: Job, iterations: int = 12) -> tuple[History, Summary]:

@@ -8,9 +8,9 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, Shard, causal_area, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
-from balancing.sequences.layout import SequencePlan
+from balancing.sequences.engine.rank_program import Widths, find_way, keep_way
 from balancing.sequences.load import zigzag_area, zigzag_areas
-from balancing.sequences.way import Widths, find_way, keep_way
+from balancing.sequences.sequence_plan import SequencePlan
 
 CLUSTER = Cluster.preset("h200-8x400g").relabel(nodes=2, ranks_per_node=2)
 SHAPE = AttentionShape(hidden=64, heads=4, kv_heads=2, layers=2, ffn_hidden=128)

@@ -4,11 +4,11 @@ import argparse
 import os
 
 import pytest
-from test_bad_input import _parse
-from training import MOCK_DATA, MODEL, MOE
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.sequence_checks import check_sequences
+from megatron.balanced.sequences.checks import check_sequences
+from tests.megatron.test_bad_input import _parse
+from tests.support.training import MOCK_DATA, MODEL, MOE
 
 PACKED = "--dataloader-inter-document-masking --attention-dropout 0".split()
 BASE = [*MODEL, *MOCK_DATA, *PACKED, "--context-parallel-size", "2"]

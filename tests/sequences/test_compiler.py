@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sequence_plans import nodes_of, random_plan, zigzag_plan
 
 from balancing.cluster import Cluster
-from balancing.sequences import gather
-from balancing.sequences.flows import flows
-from balancing.sequences.layout import SequencePlan, Shard
-from balancing.sequences.remap import linear_layout, moves, token_targets
-from balancing.sequences.routing import route, routes
-from balancing.sequences.steps import Compute, Exchange, Program, Stage, Start, Task
-from balancing.sequences.tasks import make_program
+from balancing.sequences.engine import gather
+from balancing.sequences.engine.compiler import make_program
+from balancing.sequences.engine.internode_traffic import flows
+from balancing.sequences.engine.program import Compute, Exchange, Program, Stage, Start, Task
+from balancing.sequences.engine.remap import linear_layout, moves, token_targets
+from balancing.sequences.engine.routing import route, routes
+from balancing.sequences.sequence_plan import SequencePlan, Shard
 from balancing.sequences.traffic import Traffic
+from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 EXCHANGES = st.sampled_from(["ring", "gather", "mixed"])

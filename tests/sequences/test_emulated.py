@@ -5,17 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE
 
 from balancing.sequences import limit_seconds, plan_sequences
 from balancing.sequences.cost import kv_bytes, linear_seconds, tile_area
-from balancing.sequences.kernels import Pieces, choose_kernel
-from balancing.sequences.steps import Compute
-from balancing.sequences.tasks import make_program
+from balancing.sequences.engine.compiler import make_program
+from balancing.sequences.engine.kernels import Pieces, choose_kernel
+from balancing.sequences.engine.program import Compute
 from benchmarks.emulated.device import Device
-from benchmarks.emulated.sequence_load import METHODS, SHAPES, Scale, make_case, predicted_seconds, tile_pairs
-from benchmarks.emulated.sequences import Job, Rounds, ZeroScores
-from benchmarks.sequences_emulated import RoutingRow, Row, make_routing_row, make_rows, measure, targets
+from benchmarks.sequences.emulated import RoutingRow, Row, make_routing_row, make_rows, measure, targets
+from benchmarks.sequences.emulated_rank import Job, Rounds, ZeroScores
+from benchmarks.sequences.emulated_workload import METHODS, SHAPES, Scale, make_case, predicted_seconds, tile_pairs
+from tests.support.patience import PATIENCE
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pool import Pool
-from sequence_plans import nodes_of, random_plan, zigzag_plan
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan, Shard
-from balancing.sequences.remap import linear_layout
+from balancing.sequences.engine.remap import linear_layout
+from balancing.sequences.sequence_plan import SequencePlan, Shard
+from tests.support.pool import Pool
+from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
 Case = tuple[SequencePlan, Cluster | None, str | int, int, int]  # plan, cluster, routing, heads, kv_heads
 SIZE = 4
@@ -33,8 +33,8 @@ def _on_rank(cases: list[Case], twice: bool = False, dtype: str = "float64") -> 
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences import gather
-    from balancing.sequences.attention import SequenceAttention
+    from balancing.sequences.engine import gather
+    from balancing.sequences.engine.attention import SequenceAttention
 
     gather.TILE = 8  # or short sequences would come in one turn
     dist.init_process_group("gloo")
@@ -155,7 +155,7 @@ def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int]) -> 
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.attention import SequenceAttention
+    from balancing.sequences.engine.attention import SequenceAttention
 
     dist.init_process_group("gloo")
     found = []
@@ -192,7 +192,7 @@ def _sent_in_bf16(plan: SequencePlan, cluster: Cluster, routing: int | str) -> l
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.attention import SequenceAttention
+    from balancing.sequences.engine.attention import SequenceAttention
 
     dist.init_process_group("gloo")
     attention = SequenceAttention(plan, rank=dist.get_rank(), cluster=cluster, routing=routing)
@@ -218,7 +218,7 @@ def test_sums_on_a_ring_travel_in_float32_inside_a_node(pool: Pool, exchange: st
 def _mistaken(plans: list[SequencePlan]) -> str:
     import torch.distributed as dist
 
-    from balancing.sequences.attention import SequenceAttention
+    from balancing.sequences.engine.attention import SequenceAttention
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -242,7 +242,7 @@ def _refusals(plan: SequencePlan) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.attention import SequenceAttention
+    from balancing.sequences.engine.attention import SequenceAttention
 
     dist.init_process_group("gloo")
     tokens = len(_tokens(plan, 0))
@@ -278,7 +278,7 @@ def _there_and_back(plan: SequencePlan) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.remap import remap
+    from balancing.sequences.engine.remap import remap
 
     dist.init_process_group("gloo")
     own = _tokens(plan, dist.get_rank())

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from balancing.sequences import kernels
-from balancing.sequences.kernels import Pieces, choose_kernel, merge
+from balancing.sequences.engine import kernels
+from balancing.sequences.engine.kernels import Pieces, choose_kernel, merge
 
 PIECES = [
     Pieces((7,), (7,), True),

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from corpus import heavy_tailed, write_documents
-from training import EXACT, MODEL, MOE, Run, differences, train
+
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.training import EXACT, MODEL, MOE, Run, differences, train
 
 PACKED = "--dataloader-inter-document-masking"
 DENSE_MASK = "--reset-attention-mask --reset-position-ids"

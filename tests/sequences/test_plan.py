@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from patience import PATIENCE
 from rich.progress import Progress
 
 from balancing.cluster import Cluster
@@ -23,12 +22,13 @@ from balancing.sequences import (
     render,
     step_cost,
 )
-from balancing.sequences.baselines import hybrid_groups
 from balancing.sequences.cost import TILE, hidden_tokens, tile_area
-from balancing.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
-from balancing.sequences.leveling import level_tokens
+from balancing.sequences.planners.baselines import hybrid_groups
+from balancing.sequences.planners.linear_layout import level_tokens
 from balancing.sequences.traffic import Traffic, link_seconds
-from benchmarks.sequences import _sources, main, plans
+from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
+from benchmarks.sequences.plans import _sources, main, plans
+from tests.support.patience import PATIENCE
 
 MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, layers=32, ffn_hidden=11008)
 GQA = AttentionShape(hidden=4096, heads=32, kv_heads=4, layers=32, ffn_hidden=11008)

@@ -6,8 +6,9 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from pool import Pool
-from training import EXACT, MODEL, RankRun, Run, differences, join, train_rank
+
+from tests.support.pool import Pool
+from tests.support.training import EXACT, MODEL, RankRun, Run, differences, join, train_rank
 
 pytest.importorskip("datasets", reason="--sft reads conversations with the datasets package, which is not installed")
 pytest.importorskip("transformers", reason="--sft needs a Hugging Face tokenizer, and transformers is not installed")

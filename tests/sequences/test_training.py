@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpus import heavy_tailed, write_documents
-from test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
-from training import MODEL, MOE, RankRun, Run, assert_same, differences, join, train, train_rank
 
 from balancing.report.history import read_history
 from balancing.report.page import page
 from balancing.report.summary import summarize
+from tests.sequences.test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.training import MODEL, MOE, RankRun, Run, assert_same, differences, join, train, train_rank
 
 CP = "--context-parallel-size"
 EP = "--expert-model-parallel-size"
@@ -240,9 +240,9 @@ def test_ranks_share_every_token(fixed):
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape
     from balancing.sequences.ahead import PlanningAhead
+    from balancing.sequences.engine.rank_program import find_way
     from balancing.sequences.plan import plan_sequences
-    from balancing.sequences.way import find_way
-    from megatron.balanced.sequence_data import PlannedDataset, Rows, positions
+    from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions
 
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
     make = partial(plan_sequences, cluster=cluster, shape=AttentionShape(32, 4, 4, 2, 64), method="zones", chunk=2)

@@ -1,6 +1,6 @@
 """Short runs of all balancers, moves and releases under chaos, compared with the same runs without it.
 
-    python tests/chaos_runs.py --runs 200 --json chaos.jsonl
+    python -m tests.support.chaos_runs --runs 200 --json chaos.jsonl
 
 Each run takes one of the jobs below and the next seed. It must end, lose no message, and have the losses of the job's
 run without chaos to the last bit. A run that fails is told with its seed, and repeats with --job and --seed.
@@ -20,11 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from chaos import Pauses, dropped_messages, install
-from corpus import heavy_tailed, write_documents
-from moving import Plans, move_at
-from pool import Pool
-from training import MOCK_DATA, MODEL, watch
+from tests.support.chaos import Pauses, dropped_messages, install
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.moving import Plans, move_at
+from tests.support.pool import Pool
+from tests.support.training import MOCK_DATA, MODEL, watch
 
 __all__ = ["JOBS", "Job", "Runs"]
 
@@ -191,6 +191,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from chaos_runs import main as run  # by its name, by which ranks find what they are to call
+    from tests.support.chaos_runs import main as run  # by its name, by which ranks find what they are to call
 
     sys.exit(run())

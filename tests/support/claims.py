@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from mutants import node_id
+
+from tests.mutants import node_id
 
 __all__ = ["SUPPORT", "Claim", "claims", "not_run", "watch"]
 
-SUPPORT = Path(__file__).resolve().parents[1] / "docs" / "support.md"
+SUPPORT = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 _NAMED = re.compile(r"`(test_[^`]+)`(?: \(needs (?:no )?([^)]+)\))?")
 
 

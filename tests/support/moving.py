@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from training import MOCK_DATA, MODEL, RankRun, Run, join, train_rank
+
+from tests.support.training import MOCK_DATA, MODEL, RankRun, Run, join, train_rank
 
 # iteration (from 0) -> layers of each chunk, [stage][virtual]
 Plans = Mapping[int, tuple[tuple[int, ...], ...]]
@@ -12,8 +13,8 @@ Plans = Mapping[int, tuple[tuple[int, ...], ...]]
 
 def move_at(plans: Plans) -> None:
     """Have layers move by `plans` instead of by what they cost."""
-    from balancing.layers.stages import StagePlan
-    from megatron.balanced import layers
+    from balancing.layers.stage_plan import StagePlan
+    from megatron.balanced.layers import balancer as layers
 
     def begin_step(self: Any, iteration: int, config: Any) -> None:
         self.iteration = iteration
@@ -25,7 +26,8 @@ def move_at(plans: Plans) -> None:
 
 def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]:
     """The body of one rank. Returns the run, and this rank's pieces of the optimizer's state."""
-    from megatron.balanced import layers, step
+    from megatron.balanced import callbacks
+    from megatron.balanced.layers import balancer as layers
     from megatron.balanced.optimizer_state import states_of
 
     seen: dict[str, Any] = {}
@@ -33,7 +35,7 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
     def end_step(self: Any) -> None:
         if self.iteration == self._args.train_iters - 1:
             seen["layers"] = self.mover.plan.chunks
-            seen["state"] = _state_of(self.mover, states_of(step.trained().optimizer))
+            seen["state"] = _state_of(self.mover, states_of(callbacks.trained().optimizer))
 
     move_at(plans)
     layers.LayerBalancer.end_step = end_step
@@ -42,7 +44,7 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
 
 
 def _state_of(mover: Any, states: Any) -> dict[str, Any]:
-    from megatron.balanced.layer_state import named_parameters
+    from megatron.balanced.layers.state import named_parameters
 
     pieces = {}
     for name, parameter in named_parameters(mover.models()):

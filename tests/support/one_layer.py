@@ -51,9 +51,9 @@ def _build(layer: Layer) -> Any:
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.balanced import moe_layer
-    from megatron.balanced.grouped_experts import GroupedMLP
-    from megatron.balanced.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+    from megatron.balanced.experts import moe_layer
+    from megatron.balanced.experts.grouped_mlp import GroupedMLP
+    from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 
     options: dict[str, Any] = {
         "num_layers": 1,
@@ -113,7 +113,7 @@ def _check_known_counts() -> None:
     import torch
     from megatron.core.transformer.moe import token_dispatcher
 
-    from megatron.balanced.known_counts import with_known_counts
+    from megatron.balanced.experts.known_counts import with_known_counts
 
     gather = token_dispatcher.gather_from_sequence_parallel_region
     handed = with_known_counts(gather)
@@ -171,7 +171,7 @@ def _start(world_size: int) -> int:
 def _fill_slots(built: Any, layer: Layer) -> Any:
     import torch.distributed as dist
 
-    from balancing.experts.apply import ReplicaSlots
+    from balancing.experts.engine.slots import ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
 
     slot_expert = np.array(layer.slot_expert).reshape(len(layer.chosen), -1)

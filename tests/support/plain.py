@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training import RankRun, Run, join, watch
+
+from tests.support.training import RankRun, Run, join, watch
 
 # What Megatron-LM needs to be told on a machine without Transformer Engine, Apex and CUDA.
 MACHINE = (

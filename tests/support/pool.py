@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from patience import PATIENCE
-from pool_server import Job, Outcome, output_file, result_file
+from tests.support.patience import PATIENCE
+from tests.support.pool_server import Job, Outcome, output_file, result_file
 
-TESTS = Path(__file__).resolve().parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_WORLD_SIZE = 8
 OUTPUT_SHOWN = 6000  # characters of a rank's output shown with an error
 
@@ -34,8 +34,8 @@ class Hang(RuntimeError):
 
 
 def single_threaded() -> dict[str, str]:
-    """The environment of a rank: one thread each, the checkout and the tests importable."""
-    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    """The environment of a rank: one thread each, the checkout importable."""
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -142,7 +142,12 @@ class Pool:
 
     def _start(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-c", "import pool_server; pool_server.main()", *(["preload"] if self._preload else [])],
+            [
+                sys.executable,
+                "-c",
+                "from tests.support import pool_server; pool_server.main()",
+                *(["preload"] if self._preload else []),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=single_threaded(),

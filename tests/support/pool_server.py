@@ -116,7 +116,7 @@ def _run_rank(job: Job, rank: int, server: int) -> None:
     faulthandler.enable()  # a rank that crashes says where
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     if seed := os.environ.get("CHAOS_SEED"):  # any test, under chaos
-        importlib.import_module("chaos").install(int(seed), rank)
+        importlib.import_module("tests.support.chaos").install(int(seed), rank)
     outcome = _call(job)
     try:
         data = pickle.dumps(outcome)
@@ -247,7 +247,7 @@ def shrink_mock_data() -> None:
 
 
 def _preload() -> None:
-    from megatron.balanced.device import use_cpu
+    from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
     with warnings.catch_warnings():

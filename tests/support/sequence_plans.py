@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import SequencePlan, Shard
-from balancing.sequences.remap import linear_layout
+from balancing.sequences.engine.remap import linear_layout
+from balancing.sequences.sequence_plan import SequencePlan, Shard
 
 
 def nodes_of(ranks: int, nodes: int, nics: int = 1) -> Cluster:

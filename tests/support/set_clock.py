@@ -28,9 +28,9 @@ class SetClock:
 
     def install(self) -> "SetClock":
         """Make it the clock of this rank's CPU device. Returns itself."""
-        from megatron.balanced import observe
+        from megatron.balanced import observer
 
-        observe.CpuClock = lambda: self
+        observer.CpuClock = lambda: self
         return self
 
     def work(self, seconds: float) -> None:

@@ -7,8 +7,8 @@ payload in it.
 
 Run as a script it checks whether a cluster can be started here, or opens a shell in one:
 
-    python tests/slurm_cluster.py --check
-    python tests/slurm_cluster.py
+    python -m tests.support.slurm_cluster --check
+    python -m tests.support.slurm_cluster
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 PROGRAMS = (
     "munged",

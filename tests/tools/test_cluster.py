@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import PATIENCE
 
-from balancing import measure
-from balancing.cluster import PRESETS, Cluster
-from balancing.launch import Launch, detect_launch, detect_nics, host_memory
-from balancing.measure import main
+from balancing.cluster import PRESETS, Cluster, measure
+from balancing.cluster.launch import Launch, detect_launch, detect_nics, host_memory
+from balancing.cluster.measure import main
+from tests.support.patience import PATIENCE
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 SMALL = Cluster(
     nodes=2,
     ranks_per_node=8,
@@ -138,7 +137,7 @@ def test_the_hosts_of_a_rack_are_one_node(world_size, per_host, nodes, per_node)
 
 
 def test_a_group_in_a_rack_is_on_one_node(monkeypatch):
-    from megatron.balanced.group import cluster_of
+    from megatron.balanced.process_groups import cluster_of
 
     monkeypatch.setenv("WORLD_SIZE", "128")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

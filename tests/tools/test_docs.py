@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 PAGES = [
     *REPOSITORY.glob("*.md"),
     *REPOSITORY.glob("docs/**/*.md"),

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PATIENCE
 
-from balancing import doctor, installed
-from balancing.doctor import kernels, missing, problem
-from balancing.installed import apex_state, find_apex, find_megatron, probe
+from balancing import doctor
+from balancing.doctor import installed, kernels, missing, problem
+from balancing.doctor.installed import apex_state, find_apex, find_megatron, probe
+from tests.support.patience import PATIENCE
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 GIB = 2**30
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE, heed_interrupts
 
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout, parse_rate
 from benchmarks.emulated.network import Network, remove_stale
+from tests.support.patience import PATIENCE, heed_interrupts
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = Path("/run/netns")
 
 

@@ -1,7 +1,8 @@
 """Mutants keep up with the code: each one still applies, and its tests exist. `scripts/mutants.sh` runs them."""
 
 import pytest
-from mutants import REPOSITORY, Mutant, find, node_id, read
+
+from tests.mutants import REPOSITORY, Mutant, find, node_id, read
 
 MUTANTS = read()
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-from patience import PATIENCE, heed_interrupts
-from pool import Hang, Pool, single_threaded
-from training import EXACT, MOCK_DATA, MODEL, MOE, assert_same, join, train, train_rank
 
-TESTS = Path(__file__).resolve().parent
+from tests.support.patience import PATIENCE, heed_interrupts
+from tests.support.pool import Hang, Pool, single_threaded
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, assert_same, join, train, train_rank
+
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def _sum_of_ranks(offset: float) -> tuple[int, float]:
@@ -131,7 +132,7 @@ def test_nothing_is_left_from_other_jobs(pool):
     argv = [*MODEL, *MOCK_DATA, *"--train-iters 2".split()]
     code = """
 import pickle, sys
-from megatron.balanced.device import use_cpu
+from megatron.balanced.cpu.device import use_cpu
 use_cpu()
 from pool_server import shrink_mock_data
 from training import train_rank
@@ -208,7 +209,7 @@ def test_the_time_limit_of_a_test(tmp_path):
         "def test_next(pool):\n    assert pool.run(1, _environment)[0][0] == '0'\n"
     )
     (tmp_path / "conftest.py").write_text(
-        f"import sys; sys.path.insert(0, {str(TESTS)!r})\nfrom tests_conftest import *"
+        f"import sys; sys.path.insert(0, {str(TESTS.parent)!r})\nfrom tests_conftest import *"
     )
     (tmp_path / "tests_conftest.py").write_text((TESTS / "conftest.py").read_text())
     done = subprocess.run(

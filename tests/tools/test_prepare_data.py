@@ -15,9 +15,10 @@ import numpy as np
 import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from patience import PATIENCE
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
+from tests.support.patience import PATIENCE
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 END_OF_DOCUMENT = 256
 
 

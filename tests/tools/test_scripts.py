@@ -14,11 +14,11 @@ from pathlib import Path
 
 import megatron.core
 import pytest
-from patience import PATIENCE
 
 import balancing
+from tests.support.patience import PATIENCE
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 TOOLS = ("bash", "basename", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "rm", "tee", "touch")
 
 STUB = """#!{bash}

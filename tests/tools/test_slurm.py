@@ -1,6 +1,7 @@
 """scripts/slurm against a real Slurm: ranks find each other, a dead rank ends the job, a requeued job goes on.
 
-The cluster is tests/slurm_cluster.py: four nodes on this machine. Without Slurm its tests are skipped with the reason.
+The cluster is tests/support/slurm_cluster.py: four nodes on this machine. Without Slurm its tests are skipped with the
+reason.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
-from slurm_cluster import SEARCH_PATH, SlurmCluster, wait_until, why_not
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.support.patience import PATIENCE
+from tests.support.slurm_cluster import SEARCH_PATH, SlurmCluster, wait_until, why_not
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "scripts" / "slurm"
 
 ALL_REDUCE = """

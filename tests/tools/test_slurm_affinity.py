@@ -7,9 +7,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from patience import PATIENCE
+from tests.support.patience import PATIENCE
 
-AFFINITY = Path(__file__).resolve().parent.parent / "scripts" / "slurm" / "affinity.sh"
+AFFINITY = Path(__file__).resolve().parents[2] / "scripts" / "slurm" / "affinity.sh"
 
 
 def sysfs(root: Path) -> Path:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from patience import PATIENCE
-from slurm_cluster import wait_until, why_not
+
+from tests.support.patience import PATIENCE
+from tests.support.slurm_cluster import wait_until, why_not
 
 
 @pytest.mark.parametrize("ending", ["stopped", "owner killed"])
@@ -20,7 +21,7 @@ def test_nothing_survives_the_cluster(ending: str) -> None:
     if reason is not None:
         pytest.skip(reason)
     inside = "echo $SLURM_CONF; sbatch --nodes=1 --output=/dev/null --wrap 'sleep 301 & sleep 301' >&2; cat >&2"
-    command = [sys.executable, str(Path(__file__).with_name("slurm_cluster.py")), "bash", "-c", inside]
+    command = [sys.executable, "-m", "tests.support.slurm_cluster", "bash", "-c", inside]
     owner = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

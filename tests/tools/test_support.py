@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from claims import SUPPORT, Claim, claims, not_run
-from mutants import node_id
+from tests.mutants import node_id
+from tests.support.claims import SUPPORT, Claim, claims, not_run
 
 ROWS = [line.strip("|").split(" | ") for line in SUPPORT.read_text().splitlines() if line.startswith("| ")]
 
@@ -35,12 +35,14 @@ def test_what_has_not_run_is_told():
         Claim("test_layouts_agree[DP 2]", ""),
         Claim("test_scripts_pass_shellcheck", "shellcheck"),
     ]
-    ran = {"tests/test_parity.py::test_dense[PP 2]"}
-    why = {"tests/test_slurm.py::test_scripts_pass_shellcheck": "shellcheck is not installed"}
-    left_out = {"tests/test_packed_documents.py::test_layouts_agree[DP 2]"}
+    ran = {"tests/megatron/test_parity.py::test_dense[PP 2]"}
+    why = {"tests/tools/test_slurm.py::test_scripts_pass_shellcheck": "shellcheck is not installed"}
+    left_out = {"tests/sequences/test_packed_documents.py::test_layouts_agree[DP 2]"}
     assert not_run(named, ran, why, left_out) == []
     assert not_run(named, set(), {}, set()) == [f"{claim.test} was not run" for claim in named]
-    lines = not_run(named, ran, {next(iter(why)): "no time"}, {"tests/test_packed_documents.py::test_layouts_agree"})
+    lines = not_run(
+        named, ran, {next(iter(why)): "no time"}, {"tests/sequences/test_packed_documents.py::test_layouts_agree"}
+    )
     assert [re.sub(":.*", "", line) for line in lines] == [
         "test_layouts_agree[DP 2] was not run",
         "test_scripts_pass_shellcheck was skipped",
@@ -52,7 +54,7 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     (folder / "tests").mkdir(exist_ok=True)
     (folder / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     (folder / "tests" / "conftest.py").write_text(
-        "import claims\n"
+        "from tests.support import claims\n"
         "claims.claims = lambda: [claims.Claim('test_dense', ''), claims.Claim('test_training_learns', '')]\n"
         "def pytest_configure(config):\n"
         "    claims.watch(config)\n"
@@ -60,7 +62,7 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     (folder / "tests" / "test_parity.py").write_text(
         "import pytest\ndef test_dense(): pass\ndef test_training_learns(): pytest.skip('no time')\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), str(SUPPORT.parents[1])])
+    path = str(SUPPORT.parents[1])
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100,
@@ -73,5 +75,5 @@ def test_a_whole_run_fails_where_a_claim_was_not_tested(tmp_path):
     assert "docs/support.md claims what was not tested: test_training_learns was skipped: " in whole.stdout
     assert "no time" in whole.stdout and "1 passed, 1 skipped" in whole.stdout
     assert _run(tmp_path, "-k", "learns or dense").returncode == 1
-    for part in (["tests/test_parity.py"], ["-k", "dense"], ["--collect-only"]):
+    for part in (["tests/megatron/test_parity.py"], ["-k", "dense"], ["--collect-only"]):
         assert _run(tmp_path, *part).returncode == 0, part

@@ -6,10 +6,10 @@ block before it in that direction go home (Agg). A transfer is cut into sub-oper
 what is left under the next ones. What fits nowhere sticks out. The plan of the next iteration is made under an
 all-to-all.
 
-This is the schedule that `balancing.experts.apply` carries out, given what everything takes. Weights of the first block
-set out when the step begins, those of the next one when a block's experts begin, and are waited for before its own.
-Gradients set out when a block's experts have run backward; the next block's experts, or with resident slots those after
-it, are the last to hide them. Transfers go one after the other here; on a network they share it.
+This is the schedule that `balancing.experts.engine.slots` carries out, given what everything takes. Weights of the
+first block set out when the step begins, those of the next one when a block's experts begin, and are waited for before
+its own. Gradients set out when a block's experts have run backward; the next block's experts, or with resident slots
+those after it, are the last to hide them. Transfers go one after the other here; on a network they share it.
 
 Operations have the paper's names. Of block i: FNEC_i, FEC_i are non-expert and expert compute forward, BNEC_i, BEC_i
 backward, A2A_i the exchanges of tokens around expert compute. Reduce_i is when the data-parallel reduction of the home
@@ -146,7 +146,7 @@ def iteration_schedule(
 
 @dataclass
 class _Rank:
-    """Carries operations out in the order of `balancing.experts.apply.ReplicaSlots`, and writes them down."""
+    """Carries operations out in the order of `balancing.experts.engine.slots.ReplicaSlots`, and writes them down."""
 
     blocks: Sequence[BlockSeconds]
     chunks: Sequence[Sequence[int]]

@@ -2,9 +2,9 @@
 
 A replica lives in a slot of a rank for one iteration at most (Pro-Prophet, section IV). Its weights come from the home
 rank (`Trans`); its gradients go back there and are added to the home expert's own before anybody else sees them
-(`Agg`). Both are handed on from rank to rank (`balancing.experts.relay`), so that an expert leaves its home once,
-however many replicas it has, and gradients are added in a fixed order, so that a run repeats bit for bit. Replicas are
-in no optimizer and no checkpoint.
+(`Agg`). Both are handed on from rank to rank (`balancing.experts.engine.relay`), so that an expert leaves its home
+once, however many replicas it has, and gradients are added in a fixed order, so that a run repeats bit for bit.
+Replicas are in no optimizer and no checkpoint.
 
 Two ways to keep slots. Resident: a buffer for each layer; weights are copied once an iteration and gradients reduced
 once, whatever the number of micro-batches. Shared: two buffers for all layers; while one layer computes, the next one's
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
+from balancing.experts.engine.relay import Hop, Relay, cut
 from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.relay import Hop, Relay, cut
 
 __all__ = ["ReplicaSlots", "Traffic"]
 

@@ -1,10 +1,11 @@
 """Our planner: replicas for a load that is only predicted, as many as pay.
 
-Tokens are split exactly on the true load later (`balancing.experts.split`), so the placement only has to make a level
-split possible. Where costs are not known, all slots are used: spread for robustness (`balancing.experts.spread`), or,
-where slots are so few that this cannot even level the prediction, packed for the prediction
-(`balancing.experts.fewest`). Where they are, numbers of the most useful replicas are tried too, none included, and the
-plan that takes least time by the cost model is the one: copies nothing hides delay a layer, hidden ones hold up tokens.
+Tokens are split exactly on the true load later (`balancing.experts.split.split`), so the placement only has to make a
+level split possible. Where costs are not known, all slots are used: spread for robustness
+(`balancing.experts.planners.spread`), or, where slots are so few that this cannot even level the prediction, packed for
+the prediction (`balancing.experts.planners.pack`). Where they are, numbers of the most useful replicas are tried too,
+none included, and the plan that takes least time by the cost model is the one: copies nothing hides delay a layer,
+hidden ones hold up tokens.
 """
 
 import math
@@ -15,12 +16,12 @@ from functools import cache, cached_property, partial
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.bound import LeastCost
 from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, with_transfers
-from balancing.experts.fewest import fewest_copies
 from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.split import traffic
-from balancing.experts.spread import fill_slots, spread_counts, spread_slots
+from balancing.experts.planners.lower_bound import LeastCost
+from balancing.experts.planners.pack import fewest_copies
+from balancing.experts.planners.spread import fill_slots, spread_counts, spread_slots
+from balancing.experts.split.split import traffic
 
 __all__ = ["QuotaPlanner"]
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from balancing.cluster import Cluster
 from balancing.experts.cost import ExpertShape, exchange_seconds
 from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.split import Splitter, check_counts
+from balancing.experts.split.split import Splitter, check_counts
 
 __all__ = ["repair"]
 

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from balancing.experts.arrays import Arrays
-from balancing.experts.disjoint import disjoint_classes
 from balancing.experts.placement import ReplicaPlacement
+from balancing.experts.planners.disjoint import disjoint_classes
+from balancing.experts.split.arrays import Arrays
 
 __all__ = ["Splitter", "check_counts", "run_starts", "split_tokens", "traffic"]
 
-_TURNS = 40  # of all classes together: leaves well under 1 % over the optimum, see benchmarks/experts.py
+_TURNS = 40  # of all classes together: leaves well under 1 % over the optimum, see benchmarks/experts/plans.py
 _MOST = 1 << 31  # tokens of an expert, the square of which must stay below 2^63
 _FULL = 1 << 50  # a vessel no water flows into; the sum over a few thousand of them stays below 2^63
 
@@ -284,7 +284,7 @@ def _kernels(placement: ReplicaPlacement, members: list[list[int]], sweeps: int,
     if placement.split == "own":
         return None
     try:
-        from balancing.experts.split_kernel import MOST_RANKS, SplitKernels, kernels_work
+        from balancing.experts.split.split_kernel import MOST_RANKS, SplitKernels, kernels_work
     except ImportError:
         return None
     if placement.num_ranks > MOST_RANKS or not kernels_work(placement.num_ranks, torch.device(device)):

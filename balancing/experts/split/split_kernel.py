@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from balancing.experts.disjoint import disjoint_classes
 from balancing.experts.placement import ReplicaPlacement
+from balancing.experts.planners.disjoint import disjoint_classes
 from balancing.upload import upload
 
 __all__ = ["MOST_RANKS", "SplitKernels", "divide", "kernels_work", "launch_options", "level"]
@@ -87,7 +87,7 @@ class SplitKernels:
 @cache
 def kernels_work(ranks: int, device: torch.device) -> bool:
     """Whether they split one load on this device as NumPy does. A wrong split would be a hang or a wrong training."""
-    from balancing.experts.split import Splitter  # which calls this
+    from balancing.experts.split.split import Splitter  # which calls this
 
     generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
     slots = np.stack([generator.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])

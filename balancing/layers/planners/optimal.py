@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from balancing.layers.cut import Room, cut, least_over
 from balancing.layers.memory import LayerMemory, in_flight
+from balancing.layers.planners.linear_partition import Room, cut, least_over
 
 __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 

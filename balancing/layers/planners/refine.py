@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from numpy.typing import ArrayLike
 
 from balancing.layers.cost import LayerCost
-from balancing.layers.stages import StagePlan
+from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["refine_plan"]
 

@@ -2,7 +2,7 @@
 
 Whether moving a layer pays depends on when each rank waits for which other one, so a planner needs the schedule itself,
 not a formula that holds for equal stages only. This module writes down what one training step of megatron-core 0.19.2
-makes each rank do: compute, post sends and receives, wait. `balancing.layers.timeline` says when it happens.
+makes each rank do: compute, post sends and receives, wait. `balancing.layers.simulator.timeline` says when it happens.
 
 Ranks are counted along the pipeline. With V chunks a rank, chunk c of rank r is virtual stage c * P + r. Without
 interleaving a rank warms up with P - r - 1 forwards, then alternates one forward and one backward. With interleaving

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.schedule import Message, Operation, program
+from balancing.layers.simulator.schedule import Message, Operation, program
 
 __all__ = ["Span", "Timeline", "simulate_schedule", "simulate_steps"]
 
@@ -133,7 +133,7 @@ def simulate_schedule(
     micro_batches: per step and pipeline.
     transfer: seconds a message takes between ranks, one number or an array [rank] with the link from each rank to the
     next one (the last entry is the link back to rank 0, which interleaving uses).
-    group, overlap: as in `balancing.layers.schedule.program`, Megatron's defaults if None.
+    group, overlap: as in `balancing.layers.simulator.schedule.program`, Megatron's defaults if None.
 
     The first call for some sizes builds the graph (tenths of a second for 32 ranks and 128 micro-batches), later ones
     take milliseconds.

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from balancing.cluster import Cluster
-from balancing.sequences.kernels import Kernel, accumulation_dtype, choose_kernel, merge
-from balancing.sequences.layout import SequencePlan
-from balancing.sequences.routing import Routing, check_routing
-from balancing.sequences.steps import Compute, Stage, Start, Step
-from balancing.sequences.transport import Pending, Transport
-from balancing.sequences.way import Run, Statistics, Widths, find_way
+from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, merge
+from balancing.sequences.engine.program import Compute, Stage, Start, Step
+from balancing.sequences.engine.rank_program import Run, Statistics, Widths, find_way
+from balancing.sequences.engine.routing import Routing, check_routing
+from balancing.sequences.engine.transport import Pending, Transport
+from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["SequenceAttention"]
 

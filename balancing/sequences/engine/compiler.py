@@ -19,10 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from balancing.cluster import Cluster
-from balancing.sequences.gather import Need, by_sequence, needs, runs_of
-from balancing.sequences.layout import SequencePlan, Shard
-from balancing.sequences.schedule import Work, backward_steps, forward_steps
-from balancing.sequences.steps import Exchange, Message, Program, Rows, Stage, Task, joined
+from balancing.sequences.engine.gather import Need, by_sequence, needs, runs_of
+from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
+from balancing.sequences.engine.program import Exchange, Message, Program, Rows, Stage, Task, joined
+from balancing.sequences.sequence_plan import SequencePlan, Shard
 
 __all__ = ["make_program"]
 

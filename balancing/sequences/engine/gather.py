@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from balancing.sequences.cost import TILE
-from balancing.sequences.layout import SequencePlan, Shard
+from balancing.sequences.sequence_plan import SequencePlan, Shard
 
 __all__ = ["TURNS", "Need", "by_sequence", "needs", "runs_of"]
 

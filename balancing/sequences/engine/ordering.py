@@ -12,7 +12,7 @@ stand still.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from balancing.sequences.steps import Compute, Exchange, Kind, Rows, Stage, Start, Step, Task, Wait, compute
+from balancing.sequences.engine.program import Compute, Exchange, Kind, Rows, Stage, Start, Step, Task, Wait, compute
 
 __all__ = ["Work", "backward_steps", "forward_steps"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from balancing.sequences.kernels import Pieces
-from balancing.sequences.layout import Shard
+from balancing.sequences.engine.kernels import Pieces
+from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["Batch", "Compute", "Exchange", "Message", "Program", "Rows", "Stage", "Start", "Step", "Task", "Wait"]
 

@@ -14,13 +14,13 @@ import torch
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import pair_flops, routing_pays
-from balancing.sequences.kernels import Kernel
-from balancing.sequences.layout import SequencePlan
-from balancing.sequences.remap import moves
-from balancing.sequences.routing import Routing, Slice, routes
-from balancing.sequences.steps import Exchange, Program, Stage
-from balancing.sequences.tasks import make_program
-from balancing.sequences.transport import Dtypes, Pending, Transport, dtype_of
+from balancing.sequences.engine.compiler import make_program
+from balancing.sequences.engine.kernels import Kernel
+from balancing.sequences.engine.program import Exchange, Program, Stage
+from balancing.sequences.engine.remap import moves
+from balancing.sequences.engine.routing import Routing, Slice, routes
+from balancing.sequences.engine.transport import Dtypes, Pending, Transport, dtype_of
+from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["Run", "Statistics", "Way", "Widths", "find_way", "keep_way"]
 

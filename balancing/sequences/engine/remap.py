@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from balancing.cluster import Cluster
-from balancing.sequences.gather import by_sequence
-from balancing.sequences.layout import SequencePlan, Shard
-from balancing.sequences.steps import Exchange, Message, Rows, joined
-from balancing.sequences.transport import Transport
+from balancing.sequences.engine.gather import by_sequence
+from balancing.sequences.engine.program import Exchange, Message, Rows, joined
+from balancing.sequences.engine.transport import Transport
+from balancing.sequences.sequence_plan import SequencePlan, Shard
 
 __all__ = ["linear_layout", "moves", "remap", "token_targets"]
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.flows import flows
-from balancing.sequences.layout import SequencePlan
-from balancing.sequences.steps import Stage
+from balancing.sequences.engine.internode_traffic import flows
+from balancing.sequences.engine.program import Stage
+from balancing.sequences.sequence_plan import SequencePlan
 from balancing.sequences.traffic import Traffic
 
 __all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "route", "routes"]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from balancing.messages import start_message
-from balancing.sequences.routing import Slice
-from balancing.sequences.steps import Exchange, Message
+from balancing.sequences.engine.program import Exchange, Message
+from balancing.sequences.engine.routing import Slice
 
 __all__ = ["Dtypes", "Pending", "Transport", "dtype_of"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from math import ceil, log2
 from typing import Any
 
-from balancing.sequences.layout import Shard
-from balancing.sequences.zigzag import even_counts, zigzag
+from balancing.sequences.planners.zigzag import even_counts, zigzag
+from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["Scheduler", "even_layout", "hybrid_groups", "hybrid_layout"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import Shard
+from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["level_chunks"]
 

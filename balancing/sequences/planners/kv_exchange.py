@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import exchange_seconds, hidden_seconds, kv_bytes
-from balancing.sequences.layout import AttentionShape, Exchange, Shard, columns
 from balancing.sequences.load import causal_area
+from balancing.sequences.sequence_plan import AttentionShape, Exchange, Shard, columns
 from balancing.sequences.traffic import layout_traffic
 
 __all__ = ["choose_exchange", "same_exchange"]

@@ -9,7 +9,7 @@ over its share leaves it. That is the least that can cross between nodes.
 from collections.abc import Sequence
 
 from balancing.cluster import Cluster
-from balancing.sequences.layout import Shard
+from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["level_tokens"]
 

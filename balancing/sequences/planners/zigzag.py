@@ -6,7 +6,7 @@ token where the length does not divide.
 
 from collections.abc import Sequence
 
-from balancing.sequences.layout import Shard
+from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["even_counts", "token_quotas", "zigzag"]
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_tokens
-from balancing.sequences.layout import AttentionShape, Shard
-from balancing.sequences.zigzag import zigzag
+from balancing.sequences.planners.zigzag import zigzag
+from balancing.sequences.sequence_plan import AttentionShape, Shard
 
 __all__ = ["zone_layout"]
 

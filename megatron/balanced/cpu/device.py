@@ -29,7 +29,7 @@ import torch.distributed
 import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
-from megatron.balanced import gloo
+from megatron.balanced.cpu import gloo
 
 __all__ = ["choose_device", "is_cpu", "release_cpu", "use_cpu"]
 

@@ -1,6 +1,6 @@
 """A frozen prefix of the model (`--freeze-layers`) in Megatron-LM's training step.
 
-Frozen layers run without gradients (`megatron.balanced.dynamic_layer`), so the embedding before them gets none either.
+Frozen layers run without gradients (`megatron.balanced.dynamics.layer`), so the embedding before them gets none either.
 What is left is to keep their parameters out of what happens between backward passes and the next iteration:
 
 - Gradient reduction. Buckets are filled from the back of the model, so what is frozen is the tail of a buffer: frozen
@@ -12,7 +12,7 @@ What is left is to keep their parameters out of what happens between backward pa
   gets zeros.
 
 A frozen layer asks for gradients and is in the optimizer all the same, whenever no step is under way: so it moves to
-another stage, moments and all, as any other does (`megatron.balanced.move`).
+another stage, moments and all, as any other does (`megatron.balanced.layers.mover`).
 """
 
 import argparse
@@ -27,10 +27,10 @@ from megatron.core.utils import make_viewless_tensor, unwrap_model
 from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.freezing import PlasticityFreezer, scheduled_prefix
 from balancing.report import event
-from megatron.balanced.dynamic_layer import DynamicLayer
-from megatron.balanced.moe_layer import BalancedMoELayer
+from megatron.balanced.dynamics.layer import DynamicLayer
+from megatron.balanced.dynamics.plasticity import Plasticity
+from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.optimizer_parts import Part, optimizer_of, parts
-from megatron.balanced.plasticity import Plasticity
 
 __all__ = ["Freezing"]
 
@@ -50,7 +50,7 @@ class _Link(torch.autograd.Function):
 
 
 class Freezing:
-    """A `megatron.balanced.step.StepCallback`. All ranks freeze the same layers at the same iteration.
+    """A `megatron.balanced.callbacks.StepCallback`. All ranks freeze the same layers at the same iteration.
 
     saved: what `state_dict` gave when the checkpoint was written that this run goes on from.
     """

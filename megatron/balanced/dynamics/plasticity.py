@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.dynamics.freezing import PlasticityFreezer, similarity_loss
-from megatron.balanced.dynamic_layer import DynamicLayer
+from megatron.balanced.dynamics.layer import DynamicLayer
 
 __all__ = ["Plasticity"]
 

@@ -27,7 +27,7 @@ __all__ = ["Pruning"]
 
 
 class Pruning:
-    """A `megatron.balanced.step.StepCallback`. Every rank prunes what it holds, at one threshold for all."""
+    """A `megatron.balanced.callbacks.StepCallback`. Every rank prunes what it holds, at one threshold for all."""
 
     def __init__(
         self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]

@@ -13,16 +13,16 @@ from typing import Any
 from megatron.training.models.gpt import GPTModelConfig
 
 from balancing.dynamics.config import DynamicsConfig
-from megatron.balanced import step
-from megatron.balanced.freezing import Freezing
-from megatron.balanced.pruning import Pruning
-from megatron.balanced.token_flow import Tokens
+from megatron.balanced import callbacks
+from megatron.balanced.dynamics.freezing import Freezing
+from megatron.balanced.dynamics.pruning import Pruning
+from megatron.balanced.dynamics.token_skipping import Tokens
 
 __all__ = ["add_dynamics"]
 
 
 class _Saved:
-    """A `megatron.balanced.step.StepCallback` that puts the schemes' state where the next checkpoint takes it from."""
+    """A `StepCallback` that puts the schemes' state where the next checkpoint takes it from."""
 
     def __init__(self, args: argparse.Namespace, schemes: dict[str, Any]) -> None:
         self._args, self._schemes = args, schemes
@@ -55,10 +55,10 @@ def add_dynamics(
         schemes["pruning"] = Pruning(args, config, report)
     if config.mixture_of_depths or config.exits():
         schemes["tokens"] = Tokens(args, config, report)
-    step.callbacks.append(_Saved(args, schemes))  # whose step ends last
+    callbacks.callbacks.append(_Saved(args, schemes))  # whose step ends last
     for scheme in schemes.values():
         model.post_wrap_hooks.append(scheme.attach)
-        step.callbacks.append(scheme)
+        callbacks.callbacks.append(scheme)
     return [scheme.renew for scheme in schemes.values()]
 
 

@@ -1,9 +1,9 @@
 """Layers that run for some of the tokens, in Megatron-LM's training step: mixture of depths and early exit.
 
-The layers choose for themselves (`megatron.balanced.dynamic_layer`); here they are counted. Of early exit there is more
-to do: which tokens have exited must reach the next pipeline stage, where their hidden states arrive like all others,
-and the loss, which weighs them. A message of a byte a token goes beside the hidden states, in a group of its own, so
-that it does not mix with Megatron's.
+The layers choose for themselves (`megatron.balanced.dynamics.layer`); here they are counted. Of early exit there is
+more to do: which tokens have exited must reach the next pipeline stage, where their hidden states arrive like all
+others, and the loss, which weighs them. A message of a byte a token goes beside the hidden states, in a group of its
+own, so that it does not mix with Megatron's.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from megatron.core.utils import unwrap_model
 from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.early_exit import weigh_loss
 from balancing.report import event, imbalance
-from megatron.balanced.dynamic_layer import DynamicLayer, TokenFlow
-from megatron.balanced.group import twin_of
+from megatron.balanced.dynamics.layer import DynamicLayer, TokenFlow
+from megatron.balanced.process_groups import twin_of
 
 __all__ = ["Tokens"]
 
 
 class Tokens:
-    """A `megatron.balanced.step.StepCallback`."""
+    """A `megatron.balanced.callbacks.StepCallback`."""
 
     def __init__(
         self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]

@@ -1,11 +1,11 @@
 """Experts kept equally busy while Megatron-LM trains: plans between iterations, replicas within them.
 
 The loads of a step decide where replicas go in the next one; a thread plans as soon as a layer has seen its last
-micro-batch. Within a step every micro-batch is split exactly over what is there (`megatron.balanced.moe_layer`), and
-where the first one shows that the prediction was wrong, a few more replicas are placed while everybody waits. This file
-ties the pieces to Megatron's step: it makes the slots when the model is complete, places replicas when weights are
-final, and sees to it that a home expert's gradient is handed to data parallelism only when its replicas' gradients are
-in it.
+micro-batch. Within a step every micro-batch is split exactly over what is there
+(`megatron.balanced.experts.moe_layer`), and where the first one shows that the prediction was wrong, a few more
+replicas are placed while everybody waits. This file ties the pieces to Megatron's step: it makes the slots when the
+model is complete, places replicas when weights are final, and sees to it that a home expert's gradient is handed to
+data parallelism only when its replicas' gradients are in it.
 """
 
 import argparse
@@ -24,16 +24,17 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas, repair
-from balancing.experts.apply import ReplicaSlots
+from balancing.cluster.launch import detect_launch
+from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas
 from balancing.experts.config import ExpertConfig
-from balancing.launch import detect_launch
+from balancing.experts.engine.slots import ReplicaSlots
+from balancing.experts.planners import repair
 from balancing.report import event, imbalance
-from megatron.balanced.device import is_cpu
-from megatron.balanced.expert_chunk import ExpertChunk
-from megatron.balanced.group import cluster_of, twin_of
-from megatron.balanced.moe_layer import BalancedMoELayer
+from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.experts.gradients import ExpertChunk
+from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.optimizer_state import state_bytes
+from megatron.balanced.process_groups import cluster_of, twin_of
 
 __all__ = ["DoesNotFit", "ExpertBalancer"]
 
@@ -65,7 +66,7 @@ class DoesNotFit(ValueError):
 
 
 class ExpertBalancer:
-    """A `megatron.balanced.step.StepCallback`. One on each rank; ranks of an expert-parallel group plan alike.
+    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; ranks of an expert-parallel group plan alike.
 
     machine: what transfers and computation take, for plans to weigh; without it they balance load alone. report: is
     given the events of a step; without it there are none.

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from balancing.experts.apply import ReplicaSlots
-from megatron.balanced.moe_layer import BalancedMoELayer
+from balancing.experts.engine.slots import ReplicaSlots
+from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
 __all__ = ["ExpertChunk"]
 

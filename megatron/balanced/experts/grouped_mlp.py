@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 
 from balancing.upload import upload
-from megatron.balanced.moe_layer import ReplicatedSequentialMLP
+from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
 
 __all__ = ["GroupedMLP"]
 

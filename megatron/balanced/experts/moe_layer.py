@@ -2,8 +2,8 @@
 
 Routing is untouched: the router, its losses and its expert bias see logical experts. Between router and dispatcher,
 logical maps become physical ones, [tokens, ranks x (homes + slots)], so Megatron's dispatchers work as they are. Home
-experts stay Megatron's parameters; replicas are leaves of autograd that `balancing.experts.apply` fills and empties, so
-that no optimizer, checkpoint or gradient norm ever sees them.
+experts stay Megatron's parameters; replicas are leaves of autograd that `balancing.experts.engine.slots` fills and
+empties, so that no optimizer, checkpoint or gradient norm ever sees them.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from balancing.experts.apply import ReplicaSlots
+from balancing.experts.engine.slots import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
-from balancing.experts.split import Splitter, run_starts
+from balancing.experts.split.split import Splitter, run_starts
 from balancing.upload import upload
-from megatron.balanced.device import is_cpu
-from megatron.balanced.known_counts import known_counts
-from megatron.balanced.replay import Replays
+from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.experts.known_counts import known_counts
+from megatron.balanced.recompute import Replays
 
 __all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP"]
 

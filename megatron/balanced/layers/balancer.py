@@ -1,10 +1,10 @@
 """Layers kept where every pipeline stage costs the same, while Megatron-LM trains.
 
 Between two steps, every few iterations, all ranks tell what their layers have cost, make the same plan of it, and ask
-the same gate whether it is worth its move (`balancing.layers`). If it is, layers move (`megatron.balanced.move`) and
-training goes on with the same numbers. Steps are watched after a move, and one that made them slower is taken back.
-Where layers are at their best and the user allows it, the pipeline gets shorter when that saves GPU-hours: the last
-stages give their layers away and leave (`megatron.balanced.repack`).
+the same gate whether it is worth its move (`balancing.layers`). If it is, layers move
+(`megatron.balanced.layers.mover`) and training goes on with the same numbers. Steps are watched after a move, and one
+that made them slower is taken back. Where layers are at their best and the user allows it, the pipeline gets shorter
+when that saves GPU-hours: the last stages give their layers away and leave (`megatron.balanced.layers.repack`).
 """
 
 import argparse
@@ -36,10 +36,10 @@ from balancing.layers.config import LayerConfig
 from balancing.layers.layout import to_layout
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
 from balancing.report import RankRecord, event, imbalance
-from megatron.balanced import step
-from megatron.balanced.device import is_cpu
-from megatron.balanced.move import LayerMover, Moved
-from megatron.balanced.repack import Repacker
+from megatron.balanced import callbacks
+from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.layers.mover import LayerMover, Moved
+from megatron.balanced.layers.repack import Repacker
 
 __all__ = ["LayerBalancer"]
 
@@ -63,7 +63,7 @@ class _Choice(NamedTuple):
 
 
 class LayerBalancer:
-    """A `megatron.balanced.step.StepCallback`. One on each rank; all ranks decide alike.
+    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; all ranks decide alike.
 
     report: is given the events. `measured` has to be told what each iteration cost this rank. settled: is called when
     nothing more will be decided.
@@ -164,7 +164,7 @@ class LayerBalancer:
         """Have the layers as `plan` says, now."""
         self._warm = self.iteration
         self._seconds, self._steps = [], []
-        trained, before = step.trained(), self.mover.plan
+        trained, before = callbacks.trained(), self.mover.plan
         moved = self.mover.move(plan, trained.optimizer, trained.scheduler)
         if plan.stages < before.stages:
             self._gate = self._new_gate()

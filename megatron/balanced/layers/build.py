@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_block import _get_block_submodules
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
 from balancing.layers.layout import to_layout
-from balancing.layers.stages import StagePlan
-from megatron.balanced.layer_state import Told, layer_of, named_parameters
+from balancing.layers.stage_plan import StagePlan
+from megatron.balanced.layers.state import Told, layer_of, named_parameters
 
 __all__ = ["change_layers", "complete_ends", "set_layout"]
 

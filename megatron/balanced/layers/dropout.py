@@ -16,13 +16,13 @@ from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
-from megatron.balanced.replay import Replays
+from megatron.balanced.recompute import Replays
 
 __all__ = ["DropoutStreams"]
 
 
 class DropoutStreams:
-    """A `megatron.balanced.step.StepCallback`. One on each rank."""
+    """A `megatron.balanced.callbacks.StepCallback`. One on each rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._seed, self._iteration = args.seed, 0

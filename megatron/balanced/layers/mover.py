@@ -2,13 +2,13 @@
 
 `train()` of Megatron-LM holds on to the model chunks, the optimizer, the scheduler and bound methods of them, so these
 objects stay and are filled anew. In this order: parameters are gathered if that is under way, the optimizer's state is
-taken out, the new layout is set and missing layers are built (`megatron.balanced.build`), every rank tells what it
-holds and what it shall hold, tensors travel (`megatron.balanced.layer_state`), data parallelism and optimizer are built
-around the new layers, and state is put back. Gradient buffers go first and come back last, which makes room for what
-travels; then main parameters wait in them while the new optimizer makes its own. So a rank never holds more than the
-larger of before and after, and one layer; only a distributed optimizer's weights are there twice for a moment, when
+taken out, the new layout is set and missing layers are built (`megatron.balanced.layers.build`), every rank tells what
+it holds and what it shall hold, tensors travel (`megatron.balanced.layers.state`), data parallelism and optimizer are
+built around the new layers, and state is put back. Gradient buffers go first and come back last, which makes room for
+what travels; then main parameters wait in them while the new optimizer makes its own. So a rank never holds more than
+the larger of before and after, and one layer; only a distributed optimizer's weights are there twice for a moment, when
 they are laid into a new buffer. Embedding, final norm and head stay where they are, unless stages get fewer: then the
-ranks of the last ones give all they have away and leave the job (`megatron.balanced.release`).
+ranks of the last ones give all they have away and leave the job (`megatron.balanced.layers.release`).
 """
 
 import argparse
@@ -29,13 +29,13 @@ from megatron.training import training
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.training import get_megatron_optimizer_config
 
-from balancing.launch import detect_launch
+from balancing.cluster.launch import detect_launch
 from balancing.layers.repack import release_of
-from balancing.layers.stages import StagePlan
-from megatron.balanced import step
-from megatron.balanced.build import change_layers, complete_ends, set_layout
-from megatron.balanced.group import meet
-from megatron.balanced.layer_state import Told, Wanted, bring, inventory, wanted
+from balancing.layers.stage_plan import StagePlan
+from megatron.balanced import callbacks
+from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
+from megatron.balanced.layers.release import Departure
+from megatron.balanced.layers.state import Told, Wanted, bring, inventory, wanted
 from megatron.balanced.optimizer_state import (
     ParameterState,
     Taken,
@@ -46,7 +46,7 @@ from megatron.balanced.optimizer_state import (
     state_bytes,
     take,
 )
-from megatron.balanced.release import Departure
+from megatron.balanced.process_groups import meet
 
 __all__ = ["LayerMover", "Moved"]
 
@@ -156,7 +156,7 @@ class LayerMover:
             self.gather(None)  # a death until here breaks this at once; of one after it only timeouts would tell
             departure.finish([self._objects, self._tensors])
             self._make_groups()
-            step.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
+            callbacks.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
         moved = time.perf_counter()
         for chunk, ddp in enumerate(self._chunks):
             self._wrap(ddp, chunk, layouts[chunk], hooked[chunk])

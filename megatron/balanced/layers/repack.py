@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from balancing.launch import detect_launch
+from balancing.cluster.launch import detect_launch
 from balancing.layers import LayerCost, StagePlan, choose_repack, repack_options
 from balancing.layers.config import LayerConfig
 from balancing.layers.from_report import RecordedRun, estimate_memory
-from megatron.balanced.device import is_cpu
+from megatron.balanced.cpu.device import is_cpu
 
 __all__ = ["Repacker"]
 

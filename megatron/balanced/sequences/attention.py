@@ -2,8 +2,8 @@
 
 A plan says where every token is. It reaches the layers as Megatron-LM's packed-sequence parameters do, through every
 pipeline stage and recomputation. Two modules read it: core attention, which hands queries, keys and values to the
-engine (`balancing.sequences.attention`), and the rotary embedding, whose rows follow each token's position in its
-document wherever the token is. Megatron-LM's own modules know one layout only, the zig-zag of Transformer Engine.
+engine (`balancing.sequences.engine.attention`), and the rotary embedding, whose rows follow each token's position in
+its document wherever the token is. Megatron-LM's own modules know one layout only, the zig-zag of Transformer Engine.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Documents spread over context-parallel ranks while Megatron-LM trains (`--balance-sequences`).
 
-Plans are made where batches are made (`megatron.balanced.sequence_data`), followed by every layer's attention
-(`megatron.balanced.sequence_attention`), and never talked about: ranks of a context-parallel group read the same
+Plans are made where batches are made (`megatron.balanced.sequences.dataset`), followed by every layer's attention
+(`megatron.balanced.sequences.attention`), and never talked about: ranks of a context-parallel group read the same
 documents and plan alike. That they did is checked once an iteration, before the optimizer acts on it.
 """
 
@@ -27,12 +27,12 @@ from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.engine.rank_program import Widths, find_way, keep_way
 from balancing.sequences.load import zigzag_areas
-from balancing.sequences.way import Widths, find_way, keep_way
-from megatron.balanced.group import cluster_of, meet
-from megatron.balanced.sequence_attention import DocumentRotaryEmbedding, PlannedSequences
-from megatron.balanced.sequence_checks import why_of_one_size
-from megatron.balanced.sequence_data import PlannedDataset, Rows, positions, receive
+from megatron.balanced.process_groups import cluster_of, meet
+from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
+from megatron.balanced.sequences.checks import why_of_one_size
+from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive
 
 __all__ = ["SequenceBalancer"]
 
@@ -52,7 +52,7 @@ class _Batch(NamedTuple):
 
 
 class SequenceBalancer:
-    """A `megatron.balanced.step.StepCallback`. One on each rank; ranks of a context-parallel group plan alike.
+    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; ranks of a context-parallel group plan alike.
 
     machine: what transfers and computation take, for plans to weigh. report: is given the events of a step.
     """

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.sequences.ahead import Planned
-from balancing.sequences.layout import SequencePlan
+from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["PlannedDataset", "Rows", "positions", "receive"]
 

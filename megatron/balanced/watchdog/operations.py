@@ -54,11 +54,12 @@ _COLLECTIVES = (
     "scatter",
 )
 # What stands between an operation and the line that asked for it.
-_HERE = Path(__file__)
+_ROOT = Path(__file__).parents[3]
 BETWEEN = (
+    __file__,
     str(Path(torch.__file__).parent),
-    *(str(_HERE.with_name(name)) for name in (_HERE.name, "gloo.py", "device.py")),
-    str(_HERE.parents[2] / "balancing" / "messages.py"),
+    str(_ROOT / "megatron" / "balanced" / "cpu"),
+    str(_ROOT / "balancing" / "messages.py"),
 )
 
 

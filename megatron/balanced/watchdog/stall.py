@@ -22,8 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.balanced import operations
-from megatron.balanced.waiting import Answer, Group, Started, who_waits
+from megatron.balanced.watchdog import operations
+from megatron.balanced.watchdog.waiting import Answer, Group, Started, who_waits
 
 __all__ = ["stalls_told"]
 

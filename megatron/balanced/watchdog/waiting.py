@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.balanced.operations import COLLECTIVE, key_of
+from megatron.balanced.watchdog.operations import COLLECTIVE, key_of
 
 __all__ = ["Answer", "Group", "Started", "who_waits"]
 
