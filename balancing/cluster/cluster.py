@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from balancing.cluster.launch import detect_launch, detect_nics
+from balancing.launch import detect_launch, detect_nics
 
 __all__ = ["PRESETS", "Cluster"]
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from balancing.cluster import PRESETS, Cluster
-from balancing.cluster.launch import detect_launch, detect_nics, host_memory
+from balancing.launch import detect_launch, detect_nics, host_memory
 
 __all__ = ["main", "matmul_rate", "measure", "pair_bandwidth"]
 

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 import torch
 
 from balancing.cluster import PRESETS, Cluster
-from balancing.cluster.launch import detect_launch
 from balancing.doctor.installed import find_apex
 from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
+from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import check_folders, check_layout, check_megatron

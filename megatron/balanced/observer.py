@@ -25,7 +25,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
-from balancing.cluster.launch import detect_launch
+from balancing.launch import detect_launch
 from balancing.report import EventLog, IterationRecord, RankRecord, Span, TraceLog, observe, scalars
 from balancing.sequences import SequencePlan, causal_area, zigzag_area
 from megatron.balanced.arguments import BalanceConfig

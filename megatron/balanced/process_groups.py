@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.cluster import Cluster
-from balancing.cluster.launch import detect_launch
+from balancing.launch import detect_launch
 
 __all__ = ["cluster_of", "meet", "twin_of"]
 

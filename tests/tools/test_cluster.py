@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from balancing.cluster import PRESETS, Cluster, measure
-from balancing.cluster.launch import Launch, detect_launch, detect_nics, host_memory
 from balancing.cluster.measure import main
+from balancing.launch import Launch, detect_launch, detect_nics, host_memory
 from tests.support.patience import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from balancing import doctor
-from balancing.doctor import installed, kernels, missing, problem
+from balancing.doctor import diagnosis, installed
+from balancing.doctor.diagnosis import kernels, missing, problem
 from balancing.doctor.installed import apex_state, find_apex, find_megatron, probe
 from tests.support.patience import PATIENCE
 
@@ -154,8 +154,8 @@ def test_one_screen(worst, capsys, monkeypatch):
             psutil=None,
             launch_error="WORLD_SIZE=16 does not say how many ranks a node runs; start with torchrun",
         )
-    monkeypatch.setattr(doctor, "examine", lambda: facts)
-    assert doctor.main([]) == 0
+    monkeypatch.setattr(diagnosis, "examine", lambda: facts)
+    assert diagnosis.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert 15 <= len(lines) <= 40
     assert max(map(len, lines)) <= 100

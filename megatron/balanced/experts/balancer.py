@@ -24,11 +24,11 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
-from balancing.cluster.launch import detect_launch
 from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas
 from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.experts.planners import repair
+from balancing.launch import detect_launch
 from balancing.report import event, imbalance
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.gradients import ExpertChunk

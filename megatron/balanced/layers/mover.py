@@ -29,7 +29,7 @@ from megatron.training import training
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.training import get_megatron_optimizer_config
 
-from balancing.cluster.launch import detect_launch
+from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
 from balancing.layers.stage_plan import StagePlan
 from megatron.balanced import callbacks

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from balancing.cluster.launch import detect_launch
+from balancing.launch import detect_launch
 from balancing.layers import LayerCost, StagePlan, choose_repack, repack_options
 from balancing.layers.config import LayerConfig
 from balancing.layers.from_report import RecordedRun, estimate_memory
