@@ -245,7 +245,7 @@ def test_this_machine_can_train():
     facts = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
     assert facts["can_train"] and facts["problem"] is None
-    assert facts["megatron"]["version"] == doctor.MEGATRON_CORE
+    assert facts["megatron"]["version"] == diagnosis.MEGATRON_CORE
     assert facts["torch"]["gloo"] is True
     assert facts["launch"] == {"nodes": 2, "ranks_per_node": 4, "source": "torchrun"}
     assert [nic["name"] for nic in facts["nics"]] == ["nic0", "nic1"]
@@ -292,7 +292,7 @@ def test_it_speaks_where_nothing_is_installed():
     assert "cannot train yet" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["__init__", "doctor", "installed", "launch"])
+@pytest.mark.parametrize("name", ["__init__", "launch", "doctor/diagnosis", "doctor/installed"])
 def test_an_old_python_can_read_it(name):
     source = (REPOSITORY / "balancing" / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(source, feature_version=(3, 8))
