@@ -134,8 +134,8 @@ def test_nothing_is_left_from_other_jobs(pool):
 import pickle, sys
 from megatron.balanced.cpu.device import use_cpu
 use_cpu()
-from pool_server import shrink_mock_data
-from training import train_rank
+from tests.support.pool_server import shrink_mock_data
+from tests.support.training import train_rank
 shrink_mock_data()
 run = train_rank(sys.argv[1:], True)
 sys.stderr.write("RUN " + pickle.dumps(run).hex() + "\\n")
@@ -166,7 +166,10 @@ def _wait_until_gone(processes: list[psutil.Process]) -> None:
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_outlives_the_test_run(tmp_path, end):
     """However it ends: a pool in a process of its own, killed in the middle of a job."""
-    code = "import test_pool; from pool import Pool; Pool(preload=False).run(2, test_pool._sleep, 3600)"
+    code = (
+        "from tests.support.pool import Pool; from tests.tools import test_pool\n"
+        "Pool(preload=False).run(2, test_pool._sleep, 3600)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=single_threaded(), stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts
     )
@@ -201,7 +204,7 @@ def test_a_server_that_dies_is_replaced():
 def test_the_time_limit_of_a_test(tmp_path):
     """The limit ends a test that waits for ranks, and the next test finds a pool that works."""
     (tmp_path / "test_slow.py").write_text(
-        "import pytest\nfrom pool import Pool\nfrom test_pool import _sleep, _environment\n"
+        "import pytest\nfrom tests.support.pool import Pool\nfrom tests.tools.test_pool import _sleep, _environment\n"
         "@pytest.fixture(scope='module')\ndef pool():\n"
         "    workers = Pool(preload=False)\n    yield workers\n    workers.stop()\n"
         "def test_first(pool):\n    pool.run(1, _environment)\n"

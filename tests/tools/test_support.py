@@ -75,5 +75,5 @@ def test_a_whole_run_fails_where_a_claim_was_not_tested(tmp_path):
     assert "docs/support.md claims what was not tested: test_training_learns was skipped: " in whole.stdout
     assert "no time" in whole.stdout and "1 passed, 1 skipped" in whole.stdout
     assert _run(tmp_path, "-k", "learns or dense").returncode == 1
-    for part in (["tests/megatron/test_parity.py"], ["-k", "dense"], ["--collect-only"]):
+    for part in (["tests/test_parity.py"], ["-k", "dense"], ["--collect-only"]):
         assert _run(tmp_path, *part).returncode == 0, part
