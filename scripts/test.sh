@@ -4,7 +4,8 @@
 #     scripts/test.sh                       everything, of large families of combinations a sample
 #     scripts/test.sh --exhaustive          every combination, as CI does
 #     scripts/test.sh --triples             all triples of structures as well, a quarter of an hour more
-#     scripts/test.sh tests/layers/test_move.py -k y  arguments go to pytest
+#     scripts/test.sh tests/layers -k move  arguments go to pytest
+#     scripts/test.sh -n 0 --pdb            in one process, to debug
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -18,4 +19,5 @@ cd "$repository"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest "$@"
+# Two workers: a test of one rank leaves a core to the other. A file is one worker's, which keeps its reference runs.
+exec "$python" -m pytest -n 2 --dist loadfile "$@"

@@ -38,7 +38,7 @@ def test_use_and_release():
         """
         import json, logging, torch, torch._dynamo
         from torch.overrides import _get_current_function_mode_stack as modes
-        from megatron.balanced import device
+        from megatron.balanced.cpu import device
 
         refusals = []
         for requested in ("cuda", "tpu"):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -73,8 +73,15 @@ class _Watch:
         elif report.when == "call":
             self._ran.add(report.nodeid)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Workers of pytest-xdist report every test here but those that they left out."""
+        self._left_out |= set(getattr(node, "workeroutput", {}).get("left_out", ()))
+
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.OK:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["left_out"] = sorted(self._left_out)
+        elif exitstatus == pytest.ExitCode.OK:
             self._lines = not_run(claims(), self._ran, self._skipped, self._left_out)
             if self._lines:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -87,5 +94,6 @@ class _Watch:
 def watch(config: pytest.Config) -> None:
     """Check the claims at the end of this run, if it is one of all tests. What its flags leave out counts as run."""
     options = config.option
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not (options.ignore or options.collectonly):
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not (options.ignore or options.collectonly)
+    if whole or hasattr(config, "workerinput"):
         config.pluginmanager.register(_Watch())

@@ -15,7 +15,7 @@ import numpy as np
 # A model small enough for a CPU, with every kind of parameter: tied embeddings, biases, norms.
 MODEL = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 "
+    "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 "
     "--eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --distributed-timeout-minutes 5"
 ).split()
 MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127".split()
