@@ -1,4 +1,4 @@
-"""Can this machine train, with which kernels, and what does each missing piece cost? `python -m balancing.doctor`.
+"""Report on whether this machine can train, with which kernels, and what each missing package costs.
 
 Megatron-LM falls back silently: without Transformer Engine its attention, norms and experts are other modules, and a
 package that is installed but broken counts as absent or ends the run far from its cause. This prints one screen that

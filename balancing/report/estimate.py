@@ -1,4 +1,4 @@
-"""What perfect balance would give: the step time if one unevenness, or all, were levelled.
+"""Estimate of the step time under perfect balance of one kind of work, or of all.
 
 An engineer who sees "stage 2 is 31 % over the mean" wants to know what that costs before moving anything. The answer
 here is an estimate from measured device seconds, not a promise.

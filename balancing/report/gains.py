@@ -1,4 +1,4 @@
-"""What balancing gained: how uneven a run would have been without it, and how uneven it was.
+"""Gains of balancing: the imbalance that a run would have had without it beside the imbalance it had.
 
 Both are measured in the same iteration, as max / mean:
 

@@ -1,4 +1,4 @@
-"""What perfect balance would give must be near what the same run, level, takes."""
+"""The estimate for perfect balance is near the step time of the same run with equal work."""
 
 from dataclasses import replace
 from pathlib import Path
