@@ -39,7 +39,7 @@ _LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and past the b
 
 
 class _Rank(NamedTuple):
-    """What one rank tells the others before anything is measured."""
+    """The facts that ranks exchange before anything is measured."""
 
     local_rank: int
     ranks_per_node: int
