@@ -1,4 +1,4 @@
-"""What the commands of this package have in common."""
+"""Argument types and exit codes shared by the commands of this package."""
 
 import argparse
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""What the launcher and the operating system say about this job: ranks per node, NICs, memory.
+"""Facts about this job from the launcher's environment and the operating system: ranks per node, NICs, memory.
 
 torchrun, SLURM and the emulated cluster describe a job in different environment variables, and Linux describes its NICs
 in /sys. This module reads them, and nothing else: it starts no process group and imports neither torch nor numpy, so

@@ -1,4 +1,4 @@
-"""One thread at a time starts messages between ranks.
+"""A lock under which a thread starts messages between ranks, one thread at a time.
 
 Beside the thread that trains there are some that hand messages on. A process group is not promised to bear two threads
 that start messages at once, so whoever may share it with another thread starts them here. Waiting needs no turn.

@@ -1,4 +1,4 @@
-"""Small tables that go to a GPU while it computes, without waiting for it.
+"""Asynchronous upload of small tables to a GPU, through pinned memory.
 
 A copy from ordinary memory makes the host wait until the GPU has done everything it was given before, and the GPU is
 then idle until it is given more. A copy from pinned memory is queued like any other work; torch keeps that memory until

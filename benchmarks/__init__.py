@@ -1,1 +1,1 @@
-"""Every number we publish, one command each."""
+"""Benchmarks: one command for every published figure."""

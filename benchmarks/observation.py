@@ -1,4 +1,4 @@
-"""What watching costs: the share of a step that `--balance-report` takes.
+"""Cost of observation: the share of a step that `--balance-report` takes.
 
     python -m benchmarks.observation [--quick] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How long a planner thinks on a machine that does other work too.
+"""Processor time of a planner, for machines that do other work too.
 
 Processor time of this thread, the quickest of several calls: what other processes and threads take does not count.
 """

@@ -1,4 +1,4 @@
-"""The machine that plans are made for: its nodes, ranks and NICs, and their speeds, as given or as measured."""
+"""The cluster that plans are made for: nodes, ranks, NICs and their speeds, from a preset, a file or a measurement."""
 
 from balancing.cluster.cluster import PRESETS, Cluster
 

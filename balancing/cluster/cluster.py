@@ -1,4 +1,4 @@
-"""What a planner is told about the machine: nodes, ranks, NICs, and how fast each of them is.
+"""Compute and link speeds for the planners' cost models: `Cluster` and its presets.
 
 Whether moving a layer, an expert or a piece of a sequence pays depends on how long the move takes against how long the
 computation takes, so every planner gets a `Cluster`. It comes from a preset, from a JSON file, from the launch

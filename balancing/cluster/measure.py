@@ -1,4 +1,4 @@
-"""Measure the machine instead of trusting its data sheet, and the command line of `python -m balancing.cluster`.
+"""Measurement of compute and link speeds, and the command line of `python -m balancing.cluster`.
 
     python -m balancing.cluster --measure                                              one process: matmul and memory
     torchrun --nproc-per-node 8 -m balancing.cluster --measure --json cluster.json     and the bandwidth in a node
@@ -39,7 +39,7 @@ _LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and past the b
 
 
 class _Rank(NamedTuple):
-    """What one rank tells the others before anything is measured."""
+    """The facts that ranks exchange before anything is measured."""
 
     local_rank: int
     ranks_per_node: int

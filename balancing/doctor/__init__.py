@@ -1,1 +1,1 @@
-"""What is installed on this machine, what will run on it, and what each missing piece costs."""
+"""A check of this machine: the packages installed, the kernels that will run, the cost of each missing piece."""

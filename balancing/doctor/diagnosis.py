@@ -1,4 +1,4 @@
-"""Can this machine train, with which kernels, and what does each missing piece cost? `python -m balancing.doctor`.
+"""Report on whether this machine can train, with which kernels, and what each missing package costs.
 
 Megatron-LM falls back silently: without Transformer Engine its attention, norms and experts are other modules, and a
 package that is installed but broken counts as absent or ends the run far from its cause. This prints one screen that
@@ -87,7 +87,7 @@ def missing(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What is absent or wrong without stopping a run: pairs of what, and what that costs with the way out."""
     torch, apex = facts["torch"], facts["apex"]["state"]
     if torch["state"] != "ok":
-        return []  # that is the problem; what else there is cannot be told
+        return []  # that is the problem; nothing else can be found then
     gpu, engine = bool(torch.get("gpus")), facts["transformer_engine"]["state"] == "ok"
     costs = []
     if facts["nvidia_driver"] and not gpu:
@@ -219,7 +219,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _nics(nics: list[dict[str, Any]]) -> str:
     names = ", ".join(nic["name"] for nic in nics[:8]) + (", ..." if len(nics) > 8 else "")
     rate = nics[0]["line_rate"]
-    speed = f"{rate * 8 / 1e9:g} Gb/s each" if rate else "speed not told"
+    speed = f"{rate * 8 / 1e9:g} Gb/s each" if rate else "speed unknown"
     return f"{names} ({nics[0]['kind']}, {speed})"
 
 

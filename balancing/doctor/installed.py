@@ -1,4 +1,4 @@
-"""What is installed here, and does it start? Found without importing anything into this process.
+"""Probes of installed packages, each imported in a process of its own.
 
 A package can be absent, present but broken, or another project of the same name. Megatron's own parts and Apex are told
 by their files. Packages whose import may fail, hang or crash are imported in a process of their own, with the very

@@ -1,4 +1,4 @@
-"""What happened in a run, made visible: who is slow, why, by how much, and what perfect balance would give.
+"""Analysis of a recorded run: which ranks are slow, why, by how much, and what perfect balance would gain.
 
 Before anyone moves a layer, a sequence or an expert, they ask who is slow; no tool answers for pipeline stages, ranks
 and experts at once. A run fills in an `IterationRecord` for each iteration. From it come DIR/events.jsonl (`EventLog`,

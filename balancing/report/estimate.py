@@ -1,4 +1,4 @@
-"""What perfect balance would give: the step time if one unevenness, or all, were levelled.
+"""Estimate of the step time under perfect balance of one kind of work, or of all.
 
 An engineer who sees "stage 2 is 31 % over the mean" wants to know what that costs before moving anything. The answer
 here is an estimate from measured device seconds, not a promise.
@@ -80,10 +80,10 @@ class StepLoad:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Step time if `levelled` ("stages", "sequences", "experts", "all", "no idle") were even; `saved` is a share of the
+    """Step time if `balanced` ("stages", "sequences", "experts", "all", "no idle") were even; `saved` is a share of the
     measured step, 0 to 1. `at_best`: an upper bound of the gain rather than an expectation."""
 
-    levelled: str
+    balanced: str
     step_seconds: float
     saved: float
     at_best: bool = False
@@ -108,9 +108,9 @@ def estimate(load: StepLoad) -> list[Estimate]:
     def seconds(work: np.ndarray) -> float:
         return pipeline_seconds(work, load.micro_batches, load.chunks, load.forward_share)
 
-    def step(saved_seconds: float, levelled: str, at_best: bool = False) -> Estimate:
+    def step(saved_seconds: float, balanced: str, at_best: bool = False) -> Estimate:
         predicted = min(max(load.step_seconds - max(saved_seconds, 0.0), float(even.mean())), load.step_seconds)
-        return Estimate(levelled, predicted, 1.0 - predicted / load.step_seconds, at_best)
+        return Estimate(balanced, predicted, 1.0 - predicted / load.step_seconds, at_best)
 
     now = seconds(np.maximum(busy, stage_mean + experts.wait))
     at_best = bool(experts.bound.any())

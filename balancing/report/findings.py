@@ -30,11 +30,11 @@ _ALIKE = 1.005
 
 _MOVED = {"rollback": "when layers moved back"}
 
-_LEVELLED = {
-    "stages": "pipeline stages level (layers)",
-    "sequences": "ranks inside each stage level (sequences)",
-    "experts": "expert-parallel ranks level (experts)",
-    "all": "everything level",
+_BALANCED = {
+    "stages": "pipeline stages balanced (layers)",
+    "sequences": "ranks inside each stage balanced (sequences)",
+    "experts": "expert-parallel ranks balanced (experts)",
+    "all": "everything balanced",
     "no idle": "the limit: no idle time at all",
 }
 
@@ -61,9 +61,9 @@ class GainRow(NamedTuple):
 
 
 class Prospect(NamedTuple):
-    """What is levelled, the step time then, and the share of the step saved."""
+    """What is balanced, the step time then, and the share of the step saved."""
 
-    levelled: str
+    balanced: str
     step: str
     saved: str
 
@@ -167,10 +167,10 @@ def _per_call(seconds: float) -> str:
 
 
 def prospect_rows(summary: Summary) -> list[Prospect]:
-    """What the step would take if each unevenness were levelled; "at best" marks an upper bound of the gain."""
+    """What the step would take if each unevenness were balanced; "at best" marks an upper bound of the gain."""
     return [
         Prospect(
-            _LEVELLED[estimate.levelled],
+            _BALANCED[estimate.balanced],
             f"{'at best ' if estimate.at_best else 'about '}{duration(estimate.step_seconds)}",
             f"{share(estimate.saved)} less" if estimate.saved >= 5e-4 else "nothing",
         )
@@ -198,9 +198,9 @@ def verdict(summary: Summary) -> str:
     if summary.step_seconds is None or summary.ranks is None:
         return "No step was timed, so there is no verdict; what was measured stands below."
     text = [f"A step takes {duration(summary.step_seconds)}"]
-    saved = {estimate.levelled: estimate for estimate in summary.estimates}
+    saved = {estimate.balanced: estimate for estimate in summary.estimates}
     if (everything := saved.get("all")) is None:
-        return f"{text[0]}. With one rank there is nothing to level."
+        return f"{text[0]}. With one rank there is nothing to balance."
     text[0] += f", and the average rank is idle for {share(summary.bubble or 0.0)} of it"
     if gained := [
         f"{gain.balancer} from {ratio(gain.before)} to {ratio(gain.after)}"
@@ -208,11 +208,11 @@ def verdict(summary: Summary) -> str:
         if gain.before - gain.after >= _ALIKE - 1
     ]:
         text.append(f"Balancing took the fullest over the mean down: {', '.join(gained)}")
-    for levelled, culprit in (("stages", _stage_culprit), ("sequences", _rank_culprit), ("experts", _expert_culprit)):
-        if levelled in saved and saved[levelled].saved >= _WORTH_NAMING:
+    for balanced, culprit in (("stages", _stage_culprit), ("sequences", _rank_culprit), ("experts", _expert_culprit)):
+        if balanced in saved and saved[balanced].saved >= _WORTH_NAMING:
             text.append(culprit(summary))
     if everything.saved < _WORTH_NAMING:
-        text.append(f"The ranks are level: perfect balance would save {share(everything.saved)} of a step")
+        text.append(f"The ranks are balanced: perfect balance would save {share(everything.saved)} of a step")
     else:
         would = "at best bring" if everything.at_best else "bring"
         gain = f"Perfect balance would {would} the step to about {duration(everything.step_seconds)}"

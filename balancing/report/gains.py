@@ -1,4 +1,4 @@
-"""What balancing gained: how uneven a run would have been without it, and how uneven it was.
+"""Gains of balancing: the imbalance that a run would have had without it beside the imbalance it had.
 
 Both are measured in the same iteration, as max / mean:
 
@@ -112,7 +112,7 @@ def _of_stages(history: History) -> dict[int, BeforeAfter]:
 
 
 def tokens_served(history: History) -> dict[int, dict[int, np.ndarray]]:
-    """Iteration -> MoE layer -> tokens [expert-parallel rank] with replicas, as far as the run tells."""
+    """Iteration -> MoE layer -> tokens [expert-parallel rank] with replicas, as far as the run recorded it."""
     served: dict[int, dict[int, np.ndarray]] = {}
     for line in _actions(history, "experts", "layer"):
         if "tokens_per_rank" in line:
@@ -122,7 +122,7 @@ def tokens_served(history: History) -> dict[int, dict[int, np.ndarray]]:
 
 def ordered_attention(history: History, counted: Iterable[int]) -> tuple[np.ndarray, np.ndarray] | None:
     """Attention area of context-parallel ranks in a micro-batch over its mean, from the fullest rank to the emptiest,
-    as Megatron-LM would cut it and as it was spread; medians over iterations. None if the run does not tell."""
+    as Megatron-LM would cut it and as it was spread; medians over iterations. None if the run did not record it."""
     inside = set(counted)
     lines = [line for line in _actions(history, "sequences", "micro-batch") if line["iteration"] in inside]
     lines = [line for line in lines if "ordered_before" in line and "ordered_after" in line]

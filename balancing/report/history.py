@@ -158,7 +158,7 @@ def read_history(directory: str | os.PathLike[str]) -> History:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     if not history.iterations and not history.actions:
         why = f"none of its {history.damaged} lines can be read" if history.damaged else "it is empty"
-        raise ValueError(f"{path} tells nothing, {why}; let the run finish at least one recorded iteration")
+        raise ValueError(f"{path} holds no measurements, {why}; let the run finish at least one recorded iteration")
     try:
         history.timelines = read_trace(directory / "trace.json")
     except FileNotFoundError:

@@ -80,7 +80,7 @@ def page(history: History, summary: Summary) -> str:
         step=_step(summary),
         tables=[
             _Table("", *shown_columns(FINDINGS, finding_rows(summary))),
-            _Table(PROSPECTS[0].capitalize(), *shown_columns(("levelled", *PROSPECTS[1:]), prospect_rows(summary))),
+            _Table(PROSPECTS[0].capitalize(), *shown_columns(("balanced", *PROSPECTS[1:]), prospect_rows(summary))),
             _Table("What the balancers did", *shown_columns(ACTIONS, action_rows(summary))),
         ],
         figures=list(_figures(history, summary)),

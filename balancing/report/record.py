@@ -1,4 +1,4 @@
-"""What one iteration looked like, as rank 0 knows it after gathering from every rank.
+"""The record of one iteration that rank 0 gathers from every rank.
 
 Whoever measures a run fills these in; everything else in this package starts from them. They hold plain Python and
 numpy only, so that a record can be made, pickled and read without a process group or a GPU.

@@ -1,7 +1,7 @@
 """The few numbers of an iteration worth a curve in TensorBoard or W&B.
 
 A dashboard with a curve per layer and expert is read by nobody; these say whether something is uneven and of which
-kind. Only what replicas do is told layer by layer, in a group of its own. The event log has the rest.
+kind. Only the effect of replicas is reported per layer, in a group of its own. The event log has the rest.
 """
 
 from collections.abc import Iterable

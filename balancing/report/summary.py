@@ -1,4 +1,4 @@
-"""Who is slow, why, and by how much: the few facts of a run that a person acts on.
+"""Summary of a run: the slow ranks, the cause, its size, and nothing that a person would not act on.
 
 The first iterations are left out of every figure: they pay for compilation, caches and memory pools. So are iterations
 under another layout than the last one (layers moved, ranks left), since a median over two layouts describes neither.

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: three digits that matter and a unit."""
+"""Numbers formatted for people: three significant digits and a unit."""
 
 __all__ = ["byte_count", "count", "duration", "ratio", "share"]
 

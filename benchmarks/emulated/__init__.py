@@ -1,4 +1,4 @@
-"""A cluster in slow motion on one machine: balancing measured end to end, by the clock, without a cluster.
+"""An emulated cluster: real messages over slowed links and timed waits for compute, on one machine.
 
 Real processes run the real schedules, collectives and balancers over gloo. What is emulated is the hardware: the
 network cards by veth links with a token-bucket limit (`network`), and the GPUs by timed waits (`paced`). Both are

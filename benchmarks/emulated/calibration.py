@@ -1,4 +1,4 @@
-"""Is the emulated cluster true? What it takes by the clock, against what it should take by arithmetic.
+"""Calibration of the emulated cluster: measured times against computed ones.
 
     python -m benchmarks.emulated.calibration [--quick] [--json FILE] [--figure FILE.svg]
 

@@ -1,4 +1,4 @@
-"""A device that computes one thing after the other, each for as long as it is told."""
+"""An emulated device: a queue of kernels, each a timed wait."""
 
 import time
 from dataclasses import dataclass, field

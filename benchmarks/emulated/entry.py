@@ -1,4 +1,4 @@
-"""The first moments of an emulated rank: die with the launcher, enter the node, become the user's program.
+"""Entry of an emulated rank: it ends with the launcher, enters its node's network and runs the user's program.
 
 Run as a script with -I -S, so that it starts in a few milliseconds and imports nothing but the standard library:
 

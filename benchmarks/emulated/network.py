@@ -1,4 +1,4 @@
-"""Nodes with slow network cards, out of Linux network namespaces.
+"""Emulated nodes: Linux network namespaces with rate-limited network cards.
 
 A NIC is a veth link into one bridge, the fabric, with a token bucket on each of its two ends: one limits what leaves
 the node, the other what comes to it. Ranks of one node reach each other without limit.

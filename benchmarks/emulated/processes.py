@@ -1,4 +1,4 @@
-"""Run one process a rank, pass their output on, and stop all of them as soon as one fails.
+"""One process a rank: start them, forward their output, stop all when one fails.
 
 A rank that dies leaves the others waiting in a collective for minutes, and the error that counts is then buried under
 theirs. So the first failure ends the run and is the one that is reported.

@@ -1,4 +1,4 @@
-"""Network rates as people write them: 25MB/s, 200Mbit/s, 1GB/s."""
+"""Parser of network rates: 25MB/s, 200Mbit/s, 1GB/s."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How long messages take between the ranks of an emulated cluster: one JSON line with the quickest time of each.
+"""Message times between the ranks of an emulated cluster: one JSON line with the quickest time of each.
 
 Run on the ranks by `benchmarks.emulated.calibration`:
 

@@ -92,9 +92,9 @@ def test_a_step_is_compared_around_the_move(history):
     assert move.step_after < move.step_before
 
 
-def test_levelled_experts_promise_nothing_more(history):
+def test_balanced_experts_promise_nothing_more(history):
     """An estimate from where experts are at home would promise what replicas have gained already."""
-    saved = {estimate.levelled: estimate for estimate in summarize(history).estimates}
+    saved = {estimate.balanced: estimate for estimate in summarize(history).estimates}
     assert not saved["experts"].at_best
     assert "waits for expert-parallel" not in verdict(summarize(history))
 

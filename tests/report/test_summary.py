@@ -111,7 +111,7 @@ def test_names_a_memory_hog_and_a_slow_rank(tmp_path):
 
 def test_a_level_run_is_called_level(tmp_path):
     _, summary = report(tmp_path, Job(noise=0.001))
-    assert "The ranks are level" in verdict(summary) and "sets the pace" not in verdict(summary)
+    assert "The ranks are balanced" in verdict(summary) and "sets the pace" not in verdict(summary)
 
 
 # ---- reading what is left of a run

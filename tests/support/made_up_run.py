@@ -1,4 +1,4 @@
-"""A made-up training run whose unevenness is known, timed by an exact 1F1B schedule: what report tests are fed."""
+"""A synthetic training run of known imbalance, timed by an exact 1F1B schedule, as input of the tests of the report."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How long a test waits for what ought to happen at once.
+"""The timeout of waits in tests for events that are due at once.
 
 Nothing passes or fails by this number but what never happens: on a machine with thirty times as much to do as it can,
 two seconds are a minute.

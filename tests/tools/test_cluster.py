@@ -1,4 +1,4 @@
-"""What planners are told about the machine: presets, files, the launch environment, and measurements."""
+"""`Cluster`: presets, files, the launch environment and measurements."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What people read is true: links lead somewhere, commands name modules and flags that exist, pages are short."""
+"""Documentation is checked: links resolve, commands name modules and flags that exist, pages are short."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Which experts are hot, in which layer, and what that does to the ranks that hold them, without replicas and with."""
+"""Figures of hot experts by layer, and of the load of their ranks without and with replicas."""
 
 from typing import Any
 

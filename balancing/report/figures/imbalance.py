@@ -1,4 +1,4 @@
-"""Imbalance over the run: is it there from the start, does it grow, and what did balancing do about it."""
+"""Figure of the imbalance over the run, before and after balancing."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What each layer costs, and where the pipeline is cut: unevenness between stages begins here, and moves end it."""
+"""Figure of the cost of each layer and of the boundaries between pipeline stages, with every move."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Ranks beside one another: their busy time, their tokens and attention, their memory."""
+"""Figures that compare ranks: busy time, tokens and attention, memory."""
 
 import re
 from collections.abc import Callable

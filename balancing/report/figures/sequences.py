@@ -1,4 +1,4 @@
-"""Where the tokens of one balanced batch are, and what that leaves each rank to do."""
+"""Figure of one balanced batch: the tokens on each rank, and the work that follows."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One iteration as the pipeline saw it: a row for each rank, so that waiting is visible as the space between work."""
+"""Timeline of one iteration, a row for each rank; gaps between operations are waiting."""
 
 import numpy as np
 from matplotlib.axes import Axes
