@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from balancing.cluster import Cluster
 from balancing.experts import ReplicaPlacement, plan_replicas, plan_replicas_layers, split_tokens, traffic
-from balancing.experts.planners import repair
 from balancing.experts.planners.eplb import rebalance_experts
+from balancing.experts.planners.repair import repair
 from balancing.experts.planners.spread import fill_slots
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 from tests.experts.test_plan import SHAPE, largest_over_mean, loads, machine, quick

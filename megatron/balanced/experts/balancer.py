@@ -27,7 +27,7 @@ from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas
 from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
-from balancing.experts.planners import repair
+from balancing.experts.planners.repair import repair
 from balancing.launch import detect_launch
 from balancing.report import event, imbalance
 from megatron.balanced.cpu.device import is_cpu
