@@ -7,7 +7,7 @@ weights and gradients travel under other compute. Routing, losses and checkpoint
 
 from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
 from balancing.experts.engine.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
-from balancing.experts.load import LoadHistory, rank_load, total_variation
+from balancing.experts.load import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
 from balancing.experts.planners.repair import repair
@@ -37,7 +37,6 @@ __all__ = [
     "layer_cost",
     "plan_replicas",
     "plan_replicas_layers",
-    "rank_load",
     "read_load_trace",
     "read_reported_loads",
     "read_routing_trace",

@@ -9,7 +9,7 @@ it keeps score of several and uses the one that would have been best lately, and
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["LoadHistory", "rank_load", "total_variation"]
+__all__ = ["LoadHistory", "total_variation"]
 
 _DECAYS = (0.0, 0.5, 0.8)  # weight of the past in each predictor's average; 0 repeats the last load
 _SCORE_DECAY = 0.8  # of the past in the predictors' scores: about the last five loads count
@@ -26,16 +26,6 @@ def total_variation(a: ArrayLike, b: ArrayLike) -> np.ndarray:
     p, q = p / np.where(total_p > 0, total_p, 1), q / np.where(total_q > 0, total_q, 1)
     apart = np.abs(p - q).sum(-1) / 2
     return np.where((total_p > 0)[..., 0] == (total_q > 0)[..., 0], apart, 1.0)
-
-
-def rank_load(load: ArrayLike, home: ArrayLike) -> np.ndarray:
-    """What each rank computes without replicas: float [..., rank].
-
-    load: [..., source_rank, expert]. home: int [expert], the home rank of each.
-    """
-    counts = np.asarray(load, dtype=np.float64)
-    at_home = np.asarray(home)[:, None] == np.arange(counts.shape[-2])
-    return counts.sum(-2) @ at_home
 
 
 class LoadHistory:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["Copy", "ReplicaPlacement", "SplitRule", "contiguous_homes"]
+__all__ = ["Copy", "ReplicaPlacement", "SplitRule", "color_by_rank", "contiguous_homes"]
 
 SplitRule = Literal["level", "own", "even"]
 """How tokens choose among the instances of their expert. "level": so that ranks have equal loads. "own": a rank with a
@@ -204,6 +204,30 @@ class ReplicaPlacement:
 
     def __hash__(self) -> int:
         return hash(self.digest())
+
+
+def color_by_rank(placement: ReplicaPlacement) -> list[list[int]]:
+    """The experts with replicas in classes whose members share no rank, so that a class is balanced in one step.
+
+    Greedy coloring (first fit, longest chains first) of the graph whose vertices are experts and whose edges join
+    experts with a common rank; a class is a color.
+    """
+    chains = placement.chains
+    classes: list[list[int]] = []
+    taken: list[int] = []  # of each class the ranks in use, one bit a rank
+    for expert in sorted(chains, key=lambda expert: (-len(chains[expert]), expert)):
+        ranks = 0
+        for rank in chains[expert]:
+            ranks |= 1 << rank
+        at = 0
+        while at < len(taken) and taken[at] & ranks:
+            at += 1
+        if at == len(taken):
+            classes.append([])
+            taken.append(0)
+        classes[at].append(expert)
+        taken[at] |= ranks
+    return classes
 
 
 def _across(ranks: list[int], per_node: int, nic: list[int], leaving: list[int], entering: list[int]) -> list[int]:

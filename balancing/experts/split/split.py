@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.planners.disjoint import disjoint_classes
+from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.experts.split.arrays import Arrays
 
-__all__ = ["Splitter", "check_counts", "run_starts", "split_tokens", "traffic"]
+__all__ = ["Splitter", "check_counts", "numpy_split", "run_starts", "split_tokens", "traffic"]
 
 _TURNS = 40  # of all classes together: leaves well under 1 % over the optimum, see benchmarks/experts/plans.py
 _MOST = 1 << 31  # tokens of an expert, the square of which must stay below 2^63
@@ -81,7 +80,7 @@ class Splitter(Arrays):
             raise ValueError(f"sweeps={sweeps} must be at least 1")
         self.placement = placement
         super().__init__(device)
-        members = disjoint_classes(placement)
+        members = color_by_rank(placement)
         turns = len(members)
         self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class is done at once
         self._kernels = None
@@ -287,9 +286,17 @@ def _kernels(placement: ReplicaPlacement, members: list[list[int]], sweeps: int,
         from balancing.experts.split.split_kernel import MOST_RANKS, SplitKernels, kernels_work
     except ImportError:
         return None
-    if placement.num_ranks > MOST_RANKS or not kernels_work(placement.num_ranks, torch.device(device)):
+    if placement.num_ranks > MOST_RANKS or not kernels_work(placement.num_ranks, torch.device(device), numpy_split):
         return None
     return SplitKernels(placement, members, sweeps if placement.split == "level" else 0, device)
+
+
+def numpy_split(placement: ReplicaPlacement, sweeps: int, load: np.ndarray) -> np.ndarray:
+    """The split in NumPy, the reference that the kernels are checked against: int64 [source_rank, physical].
+
+    load: int [source_rank, expert], not checked.
+    """
+    return Splitter(placement, sweeps=sweeps)(load)
 
 
 def run_starts(group: np.ndarray) -> np.ndarray:

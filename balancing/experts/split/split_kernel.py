@@ -11,6 +11,7 @@ is a largest number of ranks.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,8 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.planners.disjoint import disjoint_classes
+from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.upload import upload
 
 __all__ = ["MOST_RANKS", "SplitKernels", "divide", "kernels_work", "launch_options", "level"]
@@ -85,16 +85,22 @@ class SplitKernels:
 
 
 @cache
-def kernels_work(ranks: int, device: torch.device) -> bool:
-    """Whether they split one load on this device as NumPy does. A wrong split would be a hang or a wrong training."""
-    from balancing.experts.split.split import Splitter  # which calls this
+def kernels_work(
+    ranks: int, device: torch.device, reference: Callable[[ReplicaPlacement, int, np.ndarray], np.ndarray]
+) -> bool:
+    """Whether the kernels split a sample load on this device as NumPy does. Cached; a wrong split would hang a run or
+    change its numbers.
 
+    ranks: of the sample's placement.
+    device: where the kernels run.
+    reference: (placement, sweeps, load int [source_rank, expert]) -> int64 [source_rank, physical], in NumPy.
+    """
     generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
     slots = np.stack([generator.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
     placement = ReplicaPlacement(home, slots, ranks_per_node=-(-ranks // 2))
     load = generator.integers(0, 1000, (ranks, 2 * ranks))
-    found = SplitKernels(placement, disjoint_classes(placement), 4, device)(torch.from_numpy(load).to(device))
-    works = np.array_equal(found.cpu().numpy(), Splitter(placement, sweeps=4)(load))
+    found = SplitKernels(placement, color_by_rank(placement), 4, device)(torch.from_numpy(load).to(device))
+    works = np.array_equal(found.cpu().numpy(), reference(placement, 4, load))
     if not works:
         warnings.warn("tokens are split step by step, for the kernels that do it give other counts here", stacklevel=2)
     return works
