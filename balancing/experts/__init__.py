@@ -6,8 +6,8 @@ weights and gradients travel under other compute. Routing, losses and checkpoint
 """
 
 from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
-from balancing.experts.engine.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
-from balancing.experts.load import LoadHistory, total_variation
+from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, iteration_schedule, render
+from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
 from balancing.experts.planners.repair import repair

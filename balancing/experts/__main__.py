@@ -21,8 +21,8 @@ from rich.table import Table
 from balancing.cluster import Cluster
 from balancing.command_line import Parser
 from balancing.experts.cost import ExpertShape, LayerCost, layer_cost
-from balancing.experts.engine.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
-from balancing.experts.load import total_variation
+from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, iteration_schedule, render
+from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
 from balancing.experts.split.split import traffic
 from balancing.experts.trace import (
