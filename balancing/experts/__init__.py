@@ -6,7 +6,7 @@ weights and gradients travel under other compute. Routing, losses and checkpoint
 """
 
 from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
-from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, iteration_schedule, render
+from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
 from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
@@ -33,15 +33,15 @@ __all__ = [
     "break_even_tokens",
     "contiguous_homes",
     "exposed_seconds",
-    "iteration_schedule",
     "layer_cost",
     "plan_replicas",
     "plan_replicas_layers",
     "read_load_trace",
     "read_reported_loads",
     "read_routing_trace",
-    "render",
+    "render_schedule",
     "repair",
+    "simulate_iteration",
     "split_tokens",
     "total_variation",
     "traffic",

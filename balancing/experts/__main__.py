@@ -21,7 +21,7 @@ from rich.table import Table
 from balancing.cluster import Cluster
 from balancing.command_line import Parser
 from balancing.experts.cost import ExpertShape, LayerCost, layer_cost
-from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, iteration_schedule, render
+from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
 from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
 from balancing.experts.split.split import traffic
@@ -221,8 +221,8 @@ def _print_schedule(replay: _Replay, micro_batches: int, non_expert: float) -> N
         BlockSeconds(non_expert, cost.forward, cost.trans, cost.agg, all_to_all=cost.all_to_all)
         for cost in replay.costs
     ]
-    schedule = iteration_schedule(blocks, mode="resident", micro_batches=micro_batches)
-    print(render(schedule))
+    schedule = simulate_iteration(blocks, mode="resident", micro_batches=micro_batches)
+    print(render_schedule(schedule))
     print(f"{exposed_seconds(schedule) * 1e3:.3f} ms of transfers that nothing hides, in an iteration of these layers")
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balancing.experts import BlockSeconds, iteration_schedule
+from balancing.experts import BlockSeconds, simulate_iteration
 from balancing.layers import operations
 
 LAYERS, SIZE = 5, 6
@@ -95,7 +95,7 @@ def test_transfers_set_out_when_the_schedule_says(pool, used, shared, stages):
     nothing up; with shared slots, layers 2 and 4 cannot be there together."""
     micro_batches = 2 * stages
     blocks = [BlockSeconds(1.0, 1.0, *([1e-9, 1e-9] if layer in used else [0.0, 0.0])) for layer in range(LAYERS)]
-    schedule = iteration_schedule(
+    schedule = simulate_iteration(
         blocks,
         mode="shared" if shared else "resident",
         micro_batches=micro_batches,
