@@ -5,7 +5,7 @@ load which experts get replicas on which ranks, `Splitter` divides the tokens th
 weights and gradients travel under other compute. Routing, losses and checkpoints stay what they are.
 """
 
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
+from balancing.experts.cost import ExpertShape, MoELayerCost, break_even_tokens, layer_cost
 from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
 from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
@@ -25,9 +25,9 @@ __all__ = [
     "BlockSeconds",
     "Copy",
     "ExpertShape",
-    "LayerCost",
     "LoadHistory",
     "LoadTrace",
+    "MoELayerCost",
     "ReplicaPlacement",
     "Splitter",
     "break_even_tokens",

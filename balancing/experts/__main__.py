@@ -20,7 +20,7 @@ from rich.table import Table
 
 from balancing.cluster import Cluster
 from balancing.command_line import Parser
-from balancing.experts.cost import ExpertShape, LayerCost, layer_cost
+from balancing.experts.cost import ExpertShape, MoELayerCost, layer_cost
 from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
 from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
@@ -107,7 +107,7 @@ class _Replay:
 
     imbalance: np.ndarray
     replicas: float
-    costs: list[LayerCost]
+    costs: list[MoELayerCost]
 
 
 def _show(trace: LoadTrace, options: argparse.Namespace) -> None:
@@ -164,7 +164,7 @@ def _replay(
     _, ranks, layers, micro_batches, _ = counts.shape
     costs = {"hidden_under": options.non_expert_ms / 1e3, "micro_batches": micro_batches}
     imbalance, replicas = np.ones((len(follow), layers, micro_batches)), 0
-    seconds: list[list[LayerCost]] = [[] for _ in range(layers)]
+    seconds: list[list[MoELayerCost]] = [[] for _ in range(layers)]
     for number, at in enumerate(follow):
         before = counts[at - 1].mean(2).swapaxes(0, 1)
         known = costs | {"first": True} if shape is not None else {}
@@ -180,7 +180,7 @@ def _replay(
     return _Replay(imbalance, replicas / (len(follow) * layers), mean)
 
 
-def _mean(costs: list[LayerCost]) -> LayerCost:
+def _mean(costs: list[MoELayerCost]) -> MoELayerCost:
     names = ("all_to_all", "forward", "trans", "agg", "trans_exposed", "agg_exposed", "slowed")
     means: dict[str, Any] = {name: float(np.mean([getattr(cost, name) for cost in costs])) for name in names}
     return replace(costs[0], **means)

@@ -18,7 +18,7 @@ from balancing.experts.placement import ReplicaPlacement
 
 __all__ = [
     "ExpertShape",
-    "LayerCost",
+    "MoELayerCost",
     "break_even_tokens",
     "copy_seconds",
     "exchange_seconds",
@@ -67,7 +67,7 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
-class LayerCost:
+class MoELayerCost:
     """Seconds of one MoE layer and micro-batch, forward and backward, on the rank or link that takes longest.
 
     all_to_all: one of the four exchanges of tokens. forward: expert compute; backward is twice that. trans, agg:
@@ -105,7 +105,7 @@ def layer_cost(
     first: bool = False,
     micro_batches: int = 1,
     relayed: bool = True,
-) -> LayerCost:
+) -> MoELayerCost:
     """The cost of one layer and micro-batch.
 
     tokens: int [source_rank, rank], how many go where (`balancing.experts.split.split.traffic`). Rank i of the
@@ -132,7 +132,7 @@ def with_transfers(
     hidden_under: float | None,
     first: bool,
     micro_batches: int,
-) -> LayerCost:
+) -> MoELayerCost:
     """The cost where one exchange of tokens takes `all_to_all` seconds and compute `forward`; else as `layer_cost`."""
     copy = copy_seconds(placement, cluster, relayed=relayed)
     trans, agg = copy * shape.weight_bytes, copy * shape.parameters * shape.gradient_bytes
@@ -143,7 +143,7 @@ def with_transfers(
         exchanging = 4 * all_to_all / busy if busy else 0.0  # share of the time in which tokens travel
         # Then a transfer goes at half its rate, and so do they: it takes 1 / (1 - exchanging / 2) of its time.
         slowed = (trans + agg) * exchanging / (2 - exchanging)
-    return LayerCost(
+    return MoELayerCost(
         all_to_all=all_to_all,
         forward=forward,
         trans=trans,

@@ -57,7 +57,7 @@ def _follow(schedule, used, shared, micro_batches):
         seen.append((step.kind, step.block, [slots.moved_bytes(layer) // both for layer in range(LAYERS)], known))
         if step.kind == "BEC" and step.block in used:
             (weight * (step.block + 1)).sum().backward()
-            slots.collect(step.block)
+            slots.accumulate_gradients(step.block)
         if step.kind == "BEC":
             slots.end_pass(step.block)
     slots.end_step()

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from balancing.messages import start_message
 
-__all__ = ["Hop", "Relay", "cut"]
+__all__ = ["Hop", "Relay", "split_pieces"]
 
 _PIECE_BYTES = 16 << 20  # large enough for a link's full rate, small beside an expert
 
 
-def cut(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+def split_pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """`flat` cut into the pieces in which it travels, the same on all ranks for the same length and type."""
     return flat.split(max(1, _PIECE_BYTES // flat.element_size()))
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
-from balancing.experts.engine.relay import Hop, Relay, cut
+from balancing.experts.engine.relay import Hop, Relay, split_pieces
 from balancing.experts.placement import ReplicaPlacement
 
-__all__ = ["ReplicaSlots", "Traffic"]
+__all__ = ["ReplicaSlots", "TransferStatistics"]
 
 Parameters = Sequence[torch.Tensor]  # of one expert, in a fixed order
 
@@ -32,7 +32,7 @@ _MOST_PIECES = 1 << 12  # of one expert under way, for the numbers of messages
 
 
 @dataclass
-class Traffic:
+class TransferStatistics:
     """What was moved since the last look, on this rank: bytes sent, and seconds for which the rank, or the stream it
     computes on, waited for transfers."""
 
@@ -86,7 +86,7 @@ class ReplicaSlots:
         complete: Callable[[int], None],
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
-        self.traffic = Traffic()
+        self._statistics = TransferStatistics()
         self._group, self._gradient = group, gradient
         self._final, self._complete = final, complete
         self._rank = dist.get_rank(group)
@@ -180,7 +180,7 @@ class ReplicaSlots:
                 ranks, place = ranks[::-1], len(ranks) - 1 - place
             source = ranks[place - 1] if place else None
             target = ranks[place + 1] if place + 1 < len(ranks) else None
-            passed, added = (None if flat is None else cut(flat) for flat in buffers(chain))
+            passed, added = (None if flat is None else split_pieces(flat) for flat in buffers(chain))
             assert passed is not None and len(passed) <= _MOST_PIECES, "an expert of that size"
             first = ((2 * layer + kind) * self._experts + chain.expert) * _MOST_PIECES
             for number, piece in enumerate(passed):
@@ -215,7 +215,7 @@ class ReplicaSlots:
                 None,
             ),
         )
-        self.traffic.weight_bytes += sum(hop.sent_bytes for hop in hops)
+        self._statistics.weight_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._size * self._dtype.itemsize
         self._fetching.setdefault(layer, []).append(Relay(hops, self._group))
 
@@ -284,7 +284,7 @@ class ReplicaSlots:
 
     # Agg.
 
-    def collect(self, layer: int) -> None:
+    def accumulate_gradients(self, layer: int) -> None:
         """A backward pass through `layer`'s replicas has ended: take their gradients, and send them home when due."""
         if self.shared:  # there is room for the gradients of one layer on their way
             for other in list(self._reducing):
@@ -326,7 +326,7 @@ class ReplicaSlots:
             return coming, own
 
         hops = self._hops(1, layer, self._chains[layer], buffers)
-        self.traffic.gradient_bytes += sum(hop.sent_bytes for hop in hops)
+        self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
         assert layer not in self._reducing, "a layer has two sums on their way"
         self._reducing[layer] = _Reduction(Relay(hops, self._group), received)
@@ -358,10 +358,10 @@ class ReplicaSlots:
                 self._gradient(parameter).add_(piece.view(parameter.shape))
         self._leaving.append(relay)
 
-    def take_traffic(self) -> Traffic:
+    def take_statistics(self) -> TransferStatistics:
         """What was moved since the last call, waits since the step began. Where these are a stream's, it waits for the
         last of them."""
-        taken, self.traffic = self.traffic, Traffic()
+        taken, self._statistics = self._statistics, TransferStatistics()
         if self._waits and self._device.type == "cuda":
             self._waits[-1][1].synchronize()
         taken.exposed_seconds = sum(self._clock.seconds(begin, begin, end)[1] for begin, end in self._waits)

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, LayerCost, link_seconds, links, with_transfers
+from balancing.experts.cost import ExpertShape, MoELayerCost, link_seconds, links, with_transfers
 from balancing.experts.placement import ReplicaPlacement
 
-__all__ = ["LeastCost"]
+__all__ = ["CostLowerBound"]
 
 
-class LeastCost:
+class CostLowerBound:
     """A cost that `layer_cost` cannot fall below however tokens are split, for placement after placement of one load.
 
     load: int [source_rank, expert]. home: int [expert], of all placements. Others as in `layer_cost`.
@@ -45,7 +45,7 @@ class LeastCost:
         self._near, far = tokens * inside[:, home], tokens * outside[:, home]
         self._arriving = np.stack([tokens.sum(0), self._near.sum(0), far.sum(0)])  # in all, from the node, others
 
-    def __call__(self, placements: Sequence[ReplicaPlacement]) -> list[LayerCost]:
+    def __call__(self, placements: Sequence[ReplicaPlacement]) -> list[MoELayerCost]:
         """One bound a placement; all have equally many slots. Where transfers are exposed, what they hold up is left
         out: on fuller ranks more of them are hidden, which may save as much."""
         plans, ranks, number = len(placements), self._ranks, len(self._by_home)

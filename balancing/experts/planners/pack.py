@@ -9,13 +9,13 @@ import math
 
 import numpy as np
 
-__all__ = ["fewest_copies"]
+__all__ = ["pack_replicas"]
 
 # After this many replicas a fullest rank so little over the mean is level: what is left takes as many again.
 _MANY, _LEVEL = 64, 1.003
 
 
-def fewest_copies(
+def pack_replicas(
     totals: np.ndarray,
     home: np.ndarray,
     ranks: int,

@@ -16,10 +16,10 @@ from functools import cache, cached_property, partial
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, with_transfers
+from balancing.experts.cost import ExpertShape, MoELayerCost, break_even_tokens, layer_cost, with_transfers
 from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.planners.lower_bound import LeastCost
-from balancing.experts.planners.pack import fewest_copies
+from balancing.experts.planners.lower_bound import CostLowerBound
+from balancing.experts.planners.pack import pack_replicas
 from balancing.experts.planners.spread import fill_slots, spread_counts, spread_slots
 from balancing.experts.split.split import traffic
 
@@ -67,7 +67,7 @@ class QuotaPlanner:
         spread = self._placement(fill_slots(slots, total, self.home))
         if self.shape is None:
             return self._all_slots(spread, total, moved, fewest)[0]
-        least_costs = LeastCost(
+        least_costs = CostLowerBound(
             counts,
             self.home,
             self.cluster,
@@ -92,7 +92,7 @@ class QuotaPlanner:
         plans += [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
         least = [cost.total for cost in least_costs(plans)]
         best = math.inf, False, 0  # no replicas rather than some that gain nothing
-        costs: dict[int, LayerCost] = {}
+        costs: dict[int, MoELayerCost] = {}
         looseness = _LOOSE / (self._ranks * self.slots)
         for at in sorted(range(len(plans)), key=lambda at: least[at] * (1 + looseness * plans[at].replicas)):
             if least[at] <= best[0] * _WORTH:
@@ -100,7 +100,7 @@ class QuotaPlanner:
                 best = min(best, (costs[at].total, plans[at].replicas > 0, at))
         return self._with_free_copies(plans[best[2]], costs[best[2]], total)
 
-    def _with_free_copies(self, plan: ReplicaPlacement, cost: LayerCost, total: np.ndarray) -> ReplicaPlacement:
+    def _with_free_copies(self, plan: ReplicaPlacement, cost: MoELayerCost, total: np.ndarray) -> ReplicaPlacement:
         """`plan`, which has this cost, with more replicas in its empty slots that stay in their node, if bringing them
         costs next to nothing: where the load turns out otherwise than predicted they are of use."""
         if self.hidden_under is None or not plan.replicas or plan.replicas == plan.slot_expert.size:
@@ -134,9 +134,9 @@ class QuotaPlanner:
         return inside, across
 
     def _fewest(self, total: np.ndarray, least: tuple[float, float]) -> tuple[list[tuple[int, int]], float]:
-        return fewest_copies(total, self.home, self._ranks, self.slots, ranks_per_node=self._per_node, least=least)
+        return pack_replicas(total, self.home, self._ranks, self.slots, ranks_per_node=self._per_node, least=least)
 
-    def _cost(self, moved: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> LayerCost:
+    def _cost(self, moved: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> MoELayerCost:
         return layer_cost(
             moved,
             plan,

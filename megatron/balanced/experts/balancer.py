@@ -223,7 +223,7 @@ class ExpertBalancer:
         ):
             return
         for chunk in self._chunk_at.values():
-            traffic = chunk.slots.take_traffic()
+            traffic = chunk.slots.take_statistics()
             for layer in chunk.layers:
                 self._report(self._event(layer, chunk, traffic.exposed_seconds / len(chunk.layers)))
 

@@ -98,7 +98,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
         position = self.position
         slots.acquire(position, forward=True)
         # A gradient reaches the end of these tokens before, and their beginning after, it passed through the replicas.
-        tokens = _OnBackward.apply(hidden, lambda: slots.collect(position))
+        tokens = _OnBackward.apply(hidden, lambda: slots.accumulate_gradients(position))
         outputs = self._run_replicas(slots.leaves(position), tokens, counts, probs)
         return _OnBackward.apply(outputs, lambda: slots.acquire(position, forward=False))
 
