@@ -45,7 +45,7 @@ def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
     split_kernel.kernels_work.cache_clear()
 
 
-@pytest.mark.parametrize(("kernel", "pointers"), [("level", 3), ("divide", 4)])
+@pytest.mark.parametrize(("kernel", "pointers"), [("balance", 3), ("divide", 4)])
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
     from triton import compile

@@ -63,7 +63,7 @@ class CostLowerBound:
         all_to_all = link_seconds(within, across, cluster).max(0) * (shape.hidden * shape.bytes_per_parameter)
         forward = np.maximum(arriving[0].max(1), self._arriving[0].sum() / ranks) * shape.forward_seconds(cluster)
         costs = [
-            with_transfers(*times, cluster, shape, True, self._hidden_under, self._first, self._micro_batches)
+            with_transfers(*times, cluster, shape, self._hidden_under, self._first, self._micro_batches)
             for times in zip(all_to_all.tolist(), forward.tolist(), placements, strict=True)
         ]
         return [replace(cost, slowed=0.0) if cost.exposed else cost for cost in costs]

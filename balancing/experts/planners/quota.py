@@ -108,7 +108,7 @@ class QuotaPlanner:
         assert self.shape is not None
         filled = self._placement(fill_slots(plan.slot_expert, total, self.home, self._per_node))
         same = cost.all_to_all, cost.forward, filled, self.cluster, self.shape  # tokens are split no worse
-        then = with_transfers(*same, True, self.hidden_under, self.first, self.micro_batches)
+        then = with_transfers(*same, self.hidden_under, self.first, self.micro_batches)
         return filled if then.total <= cost.total * _FREE else plan
 
     def _all_slots(
