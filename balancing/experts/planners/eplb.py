@@ -15,7 +15,11 @@ __all__ = ["eplb_slots"]
 def eplb_slots(load: np.ndarray, home: np.ndarray, slots: int) -> np.ndarray:
     """One layer's plan with fixed homes: int64 [rank, slot], the expert in each slot, -1 in empty ones.
 
-    load: [source_rank, expert], tokens. home: int [expert]. No rank gets two instances of an expert.
+    No rank gets two instances of an expert.
+
+    load: [source_rank, expert], tokens.
+    home: int [expert], home ranks.
+    slots: maximal number of replicas on a rank.
     """
     ranks, experts = load.shape
     total, count = load.sum(0).astype(float), np.ones(experts)
