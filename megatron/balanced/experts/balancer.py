@@ -1,11 +1,10 @@
-"""Experts kept equally busy while Megatron-LM trains: plans between iterations, replicas within them.
+"""Balanced experts in Megatron-LM's training step: placements between steps, replicas within them.
 
-The loads of a step decide where replicas go in the next one; a thread plans as soon as a layer has seen its last
-micro-batch. Within a step every micro-batch is split exactly over what is there
-(`megatron.balanced.experts.moe_layer`), and where the first one shows that the prediction was wrong, a few more
-replicas are placed while everybody waits. This file ties the pieces to Megatron's step: it makes the slots when the
-model is complete, places replicas when weights are final, and sees to it that a home expert's gradient is handed to
-data parallelism only when its replicas' gradients are in it.
+The load of a step decides where replicas are in the next one; `megatron.balanced.experts.planning` plans in a thread.
+Within a step, each micro-batch is split exactly over the instances (`megatron.balanced.experts.moe_layer`), and late
+replicas are added where the first micro-batch shows that the prediction was wrong. `ExpertBalancer` connects these
+parts with the step: it allocates the slots when the model is complete, places replicas when weights are final, and
+makes sure that the gradient of a home expert is reduced only after its replicas' gradients have been added.
 """
 
 import argparse
@@ -36,14 +35,16 @@ __all__ = ["DoesNotFit", "ExpertBalancer"]
 
 
 class DoesNotFit(ValueError):
-    """The slots need more memory than is free. Raised on all ranks together."""
+    """Replica slots need more memory than is free. Raised on all ranks together."""
 
 
 class ExpertBalancer:
     """A `megatron.balanced.callbacks.StepCallback`. One on each rank; ranks of an expert-parallel group plan alike.
 
-    machine: what transfers and computation take, for plans to weigh; without it they balance load alone. report: is
-    given the events of a step; without it there are none.
+    args: Megatron-LM's arguments.
+    config: the expert flags.
+    machine: speeds of the hardware for the cost model; None plans for balance alone.
+    report: called with each event of a step, on one rank of each expert-parallel group; None for no events.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ExpertBalancer:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         self._model: list[torch.nn.Module] = []
         self._process_group: Any = None
-        self._chunk_at: dict[int, ExpertChunk] = {}  # those that have experts
+        self._chunk_at: dict[int, ExpertChunk] = {}  # position of a model chunk with experts -> its slots
         self._cluster: Cluster  # of the expert-parallel group, set with the planner when the model is attached
         self._planner: ReplicaPlanner
         self._shared = False
@@ -66,9 +67,9 @@ class ExpertBalancer:
         self._finalize: Callable | None = None
 
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Make the slots of a model that is complete and wrapped. Returns `chunks`, as Megatron's model hooks must.
+        """Allocate the slots of a model that is complete and wrapped. Returns `chunks`, as Megatron's model hooks must.
 
-        Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
+        Raises DoesNotFit on all ranks of the job if the slots do not fit into the memory of some rank.
         """
         self._model = chunks
         self._process_group = twin_of(mpu.get_expert_model_parallel_group(), self._args.distributed_timeout_minutes)
@@ -82,9 +83,11 @@ class ExpertBalancer:
         return chunks
 
     def _after_backward(self, position: int, start_grad_sync: Callable) -> Callable:
-        """With pipeline stages gradients are not reduced parameter by parameter, but all together at a moment that the
-        schedule chooses, when the backward passes of the model chunk at `position` are over. Megatron keeps what this
-        returns for as long as it trains."""
+        """`start_grad_sync` of the model chunk at `position`, which waits for the replicas' gradients first.
+
+        With pipeline stages, gradients are reduced all together at a point that the schedule chooses, after the
+        backward passes of the chunk. Megatron keeps the function for the whole run.
+        """
 
         def start(*unused: Any) -> None:
             if position in self._chunk_at:
@@ -94,8 +97,8 @@ class ExpertBalancer:
         return start
 
     def renew(self) -> None:
-        """Make the slots of the layers that are here now. To be called again when layers have come, gone or been
-        wrapped anew, between two steps; replicas of a layer that stays are kept, those of one that moved are not."""
+        """Allocate the slots of the layers on this rank. Called again between two steps when layers have moved or have
+        been wrapped again; layers that stay keep their placement and history, layers that arrive start without."""
         before, self._plans, self._chunk_at = self._plans, {}, {}
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:
@@ -112,27 +115,27 @@ class ExpertBalancer:
         return [[module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models]
 
     def _agree_on_mode(self, layers: list[BalancedMoELayer]) -> bool:
-        """True if layers share slots. Ranks may have more or less memory free; what they do must be the same."""
+        """Whether layers share slots: the same on all ranks, decided by the one with the least free memory."""
         free = torch.cuda.mem_get_info()[0]
         if is_cpu():
-            free //= detect_launch().ranks_per_node  # which all have the same memory
-        # The optimizer is made after the slots.
+            free //= detect_launch().ranks_per_node  # ranks share the memory of their node
+        # The optimizer is allocated after the slots.
         for ddp in self._model:
             for p in ddp.parameters():
                 of_expert = not getattr(p, "allreduce", True)
                 free -= round(p.numel() * state_bytes(ddp, p.dtype, of_expert=of_expert)) if p.requires_grad else 0
         free = max(0, free)
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, free)
-        shared, complaint = self._mode(layers, min(told)) if layers else (False, None)
-        dist.all_gather_object(told, complaint)
-        for text in told:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, free)
+        shared, error = self._mode(layers, min(gathered)) if layers else (False, None)
+        dist.all_gather_object(gathered, error)
+        for text in gathered:
             if text is not None:
                 raise DoesNotFit(text)
         return shared
 
     def _mode(self, layers: list[BalancedMoELayer], free: int) -> tuple[bool, str | None]:
-        """True for shared slots, and what to say if they do not fit into `free` bytes."""
+        """Whether slots are shared, and the error message if they do not fit into `free` bytes."""
         homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
         slots, mode = self.config.expert_replica_slots, self.config.expert_replica_mode
         resident = ReplicaSlots.bytes_needed(homes, slots, shared=False)

@@ -1,9 +1,9 @@
 """Megatron-LM's MoE layer with replicas of hot experts (`--balance-experts`).
 
-Routing is untouched: the router, its losses and its expert bias see logical experts. Between router and dispatcher,
-logical maps become physical ones, [tokens, ranks x (homes + slots)], so Megatron's dispatchers work as they are. Home
-experts stay Megatron's parameters; replicas are leaves of autograd that `balancing.experts.engine.slots` fills and
-empties, so that no optimizer, checkpoint or gradient norm ever sees them.
+Routing does not change: the router, its losses and its expert bias see logical experts. Between router and dispatcher,
+the logical routing map becomes a physical one, [tokens, ranks x (homes + slots)], so Megatron's dispatchers work
+unmodified. Home experts remain Megatron's parameters; replicas are leaves of autograd that
+`balancing.experts.engine.slots` fills and empties, so that they are in no optimizer, checkpoint or gradient norm.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class _Share(NamedTuple):
 
 
 class _OnBackward(torch.autograd.Function):
-    """The identity. Its backward pass calls `act` before it hands the gradient on."""
+    """The identity, whose backward pass calls `act` before it returns the gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
@@ -85,17 +85,17 @@ class _OnBackward(torch.autograd.Function):
 
 
 class ReplicatedSequentialMLP(SequentialMLP):
-    """Megatron's sequence of experts, home experts first, then what is in the slots.
+    """Megatron's sequential experts, followed by the replicas in the slots.
 
-    Parameters and checkpoints are upstream's: a slot runs a home expert's module on the replica's weights.
+    Parameters and checkpoints are those of Megatron-LM: a slot runs a home expert's module on the replica's weights.
     """
 
-    slots: ReplicaSlots | None = None  # set when the model is complete; None while nothing is replicated
-    position = 0  # of this layer among the MoE layers of its model chunk
+    slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
+    position = 0  # among the MoE layers of the model chunk
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        # Fused accumulation adds a weight's gradient to a buffer that data parallelism made for it, and a replica has
-        # none. These experts hand their gradients to autograd; the rest of the model keeps the fusion.
+        # Fused accumulation adds a weight's gradient to its buffer of data parallelism, and a replica has none. These
+        # experts return their gradients to autograd; the rest of the model keeps the fusion.
         config = copy.copy(config)
         config.gradient_accumulation_fusion = False
         super().__init__(num_local_experts, config, *args, **kwargs)
@@ -106,7 +106,12 @@ class ReplicatedSequentialMLP(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """hidden states [tokens, hidden] sorted by physical local expert, and their counts -> outputs, no bias."""
+        """Run the home experts and the replicas; returns float [token, hidden], and None for the bias.
+
+        permuted_local_hidden_states: float [token, hidden], sorted by local physical expert.
+        tokens_per_expert: int [local physical expert].
+        permuted_probs: float [token], weight of the router.
+        """
         counts = tokens_per_expert.tolist()
         homes = self.num_local_experts
         slots, position = self.slots, self.position
@@ -124,10 +129,10 @@ class ReplicatedSequentialMLP(SequentialMLP):
     def _replicas(
         self, slots: ReplicaSlots, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
     ) -> torch.Tensor:
-        """Outputs of the tokens in the slots. Empty slots run too: the backward pass must come by on every rank."""
+        """Outputs of the tokens in the slots. Empty slots run, too, so that every rank has the backward pass."""
         position = self.position
         slots.acquire(position, forward=True)
-        # A gradient reaches the end of these tokens before, and their beginning after, it passed through the replicas.
+        # A backward pass reaches `outputs` before the replicas, and `tokens` after them.
         tokens = _OnBackward.apply(hidden, lambda: slots.accumulate_gradients(position))
         outputs = self._run_replicas(slots.leaves(position), tokens, counts, probs)
         return _OnBackward.apply(outputs, lambda: slots.acquire(position, forward=False))
@@ -139,7 +144,13 @@ class ReplicatedSequentialMLP(SequentialMLP):
     def _run_replicas(
         self, replicas: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
     ) -> torch.Tensor:
-        """`replicas`: for each slot the parameters of the expert in it, in the order of `parameters()`."""
+        """Outputs of the replicas, float [token, hidden].
+
+        replicas: for each slot the parameters of its expert, in the order of `parameters()`.
+        hidden: float [token, hidden], sorted by slot.
+        counts: tokens of each slot.
+        probs: float [token], weight of the router.
+        """
         template = self.local_experts[0]
         names = [name for name, _ in template.named_parameters()]
         parts = zip(replicas, hidden.split(counts), probs.split(counts), strict=True)
@@ -152,12 +163,12 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
 
 class BalancedMoELayer(MoELayer):
-    """A MoE layer whose dispatcher counts in physical experts where some have replicas, and is Megatron's otherwise."""
+    """An MoE layer that dispatches to physical experts while there are replicas, and is Megatron's otherwise."""
 
     def __init__(self, *args: Any, slots: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.slots = slots
-        self.frozen = False  # only runs forward, without gradients
+        self.frozen = False  # runs forward only, without gradients
         width = self.num_local_experts + slots
         config = copy.copy(self.config)
         config.num_moe_experts = self.ep_group.size() * width
@@ -168,13 +179,13 @@ class BalancedMoELayer(MoELayer):
         )
         if self._logical.shared_experts is not None:
             self._physical.set_shared_experts(self._logical.shared_experts)
-        # Of each micro-batch of the iteration, NumPy arrays on a CPU and tensors on a GPU, which nothing waits for.
+        # One entry a micro-batch: NumPy arrays on a CPU; tensors on a GPU, so that the host need not wait.
         self.loads: list[Any] = []  # [source_rank, expert]
         self.served: list[Any] = []  # [rank], tokens after the split
         # Called with each load before it is split; returns the placement to split it, and those that follow, over.
         self.choose_placement: Callable[[Any], ReplicaPlacement] | None = None
         self._splits: Replays[_Share] = Replays()
-        # Where the split is computed: on a GPU beside the tokens, so that the host does not wait for counts.
+        # The split is computed where the tokens are, so that the host does not wait for counts. None: in NumPy.
         self._device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
         self._in_use: _Share | None = None  # of the pass in progress
         self.set_topology(0, 0)
@@ -206,7 +217,7 @@ class BalancedMoELayer(MoELayer):
         self.token_dispatcher = self._logical
         if not self.training:
             return super().preprocess(hidden_states, probs, routing_map)
-        if self.frozen:  # which is not run again, as other passes without gradients are
+        if self.frozen:  # a pass without gradients that is not recomputed later
             share = self._share(routing_map)
         else:
             share, _ = self._splits.decide(lambda: self._share(routing_map))
@@ -214,7 +225,7 @@ class BalancedMoELayer(MoELayer):
         if share.interval is not None:
             self.token_dispatcher, (first, last) = self._physical, share.interval
             expert = share.placed.expert
-            # Tokens are made the inner dimension: along an outer one, a GPU counts them one after the other.
+            # Tokens become the inner dimension: along an outer one, a GPU adds sequentially.
             chosen = routing_map.T.contiguous()
             number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
             routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
@@ -274,10 +285,10 @@ class BalancedMoELayer(MoELayer):
         dispatcher = self.token_dispatcher
         reorders = dispatcher is self._physical and isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
         if reorders and self.config.moe_router_topk > 2:
-            # A token's outputs are summed in the order of rows, and sums of three and more depend on it. Rows come by
-            # physical expert and token; without replicas they would come by logical expert and token.
+            # A token's outputs are summed in the order of rows, and sums of three or more depend on it. Rows are in the
+            # order of physical experts; sort them into that of logical experts, as without replicas.
             token, routed = dispatcher.reversed_local_input_permutation_mapping, dispatcher.routing_map
-            # How many rows there are is known, so that the host need not ask a GPU for it.
+            # The number of rows is known, so that the host need not wait for the GPU.
             assert self._in_use is not None
             expert = self._in_use.placed.expert.repeat_interleave(routed.sum(dim=0), output_size=len(token))
             order = torch.argsort(expert * len(routed) + token, stable=True)
