@@ -1,13 +1,40 @@
-"""Experts that get more tokens than others: copies of them on other ranks, so that every rank computes equally long.
+"""Expert parallelism with replicas of hot experts, so that all ranks compute for equally long.
 
-In expert-parallel training the rank with the hottest experts sets the pace. `plan_replicas` decides from an expected
-load which experts get replicas on which ranks, `Splitter` divides the tokens that really came over the instances, and
-weights and gradients travel under other compute. Routing, losses and checkpoints stay what they are.
+In expert-parallel training, the rank with the most popular experts determines the step time. From the load that is
+expected, `plan_replicas` decides which experts get replicas on which ranks. From the load of the current micro-batch,
+`Splitter` divides the tokens of each expert over its instances. `engine` sends the replicas' weights and returns their
+gradients while other layers compute. Routing, losses and checkpoints do not change.
+
+Glossary
+    expert, logical expert   one of the router's choices. Its home owns its weights, optimizer state and checkpoint.
+    home                     the rank that owns an expert, as Megatron-LM assigns it: contiguous blocks of experts.
+    replica                  a copy of an expert's weights on another rank, for one iteration.
+    slot                     memory for one replica on one rank. Every rank has the same number of slots.
+    instance                 the expert at home or one of its replicas: what computes tokens.
+    physical expert          a place for an instance, numbered rank by rank: homes first, then slots.
+    placement                which expert is in which slot of which rank (`ReplicaPlacement`); a plan is a placement.
+    load                     tokens [source_rank, expert]: how many tokens on each rank chose each expert.
+    split                    how many of these tokens each instance serves: [source_rank, physical].
+    quota                    the tokens that one instance serves, over all source ranks.
+    imbalance                tokens of the busiest rank over the mean of all ranks.
+    chain, hop               the order of ranks in which an expert's weights are relayed, and one step of it.
+    Trans, Agg               the paper's names for sending weights to replicas and returning their gradients.
+    resident, shared         slots of their own for each layer, or two sets of slots in turn for all layers.
+
+Example: 3 ranks, 3 experts, one slot a rank. Expert 0 is hot.
+
+    home                                [0, 1, 2]            expert e lives on rank e
+    slot_expert                         [[-1], [0], [0]]     ranks 1 and 2 hold a replica of expert 0
+    phys2log                            [0, -1, 1, 0, 2, 0]  two physical experts a rank: its home, its slot
+    load of each rank                   [30, 10, 5]          so experts have 90, 30 and 15 tokens
+    tokens of ranks without replicas    [90, 30, 15]         imbalance 2
+    tokens of ranks with replicas       [45, 45, 45]         quotas of expert 0: 45, 15 and 30
+    tokens sent without / with          90 / 45              of 135; ranks keep what their own instances serve
 """
 
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost
-from balancing.experts.engine.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
-from balancing.experts.load import LoadHistory, rank_load, total_variation
+from balancing.experts.cost import ExpertShape, MoELayerCost, break_even_tokens, layer_cost
+from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
+from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
 from balancing.experts.planners.repair import repair
@@ -25,24 +52,23 @@ __all__ = [
     "BlockSeconds",
     "Copy",
     "ExpertShape",
-    "LayerCost",
     "LoadHistory",
     "LoadTrace",
+    "MoELayerCost",
     "ReplicaPlacement",
     "Splitter",
     "break_even_tokens",
     "contiguous_homes",
     "exposed_seconds",
-    "iteration_schedule",
     "layer_cost",
     "plan_replicas",
     "plan_replicas_layers",
-    "rank_load",
     "read_load_trace",
     "read_reported_loads",
     "read_routing_trace",
-    "render",
+    "render_schedule",
     "repair",
+    "simulate_iteration",
     "split_tokens",
     "total_variation",
     "traffic",

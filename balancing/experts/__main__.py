@@ -1,8 +1,8 @@
-"""python -m balancing.experts --from-report DIR | --trace FILE: what balancing experts would bring a recorded run.
+"""python -m balancing.experts --from-report DIR | --trace FILE: the gain of balanced experts, from recorded loads.
 
-Replays the loads that --balance-report DIR observed, that --moe-routing-trace-path DIR wrote, or that are in an .npz
-file: replicas are placed from each record and used in the next, as training does it, by every planner. With --cluster
-and the size of an expert, also what a layer would take by the cost model; with --schedule, what runs under what.
+Replays the loads of a run, from the directory of --balance-report, the directory of --moe-routing-trace-path, or an
+.npz file. Every planner places replicas from each record for the next one, as in training. With --cluster and the size
+of an expert, the cost model's time of a layer is shown, too; with --schedule, which transfer overlaps which compute.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from rich.table import Table
 
 from balancing.cluster import Cluster
 from balancing.command_line import Parser
-from balancing.experts.cost import ExpertShape, LayerCost, layer_cost
-from balancing.experts.engine.schedule import BlockSeconds, exposed_seconds, iteration_schedule, render
-from balancing.experts.load import total_variation
+from balancing.experts.cost import ExpertShape, MoELayerCost, layer_cost
+from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
+from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
 from balancing.experts.split.split import traffic
 from balancing.experts.trace import (
@@ -35,40 +35,42 @@ from balancing.experts.trace import (
 
 __all__ = ["main"]
 
-_RECORDS = 32  # looked at, spread over the run
-_ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)  # speeds do not matter to plans that know no costs
+_RECORDS = 32  # replayed, spread over the run
+_ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)  # its speeds are not used without a cost model
 
 
 def _parser() -> Parser:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = Parser(prog="python -m balancing.experts", description=description, epilog=more)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from-report", metavar="DIR", type=Path, help="the directory that --balance-report named")
+    source.add_argument("--from-report", metavar="DIR", type=Path, help="the directory of --balance-report")
     source.add_argument(
         "--trace", metavar="FILE", type=Path, help="an .npz file, or the directory of --moe-routing-trace-path"
     )
-    parser.add_argument("--num-experts", type=int, metavar="N", help="of a layer, for a directory of --trace")
-    parser.add_argument("--micro-batches", type=int, metavar="N", help="of a step and rank, for a directory of --trace")
+    parser.add_argument("--num-experts", type=int, metavar="N", help="experts of a layer, if --trace is a directory")
     parser.add_argument(
-        "--stages", type=int, default=1, metavar="P", help="pipeline stages, for a directory of --trace"
+        "--micro-batches", type=int, metavar="N", help="micro-batches of a step, if --trace is a directory"
+    )
+    parser.add_argument(
+        "--stages", type=int, default=1, metavar="P", help="pipeline stages, if --trace is a directory (default: 1)"
     )
     parser.add_argument("--ranks", type=int, metavar="EP", help="expert-parallel ranks (default: as recorded)")
-    parser.add_argument("--slots", type=int, default=2, metavar="N", help="replicas that a rank may host (default: 2)")
+    parser.add_argument("--slots", type=int, default=2, metavar="N", help="replicas on a rank at most (default: 2)")
     parser.add_argument(
         "--planner",
         choices=METHODS,
         default="quota",
-        help="whose layers, costs and schedule are shown (default: quota)",
+        help="planner whose layers, costs and schedule are shown (default: quota)",
     )
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a file of python -m balancing.cluster")
-    parser.add_argument("--hidden-size", type=int, metavar="H", help="of the model; with --cluster")
-    parser.add_argument("--moe-ffn-hidden-size", type=int, metavar="F", help="of an expert; with --cluster")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="preset, or file of python -m balancing.cluster")
+    parser.add_argument("--hidden-size", type=int, metavar="H", help="hidden size of the model; with --cluster")
+    parser.add_argument("--moe-ffn-hidden-size", type=int, metavar="F", help="inner width of an expert; with --cluster")
     parser.add_argument(
         "--non-expert-ms", type=float, default=0.0, metavar="X",
-        help="forward compute beside a layer's experts, such as attention, under which transfers hide (default: 0)",
+        help="forward compute of a layer outside its experts, such as attention, that overlaps transfers (default: 0)",
     )  # fmt: skip
     parser.add_argument("--schedule", action="store_true", help="print one iteration's operations in order")
-    parser.add_argument("--save", metavar="FILE", type=Path, help="write the loads into a compact .npz file")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="write the loads to a compact .npz file")
     return parser
 
 
@@ -102,12 +104,16 @@ def _read(options: argparse.Namespace) -> LoadTrace:
 
 @dataclass(frozen=True)
 class _Replay:
-    """imbalance: busiest rank over the mean [record, layer, micro_batch]. replicas: of a layer, mean. costs: [layer],
-    means over records and micro-batches; empty without a cluster."""
+    """Results of one planner.
+
+    imbalance: busiest rank over the mean, [record, layer, micro_batch].
+    replicas: mean number of a layer's replicas.
+    costs: [layer], means over records and micro-batches; empty without a cluster.
+    """
 
     imbalance: np.ndarray
     replicas: float
-    costs: list[LayerCost]
+    costs: list[MoELayerCost]
 
 
 def _show(trace: LoadTrace, options: argparse.Namespace) -> None:
@@ -138,7 +144,7 @@ def _show(trace: LoadTrace, options: argparse.Namespace) -> None:
 
 
 def _machine(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | None, Cluster]:
-    """The size of an expert, None without --cluster, and a cluster of as many ranks."""
+    """The size of an expert, None without --cluster, and a cluster of `ranks` ranks."""
     sizes = options.hidden_size, options.moe_ffn_hidden_size
     if options.cluster is None:
         if options.schedule or any(sizes):
@@ -160,11 +166,19 @@ def _replay(
     shape: ExpertShape | None,
     options: argparse.Namespace,
 ) -> _Replay:
-    """Records `follow` with replicas placed from the one before each. counts: as `LoadTrace`."""
+    """Place replicas from the record before each record of `follow`, and split that record over them.
+
+    counts: as in `LoadTrace`.
+    follow: int [record], numbers of the records to split.
+    method: the planner.
+    cluster: compute and link speeds.
+    shape: size of an expert; None for plans without a cost model.
+    options: parsed flags.
+    """
     _, ranks, layers, micro_batches, _ = counts.shape
     costs = {"hidden_under": options.non_expert_ms / 1e3, "micro_batches": micro_batches}
     imbalance, replicas = np.ones((len(follow), layers, micro_batches)), 0
-    seconds: list[list[LayerCost]] = [[] for _ in range(layers)]
+    seconds: list[list[MoELayerCost]] = [[] for _ in range(layers)]
     for number, at in enumerate(follow):
         before = counts[at - 1].mean(2).swapaxes(0, 1)
         known = costs | {"first": True} if shape is not None else {}
@@ -180,7 +194,7 @@ def _replay(
     return _Replay(imbalance, replicas / (len(follow) * layers), mean)
 
 
-def _mean(costs: list[LayerCost]) -> LayerCost:
+def _mean(costs: list[MoELayerCost]) -> MoELayerCost:
     names = ("all_to_all", "forward", "trans", "agg", "trans_exposed", "agg_exposed", "slowed")
     means: dict[str, Any] = {name: float(np.mean([getattr(cost, name) for cost in costs])) for name in names}
     return replace(costs[0], **means)
@@ -221,8 +235,8 @@ def _print_schedule(replay: _Replay, micro_batches: int, non_expert: float) -> N
         BlockSeconds(non_expert, cost.forward, cost.trans, cost.agg, all_to_all=cost.all_to_all)
         for cost in replay.costs
     ]
-    schedule = iteration_schedule(blocks, mode="resident", micro_batches=micro_batches)
-    print(render(schedule))
+    schedule = simulate_iteration(blocks, mode="resident", micro_batches=micro_batches)
+    print(render_schedule(schedule))
     print(f"{exposed_seconds(schedule) * 1e3:.3f} ms of transfers that nothing hides, in an iteration of these layers")
 
 

@@ -1,4 +1,4 @@
-"""What a user can set about experts. Each field is one command-line flag."""
+"""Flags of balanced experts. Each field is one command-line flag."""
 
 from dataclasses import dataclass, field
 
@@ -16,14 +16,14 @@ class ExpertConfig:
         },
     )
     expert_replica_slots: int = field(
-        default=2, metadata={"metavar": "N", "help": "Most replicas that a rank may host for one layer."}
+        default=2, metadata={"metavar": "N", "help": "Maximal number of replicas of one layer's experts on a rank."}
     )
     expert_planner: str = field(
         default="quota",
         metadata={
             "choices": ["quota", "prophet", "shadow", "eplb", "none"],
-            "help": "quota: replicas from the last load, tokens split exactly on the current one. prophet, shadow, "
-            "eplb: as Pro-Prophet, FasterMoE and DeepSeek's EPLB do it.",
+            "help": "quota: replicas placed from the last load, tokens divided exactly on the current one. prophet, "
+            "shadow, eplb: the planners of Pro-Prophet, FasterMoE and DeepSeek's EPLB. none: no replicas.",
         },
     )
     expert_replica_mode: str = field(
@@ -31,22 +31,22 @@ class ExpertConfig:
         metadata={
             "choices": ["auto", "resident", "shared"],
             "help": "resident: slots for each layer, filled once an iteration. shared: two sets of slots for all "
-            "layers, filled again for each pass. auto: resident where it takes at most a quarter of the free memory.",
+            "layers, filled for each pass. auto: resident if that takes at most a quarter of the free memory.",
         },
     )
     expert_plan_interval: int = field(
         default=1,
         metadata={
             "metavar": "N",
-            "help": "Place replicas anew every N iterations; 0: as often as loads have drifted by a twentieth.",
+            "help": "Iterations between placements of replicas; 0: whenever loads have drifted by 5 percent.",
         },
     )
     expert_min_gain: float = field(
         default=0.02,
         metadata={
             "metavar": "X",
-            "help": "Place replicas only where they are predicted to take at least this share off the load of the "
-            "busiest rank.",
+            "help": "Place replicas only if they are predicted to lower the load of the busiest rank by at least this "
+            "part.",
         },
     )
 

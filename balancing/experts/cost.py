@@ -1,11 +1,11 @@
-"""What a layer of experts costs in seconds, and when a replica pays for its copy.
+"""Cost model of an MoE layer in seconds, and the load from which a replica pays for its transfer.
 
-Pro-Prophet's performance model (arXiv 2411.10003, section IV, Eq. 1 to 8) knows one bandwidth, the mean over all links.
-Machines have two: ranks of a node talk over NVLink or PCIe, nodes over NICs, which some ranks may share. Here every
-exchange is a table of bytes from rank to rank, and takes as long as its busiest link; within one node of equal links
+Pro-Prophet's performance model (arXiv 2411.10003, section IV, Eq. 1 to 8) has one bandwidth, the mean over all links.
+Clusters have two levels: ranks of a node communicate over NVLink or PCIe, nodes over NICs, which ranks may share. Here
+an exchange is a table of bytes from rank to rank and takes as long as its busiest link; within one node of equal links
 that is the paper's model. A layer takes four all-to-alls (two forward, two backward), expert compute forward and twice
-that backward, and the transfers of replicas: weights out (Trans) and gradients home (Agg), as far as nothing hides
-them. Hidden transfers are not free either: where they meet an all-to-all on a link, each gets half of it.
+that backward, and the exposed part of the replicas' transfers: weights out (Trans) and gradients back (Agg). Hidden
+transfers cost time, too: on a link that an all-to-all uses at the same time, each gets half of the bandwidth.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from balancing.experts.placement import ReplicaPlacement
 
 __all__ = [
     "ExpertShape",
-    "LayerCost",
+    "MoELayerCost",
     "break_even_tokens",
     "copy_seconds",
     "exchange_seconds",
@@ -31,13 +31,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The size of one expert: an MLP from `hidden` to `ffn_hidden` and back.
+    """Size of one expert, an MLP.
 
-    bytes_per_parameter: of weights and of activations as they travel, 2 for bf16.
-    gated: with a third matrix, as in SwiGLU.
-    gradient_bytes: bytes per parameter of gradients as they travel home, 4 for float32.
+    hidden: input and output width.
+    ffn_hidden: inner width.
+    bytes_per_parameter: of weights, and of one element of a token's activation, when sent; 2 for bf16.
+    gated: whether there is a third matrix, as in SwiGLU.
+    gradient_bytes: bytes per parameter of gradients when sent; 4 for float32.
 
-    Raises ValueError for what is not positive.
+    Raises ValueError for sizes that are not positive.
     """
 
     hidden: int
@@ -53,7 +55,7 @@ class ExpertShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of one expert, biases left out."""
+        """Number of parameters of one expert, without biases."""
         return (3 if self.gated else 2) * self.hidden * self.ffn_hidden
 
     @property
@@ -62,17 +64,20 @@ class ExpertShape:
         return self.parameters * self.bytes_per_parameter
 
     def forward_seconds(self, cluster: Cluster) -> float:
-        """Seconds one rank computes for one token, forward. Backward takes twice as long."""
+        """Seconds of forward compute for one token on one rank. Backward takes twice as long."""
         return 2 * self.parameters / cluster.flops
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """Seconds of one MoE layer and micro-batch, forward and backward, on the rank or link that takes longest.
+class MoELayerCost:
+    """Seconds of one MoE layer and micro-batch, forward and backward, on the slowest rank or link.
 
-    all_to_all: one of the four exchanges of tokens. forward: expert compute; backward is twice that. trans, agg:
-    transfers of replicas' weights and gradients; trans_exposed, agg_exposed: what of them nothing hides; slowed: by how
-    much the hidden ones hold up tokens. micro_batches: how many one transfer serves.
+    all_to_all: one of the four exchanges of tokens.
+    forward: expert compute forward; backward is twice that.
+    trans, agg: transfer of the replicas' weights, and of their gradients.
+    trans_exposed, agg_exposed: the part of these transfers that no compute hides.
+    slowed: delay of the all-to-alls by hidden transfers on the same links.
+    micro_batches: number of micro-batches that one transfer serves.
     """
 
     all_to_all: float
@@ -86,12 +91,12 @@ class LayerCost:
 
     @property
     def exposed(self) -> float:
-        """Seconds of transfers that nothing hides, as far as this micro-batch has to bear them."""
+        """Seconds of exposed transfers, divided over the micro-batches that they serve."""
         return (self.trans_exposed + self.agg_exposed) / self.micro_batches
 
     @property
     def total(self) -> float:
-        """Eq. 6 where transfers are exposed; Eq. 8, and what they hold up, where compute hides them."""
+        """Eq. 6 where transfers are exposed; Eq. 8 plus the delay of the all-to-alls where compute hides them."""
         return 4 * self.all_to_all + 3 * self.forward + self.exposed + self.slowed / self.micro_batches
 
 
@@ -104,22 +109,22 @@ def layer_cost(
     hidden_under: float | None = None,
     first: bool = False,
     micro_batches: int = 1,
-    relayed: bool = True,
-) -> LayerCost:
+) -> MoELayerCost:
     """The cost of one layer and micro-batch.
 
-    tokens: int [source_rank, rank], how many go where (`balancing.experts.split.split.traffic`). Rank i of the
-    placement is rank i of the cluster.
-    hidden_under: seconds of forward compute other than the experts' that run while replicas travel (T_FNEC; twice that
-    backward). The experts' own compute hides transfers too then (Eq. 8). None if transfers wait (Eq. 6).
-    first: whether the layer is the first one with experts, so that none compute while its replicas travel: its weights
-    come before all others, and its gradients go home last.
-    micro_batches: how many one transfer serves; more than one where slots stay resident through an iteration.
-    relayed: as in `copy_seconds`.
+    tokens: int [source_rank, rank], tokens sent from rank to rank (`balancing.experts.split.split.traffic`).
+    placement: the replicas. Rank i of the placement is rank i of the cluster.
+    cluster: compute and link speeds.
+    shape: size of an expert.
+    hidden_under: seconds of forward compute outside the experts that overlaps the transfers (T_FNEC; twice that
+        backward). Expert compute then overlaps them, too (Eq. 8). None for exposed transfers (Eq. 6).
+    first: whether this is the first MoE layer, so that no expert compute overlaps its transfers: its weights are sent
+        before all others, its gradients after all others.
+    micro_batches: number of micro-batches that one transfer serves; more than one with resident slots.
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
     all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
-    return with_transfers(all_to_all, forward, placement, cluster, shape, relayed, hidden_under, first, micro_batches)
+    return with_transfers(all_to_all, forward, placement, cluster, shape, hidden_under, first, micro_batches)
 
 
 def with_transfers(
@@ -128,22 +133,24 @@ def with_transfers(
     placement: ReplicaPlacement,
     cluster: Cluster,
     shape: ExpertShape,
-    relayed: bool,
     hidden_under: float | None,
     first: bool,
     micro_batches: int,
-) -> LayerCost:
-    """The cost where one exchange of tokens takes `all_to_all` seconds and compute `forward`; else as `layer_cost`."""
-    copy = copy_seconds(placement, cluster, relayed=relayed)
+) -> MoELayerCost:
+    """The cost from seconds that are known: `all_to_all` of one exchange of tokens, `forward` of expert compute.
+
+    The other parameters are those of `layer_cost`.
+    """
+    copy = copy_seconds(placement, cluster)
     trans, agg = copy * shape.weight_bytes, copy * shape.parameters * shape.gradient_bytes
     window, slowed = 0.0, 0.0
     if hidden_under is not None:
         window = hidden_under if first else forward + hidden_under
         busy = 4 * all_to_all + 3 * (forward + hidden_under)
-        exchanging = 4 * all_to_all / busy if busy else 0.0  # share of the time in which tokens travel
-        # Then a transfer goes at half its rate, and so do they: it takes 1 / (1 - exchanging / 2) of its time.
+        exchanging = 4 * all_to_all / busy if busy else 0.0  # part of the time that all-to-alls take
+        # A transfer has half the bandwidth during that part, so it takes 1 / (1 - exchanging / 2) times as long.
         slowed = (trans + agg) * exchanging / (2 - exchanging)
-    return LayerCost(
+    return MoELayerCost(
         all_to_all=all_to_all,
         forward=forward,
         trans=trans,
@@ -218,13 +225,17 @@ def break_even_tokens(
     hidden_under: float = 0.0,
     micro_batches: int = 1,
 ) -> float:
-    """Tokens a micro-batch that a replica must take over so that the compute they save outlasts its exposed copy.
+    """Tokens of a micro-batch that a replica must serve to save as much compute as its exposed transfer costs.
 
-    same_node: whether the copy stays in the node. backward: whether the layer is trained; then the gradients come home
-    too. sends: how often the weights travel; by default twice in training (slots shared by layers are filled again for
-    the backward) and once without. hidden_under: seconds of other compute in one pass, forward and, doubled, backward,
-    under which copies travel; 0 for exposed copies. What remains for hidden copies is 0 once they fit. A rank's
-    replicas share the window: pass the part of one. micro_batches: how many one copy serves.
+    cluster: compute and link speeds.
+    shape: size of an expert.
+    same_node: whether the replica is in the home's node.
+    backward: whether the layer is trained, so that gradients are returned.
+    sends: how often weights are sent; by default twice in training (shared slots are filled again for the backward
+        pass), else once.
+    hidden_under: seconds of forward compute that overlap this replica's transfers, twice that backward; 0 for exposed
+        transfers. The replicas of a rank share this time. The result is 0 where the transfers fit.
+    micro_batches: number of micro-batches that one transfer serves.
     """
     sends = (2 if backward else 1) if sends is None else sends
     bandwidth = cluster.intra_node_bandwidth if same_node else cluster.nic_bandwidth * len(cluster.nics(0))

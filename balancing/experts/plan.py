@@ -1,9 +1,9 @@
-"""Which experts get replicas on which ranks: a load in, a `ReplicaPlacement` out, for every planner alike.
+"""Placement of replicas from a load, with any of the planners.
 
-Everything here is pure and deterministic: all ranks call it with the same load and get the same placement. The planners
-are "quota" (ours, see `balancing.experts.planners.quota`), "prophet" (Pro-Prophet), "shadow" (FasterMoE), "eplb"
-(DeepSeek) and "none"; a placement remembers how its planner's tokens choose among instances, so `split_tokens` serves
-them all.
+Planning is pure and deterministic: all ranks call it with the same load and get the same placement. The planners are
+"quota" (this project's, `balancing.experts.planners.quota`), "prophet" (Pro-Prophet), "shadow" (FasterMoE), "eplb"
+(DeepSeek) and "none". The placement carries its planner's rule for dividing tokens over instances, so `split_tokens`
+works with all of them.
 """
 
 from typing import Any, Literal, get_args
@@ -42,16 +42,18 @@ def plan_replicas(
 ) -> ReplicaPlacement:
     """Plan the replicas of one layer.
 
-    load: int [source_rank, expert], tokens of each expert that start on each rank; predictions may be fractional.
-    cluster: its first ranks are the expert-parallel group; Cluster.relabel describes a group that is laid out
-    otherwise.
-    slots: most replicas a rank may host; 0 is legal. shape: size of an expert, for costs: a plan that gains less than
-    it costs is not made then, and an empty one is returned. Without it plans balance load alone.
-    home: int [expert], each expert's home rank; contiguous blocks by default. method: one of `METHODS`.
-    hidden_under: seconds of forward compute, besides the experts' own, that run while replicas travel, so that
-    transfers cost only what sticks out; None if they hold everything up. first: whether the layer is the
-    first with experts, whose replicas travel while none compute. micro_batches: how many one transfer serves.
-    options: for "prophet", its `excluded` and `alpha` (`balancing.experts.planners.prophet`).
+    load: int [source_rank, expert], tokens on each rank that choose each expert; predictions may be fractional.
+    cluster: its first ranks are the expert-parallel group; Cluster.relabel describes groups with another layout.
+    slots: maximal number of replicas on a rank, at least 0.
+    shape: size of an expert, for the cost model: replicas that cost more than they save are then left out. Without it,
+        only balance counts.
+    home: int [expert], home rank of each expert; by default contiguous blocks.
+    method: one of `METHODS`.
+    hidden_under: seconds of forward compute outside the experts that overlaps the transfers, which then cost only
+        their exposed part; None for transfers that are exposed altogether.
+    first: whether this is the first MoE layer, whose transfers no expert compute overlaps.
+    micro_batches: number of micro-batches that one transfer serves.
+    options: for "prophet", `excluded` and `alpha` (`balancing.experts.planners.prophet`).
 
     Raises ValueError for a load that is not two-dimensional, negative or not finite, for experts that do not divide by
     the ranks, more ranks than the cluster has, negative slots, and an unknown method or option.
@@ -73,9 +75,11 @@ def plan_replicas_layers(
     micro_batches: int = 1,
     **options: Any,
 ) -> tuple[ReplicaPlacement, ...]:
-    """`plan_replicas` for many layers at once: load int [layer, source_rank, expert], one placement a layer.
+    """`plan_replicas` for several layers at once; returns one placement a layer.
 
-    first: of the first of these layers.
+    load: int [layer, source_rank, expert].
+    first: whether the first of these layers is the first MoE layer.
+    The other parameters are those of `plan_replicas`.
     """
     loads, homes = _checked(np.asarray(load), cluster, slots, home, method)
     return tuple(_plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches, options))
@@ -84,7 +88,7 @@ def plan_replicas_layers(
 def _checked(
     load: np.ndarray, cluster: Cluster, slots: int, home: ArrayLike | None, method: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The load as float64 [layer, source_rank, expert], and the homes."""
+    """Check the arguments; returns the load as float64 [layer, source_rank, expert], and the homes int64 [expert]."""
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
     if isinstance(slots, bool) or not isinstance(slots, int | np.integer) or slots < 0:

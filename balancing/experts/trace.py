@@ -1,11 +1,10 @@
-"""Recorded loads, to replay a run against planners: a compact .npz file, or what Megatron-LM's routers wrote.
+"""Recorded loads, with which planners are compared: a compact .npz file, or the routing trace of Megatron-LM.
 
-Megatron-LM's `--moe-routing-trace-path DIR` writes one file a rank, router_trace_rank<R>.jsonl, with a line for each
-time a router ran: step, block, layer, rank, and the chosen experts of each token. The line does not say which
-micro-batch it belongs to, and under activation recomputation a router runs twice and writes twice. Both follow from the
-order of lines: a layer sees micro-batches in order, and a repetition has the same choices as its original. What cannot
-be explained that way (evaluation between steps, chunks of an interleaved pipeline, which share layer numbers) is
-refused.
+Megatron-LM's `--moe-routing-trace-path DIR` writes one file a rank, router_trace_rank<R>.jsonl, with one line for each
+call of a router: step, block, layer, rank, and the experts chosen for each token. A line does not name its micro-batch,
+and under activation recomputation routers run, and write, twice. Both follow from the order of lines: a layer processes
+micro-batches in order, and a recomputation repeats the choices of the first run. Traces for which that does not hold
+are rejected: those with evaluation between steps, and those of interleaved pipelines, whose chunks share layer numbers.
 """
 
 import json
@@ -31,9 +30,11 @@ _COUNTS = ("record", "source_rank", "layer", "micro_batch", "expert")
 class LoadTrace:
     """Loads of a recorded run.
 
-    counts: int [record, source_rank, layer, micro_batch, expert], tokens. iteration: int [record], which training
-    iteration each record is. layer: int [layer], their numbers in the model. Raises ValueError where shapes do not
-    agree.
+    counts: int [record, source_rank, layer, micro_batch, expert], tokens.
+    iteration: int [record], the training iteration of each record.
+    layer: int [layer], number of each layer in the model.
+
+    Raises ValueError where shapes disagree or counts are negative.
     """
 
     counts: np.ndarray
@@ -53,10 +54,10 @@ class LoadTrace:
                 raise ValueError(f"{name} has shape {getattr(self, name).shape} for {self.counts.shape[axis]} {name}s")
 
     def on_ranks(self, ranks: int) -> np.ndarray:
-        """Counts as if tokens started on `ranks` ranks: int64 [record, rank, layer, micro_batch, expert].
+        """Counts for another number of ranks: int64 [record, rank, layer, micro_batch, expert].
 
-        Neighbouring sources are merged, or each is split into equal parts. Raises ValueError if neither number divides
-        the other.
+        Neighbouring source ranks are merged, or each is split into equal parts. Raises ValueError if neither number is
+        a multiple of the other.
         """
         counts, sources = self.counts.astype(np.int64), self.counts.shape[1]
         if ranks < 1 or (sources % ranks and ranks % sources):
@@ -72,7 +73,7 @@ class LoadTrace:
 def read_load_trace(path: str | PathLike[str]) -> LoadTrace:
     """Read a .npz file with `counts`, and optionally `iteration` and `layer`, as in `LoadTrace`.
 
-    Raises ValueError, one line that names the file, where it is missing, cut short, or has other contents.
+    Raises ValueError, one line that names the file, if it is missing, truncated, or has other contents.
     """
     path = Path(path)
     try:
@@ -95,7 +96,7 @@ def read_load_trace(path: str | PathLike[str]) -> LoadTrace:
 
 
 def write_load_trace(trace: LoadTrace, path: str | PathLike[str]) -> None:
-    """Write the file that `read_load_trace` reads, counts in the smallest type that holds them."""
+    """Write a file for `read_load_trace`, with counts in the smallest type that holds them."""
     kind = np.min_scalar_type(int(trace.counts.max()))
     np.savez_compressed(path, counts=trace.counts.astype(kind), iteration=trace.iteration, layer=trace.layer)
 
@@ -103,16 +104,18 @@ def write_load_trace(trace: LoadTrace, path: str | PathLike[str]) -> None:
 def read_routing_trace(
     directory: str | PathLike[str], *, experts: int, micro_batches: int, stages: int = 1
 ) -> LoadTrace:
-    """Read what `--moe-routing-trace-path` wrote.
+    """Read the directory that `--moe-routing-trace-path` named. Only decoder layers are read.
 
-    experts: of a layer; the files name only those that were chosen. micro_batches: an iteration's, on each rank (global
-    batch size / (micro batch size x data-parallel size)). stages: pipeline stages, which number their layers from 0
-    each; ranks are taken to fill stages in order, and layers are numbered on through them. Only decoder layers are
-    read.
+    directory: has one file a rank.
+    experts: number of experts of a layer; the files name only those that were chosen.
+    micro_batches: number of micro-batches of an iteration on each rank: global batch size / (micro batch size x
+        data-parallel size).
+    stages: number of pipeline stages, each of which numbers its layers from 0. Ranks are assumed to fill stages in
+        order; layers get consecutive numbers.
 
-    The source ranks of a layer are the ranks of its stage; if they are several expert-parallel groups, take apart
-    `counts`. Iterations are those that all files have. Raises ValueError, one line that names the file, for files that
-    are missing, cut short, disagree, or cannot be divided into micro-batches.
+    The source ranks of a layer are all ranks of its stage; with several expert-parallel groups, select the ranks of one
+    from `counts`. Iterations that are missing in some file are left out. Raises ValueError, one line that names the
+    file, for files that are missing, truncated, inconsistent, or cannot be divided into micro-batches.
     """
     directory = Path(directory)
     for name, value in (("experts", experts), ("micro_batches", micro_batches), ("stages", stages)):
@@ -144,10 +147,10 @@ def read_routing_trace(
 
 
 def read_reported_loads(directory: str | PathLike[str]) -> LoadTrace:
-    """The loads in DIR of --balance-report: a record for each observed iteration, its micro-batches taken as alike.
+    """Read the loads from the directory of --balance-report: one record for each observed iteration.
 
-    A report does not say on which rank tokens started; they are spread evenly over the expert-parallel ranks. Raises
-    ValueError, in one line, if the directory holds no run, or one without experts.
+    A report has neither micro-batches nor source ranks: a record is the mean micro-batch, spread equally over the
+    expert-parallel ranks. Raises ValueError, one line, if the directory has no run or a run without experts.
     """
     history = read_history(directory)
     layers = sorted({layer for own in history.experts.values() for layer in own})
@@ -167,7 +170,7 @@ def read_reported_loads(directory: str | PathLike[str]) -> LoadTrace:
 
 
 def _rank_files(directory: Path) -> list[Path]:
-    """The files of ranks 0, 1, 2 and so on."""
+    """The files of ranks 0, 1, 2 and so on, in this order."""
     numbered = {}
     for path in directory.glob("router_trace_rank*.jsonl"):
         if match := re.fullmatch(r"router_trace_rank(\d+)\.jsonl", path.name):
@@ -180,7 +183,7 @@ def _rank_files(directory: Path) -> list[Path]:
 
 
 def _read_rank(path: Path, experts: int, micro_batches: int) -> dict[tuple[int, int], np.ndarray]:
-    """One rank's loads: int64 [micro_batch, expert] for each step and layer."""
+    """Loads of one rank: (step, layer) -> int64 [micro_batch, expert]."""
     runs: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
     for number, record in _lines(path):
         try:
@@ -204,7 +207,7 @@ def _read_rank(path: Path, experts: int, micro_batches: int) -> dict[tuple[int, 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers from 1 and their objects."""
+    """Number, from 1, and object of each line."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -217,14 +220,14 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _by_micro_batch(
     path: Path, at: tuple[int, int], run: list[tuple[int, np.ndarray]], micro_batches: int
 ) -> np.ndarray:
-    """The loads of one step and layer in the order of micro-batches, each run once or, under recomputation, twice."""
+    """Loads of one step and layer, int64 [micro_batch, expert], from one run each or, recomputed, from two."""
     if len(run) == micro_batches:
         return np.array([load for _, load in run])
     if len(run) == 2 * micro_batches:
         runs, seen, originals = Counter(choices for choices, _ in run), Counter[int](), []
         for choices, load in run:
             seen[choices] += 1
-            if 2 * seen[choices] <= runs[choices]:  # equal micro-batches look like each other's repetition
+            if 2 * seen[choices] <= runs[choices]:  # equal micro-batches: any half of them
                 originals.append(load)
         if all(number % 2 == 0 for number in runs.values()):
             return np.array(originals)

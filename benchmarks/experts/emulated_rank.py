@@ -212,8 +212,8 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
         def _prefetch_after(self, layer: int, forward: bool) -> None:
             """Nothing comes before it is needed."""
 
-        def collect(self, layer: int) -> None:
-            super().collect(layer)
+        def accumulate_gradients(self, layer: int) -> None:
+            super().accumulate_gradients(layer)
             self._bring_home(layer)
 
     homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
@@ -301,7 +301,7 @@ def _step(at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: 
     routing = maps[kind][number][:1] if warm_up else maps[kind][number]
     seconds = model.step(routing, placements)
     model.check(load[:, :, :1] if warm_up else load, placements)
-    traffic = model.slots.take_traffic() if model.slots is not None else None
+    traffic = model.slots.take_statistics() if model.slots is not None else None
     if warm_up:
         return
     served = _served(model, load, ranks)

@@ -41,7 +41,7 @@ from balancing.experts import (
     read_routing_trace,
     traffic,
 )
-from balancing.experts.planners import repair
+from balancing.experts.planners.repair import repair
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 from benchmarks.processor_time import milliseconds
 

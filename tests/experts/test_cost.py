@@ -17,7 +17,7 @@ from balancing.experts import (
     traffic,
 )
 from balancing.experts.cost import copy_seconds, exchange_seconds
-from balancing.experts.planners.lower_bound import LeastCost
+from balancing.experts.planners.lower_bound import CostLowerBound
 from balancing.experts.planners.prophet import paper_seconds
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 
@@ -208,7 +208,7 @@ def test_no_split_costs_less_than_the_bound(nics, options):
         odd = np.array([[generator.choice(np.flatnonzero(home != rank)), -1] for rank in range(ranks)])
         good, none = (plan_replicas(load, cluster, slots=2, home=home, method=each) for each in ("quota", "none"))
         placements = good, none, ReplicaPlacement(home, odd, ranks_per_node=per_node)
-        bounds = LeastCost(load, home, cluster, SHAPE, **options)(placements)
+        bounds = CostLowerBound(load, home, cluster, SHAPE, **options)(placements)
         costs = [layer_cost(traffic(load, each), each, cluster, SHAPE, **options) for each in placements]
         for bound, cost in zip(bounds, costs, strict=True):
             assert 0.5 * cost.total < bound.total <= cost.total * (1 + 1e-9)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balancing.experts import LoadTrace, rank_load, write_load_trace
+from balancing.experts import LoadTrace, write_load_trace
 from benchmarks.experts.emulated import CEILING, VARIANTS, main, measure
 from benchmarks.experts.emulated_rank import routing_map
 from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Scale, made_up_loads, recorded_loads, scaled_load
@@ -53,8 +53,8 @@ def test_loads_are_those_of_the_trace():
 def test_made_up_loads_have_their_imbalance():
     scale = Scale(8, 32, 0.04)
     loads = made_up_loads(scale, layers=4, micro_batches=2, steps=2)
-    ranks = rank_load(loads.now[0].swapaxes(0, 2), np.arange(32) // 4)  # [micro_batch, layer, rank]
-    fullest = (ranks.max(-1) / ranks.mean(-1)).mean(0)
+    ranks = _rank_tokens(loads, scale)
+    fullest = (ranks.max(-1) / ranks.mean(-1)).mean(1)
     assert 1.2 < fullest[0] < fullest[2] < fullest[3] < 4.5
 
 
@@ -75,9 +75,15 @@ def test_a_run_is_right_and_takes_no_less_than_its_work():
     assert found["none"].seconds >= 0.999 * limit * _least_share(loads, scale)
 
 
+def _rank_tokens(loads, scale):
+    """Tokens of each rank without replicas in the first step: [layer, micro_batch, rank]."""
+    total = loads.now[0].sum(0)
+    return total.reshape(*total.shape[:2], scale.ranks, -1).sum(-1)
+
+
 def _least_share(loads, scale):
     """Of the limit, what the busiest ranks take without replicas, if attention took no time."""
-    ranks = rank_load(loads.now[0].swapaxes(0, 2), np.arange(scale.experts) // (scale.experts // scale.ranks))
+    ranks = _rank_tokens(loads, scale)
     work = float((ranks.max(-1) / ranks.mean(-1)).mean()) * scale.expert_seconds
     attention = scale.attention_seconds * scale.time
     return (work + attention) / (scale.expert_seconds + attention)

@@ -12,8 +12,6 @@ from megatron.core.transformer.moe.router_trace import RouterTracer
 from balancing.experts import (
     LoadHistory,
     LoadTrace,
-    contiguous_homes,
-    rank_load,
     read_load_trace,
     read_routing_trace,
     total_variation,
@@ -30,12 +28,6 @@ class TestDrift:
         assert total_variation([[0, 0]], [[0, 0]]) == 0
         assert total_variation([[0, 0]], [[0, 1]]) == 1
         assert total_variation(np.ones((3, 2, 4)), np.ones((3, 2, 4))).shape == (3,)
-
-    def test_what_ranks_compute(self):
-        load = np.array([[1, 2, 3, 4], [10, 20, 30, 40]])
-        assert rank_load(load, contiguous_homes(4, 2)).tolist() == [33, 77]
-        assert rank_load(load, [1, 0, 1, 0]).tolist() == [66, 44]
-        assert rank_load(np.stack([load, load]), [1, 0, 1, 0]).shape == (2, 2)
 
 
 class TestHistory:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from balancing.cluster import Cluster
 from balancing.experts import ReplicaPlacement, plan_replicas, plan_replicas_layers, split_tokens, traffic
-from balancing.experts.planners import repair
-from balancing.experts.planners.eplb import rebalance_experts
+from balancing.experts.planners.repair import repair
 from balancing.experts.planners.spread import fill_slots
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 from tests.experts.test_plan import SHAPE, largest_over_mean, loads, machine, quick
@@ -80,28 +79,13 @@ class TestShadow:
 
 
 class TestEplb:
-    def test_the_vector_of_its_readme(self):
-        load = np.array(
-            [
-                [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-                [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
-            ]
-        )
-        instances, count = rebalance_experts(load, copies=16, groups=4, nodes=2, gpus=8)
-        assert instances.tolist() == [
-            [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
-            [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
-        ]
-        assert np.array_equal(count, [np.bincount(row, minlength=12) for row in instances])
-
-    def test_groups_that_do_not_divide_by_nodes_are_ignored(self):
-        load = np.random.default_rng(0).integers(1, 99, (1, 12))
-        one = rebalance_experts(load, copies=16, groups=3, nodes=2, gpus=4)[0]
-        assert np.array_equal(one, rebalance_experts(load, copies=16, groups=1, nodes=1, gpus=4)[0])
-
-    def test_numbers_that_do_not_divide(self):
-        with pytest.raises(ValueError, match="15 copies of 12 experts"):
-            rebalance_experts(np.ones((1, 12)), copies=15, groups=1, nodes=1, gpus=2)
+    def test_by_hand(self):
+        """Totals 240, 120, 80, 40. Replicas by load per instance: expert 0 (120 each), 0 (80), 1 (60), 0 (60). Packed
+        heaviest first: those of expert 0 on ranks 3, 1 and 2, that of expert 1 in the only slot left, on rank 0."""
+        load = np.array([[60, 30, 20, 10]] * 4)
+        placement = plan_replicas(load, machine(4), slots=1, method="eplb")
+        assert placement.ranks(0) == (0, 1, 2, 3) and placement.ranks(1) == (1, 0)
+        assert traffic(load, placement).sum(0).tolist() == [120, 120, 140, 100]
 
     def test_instances_are_used_evenly(self):
         load = np.zeros((4, 4), dtype=int)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from balancing.experts import ReplicaPlacement, Splitter, contiguous_homes
-from balancing.experts.planners.disjoint import disjoint_classes
+from balancing.experts import ReplicaPlacement, contiguous_homes
+from balancing.experts.placement import color_by_rank
+from balancing.experts.split.split import numpy_split
 from tests.support.patience import PATIENCE
 from tests.support.pool import single_threaded
 
@@ -40,11 +41,11 @@ def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
     monkeypatch.setattr(split_kernel.SplitKernels, "__call__", lambda self, load: load.new_zeros(4, 16))
     split_kernel.kernels_work.cache_clear()
     with pytest.warns(UserWarning, match="step by step"):
-        assert not split_kernel.kernels_work(4, torch.device("cpu"))
+        assert not split_kernel.kernels_work(4, torch.device("cpu"), numpy_split)
     split_kernel.kernels_work.cache_clear()
 
 
-@pytest.mark.parametrize(("kernel", "pointers"), [("level", 3), ("divide", 4)])
+@pytest.mark.parametrize(("kernel", "pointers"), [("balance", 3), ("divide", 4)])
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
     from triton import compile
@@ -71,12 +72,12 @@ def compare() -> int:
 
     splits = 0
     for placement, load, sweeps in _cases():
-        classes = disjoint_classes(placement)
+        classes = color_by_rank(placement)
         kernels = SplitKernels(placement, classes, sweeps if placement.split == "level" else 0, "cpu")
         found = kernels(torch.from_numpy(load)).numpy()
-        assert np.array_equal(found, Splitter(placement, sweeps=sweeps)(load)), (placement, load, sweeps)
+        assert np.array_equal(found, numpy_split(placement, sweeps, load)), (placement, load, sweeps)
         splits += 1
-    assert all(kernels_work(ranks, torch.device("cpu")) for ranks in (2, 7, 16))
+    assert all(kernels_work(ranks, torch.device("cpu"), numpy_split) for ranks in (2, 7, 16))
     return splits
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balancing.experts import BlockSeconds, iteration_schedule
+from balancing.experts import BlockSeconds, simulate_iteration
 from balancing.layers import operations
 
 LAYERS, SIZE = 5, 6
@@ -57,7 +57,7 @@ def _follow(schedule, used, shared, micro_batches):
         seen.append((step.kind, step.block, [slots.moved_bytes(layer) // both for layer in range(LAYERS)], known))
         if step.kind == "BEC" and step.block in used:
             (weight * (step.block + 1)).sum().backward()
-            slots.collect(step.block)
+            slots.accumulate_gradients(step.block)
         if step.kind == "BEC":
             slots.end_pass(step.block)
     slots.end_step()
@@ -95,7 +95,7 @@ def test_transfers_set_out_when_the_schedule_says(pool, used, shared, stages):
     nothing up; with shared slots, layers 2 and 4 cannot be there together."""
     micro_batches = 2 * stages
     blocks = [BlockSeconds(1.0, 1.0, *([1e-9, 1e-9] if layer in used else [0.0, 0.0])) for layer in range(LAYERS)]
-    schedule = iteration_schedule(
+    schedule = simulate_iteration(
         blocks,
         mode="shared" if shared else "resident",
         micro_batches=micro_batches,

@@ -30,26 +30,26 @@ def _place_at_random() -> Planned:
     import torch.distributed as dist
 
     from balancing.experts import ReplicaPlacement
-    from megatron.balanced.experts import balancer as experts
-    from megatron.balanced.experts.balancer import ExpertBalancer, _Planned
+    from megatron.balanced.experts import planning
+    from megatron.balanced.experts.balancer import ExpertBalancer
 
-    def plan(self: Any, layer: Any, own: Any, loads: Any, iteration: int, *unused: Any) -> _Planned:
-        alone = layer.alone
+    def plan(self: Any, layer: Any, own: Any, loads: Any, iteration: int, *unused: Any) -> planning.Planned:
+        alone = layer.without_replicas
         # Ranks that split a sequence or an expert among them plan together.
         together = dist.get_process_group_ranks(layer._logical.tp_ep_group)
-        random = np.random.default_rng([iteration, experts._number(layer), min(together)])
+        random = np.random.default_rng([iteration, layer.index, min(together)])
         if random.random() < 0.4:
-            return _Planned(alone, 0.0, 0.0)
+            return planning.Planned(alone, 0.0, 0.0)
         ranks = layer.ep_group.size()
         slots = np.full((ranks, layer.slots), -1)
         for rank in range(ranks):
             away = np.flatnonzero(alone.home != rank)
             chosen = random.permutation(away)[: random.integers(0, layer.slots + 1)]
             slots[rank, : len(chosen)] = chosen
-        nodes = {"ranks_per_node": self._group.ranks_per_node, "nics_per_node": self._group.nics_per_node}
-        return _Planned(ReplicaPlacement(alone.home, slots, **nodes), 0.0, 0.0)
+        nodes = {"ranks_per_node": self._cluster.ranks_per_node, "nics_per_node": self._cluster.nics_per_node}
+        return planning.Planned(ReplicaPlacement(alone.home, slots, **nodes), 0.0, 0.0)
 
-    ExpertBalancer._plan = plan
+    planning.ReplicaPlanner._plan = plan
     planned: Planned = {}
     begin = ExpertBalancer.begin_schedule
 
@@ -58,7 +58,7 @@ def _place_at_random() -> Planned:
         for layer in self._layers():
             together = tuple(dist.get_process_group_ranks(layer._logical.tp_ep_group))
             placement = layer.placement
-            key = self._iteration, experts._number(layer)
+            key = self._iteration, layer.index
             planned[key] = together, placement.digest(), bool(placement.replicas)
 
     ExpertBalancer.begin_schedule = begin_schedule

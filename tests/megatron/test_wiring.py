@@ -189,7 +189,7 @@ def _two_layers_at_once() -> list[int]:
     for layer in (1, 0):
         slots.acquire(layer, forward=False)
         sum(weight.sum() for (weight,) in slots.leaves(layer)).backward()
-        slots.collect(layer)
+        slots.accumulate_gradients(layer)
         slots.end_pass(layer)
     slots.end_step()
     return tags

@@ -175,7 +175,7 @@ def _fill_slots(built: Any, layer: Layer) -> Any:
     from balancing.experts.placement import ReplicaPlacement
 
     slot_expert = np.array(layer.slot_expert).reshape(len(layer.chosen), -1)
-    built.place(ReplicaPlacement(built.alone.home, slot_expert))
+    built.place(ReplicaPlacement(built.without_replicas.home, slot_expert))
     homes = [[list(expert.parameters()) for expert in built.experts.local_experts]]
     group = dist.new_group(list(range(len(layer.chosen))))
     slots = ReplicaSlots(

@@ -1,12 +1,11 @@
-"""Messages that ranks hand on along a chain, so that a hot expert leaves its home once however many replicas it has.
+"""Relay of weights and gradients along chains of ranks, so that an expert leaves its home once for all its replicas.
 
-A home rank that sends every replica itself is limited by its own link: eight copies through a NIC take eight times as
-long as one. Along a chain every rank receives once and sends once, and messages cut into pieces are under way on all
-links at the same time (`ReplicaPlacement.hops` has the order). Gradients come home the same way backwards, each rank
-adding its own.
+A home rank that sends every replica itself is limited by its own link: eight copies through one NIC take eight times as
+long as one. Along a chain each rank receives once and sends once, and messages in pieces keep all links busy at the
+same time (`ReplicaPlacement.chains` gives the order). Gradients take the reverse way, each rank adding its own.
 
-To hand on is to wait for one message and then send another, while the rank computes. On a GPU that is the order of work
-on a stream. Elsewhere a thread does it, which sleeps until a message has come.
+A rank in the middle of a chain waits for a message and then sends another, while it computes. On a GPU this is the
+order of work on a stream. On a CPU a thread does it and sleeps until a message has come.
 """
 
 import threading
@@ -18,24 +17,27 @@ import torch.distributed as dist
 
 from balancing.messages import start_message
 
-__all__ = ["Hop", "Relay", "cut"]
+__all__ = ["Hop", "Relay", "split_pieces"]
 
-_PIECE_BYTES = 16 << 20  # large enough for a link's full rate, small beside an expert
+_PIECE_BYTES = 16 << 20  # large enough for the full bandwidth of a link, small compared with an expert
 
 
-def cut(flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    """`flat` cut into the pieces in which it travels, the same on all ranks for the same length and type."""
+def split_pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views of the pieces in which `flat` is sent, the same on all ranks for the same length and type."""
     return flat.split(max(1, _PIECE_BYTES // flat.element_size()))
 
 
 @dataclass(frozen=True)
 class Hop:
-    """What one rank does with one piece of one expert: receive it, add something of its own, and send it on.
+    """One rank's part in relaying one piece of one expert: receive it, add this rank's own, and send the sum on.
 
-    source, target: ranks in the group, None at the ends of the chain. piece: what is received into and sent. add: what
-    is added in between, or None. tag: differs between messages of the same two ranks that may be under way at once.
-    turn: how many messages come before the one that this rank sends; if all ranks work in the order of turns, no two
-    wait for each other.
+    source: rank in the group to receive from; None at the start of the chain.
+    target: rank in the group to send to; None at the end of the chain.
+    piece: tensor that is received into and sent.
+    add: tensor that is added before sending, or None.
+    tag: number of the message, unique among the messages of two ranks that may be in flight together.
+    turn: number of messages before the one that this rank sends. Ranks that work in the order of turns cannot
+        deadlock.
     """
 
     source: int | None
@@ -47,20 +49,23 @@ class Hop:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends."""
+        """Bytes that this rank sends for the hop."""
         return 0 if self.target is None else self.piece.numel() * self.piece.element_size()
 
     def combine(self) -> None:
-        """Add this rank's own, once the piece has come."""
+        """Add this rank's own tensor to the piece, after it has been received."""
         if self.add is not None:
             self.piece.add_(self.add)
 
 
 class Relay:
-    """Hops under way on one rank, from construction until `wait_sent`.
+    """The hops of one rank, in flight from construction until `wait_sent`.
 
-    On a GPU the waits make the current stream wait, not the host. They raise RuntimeError where a rank has gone or has
-    not answered in the group's time.
+    hops: of this rank, in any order.
+    group: process group that is used for nothing else at the same time.
+
+    On a GPU the waits make the current stream wait, not the host. They raise RuntimeError where a rank has died or has
+    not answered within the group's timeout.
     """
 
     def __init__(self, hops: Sequence[Hop], group: dist.ProcessGroup) -> None:
@@ -79,7 +84,7 @@ class Relay:
             self._on_host()
 
     def wait_received(self) -> None:
-        """All that this rank receives is here. It may still be sending."""
+        """Wait for everything that this rank receives. It may still be sending."""
         if self._received is not None:
             torch.cuda.current_stream().wait_event(self._received)
         if self._thread is not None:
@@ -91,7 +96,7 @@ class Relay:
         self._incoming.clear()
 
     def wait_sent(self) -> None:
-        """All is received and sent, so the tensors may be used for something else."""
+        """Wait until everything is received and sent, so that the tensors may be overwritten."""
         self.wait_received()
         if self._sent is not None:
             torch.cuda.current_stream().wait_event(self._sent)
@@ -100,7 +105,7 @@ class Relay:
         self._outgoing.clear()
 
     def _on_host(self) -> None:
-        # Receives first: gloo queues the note that a receive is ready behind the data of a send to the same rank.
+        # Receives first: gloo queues the notice that a receive is posted behind the data of a send to the same rank.
         passing = []
         for hop in self._hops:
             if hop.source is not None:
@@ -121,11 +126,11 @@ class Relay:
                 with torch.no_grad():
                     hop.combine()
                 self._outgoing.append(self._send(hop))
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # raised by `wait_received`
             self._error = error
 
     def _on_stream(self, device: torch.device) -> None:
-        # NCCL runs messages in the order in which they are started, so all ranks start those of one turn together.
+        # NCCL runs messages in the order in which they are started, so all ranks start the messages of a turn together.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         turns = [hop.turn for hop in self._hops]

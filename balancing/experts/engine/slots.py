@@ -1,16 +1,17 @@
-"""Moves expert weights to their replicas and the replicas' gradients home, under the computation of other layers.
+"""Replica slots: send expert weights to replicas and return the replicas' gradients, while other layers compute.
 
-A replica lives in a slot of a rank for one iteration at most (Pro-Prophet, section IV). Its weights come from the home
-rank (`Trans`); its gradients go back there and are added to the home expert's own before anybody else sees them
-(`Agg`). Both are handed on from rank to rank (`balancing.experts.engine.relay`), so that an expert leaves its home
-once, however many replicas it has, and gradients are added in a fixed order, so that a run repeats bit for bit.
-Replicas are in no optimizer and no checkpoint.
+A replica lives in a slot for at most one iteration (Pro-Prophet, arXiv 2411.10003, section IV). Its weights are sent by
+the home rank (`Trans`); its gradients are returned there and added to the home expert's own before anything else reads
+them (`Agg`). Both are relayed from rank to rank (`balancing.experts.engine.relay`), so that an expert leaves its home
+once, however many replicas it has, and gradients are added in a fixed order, so that runs repeat bit for bit. Replicas
+are in no optimizer and no checkpoint.
 
-Two ways to keep slots. Resident: a buffer for each layer; weights are copied once an iteration and gradients reduced
-once, whatever the number of micro-batches. Shared: two buffers for all layers; while one layer computes, the next one's
-weights arrive in the other. Weights are sent again for each pass, gradients reduced after each backward pass.
+Slots have two modes. Resident: each layer has its own buffer; weights are sent once an iteration and gradients returned
+once, whatever the number of micro-batches. Shared: two buffers serve all layers; while one layer computes, the next
+layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass.
 
 Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches gives.
+`balancing.experts.engine.simulator` computes the resulting overlap from durations.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +22,23 @@ import torch
 import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
-from balancing.experts.engine.relay import Hop, Relay, cut
+from balancing.experts.engine.relay import Hop, Relay, split_pieces
 from balancing.experts.placement import ReplicaPlacement
 
-__all__ = ["ReplicaSlots", "Traffic"]
+__all__ = ["ReplicaSlots", "TransferStatistics"]
 
 Parameters = Sequence[torch.Tensor]  # of one expert, in a fixed order
 
-_MOST_PIECES = 1 << 12  # of one expert under way, for the numbers of messages
+_MOST_PIECES = 1 << 12  # of one expert; message numbers leave room for as many
 
 
 @dataclass
-class Traffic:
-    """What was moved since the last look, on this rank: bytes sent, and seconds for which the rank, or the stream it
-    computes on, waited for transfers."""
+class TransferStatistics:
+    """Transfers of this rank since the statistics were last taken.
+
+    weight_bytes, gradient_bytes: bytes sent.
+    exposed_seconds: time for which this rank, or the stream that it computes on, waited for transfers.
+    """
 
     weight_bytes: int = 0
     gradient_bytes: int = 0
@@ -43,9 +47,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Chain:
-    """An expert and the ranks that hold it in the order in which they hand it on, home first.
+    """The chain of one expert.
 
-    place, slot: this rank's place in the order and the slot that holds the replica; None where it has no part.
+    expert: its logical number.
+    ranks: the ranks that hold it in the order in which they relay it, home first.
+    place: position of this rank in the chain; None if it has no part.
+    slot: slot of this rank's replica; None at the home and without a part.
     """
 
     expert: int
@@ -55,7 +62,11 @@ class _Chain:
 
 
 class _Reduction(NamedTuple):
-    """A layer's gradients on their way. received: (home expert, the sum that comes for it)."""
+    """A layer's gradients in flight.
+
+    relay: their hops.
+    received: (home expert, sum of its replicas' gradients) of this rank's home experts with replicas.
+    """
 
     relay: Relay
     received: list[tuple[int, torch.Tensor]]
@@ -64,14 +75,14 @@ class _Reduction(NamedTuple):
 class ReplicaSlots:
     """The replica slots of this rank for the MoE layers of one model chunk.
 
-    homes      [layer][home expert] -> its parameters; all experts alike
-    slots      replicas this rank can hold for a layer
-    group      expert-parallel group, used for nothing else at the same time
-    shared     two buffers for all layers instead of one for each
-    gradient   home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in
-    final      called with a layer's number before the weights of its homes are read
-    complete   called with a layer's number when the gradients of its replicas are in their homes, after each backward
-               pass; layers come in the order of `end_pass`
+    homes: [layer][home expert] -> its parameters; all experts have the same shapes.
+    slots: maximal number of replicas of a layer on this rank.
+    group: expert-parallel group, used for nothing else at the same time.
+    shared: whether two buffers serve all layers, instead of one buffer for each layer.
+    gradient: home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in.
+    final: called with a layer's number before the weights of its homes are read.
+    complete: called with a layer's number after each backward pass, when the gradients of its replicas have been added
+        to those of their homes; layers come in the order of `end_pass`.
     """
 
     def __init__(
@@ -86,7 +97,7 @@ class ReplicaSlots:
         complete: Callable[[int], None],
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
-        self.traffic = Traffic()
+        self._statistics = TransferStatistics()
         self._group, self._gradient = group, gradient
         self._final, self._complete = final, complete
         self._rank = dist.get_rank(group)
@@ -97,12 +108,12 @@ class ReplicaSlots:
         self._size = sum(p.numel() for p in first)
         self._dtype, self._device = first[0].dtype, first[0].device
         self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
-        self._waits: list[tuple[Any, Any]] = []  # marks of the clock
+        self._waits: list[tuple[Any, Any]] = []  # begin and end, marks of the clock
         self._gradient_dtype = torch.float64 if self._dtype is torch.float64 else torch.float32
         buffers = min(2, len(homes)) if shared else len(homes)
         self._weights = torch.zeros(buffers, slots, self._size, dtype=self._dtype, device=self._device)
-        # Leaves of autograd. They share the buffers' memory and not their version counters: a shared buffer is written
-        # again between a forward pass and its backward pass, with the very weights the backward pass needs.
+        # Leaves of autograd. They share the buffers' memory but not their version counters: a shared buffer is written
+        # again between a forward pass and its backward pass, and holds the same weights when the backward pass runs.
         self._leaves = [
             [self._views(self._weights[self._buffer(layer)].data[slot]) for slot in range(slots)]
             for layer in range(len(homes))
@@ -111,20 +122,20 @@ class ReplicaSlots:
         self._chains: list[list[_Chain]] = [[] for _ in homes]
         self._content: list[int | None] = [None] * buffers
         self._fetching: dict[int, list[Relay]] = {}
-        self._leaving: list[Relay] = []  # has brought what this rank receives and may still be sending
+        self._leaving: list[Relay] = []  # received, and perhaps still sending
         self._reducing: dict[int, _Reduction] = {}
-        self._passed: list[int] = []  # layers with a backward pass whose gradients may be on their way
+        self._passed: list[int] = []  # layers after a backward pass whose gradients may be in flight
         self._backwards = [0] * len(homes)
         self._moved = [0] * len(homes)
         self._micro_batches = 1
 
     @staticmethod
     def bytes_needed(homes: Sequence[Sequence[Parameters]], slots: int, *, shared: bool) -> int:
-        """Bytes that the buffers of weights and, where they are kept, of gradients take on this rank."""
+        """Bytes of memory that `ReplicaSlots(homes, slots, ..., shared=shared)` takes on this rank, with gradients."""
         size = sum(p.numel() for p in homes[0][0])
         weight, gradient = homes[0][0][0].element_size(), max(4, homes[0][0][0].element_size())
         layers = len(homes)
-        buffers = min(2, layers) if shared else layers  # of shared gradients one is filled while the other leaves
+        buffers = min(2, layers) if shared else layers  # of shared gradients, one is filled while the other is sent
         return slots * size * buffers * (weight + gradient)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -137,11 +148,10 @@ class ReplicaSlots:
     # Trans.
 
     def begin_step(self, placements: Sequence[ReplicaPlacement], micro_batches: int) -> None:
-        """The weights of this iteration are final, or on their way. Start with the replicas of the first layer that has
-        some.
+        """Begin an iteration, whose weights are final or being gathered: send those of the first layer with replicas.
 
-        placements: of each layer, homes in contiguous blocks.
-        micro_batches: backward passes that each layer will make in this iteration.
+        placements: one for each layer, with homes in contiguous blocks.
+        micro_batches: number of backward passes of each layer in this iteration.
         """
         assert not (self._fetching or self._leaving or self._reducing or self._passed), (
             "transfers of the last iteration are not finished"
@@ -167,9 +177,12 @@ class ReplicaSlots:
     def _hops(
         self, kind: int, layer: int, chains: list[_Chain], buffers: Callable[[_Chain], tuple[torch.Tensor, Any]]
     ) -> list[Hop]:
-        """This rank's part in handing on the layer's weights (kind 0, home first) or gradients (1, home last).
+        """This rank's hops of a layer.
 
-        buffers: for a chain what is received and sent, flat, and what is added in between or None.
+        kind: 0 for weights, which leave the home; 1 for gradients, which go there.
+        layer: the layer's number.
+        chains: of the experts that are sent.
+        buffers: chain -> the flat tensor that is received and sent, and the one that is added in between or None.
         """
         hops = []
         for chain in chains:
@@ -180,7 +193,7 @@ class ReplicaSlots:
                 ranks, place = ranks[::-1], len(ranks) - 1 - place
             source = ranks[place - 1] if place else None
             target = ranks[place + 1] if place + 1 < len(ranks) else None
-            passed, added = (None if flat is None else cut(flat) for flat in buffers(chain))
+            passed, added = (None if flat is None else split_pieces(flat) for flat in buffers(chain))
             assert passed is not None and len(passed) <= _MOST_PIECES, "an expert of that size"
             first = ((2 * layer + kind) * self._experts + chain.expert) * _MOST_PIECES
             for number, piece in enumerate(passed):
@@ -192,11 +205,11 @@ class ReplicaSlots:
         return torch.cat([p.detach().reshape(-1) for p in self.homes[layer][expert % self._homes_per_rank]])
 
     def prefetch(self, layer: int) -> None:
-        """Start bringing the weights of `layer`'s replicas, unless they are here or under way."""
+        """Start sending the weights of `layer`'s replicas, unless they are in the slots or in flight."""
         buffer = self._buffer(layer)
         if self._content[buffer] == layer:
             return
-        # A layer that just got its first replicas (`add`) takes a shared buffer from one that was to come after it.
+        # A layer that just got its first replicas (`add`) takes a shared buffer from one that runs after it.
         for other in [other for other in self._fetching if self._buffer(other) == buffer]:
             for relay in self._fetching.pop(other):
                 self._wait(relay.wait_sent)
@@ -215,21 +228,21 @@ class ReplicaSlots:
                 None,
             ),
         )
-        self.traffic.weight_bytes += sum(hop.sent_bytes for hop in hops)
+        self._statistics.weight_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._size * self._dtype.itemsize
         self._fetching.setdefault(layer, []).append(Relay(hops, self._group))
 
     def add(self, layer: int, placement: ReplicaPlacement) -> None:
-        """Fill empty slots of `layer` before its first pass of the iteration, whose experts will wait for the weights.
+        """Add late replicas to empty slots of `layer` before its first pass of the iteration, which waits for them.
 
-        placement: may differ from that of `begin_step` only where slots were empty.
+        placement: differs from that of `begin_step` only where slots were empty.
         """
         assert not self._backwards[layer], "replicas are added before the first pass"
         before = {chain.expert: chain.ranks for chain in self._chains[layer]}
         chains = self._chains_of(placement)
         self._chains[layer] = chains
         if self._content[self._buffer(layer)] != layer:
-            return  # nothing is here or under way yet, so that the first pass will bring all
+            return  # nothing is sent yet; the first pass will request all
         missing = []
         for chain in chains:
             known = set(before.get(chain.expert, ())[1:])
@@ -240,8 +253,8 @@ class ReplicaSlots:
         self._fetch(layer, missing)
 
     def acquire(self, layer: int, *, forward: bool) -> None:
-        """Have the weights of `layer`'s replicas in its slots, and start bringing those of the next layer with
-        replicas, in the forward or the backward direction."""
+        """Wait for the weights of `layer`'s replicas, and start sending those of the next layer with replicas in the
+        forward or backward direction."""
         self._finish_sends()
         self.prefetch(layer)
         for relay in self._fetching.pop(layer, []):
@@ -258,18 +271,18 @@ class ReplicaSlots:
         return next((layer for layer in layers if self.is_used(layer)), None)
 
     def is_used(self, layer: int) -> bool:
-        """True if some rank of the group holds a replica of an expert of `layer` in this iteration."""
+        """Whether `layer` has a replica on any rank of the group in this iteration."""
         return bool(self._chains[layer])
 
     def moved_bytes(self, layer: int) -> int:
-        """Bytes that all ranks together have sent for `layer` in this iteration."""
+        """Bytes that all ranks together have sent for `layer` in this iteration, weights and gradients."""
         return self._moved[layer]
 
     def _replicas(self, layer: int) -> int:
         return sum(len(chain.ranks) - 1 for chain in self._chains[layer])
 
     def leaves(self, layer: int) -> list[list[torch.Tensor]]:
-        """[slot] -> the parameters that `acquire` filled, which gather gradients."""
+        """[slot] -> the replica's parameters, filled by `acquire`; autograd accumulates gradients in them."""
         return self._leaves[layer]
 
     def _finish_sends(self) -> None:
@@ -284,9 +297,12 @@ class ReplicaSlots:
 
     # Agg.
 
-    def collect(self, layer: int) -> None:
-        """A backward pass through `layer`'s replicas has ended: take their gradients, and send them home when due."""
-        if self.shared:  # there is room for the gradients of one layer on their way
+    def accumulate_gradients(self, layer: int) -> None:
+        """After a backward pass through `layer`'s replicas: add up their gradients.
+
+        With resident slots they are returned after the last micro-batch, with shared slots after each one.
+        """
+        if self.shared:  # memory suffices for the gradients of one layer in flight
             for other in list(self._reducing):
                 self._bring_home(other)
         self._backwards[layer] += 1
@@ -326,16 +342,16 @@ class ReplicaSlots:
             return coming, own
 
         hops = self._hops(1, layer, self._chains[layer], buffers)
-        self.traffic.gradient_bytes += sum(hop.sent_bytes for hop in hops)
+        self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
-        assert layer not in self._reducing, "a layer has two sums on their way"
+        assert layer not in self._reducing, "a layer has two reductions in flight"
         self._reducing[layer] = _Reduction(Relay(hops, self._group), received)
 
     def end_pass(self, layer: int) -> None:
-        """A backward pass through the experts of `layer` has ended, homes and replicas; also where it has no replicas.
+        """After a backward pass through the experts of `layer`, homes and replicas, also without replicas.
 
-        Gradients have the time of two more layers to come home. Then the layer is complete: at the same point of the
-        backward pass whatever the plans of this group and of others are.
+        Gradients are waited for two layers later. The layer is then complete: at the same point of the backward pass
+        whatever the placements of this group and of others are.
         """
         self._passed.append(layer)
         while len(self._passed) > 2:
@@ -358,10 +374,10 @@ class ReplicaSlots:
                 self._gradient(parameter).add_(piece.view(parameter.shape))
         self._leaving.append(relay)
 
-    def take_traffic(self) -> Traffic:
-        """What was moved since the last call, waits since the step began. Where these are a stream's, it waits for the
-        last of them."""
-        taken, self.traffic = self.traffic, Traffic()
+    def take_statistics(self) -> TransferStatistics:
+        """The statistics since the last call; waits are those since the step began. On a GPU the host waits for the
+        last of these waits to end."""
+        taken, self._statistics = self._statistics, TransferStatistics()
         if self._waits and self._device.type == "cuda":
             self._waits[-1][1].synchronize()
         taken.exposed_seconds = sum(self._clock.seconds(begin, begin, end)[1] for begin, end in self._waits)
@@ -369,12 +385,12 @@ class ReplicaSlots:
         return taken
 
     def end_step(self) -> None:
-        """All backward passes of the iteration have run: have every gradient at home."""
-        # Last those whose input needs no gradient, so that no backward pass came to its end.
+        """After all backward passes of the iteration: wait for every gradient."""
+        # Layers whose input needs no gradient come last, since their backward pass does not reach `end_pass`.
         for layer in [*self._passed, *reversed(range(len(self.homes)))]:
             self._finish(layer)
         self._passed.clear()
-        for relays in self._fetching.values():  # fetched for a pass that did not come
+        for relays in self._fetching.values():  # requested for a pass that did not run
             self._leaving += relays
         self._fetching.clear()
         self._finish_sends()

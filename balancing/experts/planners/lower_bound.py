@@ -1,6 +1,6 @@
-"""What a placement costs at least, found for many placements at once and much faster than the split itself.
+"""Lower bound of a placement's cost, for many placements at once, much faster than the split.
 
-A planner that compares placements need not split tokens over those whose bound is above the cost of another.
+A planner that compares placements need not split the load over those whose bound exceeds the cost of another.
 """
 
 from collections.abc import Sequence
@@ -9,19 +9,21 @@ from dataclasses import replace
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, LayerCost, link_seconds, links, with_transfers
+from balancing.experts.cost import ExpertShape, MoELayerCost, link_seconds, links, with_transfers
 from balancing.experts.placement import ReplicaPlacement
 
-__all__ = ["LeastCost"]
+__all__ = ["CostLowerBound"]
 
 
-class LeastCost:
-    """A cost that `layer_cost` cannot fall below however tokens are split, for placement after placement of one load.
+class CostLowerBound:
+    """Lower bounds of `layer_cost` over all splits of one load, for any number of placements.
 
-    load: int [source_rank, expert]. home: int [expert], of all placements. Others as in `layer_cost`.
+    Tokens of an expert without replicas go to its home. Tokens of other experts leave their node where it has no
+    instance of the expert. The busiest rank has at least the mean load.
 
-    Tokens of an expert without replicas go home. All others leave their node at least where no instance of their expert
-    is there. Ranks cannot be more than level.
+    load: int [source_rank, expert], tokens.
+    home: int [expert], home ranks in all placements.
+    The other parameters are those of `layer_cost`.
     """
 
     def __init__(
@@ -38,23 +40,26 @@ class LeastCost:
         self._cluster, self._shape = cluster, shape
         self._hidden_under, self._first, self._micro_batches = hidden_under, first, micro_batches
         self._ranks = len(load)
-        self._by_expert = np.append(load.T, np.zeros((1, self._ranks)), axis=0)  # and no tokens of the expert -1
+        self._by_expert = np.append(load.T, np.zeros((1, self._ranks)), axis=0)  # expert -1 has no tokens
         tokens = self._by_expert[:-1].T
         self._by_home = np.argsort(home, kind="stable")
         inside, outside, _ = links(cluster, self._ranks)
         self._near, far = tokens * inside[:, home], tokens * outside[:, home]
-        self._arriving = np.stack([tokens.sum(0), self._near.sum(0), far.sum(0)])  # in all, from the node, others
+        self._arriving = np.stack([tokens.sum(0), self._near.sum(0), far.sum(0)])  # from all, near, far
 
-    def __call__(self, placements: Sequence[ReplicaPlacement]) -> list[LayerCost]:
-        """One bound a placement; all have equally many slots. Where transfers are exposed, what they hold up is left
-        out: on fuller ranks more of them are hidden, which may save as much."""
+    def __call__(self, placements: Sequence[ReplicaPlacement]) -> list[MoELayerCost]:
+        """One bound a placement; all placements have the same number of slots.
+
+        `slowed` is left out of the bound where transfers are exposed: with more tokens on the busiest rank more of them
+        would be hidden, which may save as much.
+        """
         plans, ranks, number = len(placements), self._ranks, len(self._by_home)
         node, plan = np.arange(ranks) // placements[0].ranks_per_node, np.arange(plans)[:, None, None]
         experts = np.stack([each.phys2log for each in placements]).reshape(plans, ranks, -1)
         held = np.bincount((experts + plan * (number + 1) + 1).reshape(-1), minlength=plans * (number + 1))
         alone = held.reshape(plans, -1)[:, 1:] == 1
         nowhere = np.ones((plans, node[-1] + 1, number + 1))
-        nowhere[plan, node[:, None], experts] = 0  # empty slots, -1, go into the last column
+        nowhere[plan, node[:, None], experts] = 0  # the last column is for empty slots, -1
         leaving = (nowhere.reshape(-1, number + 1) @ self._by_expert).reshape(plans, -1, ranks)
         leaving = leaving[:, node, np.arange(ranks)]
         arriving = (self._arriving[:, None] * alone)[:, :, self._by_home].reshape(3, plans, ranks, -1).sum(3)
@@ -63,7 +68,7 @@ class LeastCost:
         all_to_all = link_seconds(within, across, cluster).max(0) * (shape.hidden * shape.bytes_per_parameter)
         forward = np.maximum(arriving[0].max(1), self._arriving[0].sum() / ranks) * shape.forward_seconds(cluster)
         costs = [
-            with_transfers(*times, cluster, shape, True, self._hidden_under, self._first, self._micro_batches)
+            with_transfers(*times, cluster, shape, self._hidden_under, self._first, self._micro_batches)
             for times in zip(all_to_all.tolist(), forward.tolist(), placements, strict=True)
         ]
         return [replace(cost, slowed=0.0) if cost.exposed else cost for cost in costs]

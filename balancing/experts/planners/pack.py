@@ -1,21 +1,23 @@
-"""The fewest replicas that level a load that is known, most useful first.
+"""Greedy placement of few replicas for a load that is known, most useful first.
 
-Where copies cost time, or slots are so few that the exact prediction has to be packed into them, what counts is how
-much a single replica levels. The fullest rank gives its largest instance a replica on the emptiest rank, all instances
-of that expert are filled up to one level, and so on until ranks are level or slots are full.
+Where transfers cost time, or slots are so few that even the predicted load can hardly be balanced, each replica should
+balance as much as possible. In every step the busiest rank gives its largest instance a replica on the least loaded
+rank, and the tokens of that expert are divided over its instances by water-filling, until ranks are balanced or slots
+are full.
 """
 
 import math
 
 import numpy as np
 
-__all__ = ["fewest_copies"]
+__all__ = ["pack_replicas"]
 
-# After this many replicas a fullest rank so little over the mean is level: what is left takes as many again.
-_MANY, _LEVEL = 64, 1.003
+# After this many replicas, a busiest rank that exceeds the mean by so little counts as balanced: the rest would take as
+# many replicas again.
+_MANY, _BALANCED = 64, 1.003
 
 
-def fewest_copies(
+def pack_replicas(
     totals: np.ndarray,
     home: np.ndarray,
     ranks: int,
@@ -24,10 +26,16 @@ def fewest_copies(
     ranks_per_node: int,
     least: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[list[tuple[int, int]], float]:
-    """Replicas as (expert, rank), in the order in which they help, and the tokens of the fullest rank with all of them.
+    """Choose replicas; returns them as (expert, rank), most useful first, and the tokens of the busiest rank with all.
 
-    totals: float [expert], tokens. home: int [expert]. least: tokens that a replica must take over, within a node and
-    between nodes, for its copy to pay. Every step looks at what the one before did, so this is plain Python.
+    totals: float [expert], tokens.
+    home: int [expert], home ranks.
+    ranks: number of ranks.
+    slots: maximal number of replicas on a rank.
+    ranks_per_node: ranks of a node.
+    least: tokens that a replica must serve to pay for its transfer, within a node and between nodes.
+
+    Every step depends on the one before, so this is plain Python.
     """
     load = np.bincount(home, weights=totals, minlength=ranks).tolist()
     serves: list[dict[int, float]] = [{} for _ in range(ranks)]
@@ -35,12 +43,12 @@ def fewest_copies(
         serves[rank][expert] = total
     holders = [[rank] for rank in home.tolist()]
     free, mean = [slots] * ranks, sum(load) / ranks
-    # The loads of ranks that may still give a replica away and take one; the others stand where they are not looked at.
+    # Loads of the ranks that may still give a replica and of those that may take one; infinite for the others.
     giving, taking = load.copy(), load.copy() if slots else [math.inf] * ranks
     copies: list[tuple[int, int]] = []
     while len(copies) < ranks * slots:
         height = max(giving)
-        if height <= mean + 1 or (len(copies) >= _MANY and height <= _LEVEL * mean):
+        if height <= mean + 1 or (len(copies) >= _MANY and height <= _BALANCED * mean):
             break
         fullest = giving.index(height)
         found = _copy(fullest, height, serves[fullest], holders, taking, mean, ranks_per_node, least)
@@ -53,7 +61,7 @@ def fewest_copies(
         holders[expert].append(rank)
         serves[rank][expert] = 0.0
         others = [load[at] - serves[at][expert] for at in holders[expert]]
-        level = _level(float(totals[expert]), others)
+        level = _water_level(float(totals[expert]), others)
         for at, other in zip(holders[expert], others, strict=True):
             serves[at][expert] = poured = level - other if level > other else 0.0
             load[at] = after = other + poured
@@ -73,7 +81,7 @@ def _copy(
     ranks_per_node: int,
     least: tuple[float, float],
 ) -> tuple[int, int] | None:
-    """The largest instance on the fullest rank for which some rank can take a replica that pays, and that rank."""
+    """The largest instance on the busiest rank of which a replica pays on some rank, and that rank."""
     first = fullest // ranks_per_node * ranks_per_node
     node = slice(first, first + ranks_per_node)
     anywhere, in_node = min(taking), min(taking[node])
@@ -98,8 +106,8 @@ def _copy(
     return None
 
 
-def _level(total: float, heights: list[float]) -> float:
-    """How high `total` stands when it is poured on columns of these heights."""
+def _water_level(total: float, heights: list[float]) -> float:
+    """Water level when `total` is poured on columns of these heights."""
     level, below = float("inf"), total
     for number, height in enumerate(sorted(heights), 1):
         below += height

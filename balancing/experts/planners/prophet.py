@@ -1,15 +1,15 @@
-"""Pro-Prophet's planner (arXiv 2411.10003, Algorithm 1): the heaviest device sends its expert to those that use it.
+"""Pro-Prophet's planner (arXiv 2411.10003, Algorithm 1), a baseline: replicate experts of the most loaded device.
 
-Each step takes the expert of the heaviest device and replicates it on all devices but the n with the fewest tokens for
-it. A replica serves only the tokens that start on its own device, which then travel nowhere. The search stops when
-loads are even to within alpha times the mean (Eq. 7), or when the heaviest device's expert has been used, and keeps the
-prefix of steps with the least estimated time, Eq. 6, or Eq. 8 for a planner that knows what the scheduler hides.
+Each step takes an expert of the most loaded device and replicates it on all devices but the n with the fewest tokens
+for it. A replica serves only the tokens of its own device, which are then not sent. The search stops when loads are
+balanced to within alpha times the mean (Eq. 7), or when the most loaded device's experts have all been used. Of all
+prefixes of the steps, the one with the least estimated time is chosen, by Eq. 6, or by Eq. 8 with a scheduler.
 
-The paper has one expert on a device, leaves n to the user, and does not bound the memory of replicas. Here
+The paper has one expert a device, leaves n to the user, and does not bound the memory of replicas. Here
 
-- a device has several experts: the heaviest device's expert that others send the most tokens to, of those not yet used;
-- n is tried from none to all but two of the devices, doubling, if it is not given;
-- a device takes no more replicas than it has slots: one without a free slot counts among those left out;
+- a device has several experts; of those not yet used, the one with the most tokens from other devices is taken;
+- unless n is given, values from none to all but two of the devices are tried, doubling;
+- a device takes no more replicas than it has slots; without a free slot it counts among those left out;
 - the home is never among the n, since it holds the expert anyway.
 """
 
@@ -36,12 +36,16 @@ def prophet_slots(
 ) -> np.ndarray:
     """One layer's plan: int64 [rank, slot], the expert in each slot, -1 in empty ones.
 
-    load: [source_rank, expert], tokens. home: int [expert]. shape: without it the estimate is the largest load alone.
-    excluded: n, or None to search for it. alpha: unevenness (largest minus smallest load, over the mean) that is good
-    enough. hidden_under: seconds of forward compute that hide transfers besides the experts' own (Eq. 8), None for Eq.
-    6.
+    load: [source_rank, expert], tokens.
+    home: int [expert], home ranks.
+    cluster: compute and link speeds.
+    slots: maximal number of replicas on a rank.
+    shape: size of an expert; without it, the estimate is the largest load.
+    excluded: n; None to search for it.
+    alpha: imbalance (largest minus smallest load, over the mean) at which the search stops.
+    hidden_under: seconds of forward compute outside the experts that hides transfers (Eq. 8); None for Eq. 6.
 
-    Raises ValueError for an n that leaves no device to send to, and a negative alpha.
+    Raises ValueError for an n that leaves no device to send to, and for a negative alpha.
     """
     ranks = len(load)
     if excluded is not None and not 0 <= excluded < max(1, ranks - 1):
@@ -55,13 +59,13 @@ def prophet_slots(
 
 
 def _doubling(most: int) -> list[int]:
-    """0, 1, 2, 4 and so on up to `most`, and `most`."""
+    """0, the powers of two below `most`, and `most`."""
     return sorted({0, max(0, most), *(1 << power for power in range(16) if 1 << power < most)})
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    """T' of a set of loads: Eq. 6 or 8, or the largest load where no sizes are known."""
+    """Estimated seconds T' (Eq. 6 or 8) of given loads; the largest load where sizes are not known."""
 
     cluster: Cluster
     shape: ExpertShape | None
@@ -84,7 +88,7 @@ class _Estimate:
         )
 
     def _bandwidth(self) -> float:
-        """The mean over pairs of ranks, which is all the paper's model knows."""
+        """Mean over pairs of ranks, the only bandwidth of the paper's model."""
         if self.ranks == 1:
             return 1.0  # nothing travels
         others = [self.cluster.bandwidth(0, rank) for rank in range(1, self.ranks)]
@@ -94,7 +98,7 @@ class _Estimate:
 def _search(
     load: np.ndarray, home: np.ndarray, slots: int, excluded: int, alpha: float, estimate: _Estimate
 ) -> tuple[float, np.ndarray]:
-    """Algorithm 1 for one n: the least estimate and the slots that give it."""
+    """Algorithm 1 for one n: the least estimate, and the slots [rank, slot] that it belongs to."""
     ranks, experts = load.shape
     total, own = load.sum(0), load[home, np.arange(experts)]
     computed = np.bincount(home, weights=total, minlength=ranks)
@@ -111,7 +115,7 @@ def _search(
         expert = int(candidates[(total - own)[candidates].argmax()])
         used[expert] = True
         others = np.array([rank for rank in range(ranks) if rank != device])
-        # The n with the fewest tokens stay out; of equals those with the higher number.
+        # The n with the fewest tokens are left out; among equals, those with higher numbers.
         most_first = others[np.argsort(-load[others, expert], kind="stable")][: max(0, ranks - 1 - excluded)]
         chosen = most_first[used_slots[most_first] < slots]
         if not chosen.size:
@@ -122,7 +126,7 @@ def _search(
         computed[chosen] += stay
         computed[device] -= stay.sum()
         received[device] -= stay.sum()
-        copies += 1 + len(chosen)  # the paper counts the home among the D - n
+        copies += 1 + len(chosen)  # the paper counts the home among the D - n devices
         seconds = estimate(received, computed, copies)
         if seconds < best:
             best, best_placed = seconds, placed.copy()
@@ -141,11 +145,17 @@ def paper_seconds(
     gradient_bytes: float,
     hidden_under: float | None = None,
 ) -> float:
-    """The paper's T', Eq. 6, or Eq. 8 with `hidden_under`: seconds of a layer on D devices with one bandwidth.
+    """The paper's T': seconds of a layer on D devices with one bandwidth, by Eq. 6, or Eq. 8 with `hidden_under`.
 
-    received, computed: [device], inputs that a device receives from others, and computes. copies: s (D - n), the number
-    of devices that experts are sent to, summed over experts. bandwidth: bytes/s. throughput: inputs/s of expert compute
-    on one device. hidden_under: seconds of other forward compute in the block, T_FNEC; twice that backward.
+    received: [device], tokens that each device receives from others.
+    computed: [device], tokens that each device computes.
+    copies: s (D - n), the number of devices that experts are sent to, summed over experts.
+    bandwidth: bytes/s.
+    throughput: tokens/s of expert compute on one device.
+    input_bytes: bytes of one token.
+    parameter_bytes: bytes of one expert's weights.
+    gradient_bytes: bytes of one expert's gradients.
+    hidden_under: seconds of other forward compute in the block, T_FNEC; twice that backward.
     """
     devices = len(computed)
     all_to_all = float(np.max(received)) * input_bytes / bandwidth  # Eq. 1

@@ -1,11 +1,10 @@
-"""Our planner: replicas for a load that is only predicted, as many as pay.
+"""The default planner: replicas for a predicted load, as many as pay for their transfer.
 
-Tokens are split exactly on the true load later (`balancing.experts.split.split`), so the placement only has to make a
-level split possible. Where costs are not known, all slots are used: spread for robustness
-(`balancing.experts.planners.spread`), or, where slots are so few that this cannot even level the prediction, packed for
-the prediction (`balancing.experts.planners.pack`). Where they are, numbers of the most useful replicas are tried too,
-none included, and the plan that takes least time by the cost model is the one: copies nothing hides delay a layer,
-hidden ones hold up tokens.
+The true load is split exactly later (`balancing.experts.split.split`), so the placement only has to make a balanced
+split possible. Without a cost model all slots are used: spread for robustness (`balancing.experts.planners.spread`),
+or, where slots are so few that this cannot balance even the prediction, packed for the prediction
+(`balancing.experts.planners.pack`). With a cost model, placements with fewer replicas are tried, too, down to none, and
+the one with the least cost is chosen: exposed transfers delay a layer, hidden ones delay its all-to-alls.
 """
 
 import math
@@ -16,31 +15,35 @@ from functools import cache, cached_property, partial
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, LayerCost, break_even_tokens, layer_cost, with_transfers
+from balancing.experts.cost import ExpertShape, MoELayerCost, break_even_tokens, layer_cost, with_transfers
 from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.planners.lower_bound import LeastCost
-from balancing.experts.planners.pack import fewest_copies
+from balancing.experts.planners.lower_bound import CostLowerBound
+from balancing.experts.planners.pack import pack_replicas
 from balancing.experts.planners.spread import fill_slots, spread_counts, spread_slots
 from balancing.experts.split.split import traffic
 
 __all__ = ["QuotaPlanner"]
 
-_LEVEL = 1.01  # largest over mean of a prediction that counts as level
-_WORTH = 0.99  # a plan is looked at only if it may take less than this part of the time of the best one so far
-_FREE = 1.01  # times the seconds of a plan: more replicas that take no longer are worth their use
-_LOOSE = 0.01  # of its bound: how much more a plan with all slots in use takes; others less, as they use fewer
+_BALANCED = 1.01  # imbalance up to which the predicted load counts as balanced
+_WORTH = 0.99  # a placement is split only if its lower bound is below this part of the best cost so far
+_FREE = 1.01  # cost ratio up to which more replicas are taken for robustness
+_LOOSE = 0.01  # expected excess of the cost over its bound with all slots in use; with fewer, in proportion
 
 _Moved = Callable[[ReplicaPlacement], np.ndarray]
-_Fewest = Callable[[tuple[float, float]], tuple[list[tuple[int, int]], float]]
+_Pack = Callable[[tuple[float, float]], tuple[list[tuple[int, int]], float]]
 
 
 @dataclass(frozen=True)
 class QuotaPlanner:
     """Plans layer by layer.
 
-    home: int [expert]. slots: most replicas a rank may host. shape: size of an expert; None if balance alone counts.
-    hidden_under, first, micro_batches: as in `balancing.experts.cost.layer_cost`; of several layers, only the first one
-    can be first.
+    cluster: compute and link speeds.
+    home: int [expert], home ranks.
+    slots: maximal number of replicas on a rank.
+    shape: size of an expert; None plans without a cost model.
+    hidden_under: as in `balancing.experts.cost.layer_cost`.
+    first: whether the first of the layers is the first MoE layer.
+    micro_batches: number of micro-batches that one transfer serves.
     """
 
     cluster: Cluster
@@ -62,12 +65,12 @@ class QuotaPlanner:
 
     def _plan(self, load: np.ndarray, picks: np.ndarray) -> ReplicaPlacement:
         total, counts = load.sum(0), np.rint(load).astype(np.int64)
-        moved, fewest = cache(partial(traffic, counts)), cache(partial(self._fewest, total))
+        moved, pack = cache(partial(traffic, counts)), cache(partial(self._pack, total))
         slots = spread_slots(total, picks, self.home, self._ranks, self.slots, ranks_per_node=self._per_node)
         spread = self._placement(fill_slots(slots, total, self.home))
         if self.shape is None:
-            return self._all_slots(spread, total, moved, fewest)[0]
-        least_costs = LeastCost(
+            return self._all_slots(spread, total, moved, pack)[0]
+        least_costs = CostLowerBound(
             counts,
             self.home,
             self.cluster,
@@ -79,20 +82,20 @@ class QuotaPlanner:
         plans: list[ReplicaPlacement] = [spread]
         choices: list[list[tuple[int, int]]] = [[]]
         if self.hidden_under is None or least_costs(plans)[0].exposed:
-            # The 1, 4, 16, ... most useful replicas, all, and those that pay even if every copy is exposed.
-            copies, _ = fewest((0.0, 0.0))
+            # The 1, 4, 16, ... most useful replicas, all of them, and those that pay even with exposed transfers.
+            copies, _ = pack((0.0, 0.0))
             choices += [copies[: 1 << power] for power in range(0, len(copies).bit_length(), 2)]
-            choices += [copies, fewest(self._break_even(self.shape, 1.0))[0]]
+            choices += [copies, pack(self._break_even(self.shape, 1.0))[0]]
         else:
-            plans = self._all_slots(spread, total, moved, fewest)
+            plans = self._all_slots(spread, total, moved, pack)
             cost = self._cost(moved(plans[0]), plans[0], self.shape)
             if cost.slowed:
                 price = cost.slowed / (cost.trans + cost.agg)
-                choices += [fewest(self._break_even(self.shape, price))[0]]
+                choices += [pack(self._break_even(self.shape, price))[0]]
         plans += [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
         least = [cost.total for cost in least_costs(plans)]
-        best = math.inf, False, 0  # no replicas rather than some that gain nothing
-        costs: dict[int, LayerCost] = {}
+        best = math.inf, False, 0  # among equal costs, the placement without replicas
+        costs: dict[int, MoELayerCost] = {}
         looseness = _LOOSE / (self._ranks * self.slots)
         for at in sorted(range(len(plans)), key=lambda at: least[at] * (1 + looseness * plans[at].replicas)):
             if least[at] <= best[0] * _WORTH:
@@ -100,32 +103,36 @@ class QuotaPlanner:
                 best = min(best, (costs[at].total, plans[at].replicas > 0, at))
         return self._with_free_copies(plans[best[2]], costs[best[2]], total)
 
-    def _with_free_copies(self, plan: ReplicaPlacement, cost: LayerCost, total: np.ndarray) -> ReplicaPlacement:
-        """`plan`, which has this cost, with more replicas in its empty slots that stay in their node, if bringing them
-        costs next to nothing: where the load turns out otherwise than predicted they are of use."""
+    def _with_free_copies(self, plan: ReplicaPlacement, cost: MoELayerCost, total: np.ndarray) -> ReplicaPlacement:
+        """`plan`, of this cost, with more replicas in empty slots if they cost next to nothing.
+
+        They stay within their node, and help where the load differs from its prediction.
+        """
         if self.hidden_under is None or not plan.replicas or plan.replicas == plan.slot_expert.size:
             return plan
         assert self.shape is not None
         filled = self._placement(fill_slots(plan.slot_expert, total, self.home, self._per_node))
-        same = cost.all_to_all, cost.forward, filled, self.cluster, self.shape  # tokens are split no worse
-        then = with_transfers(*same, True, self.hidden_under, self.first, self.micro_batches)
+        same = cost.all_to_all, cost.forward, filled, self.cluster, self.shape  # a split cannot get worse
+        then = with_transfers(*same, self.hidden_under, self.first, self.micro_batches)
         return filled if then.total <= cost.total * _FREE else plan
 
     def _all_slots(
-        self, spread: ReplicaPlacement, total: np.ndarray, moved: _Moved, fewest: _Fewest
+        self, spread: ReplicaPlacement, total: np.ndarray, moved: _Moved, pack: _Pack
     ) -> list[ReplicaPlacement]:
-        """Plans that use every slot whatever it costs, the most level one first."""
+        """Placements that use all slots whatever they cost, the best balanced one first."""
         fullest, mean = _fullest(moved(spread)), total.sum() / self._ranks
-        if fullest <= _LEVEL * mean:
+        if fullest <= _BALANCED * mean:
             return [spread]
-        copies, fullest_packed = fewest((0.0, 0.0))
+        copies, fullest_packed = pack((0.0, 0.0))
         packed = self._placement(fill_slots(self._place(copies).slot_expert, total, self.home))
         better = fullest_packed < fullest or _fullest(moved(packed)) < fullest
         return [packed, spread] if better else [spread, packed]
 
     def _break_even(self, shape: ExpertShape, price: float) -> tuple[float, float]:
-        """Tokens from which a replica pays, within a node and between nodes, if a copy costs `price` times what it
-        would if nothing hid it."""
+        """Tokens from which a replica pays, within a node and between nodes.
+
+        price: cost of a transfer over its cost when exposed.
+        """
         sends, count = (1 if self.micro_batches > 1 else 2), self.micro_batches  # shared slots are filled twice
         inside, across = (
             price * break_even_tokens(self.cluster, shape, same_node=same, sends=sends, micro_batches=count)
@@ -133,10 +140,10 @@ class QuotaPlanner:
         )
         return inside, across
 
-    def _fewest(self, total: np.ndarray, least: tuple[float, float]) -> tuple[list[tuple[int, int]], float]:
-        return fewest_copies(total, self.home, self._ranks, self.slots, ranks_per_node=self._per_node, least=least)
+    def _pack(self, total: np.ndarray, least: tuple[float, float]) -> tuple[list[tuple[int, int]], float]:
+        return pack_replicas(total, self.home, self._ranks, self.slots, ranks_per_node=self._per_node, least=least)
 
-    def _cost(self, moved: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> LayerCost:
+    def _cost(self, moved: np.ndarray, plan: ReplicaPlacement, shape: ExpertShape) -> MoELayerCost:
         return layer_cost(
             moved,
             plan,
@@ -167,5 +174,5 @@ class QuotaPlanner:
 
 
 def _fullest(moved: np.ndarray) -> int:
-    """Tokens of the fullest rank."""
+    """Tokens of the busiest rank. moved: int [source_rank, rank]."""
     return int(moved.sum(0).max())

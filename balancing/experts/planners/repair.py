@@ -1,9 +1,9 @@
-"""A few copies more, at once, where the placement that was prepared turns out not to fit the load.
+"""Late replicas: a few more, at once, where the current load shows that its prediction was wrong.
 
-Placements come from predictions, and predictions fail: early in training an expert can become hot within a few steps.
-When the counts of the current micro-batch show that even the best split over the prepared placement is uneven, copying
-a hot expert while everybody waits may still pay. That is the only transfer on the critical path, so it is bounded in
-number, and made only if the time it saves exceeds the time it takes.
+Predictions can fail; early in training an expert may become hot within a few steps. Where even the best split of the
+current micro-batch over the planned placement is imbalanced, a few more replicas of hot experts may pay although all
+ranks wait for them. It is the only transfer on the critical path. The number of replicas is therefore bounded, and they
+are placed only if they save more time than they take.
 """
 
 import numpy as np
@@ -28,15 +28,19 @@ def repair(
     evict: bool = True,
     micro_batches: int = 1,
 ) -> ReplicaPlacement:
-    """The placement, or a better one that differs by a few copies.
+    """A placement with a few more replicas, or `placement` itself if they would gain nothing.
 
-    load: int [source_rank, expert], the current counts. shape: size of an expert, to weigh the copies' time, all of it
-    exposed, against the time saved; without it any gain counts. tolerance: nothing is done while the fullest rank is
-    within this part of the mean. copies: most new replicas. evict: whether a replica may make place for another; not
-    where slots hold gradients that are still wanted. micro_batches: how many will use the new copies.
+    load: int [source_rank, expert], tokens of the current micro-batch.
+    placement: the planned placement.
+    cluster: compute and link speeds.
+    shape: size of an expert, to compare the exposed transfers with the time saved; without it, any gain counts.
+    tolerance: nothing is done while the busiest rank exceeds the mean by at most this part.
+    copies: maximal number of new replicas.
+    evict: whether a new replica may replace another; must be False where slots hold gradients.
+    micro_batches: number of micro-batches that will use the new replicas.
 
-    Returns `placement` itself if nothing is to gain. Raises ValueError for a load of another shape, negative bounds,
-    and a placement whose tokens are not split by level, which would not use new replicas as this assumes.
+    Raises ValueError for a load of another shape, negative bounds, and a placement with another split than "level",
+    which would not use new replicas as assumed here.
     """
     if placement.split != "level":
         raise ValueError(f"a placement with split={placement.split!r} cannot be repaired; plan with method='quota'")
@@ -70,13 +74,13 @@ def _served(counts: np.ndarray, placement: ReplicaPlacement) -> np.ndarray:
 
 
 def _seconds(served: np.ndarray, shape: ExpertShape | None, cluster: Cluster) -> float:
-    """Expert compute, forward and backward, on the fullest rank; its tokens where sizes are not known."""
+    """Seconds of expert compute, forward and backward, on the busiest rank; its tokens where sizes are not known."""
     fullest = int(served.sum(1).max())
     return float(fullest) if shape is None else 3 * fullest * shape.forward_seconds(cluster)
 
 
 def _exposed(old: ReplicaPlacement, new: ReplicaPlacement, shape: ExpertShape | None, cluster: Cluster) -> float:
-    """Seconds to send new replicas' weights from their homes, and their gradients back."""
+    """Seconds to send the new replicas' weights from their homes, and to return their gradients."""
     if shape is None:
         return 0.0
     known, table = {copy[:3] for copy in old.copies()}, np.zeros((new.num_ranks, new.num_ranks))
@@ -88,12 +92,12 @@ def _exposed(old: ReplicaPlacement, new: ReplicaPlacement, shape: ExpertShape | 
 
 
 def _one_more(placement: ReplicaPlacement, served: np.ndarray, evict: bool) -> np.ndarray | None:
-    """The slots with one more replica of an expert of the fullest rank, or None if no rank can take one."""
+    """Slots [rank, slot] with one more replica of an expert of the busiest rank; None if no rank can take one."""
     load, experts = served.sum(1), placement.phys2log.reshape(served.shape)
     fullest, mean = int(load.argmax()), load.mean()
     node = np.arange(len(load)) // placement.ranks_per_node
     in_slots = served[:, placement.homes_per_rank :]
-    # The slot that would be used on each rank: an empty one, else the one with the fewest tokens.
+    # The slot that each rank would use: an empty one, else the one with the fewest tokens.
     keep = np.where(placement.slot_expert < 0, -1, in_slots if evict else np.iinfo(np.int64).max)
     slot = keep.argmin(1)
     lost = keep[np.arange(len(load)), slot]
@@ -101,7 +105,7 @@ def _one_more(placement: ReplicaPlacement, served: np.ndarray, evict: bool) -> n
         expert, tokens = int(experts[fullest, local]), int(served[fullest, local])
         if tokens <= 0:
             break
-        # What the slot serves now goes back to the other instances, so it must be less than what the copy takes over.
+        # What the slot serves now goes to other instances, so it must be less than what the new replica serves.
         open_to = (placement.log2phys[expert] < 0) & (lost < tokens) & (load < mean)
         if not open_to.any():
             continue

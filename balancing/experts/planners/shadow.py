@@ -1,7 +1,7 @@
-"""FasterMoE's shadowing (PPoPP'22), a baseline: the hottest experts go to all ranks while that saves time.
+"""FasterMoE's shadowing (PPoPP'22), a baseline: replicate the hottest experts on all ranks while that saves time.
 
-Experts are taken by falling load. Each is replicated on every other rank, whose own tokens for it then stay where they
-are, as long as the estimated time of the layer falls. FasterMoE bounds neither memory nor the number of shadowed
+Experts are taken in the order of falling load. Each is replicated on every other rank, which then serves its own tokens
+for it, as long as the estimated time of the layer falls. FasterMoE bounds neither memory nor the number of shadowed
 experts; here an expert is shadowed only while every other rank has a free slot.
 """
 
@@ -18,7 +18,11 @@ def shadow_slots(
 ) -> np.ndarray:
     """One layer's plan: int64 [rank, slot], the expert in each slot, -1 in empty ones.
 
-    load: [source_rank, expert], tokens. home: int [expert]. shape: without it the estimate is the largest load alone.
+    load: [source_rank, expert], tokens.
+    home: int [expert], home ranks.
+    cluster: compute and link speeds.
+    slots: maximal number of replicas on a rank.
+    shape: size of an expert; without it, the estimate is the largest load.
     """
     ranks = len(load)
     placed = np.full((ranks, slots), -1)
@@ -45,7 +49,7 @@ def shadow_slots(
 
 
 def _estimate(traffic: np.ndarray, shadowed: int, cluster: Cluster, shape: ExpertShape | None) -> float:
-    """Four all-to-alls, three times the largest compute, and weights and gradients of each shadowed expert."""
+    """Seconds of four all-to-alls, three times the largest compute, and the transfers of each shadowed expert."""
     largest = float(traffic.sum(0).max())
     if shape is None:
         return largest

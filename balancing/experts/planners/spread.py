@@ -1,15 +1,15 @@
-"""Replicas spread so that a load that is not known yet can be levelled.
+"""Placement of replicas that stays balanced when the load turns out different from its prediction.
 
-The placement is made from a predicted load and the tokens are split on the true one. So a good placement is not one
-that levels the prediction with the fewest copies: it gives every rank that may become too full a way to shed load, and
-spends all slots on it. Two greedy steps:
+Replicas are placed from a predicted load, and tokens are divided from the true one. A good placement therefore does not
+balance the prediction with the fewest replicas, but lets every rank that may become overloaded shed tokens, and uses
+all slots for it. It is made in two greedy steps:
 
-1. How many replicas an expert gets. The next one goes to the expert with the largest product of what one of its
-   instances carries and what its home rank is left with, both under equal shares. The first factor spreads hot experts,
-   the second sees to it that no rank is stuck with home experts that cannot be relieved. A part of the load is taken as
-   even over experts for this, since what is cold now may be hot when it counts.
-2. On which ranks. Heaviest instance first, each to the rank with the least load: in the home's node if a rank there has
-   room below the mean, else anywhere, because copies within a node are some ten times cheaper than between nodes.
+1. The number of replicas of each expert. The next replica goes to the expert with the largest product of the load of
+   one of its instances and the load of its home rank, both with equal shares. The first factor spreads hot experts, the
+   second makes sure that no rank is left with home experts that cannot be relieved. A part of the load is assumed to be
+   equal over experts, since an expert that is cold now may be hot when the placement is used.
+2. The ranks of the replicas. Largest instance first, each on the least loaded rank: in the home's node if that rank
+   stays below the mean, else anywhere, since transfers within a node are about ten times cheaper than between nodes.
 """
 
 import math
@@ -19,24 +19,29 @@ import numpy as np
 
 __all__ = ["fill_slots", "spread_counts", "spread_slots"]
 
-# The part that is taken as even. 0 forgets experts that are cold now: on recorded loads a plan ten iterations old is
-# then uneven in one micro-batch of ten. From 0.5 on, hot experts get too few replicas where the prediction is right.
+# The part of the load that is assumed to be equal over experts. With 0, experts that are cold now get no replicas; on
+# recorded loads, a placement that is ten iterations old is then imbalanced in one of ten micro-batches. From 0.5 on,
+# hot experts get too few replicas where the prediction is right.
 _EVEN_PART = 0.25
 
 
 def spread_counts(totals: np.ndarray, home: np.ndarray, ranks: int, slots: int) -> np.ndarray:
-    """Which expert gets the next replica, and the next: int64 [layer, ranks * slots], the most urgent first.
+    """The expert of each successive replica, most urgent first: int64 [layer, ranks * slots].
 
-    totals: float [layer, expert], tokens. home: int [expert]. The first n entries are the plan for n replicas. -1 where
-    no expert can use another one, having an instance on every rank.
+    The first n entries are the choice for n replicas; -1 where all experts have an instance on every rank.
 
-    A pick changes urgencies at its home rank only, and lowers them all. So each rank's own picks come in the order of
-    falling urgency, can be found for all ranks and layers at once, and are merged by sorting.
+    totals: float [layer, expert], tokens.
+    home: int [expert], home ranks.
+    ranks: number of ranks.
+    slots: maximal number of replicas on a rank.
+
+    A choice lowers the urgencies of its home rank and changes no others. The choices of each rank are therefore in the
+    order of falling urgency, are found for all ranks and layers at once, and are merged by sorting.
     """
     layers, experts = totals.shape
     totals = (1 - _EVEN_PART) * totals + _EVEN_PART * totals.mean(1, keepdims=True)
     wanted, per_rank = ranks * slots, experts // ranks
-    order = np.argsort(home, kind="stable").reshape(ranks, per_rank)  # experts of one home rank side by side
+    order = np.argsort(home, kind="stable").reshape(ranks, per_rank)  # [rank, home expert]
     total = totals[:, order]
     count, carried, left = np.ones(total.shape), total.copy(), total.sum(2)
     layer, rank = np.arange(layers)[:, None], np.arange(ranks)[None, :]
@@ -46,7 +51,7 @@ def spread_counts(totals: np.ndarray, home: np.ndarray, ranks: int, slots: int) 
         urgency = np.where(count < ranks, carried * left[:, :, None], -1.0)
         at = urgency.argmax(2)
         highest = urgency[layer, rank, at]
-        # Enough are found where as many as wanted come before whatever any rank could still pick.
+        # Done where as many as wanted are more urgent than any choice that is left.
         if len(urgencies) >= slots and ((np.stack(urgencies) > highest.max(1)[:, None]).sum((0, 2)) >= wanted).all():
             break
         picks.append(np.where(highest > 0, order[rank, at], -1))
@@ -70,10 +75,16 @@ def spread_slots(
     *,
     ranks_per_node: int,
 ) -> np.ndarray:
-    """Put one layer's replicas on ranks: int64 [rank, slot], -1 in empty slots.
+    """Choose the ranks of one layer's replicas: int64 [rank, slot], -1 in empty slots.
 
-    totals: float [expert]. picks: int [replica], experts, -1 for none (a row of `spread_counts`).
-    Every step looks at what the one before did, so this is plain Python.
+    totals: float [expert], tokens.
+    picks: int [replica], experts, -1 for none (a row of `spread_counts`).
+    home: int [expert], home ranks.
+    ranks: number of ranks.
+    slots: maximal number of replicas on a rank.
+    ranks_per_node: ranks of a node.
+
+    Every step depends on the one before, so this is plain Python.
     """
     picked = picks[picks >= 0]
     share = totals / (1 + np.bincount(picked, minlength=len(totals)))
@@ -102,10 +113,12 @@ def spread_slots(
 def fill_slots(
     slot_expert: np.ndarray, totals: np.ndarray, home: np.ndarray, ranks_per_node: int | None = None
 ) -> np.ndarray:
-    """Fill empty slots, each with the expert that carries most on an instance and that the rank lacks: [rank, slot].
+    """Fill each empty slot with the expert of most tokens per instance that its rank lacks: int64 [rank, slot].
 
-    slot_expert: int [rank, slot], -1 in empty ones. totals: float [expert]; experts without tokens are left out.
-    ranks_per_node: take only experts with an instance in the rank's node, so that nothing crosses nodes. None: any.
+    slot_expert: int [rank, slot], -1 in empty slots.
+    totals: float [expert], tokens; experts without tokens are left out.
+    home: int [expert], home ranks.
+    ranks_per_node: only experts with an instance in the rank's node, so that no transfer crosses nodes; None: any.
     """
     filled, ranks = slot_expert.copy(), len(slot_expert)
     empty = np.argwhere(slot_expert < 0).tolist()

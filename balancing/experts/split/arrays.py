@@ -1,4 +1,4 @@
-"""The few operations that NumPy and torch spell differently, for code that runs on the arrays of either."""
+"""Operations that NumPy and torch name differently, for code that runs on arrays of either."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["Arrays"]
 
 
 class Arrays:
-    """Whole numbers in NumPy's arrays, or in torch's tensors on a device. What has no other name has that of both."""
+    """Integer arrays: NumPy arrays without a device, torch tensors with one. `_xp` is the module with common names."""
 
     def __init__(self, device: Any) -> None:
         self._xp: Any = np if device is None else torch
@@ -35,7 +35,7 @@ class Arrays:
         return np.maximum(values, 1) if self._xp is np else values.clamp_min(1)
 
     def _of_least(self, values: Any) -> Any:
-        """The least value of each column, the sum of the two least, of three and so on."""
+        """Cumulative sums of each column in ascending order: the smallest value, the sum of the two smallest, ..."""
         if self._xp is torch:
             return torch.sort(values, 0).values.cumsum(0)
         values = values.copy()

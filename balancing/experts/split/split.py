@@ -1,15 +1,15 @@
-"""Which instance serves which tokens: the exact split of the current load over a placement made from an older one.
+"""Exact split of a micro-batch's load over the instances of a placement that was planned from an older load.
 
-Pro-Prophet and its peers decide from an old load both where replicas are and who serves what, and live with the error.
-Here only the placement is old. The counts of the current micro-batch are known before any token is sent, so the split
-is solved on them: experts take turns, each pouring its tokens onto its instances like water into connected vessels,
-given what the other experts have put there (block coordinate descent on the sum of squared rank loads, whose minimum
-also has the least maximum). Experts without a rank in common take their turn at once, and a few rounds reach the
-optimum.
+Pro-Prophet and similar systems use an old load both to place replicas and to divide tokens, and accept the error. Here
+only the placement depends on an old load. The counts of the current micro-batch are gathered before tokens are sent,
+and the split is computed from them: experts take turns, each dividing its tokens over its instances by water-filling,
+given the tokens of all other experts (block coordinate descent on the sum of squared rank loads, whose minimum also
+minimizes the largest load). Experts without a common rank take their turn together (`color_by_rank`), and a few sweeps
+reach the optimum.
 
-All of it is integer arithmetic with a fixed number of steps, so that every rank computes the same split whatever its
-hardware, and the same code runs on NumPy arrays and, without waiting for the device, on torch tensors. Step by step
-that is too slow on a GPU, where `split_kernel` does the same in two kernels.
+All arithmetic is on integers with a fixed number of steps, so every rank computes the same split whatever its hardware.
+The same code runs on NumPy arrays and, without synchronization with the device, on torch tensors. Step by step that is
+too slow on a GPU, where `split_kernel` does the same in two kernels.
 """
 
 from typing import Any
@@ -18,24 +18,25 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.planners.disjoint import disjoint_classes
+from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.experts.split.arrays import Arrays
 
-__all__ = ["Splitter", "check_counts", "run_starts", "split_tokens", "traffic"]
+__all__ = ["Splitter", "check_counts", "numpy_split", "run_starts", "split_tokens", "traffic"]
 
-_TURNS = 40  # of all classes together: leaves well under 1 % over the optimum, see benchmarks/experts/plans.py
-_MOST = 1 << 31  # tokens of an expert, the square of which must stay below 2^63
-_FULL = 1 << 50  # a vessel no water flows into; the sum over a few thousand of them stays below 2^63
+_TURNS = 40  # of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
+_MOST = 1 << 31  # tokens of an expert; their square must stay below 2^63
+_FULL = 1 << 50  # load of a rank that must get no tokens; sums of a few thousand such loads stay below 2^63
 
 
 def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | None = None) -> np.ndarray:
-    """How many tokens each instance serves: int64 [source_rank, expert, rank]; sums over rank give `load` back.
+    """Tokens of each expert by source and serving rank: int64 [source_rank, expert, rank].
 
-    load: int [source_rank, expert], tokens of each expert that start on each rank. The counts are as level over ranks
-    as the placement allows, and then as local: a token stays on its rank or its node where an instance there has room.
-    sweeps: rounds of levelling, by default as many as fit the time (more where few experts have replicas). A caller
-    that splits many loads makes a `Splitter` and takes its compact form.
+    The loads of ranks are as equal as the placement allows, and tokens stay on their rank or in their node where an
+    instance there has quota left. Sums over the last axis give `load`. To split many loads, use a `Splitter`.
+
+    load: int [source_rank, expert], tokens on each rank that chose each expert.
+    placement: the instances.
+    sweeps: turns of each class of experts; by default as many as take constant time together.
 
     Raises ValueError for a load of another shape, one that is not integer, or has negative counts.
     """
@@ -48,14 +49,14 @@ def split_tokens(load: ArrayLike, placement: ReplicaPlacement, *, sweeps: int | 
 
 
 def traffic(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
-    """Tokens from rank to rank: int64 [source_rank, rank]. The sum over sources is what each rank computes."""
+    """Tokens sent from rank to rank: int64 [source_rank, rank]. Sums over sources are the loads of ranks."""
     served = Splitter(placement)(check_counts(load, placement))
-    # Added up in the order in which it lies in memory.
+    # Summed in memory order.
     return served.T.reshape(placement.num_ranks, -1, placement.num_ranks).sum(1).T
 
 
 def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
-    """`load` as int64 [source_rank, expert]; ValueError where it does not belong to the placement."""
+    """`load` as int64 [source_rank, expert]. Raises ValueError where it does not fit the placement."""
     counts = np.asarray(load)
     if counts.shape != (placement.num_ranks, placement.experts):
         raise ValueError(
@@ -70,10 +71,12 @@ def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
 
 
 class Splitter(Arrays):
-    """Splits load after load over one placement. Making it takes about a millisecond, calling it less.
+    """Splits loads over one placement. Construction takes about a millisecond, a call less.
 
-    device: None for NumPy arrays, or the torch device on which loads are and counts are wanted. A call then only queues
-    kernels: nothing it does depends on values, and it never waits for the device.
+    placement: the instances, and the rule by which tokens are divided over them.
+    sweeps: turns of each class of experts, as in `split_tokens`.
+    device: None for NumPy arrays, or the torch device of loads and results. A call then only queues kernels: no step
+        depends on values, and the host never waits for the device.
     """
 
     def __init__(self, placement: ReplicaPlacement, *, sweeps: int | None = None, device: Any = None) -> None:
@@ -81,23 +84,23 @@ class Splitter(Arrays):
             raise ValueError(f"sweeps={sweeps} must be at least 1")
         self.placement = placement
         super().__init__(device)
-        members = disjoint_classes(placement)
+        members = color_by_rank(placement)
         turns = len(members)
-        self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class is done at once
+        self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class needs one
         self._kernels = None
-        if members and device is not None and torch.empty(0, device=device).is_cuda:  # a CPU may stand in for "cuda"
+        if members and device is not None and torch.empty(0, device=device).is_cuda:  # "cuda" may be a CPU
             self._kernels = _kernels(placement, members, self._sweeps, device)
         if self._kernels is None:
             self._build(members)
 
     def __call__(self, load: Any) -> Any:
-        """Tokens of each source that each instance serves: int64 [source_rank, physical], physical as in `phys2log`.
+        """Tokens of each source rank that each instance serves: int64 [source_rank, physical].
 
         load: int [source_rank, expert], not checked.
         """
         if self._kernels is not None:
             return self._kernels(load)
-        starting = self._transposed(load)  # [expert, source]: gathers below then take whole rows of memory
+        starting = self._transposed(load)  # [expert, source], so that gathers read whole rows
         served = self._zeros(starting, len(self.placement.phys2log), self.placement.num_ranks)
         served[self._home_only] = starting[self._expert_home_only]
         if not self._classes:
@@ -108,18 +111,18 @@ class Splitter(Arrays):
         total = totals[self._cell_expert]
         share = self._by_class(self._even(total))
         if self.placement.split == "level":
-            self._level(totals, self._by_class(total), share)
+            self._balance(totals, self._by_class(total), share)
         quota = self._xp.concatenate([x.reshape(-1) for x in share])[self._cell]
         served[self._physical] = self._by_source(starting, quota)
         return served.T
 
     def _build(self, members: list[list[int]]) -> None:
-        """Index tables. Rows are experts with replicas, in classes without a common rank; ranks are in chain order."""
+        """Build the index tables. Rows are experts with replicas, class by class; ranks are in the order of chains."""
         place = self.placement
         chains = place.chains
         home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, list(chains)))
         self._home_only, self._expert_home_only = self._array(home_only), self._array(place.phys2log[home_only])
-        self._classes: list[tuple[Any, Any]] = []  # of each the ranks, and 1, 2, 3 and so on along a chain
+        self._classes: list[tuple[Any, Any]] = []  # of each class the ranks, and the numbers 1, 2, 3, ... along a chain
         if not members:
             return
         rows = np.array([expert for experts in members for expert in experts], dtype=np.int64)
@@ -128,7 +131,7 @@ class Splitter(Arrays):
         row = np.repeat(np.arange(len(rows)), count)
         rank = np.array([rank for expert in rows.tolist() for rank in chains[expert]], dtype=np.int64)
         cell = self._build_cells(np.array([len(experts) for experts in members]), rows, count, row)
-        ranks = np.full(len(self._cell_expert), place.num_ranks)  # nowhere, where a chain ends
+        ranks = np.full(len(self._cell_expert), place.num_ranks)  # no rank, behind the end of a chain
         ranks[cell] = rank
         self._cell = self._array(cell)
         by_class = self._by_class(self._array(ranks)), self._by_class(self._cell_position + 1)
@@ -147,9 +150,14 @@ class Splitter(Arrays):
         self._node_start, self._node_end = self._array(run_starts(in_node)), self._array(_ends(in_node))
 
     def _build_cells(self, sizes: np.ndarray, rows: np.ndarray, count: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Of each class a table [place in the chain, row], as long as its longest chain, one after another in memory.
+        """Lay out one table [place in the chain, row] a class, as long as its longest chain, one after another.
 
-        sizes: rows of each class. count: length of each row's chain. row: of each instance. Returns its cell.
+        sizes: number of rows of each class.
+        rows: expert of each row.
+        count: length of each row's chain.
+        row: row of each instance.
+
+        Returns the cell of each instance.
         """
         first = np.cumsum(sizes) - sizes
         most = count[first]  # the longest chain of a class comes first
@@ -166,16 +174,21 @@ class Splitter(Arrays):
         return cuts[at] + place * sizes[at] + row - first[at]
 
     def _by_class(self, cells: Any) -> list[Any]:
-        """Views of values of all cells: one [instance, row] for each class."""
+        """Views of the values of all cells: [instance, row] for each class."""
         return [cells[first:last].reshape(-1, size) for first, last, size in self._cuts]
 
     def _even(self, total: Any) -> Any:
-        """Equal shares of each instance, what does not divide to the first ones: [cell]. total: [cell]."""
+        """Equal shares of the instances, [cell], remainders to the first ones. total: tokens of the expert, [cell]."""
         position, count = self._cell_position, self._cell_count
         return total // count * (position < count) + (position < total % count)
 
-    def _level(self, totals: Any, total: list[Any], share: list[Any]) -> None:
-        """Move the shares until ranks are level. totals: [expert]. total, share: of each class [instance, row]."""
+    def _balance(self, totals: Any, total: list[Any], share: list[Any]) -> None:
+        """Balance the loads of ranks by water-filling, in place.
+
+        totals: tokens of each expert, [expert].
+        total: tokens of each instance's expert, for each class [instance, row].
+        share: tokens of each instance, for each class [instance, row]; updated.
+        """
         xp, place = self._xp, self.placement
         load = self._zeros(totals, place.num_ranks + 1)
         load[-1] = _FULL
@@ -184,7 +197,7 @@ class Splitter(Arrays):
         load[:-1] = alone.reshape(place.num_ranks, -1).sum(1)
         for x, (ranks, _) in zip(share, self._classes, strict=True):
             load[ranks] = load[ranks] + x
-        # As few and as cheap steps as there can be: in place, along the outer dimension, and of equal shapes.
+        # Few and cheap operations: in place, along the outer dimension, on equal shapes.
         for sweep in range(1, self._sweeps + 1):
             for at, (ranks, numbers) in enumerate(self._classes):
                 others = load[ranks]
@@ -195,7 +208,7 @@ class Splitter(Arrays):
                 height = self._least(water)
                 poured = xp.maximum(others, height)
                 poured -= others
-                rest = total[at][0] - self._sum(poured)  # fewer tokens than instances that the water reaches
+                rest = total[at][0] - self._sum(poured)  # fewer tokens than instances below the water level
                 if sweep < self._sweeps:
                     first = poured[0]
                     first += rest
@@ -207,7 +220,7 @@ class Splitter(Arrays):
                 load[ranks] = others
 
     def _serve_own(self, starting: Any, served: Any) -> Any:
-        """Replicas serve the tokens of their own rank, the home serves the rest."""
+        """Each replica serves the tokens of its own rank, the home serves the others."""
         own = starting[self._expert, self._rank] * self._replica
         kept = self._zeros(starting, *starting.shape)
         kept[self._expert, self._rank] = own
@@ -216,7 +229,7 @@ class Splitter(Arrays):
         return served
 
     def _by_source(self, starting: Any, quota: Any) -> Any:
-        """Divide quotas over sources, first on the rank itself, then in its node: int64 [instance, source_rank]."""
+        """Divide quotas over sources, first the same rank, then the same node: int64 [instance, source_rank]."""
         xp = self._xp
         own = xp.minimum(starting[self._expert, self._rank], quota)
         supply = starting[self._rows]
@@ -224,7 +237,7 @@ class Splitter(Arrays):
         quota = quota - own
         served = self._zeros(starting, len(own), supply.shape[1])
         if self._nodes > 1:
-            # Tokens and instances of an expert in a node are matched, as far as both go.
+            # Tokens and quotas of an expert within a node are matched as far as possible.
             inside = supply
             if self._padding:
                 inside = xp.concatenate([supply, self._zeros(supply, len(supply), self._padding)], 1)
@@ -240,9 +253,13 @@ class Splitter(Arrays):
         return served
 
     def _in_node(self, supply: Any, at: Any, quota: Any) -> Any:
-        """Match tokens and instances of an expert in one node, each in proportion: int64 [instance, source in node].
+        """Match tokens and quotas of an expert within a node, in proportion: int64 [instance, source in node].
 
-        Then what is left to cross is in proportion too, and spreads over NICs. supply: [row and node, source in node].
+        What is left to cross nodes is then in proportion, too, and spread over the NICs.
+
+        supply: tokens, [row and node, source in node].
+        at: row and node of each instance.
+        quota: tokens that each instance may still serve.
         """
         xp = self._xp
         end = xp.cumsum(quota, 0)
@@ -260,9 +277,12 @@ class Splitter(Arrays):
         return self._overlap(given, at, taken, self._node_start)
 
     def _overlap(self, supply: Any, at: Any, quota: Any, start: Any) -> Any:
-        """Lay intervals of supply [group, source] and of demand [instance] end to end and match them in order.
+        """Match supply and demand of each group in order, both laid end to end as intervals: int64 [instance, source].
 
-        at: the group of each instance. start: the first instance of each instance's group.
+        supply: tokens, [group, source].
+        at: group of each instance.
+        quota: demand of each instance.
+        start: first instance of each instance's group.
         """
         upper = self._xp.cumsum(supply, 1)
         end = self._xp.cumsum(quota, 0)
@@ -280,16 +300,24 @@ class Splitter(Arrays):
 
 
 def _kernels(placement: ReplicaPlacement, members: list[list[int]], sweeps: int, device: Any) -> Any:
-    """The split in two kernels, or None for one that is few steps anyhow, too large, or on a torch without Triton."""
+    """The split in two kernels; None where it has few steps anyway, has too many ranks, or Triton is missing."""
     if placement.split == "own":
         return None
     try:
         from balancing.experts.split.split_kernel import MOST_RANKS, SplitKernels, kernels_work
     except ImportError:
         return None
-    if placement.num_ranks > MOST_RANKS or not kernels_work(placement.num_ranks, torch.device(device)):
+    if placement.num_ranks > MOST_RANKS or not kernels_work(placement.num_ranks, torch.device(device), numpy_split):
         return None
     return SplitKernels(placement, members, sweeps if placement.split == "level" else 0, device)
+
+
+def numpy_split(placement: ReplicaPlacement, sweeps: int, load: np.ndarray) -> np.ndarray:
+    """The split in NumPy, the reference that the kernels are checked against: int64 [source_rank, physical].
+
+    load: int [source_rank, expert], not checked.
+    """
+    return Splitter(placement, sweeps=sweeps)(load)
 
 
 def run_starts(group: np.ndarray) -> np.ndarray:

@@ -1,16 +1,16 @@
-"""The split of `Splitter` on a GPU in two kernels, and to the token the same.
+"""The split of `Splitter` on a GPU in two Triton kernels, with the same result to the token.
 
-A split is some six hundred small steps that wait for each other. Queued one by one they take milliseconds between the
-router and the dispatcher of every MoE layer, in which the GPU does next to nothing. Here one program does all of the
-levelling, and then one program an expert divides what its instances serve over the sources.
+A split has about six hundred small steps that depend on each other. Queued one by one they take milliseconds between
+the router and the dispatcher of every MoE layer, while the GPU is almost idle. Here the kernel `balance` computes the
+quotas in one program, and the kernel `divide` divides them over source ranks in one program an expert.
 
-All vectors are over ranks. An expert has one instance on a rank at most, and no two experts of a class share a rank,
-so that an instance is found by its rank, the experts of a class fit one vector, and what is a sort or a sum over the
-instances of an expert is a masked sum over pairs of ranks. That wants ranks squared values at once, which is why there
-is a largest number of ranks.
+All vectors are over ranks. An expert has at most one instance on a rank, and the experts of a class share no rank, so
+an instance is identified by its rank, the experts of a class fit one vector, and a sort or a sum over the instances of
+an expert is a masked sum over pairs of ranks. Pairs of ranks must fit the registers, which limits the number of ranks.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,28 +19,29 @@ import torch
 import triton
 import triton.language as tl
 
-from balancing.experts.placement import ReplicaPlacement
-from balancing.experts.planners.disjoint import disjoint_classes
+from balancing.experts.placement import ReplicaPlacement, color_by_rank
 from balancing.upload import upload
 
-__all__ = ["MOST_RANKS", "SplitKernels", "divide", "kernels_work", "launch_options", "level"]
+__all__ = ["MOST_RANKS", "SplitKernels", "balance", "divide", "kernels_work", "launch_options"]
 
-MOST_RANKS = 128  # more do not fit the registers of one program
+MOST_RANKS = 128  # pairs of more ranks do not fit the registers of one program
 
-# The rows of a class's table. Each is over ranks: of the expert that the class has there, or -1.
+# Rows of a class's table, each over ranks: values of the expert of the class on that rank, -1 without one.
 _EXPERT = tl.constexpr(0)
 _POSITION = tl.constexpr(1)  # of the rank in the expert's chain
 _COUNT = tl.constexpr(2)  # instances of the expert
-_INSTANCE = tl.constexpr(3)  # the number of this one among all
+_INSTANCE = tl.constexpr(3)  # number of the instance among all
 _PHYSICAL = tl.constexpr(4)
 _ROWS = tl.constexpr(5)
 
 
 class SplitKernels:
-    """Splits loads over one placement, as its `Splitter` does. A call queues a sum, a fill and two kernels.
+    """Splits loads over one placement as `Splitter` does. A call queues a sum, a fill and two kernels.
 
-    classes: the experts with replicas, in classes without a common rank, at least one. sweeps: rounds of levelling, 0
-    for equal shares. At most MOST_RANKS ranks.
+    placement: the instances, on at most MOST_RANKS ranks.
+    classes: the experts with replicas in classes without a common rank (`color_by_rank`), at least one class.
+    sweeps: turns of each class; 0 for equal shares.
+    device: where loads are and kernels run.
     """
 
     def __init__(self, placement: ReplicaPlacement, classes: list[list[int]], sweeps: int, device: Any) -> None:
@@ -58,19 +59,19 @@ class SplitKernels:
         table = np.full((len(classes), _ROWS.value, self._width), -1, dtype=np.int32)
         rows = expert, position, np.repeat(count, count), instance, placement.log2phys[expert, rank]
         table[at, :, rank] = np.stack(rows, axis=1)
-        by_expert = np.full((2, placement.experts), -1, dtype=np.int32)  # the class, and where the expert is at home
+        by_expert = np.full((2, placement.experts), -1, dtype=np.int32)  # class, and physical number at home
         by_expert[0, expert] = at
         by_expert[1] = placement.log2phys[np.arange(placement.experts), placement.home]
         home = placement.phys2log.reshape(placement.num_ranks, -1)[:, :homes].T
         home_only = np.full((homes, self._width), -1, dtype=np.int32)
         home_only[:, : placement.num_ranks] = np.where(by_expert[0, home] < 0, home, -1)
         self._instances = len(rank)
-        # One array, so that it is one copy to the device.
+        # One array, for a single copy to the device.
         parts = [table.reshape(-1), home_only.reshape(-1), by_expert.reshape(-1)]
         self._tables = upload(np.concatenate(parts), torch.device(device))
 
     def __call__(self, load: torch.Tensor) -> torch.Tensor:
-        """load: int [source_rank, expert], on the device. Returns int64 [source_rank, physical]."""
+        """Split a load: int [source_rank, expert] on the device -> int64 [source_rank, physical]."""
         place = self._placement
         load = load.to(torch.int64).contiguous()
         served = load.new_zeros(place.num_ranks, len(place.phys2log))
@@ -78,43 +79,49 @@ class SplitKernels:
         sizes = self._classes, place.homes_per_rank
         options = launch_options(self._width)
         with torch.cuda.device_of(load):
-            level[(1,)](load.sum(0), self._tables, quota, *sizes, self._sweeps, **options)
+            balance[(1,)](load.sum(0), self._tables, quota, *sizes, self._sweeps, **options)
             nodes = (place.num_ranks, place.ranks_per_node, place.experts, len(place.phys2log))
             divide[(place.experts,)](load, quota, self._tables, served, *sizes, *nodes, **options)
         return served
 
 
 @cache
-def kernels_work(ranks: int, device: torch.device) -> bool:
-    """Whether they split one load on this device as NumPy does. A wrong split would be a hang or a wrong training."""
-    from balancing.experts.split.split import Splitter  # which calls this
+def kernels_work(
+    ranks: int, device: torch.device, reference: Callable[[ReplicaPlacement, int, np.ndarray], np.ndarray]
+) -> bool:
+    """Whether the kernels split a sample load on this device as NumPy does. Cached; a wrong split would hang a run or
+    change its numbers.
 
+    ranks: of the sample's placement.
+    device: where the kernels run.
+    reference: (placement, sweeps, load int [source_rank, expert]) -> int64 [source_rank, physical], in NumPy.
+    """
     generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
     slots = np.stack([generator.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
     placement = ReplicaPlacement(home, slots, ranks_per_node=-(-ranks // 2))
     load = generator.integers(0, 1000, (ranks, 2 * ranks))
-    found = SplitKernels(placement, disjoint_classes(placement), 4, device)(torch.from_numpy(load).to(device))
-    works = np.array_equal(found.cpu().numpy(), Splitter(placement, sweeps=4)(load))
+    found = SplitKernels(placement, color_by_rank(placement), 4, device)(torch.from_numpy(load).to(device))
+    works = np.array_equal(found.cpu().numpy(), reference(placement, 4, load))
     if not works:
         warnings.warn("tokens are split step by step, for the kernels that do it give other counts here", stacklevel=2)
     return works
 
 
 def launch_options(width: int) -> dict[str, Any]:
-    """How kernels over that many ranks, a power of two, are compiled: so that pairs of ranks fit the registers."""
-    # Nothing here is floating point, but Triton warns where it is not told how to round.
+    """Compile options of kernels over `width` ranks, a power of two, such that pairs of ranks fit the registers."""
+    # The kernels have no floating point, but Triton warns without a choice of fusion.
     return {"WIDTH": width, "num_warps": width // 8, "num_stages": 1, "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["classes", "homes", "sweeps"])
-def level(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
-    """What each instance serves, int64 [instance], from the tokens of each expert. One program."""
+def balance(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
+    """Quota of each instance, int64 [instance], from the tokens of each expert, int64 [expert]. One program."""
     rank = tl.arange(0, WIDTH)
     load = tl.zeros([WIDTH], tl.int64)
     for at in range(homes):
         expert = tl.load(tables + (classes * _ROWS + at) * WIDTH + rank)
         load += tl.load(totals + expert, mask=expert >= 0, other=0)
-    for at in range(classes):  # equal shares, what does not divide to the first ones
+    for at in range(classes):  # equal shares, remainders to the first instances
         row = tables + at * _ROWS * WIDTH + rank
         expert = tl.load(row + _EXPERT * WIDTH)
         total = tl.load(totals + expert, mask=expert >= 0, other=0)
@@ -124,7 +131,7 @@ def level(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
         tl.store(quota + tl.load(row + _INSTANCE * WIDTH), share, mask=expert >= 0)
         load += share
     for turn in range(classes * sweeps):
-        tl.debug_barrier()  # quotas that other threads have written are read
+        tl.debug_barrier()  # before quotas are read that other threads have written
         row = tables + turn % classes * _ROWS * WIDTH + rank
         expert = tl.load(row + _EXPERT * WIDTH)
         position = tl.load(row + _POSITION * WIDTH)
@@ -132,7 +139,7 @@ def level(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
         has = expert >= 0
         total = tl.load(totals + expert, mask=has, other=0)
         others = load - tl.load(quota + instance, mask=has, other=0)
-        # Water reaches the instances below which there is room for no more than there is.
+        # The water reaches an instance if it fills the room below that instance's load.
         same = (expert[:, None] == expert[None, :]) & has[:, None]
         room = tl.sum(tl.where(same, tl.maximum(others[None, :] - others[:, None], 0), 0), 0)
         reached = has & (room <= total)
@@ -140,7 +147,7 @@ def level(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
         number = tl.maximum(tl.sum(both.to(tl.int32), 0), 1)
         water = tl.sum(tl.where(both, others[:, None], 0), 0) + total
         height = water // number
-        rest = water - height * number  # fewer tokens than instances that the water reaches
+        rest = water - height * number  # fewer tokens than instances below the water level
         poured = tl.where(has, tl.maximum(height - others, 0), 0)
         if turn < classes * (sweeps - 1):
             poured += tl.where(position == 0, rest, 0)
@@ -153,7 +160,7 @@ def level(totals, tables, quota, classes, homes, sweeps, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["classes", "homes", "ranks", "ranks_per_node", "experts", "physicals"])
 def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, experts, physicals, WIDTH: tl.constexpr):
-    """Divide quotas over sources, first on the rank itself, then in its node. One program an expert.
+    """Divide quotas over sources, first the same rank, then the same node. One program an expert.
 
     load: [source_rank, expert]. served: [source_rank, physical], zeros.
     """
@@ -174,7 +181,7 @@ def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, e
         supply = starting - own
         wanted -= own
         chain_upto = position[:, None] <= position[None, :]
-        # Tokens and instances in a node are matched as far as both go, each in proportion.
+        # Tokens and quotas within a node are matched as far as possible, in proportion.
         node = rank // ranks_per_node
         inside = node[:, None] == node[None, :]
         offered = tl.sum(tl.where(inside, supply[:, None], 0), 0)
@@ -202,11 +209,11 @@ def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, e
 
 @triton.jit
 def _only(values, where):
-    """The value at the one place that is true."""
+    """The value at the only true position."""
     return tl.sum(tl.where(where, values, 0))
 
 
 @triton.jit
 def _shared(lower, upper, low, high):
-    """How much of each interval lower to upper is in the interval low to high."""
+    """Length of the overlap of each interval [lower, upper] with the interval [low, high]."""
     return tl.maximum(tl.minimum(upper, high) - tl.maximum(lower, low), 0)

@@ -1,9 +1,9 @@
-"""Replica slots in one model chunk of Megatron-LM, and home gradients that wait for those of replicas.
+"""Replica slots of one model chunk of Megatron-LM, and home gradients that are held back for those of their replicas.
 
-Megatron reduces a bucket of gradients over data-parallel ranks as soon as its last gradient is there, under the
-backward pass. All ranks of a reduction must start their buckets in one order, but each expert-parallel group plans
-replicas for itself: a layer whose gradients wait for replicas in one group need not wait in another. So gradients of
-every layer of experts are handed on at a moment that the backward pass alone decides, whatever the plans are.
+Megatron reduces a bucket of gradients over data-parallel ranks as soon as its last gradient is complete, during the
+backward pass. All ranks of a reduction must start their buckets in the same order, but each expert-parallel group
+places replicas on its own: a layer may have replicas in one group and none in another. The gradients of every MoE layer
+are therefore released at a point that depends on the backward pass alone, whatever the placements are.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,12 @@ __all__ = ["ExpertChunk"]
 
 
 class ExpertChunk:
-    """The MoE layers of one model chunk, their slots, and the gradients that wait for their replicas.
+    """The MoE layers of one model chunk, their slots, and the home gradients that are held back.
 
-    shared: as in `ReplicaSlots`.
+    ddp: the model chunk, wrapped for data parallelism.
+    layers: its MoE layers, in model order, at least one.
+    group: expert-parallel group, used for nothing else at the same time.
+    shared: whether layers share slots, as in `ReplicaSlots`.
     """
 
     def __init__(
@@ -51,18 +54,18 @@ class ExpertChunk:
         bucket_of, config = ddp.param_to_bucket_group, ddp.ddp_config
         self._buckets = [
             {bucket_of[p]: None for expert in layer for p in expert if p in bucket_of} for layer in homes
-        ]  # of each layer, in an order that is the same on all ranks
+        ]  # by layer, in the same order on all ranks
         if config.overlap_param_gather:
             for bucket_group in ddp.expert_parallel_bucket_groups:
                 bucket_group.start_param_sync = self._once(bucket_group)
-                bucket_group.next_param_gather_bucket_group = None  # `begin_step` starts all
+                bucket_group.next_param_gather_bucket_group = None  # `begin_step` starts all gathers
         if config.overlap_grad_reduce:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
             for bucket_group in {group: None for layer in self._buckets for group in layer}:
                 bucket_group.register_grad_ready = self._deferred(bucket_group)
 
     def _once(self, bucket_group: Any) -> Callable:
-        """Schedules of interleaved chunks start all gathers of a chunk, where those of experts are under way."""
+        """The bucket's `start_param_sync` without effect on a gather in flight, which interleaved schedules repeat."""
         start = bucket_group.start_param_sync
 
         def start_param_sync(force_sync: bool = False) -> None:
@@ -72,7 +75,7 @@ class ExpertChunk:
         return start_param_sync
 
     def _gathers_ahead(self) -> bool:
-        """True while forward hooks gather parameters, which they do from the second iteration on."""
+        """Whether forward hooks gather parameters, as they do from the second iteration on."""
         return self._ddp.ddp_config.overlap_param_gather and bool(self._ddp.remove_forward_pre_hook_handles)
 
     def _finish_gathers(self, position: int) -> None:
@@ -82,7 +85,7 @@ class ExpertChunk:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _deferred(self, bucket_group: Any) -> Callable:
-        """Data parallelism must not reduce a home expert's gradient before the replicas' gradients are in it."""
+        """The bucket's `register_grad_ready`, which holds back home gradients until those of replicas are added."""
         register = bucket_group.register_grad_ready
 
         def register_grad_ready(parameter: torch.nn.Parameter, force_all_reduce: bool | None = False) -> None:
@@ -96,8 +99,8 @@ class ExpertChunk:
         return register_grad_ready
 
     def _release(self, position: int) -> None:
-        """All gradients of the layer's experts are complete. Autograd may have made them in any order; they leave from
-        the last expert to the first, as they do without replicas."""
+        """Register the gradients of a layer's experts, now complete, from the last expert to the first: the order
+        without replicas, whatever order autograd computed them in."""
         waiting = self._waiting.pop(position, {})
         for expert in reversed(self.slots.homes[position]):
             for parameter in reversed(expert):
@@ -107,8 +110,8 @@ class ExpertChunk:
 
     def begin_step(self) -> None:
         if self._gathers_ahead():
-            # Replicas are sent before a forward pass would gather what they are made of. Each expert-parallel group
-            # has them in layers of its own, and gathers must start in one order on all ranks: all of them start now.
+            # Replicas are sent before a forward pass would gather their weights. Which layers have replicas differs
+            # between expert-parallel groups, but gathers must start in the same order on all ranks: start all now.
             for bucket_group in self._ddp.expert_parallel_bucket_groups:
                 bucket_group.start_param_sync()
         self.slots.begin_step([layer.placement for layer in self.layers], get_num_microbatches())

@@ -1,8 +1,8 @@
-"""Experts as two grouped GEMMs (`--moe-grouped-gemm`) where Transformer Engine is not there.
+"""Experts as two grouped GEMMs (`--moe-grouped-gemm`) without Transformer Engine.
 
-Megatron-LM's grouped experts are Transformer Engine's; without it the flag silently runs one expert after the other,
-which leaves a GPU idle between many small products. Here all experts of a rank share two products on torch's own
-grouped GEMM. Parameters, checkpoints and the activation between the products are those of the sequential experts.
+Megatron-LM's grouped experts are those of Transformer Engine; without it the flag has no effect, and experts run one
+after another, which leaves a GPU idle between many small products. Here all experts of a rank share two grouped GEMMs
+of torch. Parameters, checkpoints and the activation between the products are those of the sequential experts.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ __all__ = ["GroupedMLP"]
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` [rows, columns] with the strides that grouped GEMM demands. A gradient that was expanded, as that of a
-    sum is, does not have them, and one without rows need not, although torch calls it contiguous."""
+    """`tensor` [rows, columns] with the strides that grouped GEMM requires. An expanded gradient, as of a sum, does not
+    have them; one without rows may not have them although torch calls it contiguous."""
     return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
 
 
 def _grouped_mm(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """torch's grouped GEMM; in float64, which it does not have, one product after the other."""
+    """torch's grouped GEMM; in float64, which it does not support, one product after another."""
     if rows.dtype is not torch.float64:
         return torch.nn.functional.grouped_mm(rows, others, offs=ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -35,10 +35,10 @@ def _grouped_mm(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) ->
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows [tokens, in], group after group; `ends` int32 [group]; a weight [out, in] for each -> [tokens, out].
+    """A linear layer of each group of rows: rows [tokens, in], ends int32 [group], weights [out, in] -> [tokens, out].
 
-    Saves the weights themselves and stacks them again for the backward pass: a stack kept for each micro-batch in
-    flight would take as much memory as all experts.
+    Saves the weights and stacks them again for the backward pass: keeping the stack for each micro-batch in flight
+    would take as much memory as all experts.
     """
 
     @staticmethod
@@ -61,7 +61,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One linear layer of many experts, for the length of one call. Its weights are no parameters of its own."""
+    """One linear layer of all experts, for one call. It does not own its weights."""
 
     def __init__(self, ends: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _GroupedLinear(torch.nn.Module):
 
 
 class _GroupedExperts(MLP):
-    """Megatron's MLP with other linear layers, so that what it does between them, it does here as well."""
+    """Megatron's MLP with grouped linear layers, so that the computation between them is Megatron's."""
 
     def __init__(self, like: MLP, linear_fc1: torch.nn.Module, linear_fc2: torch.nn.Module) -> None:
         torch.nn.Module.__init__(self)
@@ -81,15 +81,15 @@ class _GroupedExperts(MLP):
 
 
 class GroupedMLP(ReplicatedSequentialMLP):
-    """The experts of one layer on this rank, computed together. Needs experts without biases."""
+    """The experts of one layer on this rank, computed together. Experts must have no biases."""
 
     def _run_homes(self, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor) -> torch.Tensor:
         return self._grouped([self._weights_of(expert) for expert in self.local_experts], hidden, counts, probs)
 
     @staticmethod
     def _weights_of(expert: MLP) -> list[torch.Tensor]:
-        """Both weights of an expert whose modules are not called. What waits to be called before a linear layer runs,
-        such as data parallelism that still gathers its weight (`--overlap-param-gather`), is called here."""
+        """Both weights of an expert. Its modules are not called, so their forward pre-hooks are called here, such as
+        the one that waits for gathered weights (`--overlap-param-gather`)."""
         for linear in (expert.linear_fc1, expert.linear_fc2):
             for hook in linear._forward_pre_hooks.values():
                 hook(linear, ())
@@ -104,7 +104,7 @@ class GroupedMLP(ReplicatedSequentialMLP):
         self, experts: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
     ) -> torch.Tensor:
         ends = upload(torch.tensor(counts).cumsum(0, dtype=torch.int32), hidden.device)
-        # With expert tensor parallelism each rank has its part of both weights, and the dispatcher sums the outputs.
+        # With expert tensor parallelism each rank has a part of both weights, and the dispatcher sums the outputs.
         fc1, fc2 = zip(*experts, strict=True)
         return _GroupedExperts(self.local_experts[0], _GroupedLinear(ends, fc1), _GroupedLinear(ends, fc2))(
             hidden, probs

@@ -1,8 +1,8 @@
-"""Token counts that every rank knows already are not gathered a second time.
+"""Reuse of token counts that were gathered already, in Megatron's dispatcher.
 
-Balanced experts gather each micro-batch's load before they split it; what goes to which physical expert is then
-arithmetic on every rank. Megatron's alltoall dispatcher gathers just that for itself, one more collective in each MoE
-layer that the host waits for. Inside `known_counts` it is handed the known result.
+Balanced experts gather the load of each micro-batch before they split it; from the split, every rank knows how many
+tokens go to which physical expert. Megatron's alltoall dispatcher would gather the same counts again, with one more
+collective in each MoE layer that the host waits for. Inside `known_counts` it gets the known counts instead.
 """
 
 import functools
@@ -19,7 +19,7 @@ _known: list[torch.Tensor] = []
 
 @contextmanager
 def known_counts(counts: torch.Tensor) -> Iterator[None]:
-    """Have the dispatcher's next gathering of counts return `counts`, flat, those of rank after rank."""
+    """Make the dispatcher's next gather of counts return `counts`: int64, flat, rank by rank."""
     _known.append(counts)
     try:
         yield

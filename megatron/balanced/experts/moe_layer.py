@@ -1,9 +1,9 @@
 """Megatron-LM's MoE layer with replicas of hot experts (`--balance-experts`).
 
-Routing is untouched: the router, its losses and its expert bias see logical experts. Between router and dispatcher,
-logical maps become physical ones, [tokens, ranks x (homes + slots)], so Megatron's dispatchers work as they are. Home
-experts stay Megatron's parameters; replicas are leaves of autograd that `balancing.experts.engine.slots` fills and
-empties, so that no optimizer, checkpoint or gradient norm ever sees them.
+Routing does not change: the router, its losses and its expert bias see logical experts. Between router and dispatcher,
+the logical routing map becomes a physical one, [tokens, ranks x (homes + slots)], so Megatron's dispatchers work
+unmodified. Home experts remain Megatron's parameters; replicas are leaves of autograd that
+`balancing.experts.engine.slots` fills and empties, so that they are in no optimizer, checkpoint or gradient norm.
 """
 
 import contextlib
@@ -30,18 +30,48 @@ from megatron.balanced.recompute import Replays
 __all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP"]
 
 
-class _Share(NamedTuple):
-    """counts: what each rank sends to each expert, flat, in the order of ranks. interval: where experts have replicas
-    and are physical ones, the tokens of its logical expert on this rank that each serves, as first and last: of tokens
-    numbered from 1, those with first < number <= last.
+class _PlacedSplit:
+    """A placement and what is computed from it once: the splitter and index tables, on the layer's device.
+
+    placement: the replica placement.
+    split: int [source_rank, expert] -> int64 [source_rank, physical].
+    expert: int64 tensor [physical], the logical expert of each physical one; 0 for an empty slot.
     """
 
+    def __init__(self, placement: ReplicaPlacement, device: torch.device | None) -> None:
+        self.placement = placement
+        self.split = Splitter(placement, device=device)
+        self.expert = upload(np.maximum(placement.phys2log, 0), device)
+        # In this order of physical numbers, the instances of an expert are neighbours.
+        order = np.argsort(placement.phys2log, kind="stable")
+        tables = order, run_starts(placement.phys2log[order]), np.argsort(order)
+        self._order, self._group_start, self._back = (
+            table if device is None else upload(table, device) for table in tables
+        )
+
+    def tokens_before(self, served: Any) -> Any:
+        """[.., physical]: tokens of lower numbered instances of the same logical expert. served: int [.., physical]."""
+        tokens = served[..., self._order]
+        total = tokens.cumsum(-1) - tokens
+        return (total - total[..., self._group_start])[..., self._back]
+
+
+class _Share(NamedTuple):
+    """The split of one micro-batch, as one rank needs it.
+
+    placed: the placement that the micro-batch is split over.
+    counts: int64 tensor, flat: what each rank sends to each expert, in the order of ranks.
+    interval: first and last, int64 [physical], or None without replicas. A physical expert serves those tokens of its
+        logical expert on this rank, numbered from 1, for which first < number <= last.
+    """
+
+    placed: _PlacedSplit
     counts: torch.Tensor
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _OnBackward(torch.autograd.Function):
-    """The identity. Its backward pass calls `act` before it hands the gradient on."""
+    """The identity, whose backward pass calls `act` before it returns the gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
@@ -55,17 +85,17 @@ class _OnBackward(torch.autograd.Function):
 
 
 class ReplicatedSequentialMLP(SequentialMLP):
-    """Megatron's sequence of experts, home experts first, then what is in the slots.
+    """Megatron's sequential experts, followed by the replicas in the slots.
 
-    Parameters and checkpoints are upstream's: a slot runs a home expert's module on the replica's weights.
+    Parameters and checkpoints are those of Megatron-LM: a slot runs a home expert's module on the replica's weights.
     """
 
-    slots: ReplicaSlots | None = None  # set when the model is complete; None while nothing is replicated
-    position = 0  # of this layer among the MoE layers of its model chunk
+    slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
+    position = 0  # among the MoE layers of the model chunk
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        # Fused accumulation adds a weight's gradient to a buffer that data parallelism made for it, and a replica has
-        # none. These experts hand their gradients to autograd; the rest of the model keeps the fusion.
+        # Fused accumulation adds a weight's gradient to its buffer of data parallelism, and a replica has none. These
+        # experts return their gradients to autograd; the rest of the model keeps the fusion.
         config = copy.copy(config)
         config.gradient_accumulation_fusion = False
         super().__init__(num_local_experts, config, *args, **kwargs)
@@ -76,7 +106,12 @@ class ReplicatedSequentialMLP(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """hidden states [tokens, hidden] sorted by physical local expert, and their counts -> outputs, no bias."""
+        """Run the home experts and the replicas; returns float [token, hidden], and None for the bias.
+
+        permuted_local_hidden_states: float [token, hidden], sorted by local physical expert.
+        tokens_per_expert: int [local physical expert].
+        permuted_probs: float [token], weight of the router.
+        """
         counts = tokens_per_expert.tolist()
         homes = self.num_local_experts
         slots, position = self.slots, self.position
@@ -94,11 +129,11 @@ class ReplicatedSequentialMLP(SequentialMLP):
     def _replicas(
         self, slots: ReplicaSlots, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
     ) -> torch.Tensor:
-        """Outputs of the tokens in the slots. Empty slots run too: the backward pass must come by on every rank."""
+        """Outputs of the tokens in the slots. Empty slots run, too, so that every rank has the backward pass."""
         position = self.position
         slots.acquire(position, forward=True)
-        # A gradient reaches the end of these tokens before, and their beginning after, it passed through the replicas.
-        tokens = _OnBackward.apply(hidden, lambda: slots.collect(position))
+        # A backward pass reaches `outputs` before the replicas, and `tokens` after them.
+        tokens = _OnBackward.apply(hidden, lambda: slots.accumulate_gradients(position))
         outputs = self._run_replicas(slots.leaves(position), tokens, counts, probs)
         return _OnBackward.apply(outputs, lambda: slots.acquire(position, forward=False))
 
@@ -109,7 +144,13 @@ class ReplicatedSequentialMLP(SequentialMLP):
     def _run_replicas(
         self, replicas: list[list[torch.Tensor]], hidden: torch.Tensor, counts: list[int], probs: torch.Tensor
     ) -> torch.Tensor:
-        """`replicas`: for each slot the parameters of the expert in it, in the order of `parameters()`."""
+        """Outputs of the replicas, float [token, hidden].
+
+        replicas: for each slot the parameters of its expert, in the order of `parameters()`.
+        hidden: float [token, hidden], sorted by slot.
+        counts: tokens of each slot.
+        probs: float [token], weight of the router.
+        """
         template = self.local_experts[0]
         names = [name for name, _ in template.named_parameters()]
         parts = zip(replicas, hidden.split(counts), probs.split(counts), strict=True)
@@ -122,12 +163,12 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
 
 class BalancedMoELayer(MoELayer):
-    """A MoE layer whose dispatcher counts in physical experts where some have replicas, and is Megatron's otherwise."""
+    """An MoE layer that dispatches to physical experts while there are replicas, and is Megatron's otherwise."""
 
     def __init__(self, *args: Any, slots: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.slots = slots
-        self.frozen = False  # only runs forward, without gradients
+        self.frozen = False  # runs forward only, without gradients
         width = self.num_local_experts + slots
         config = copy.copy(self.config)
         config.num_moe_experts = self.ep_group.size() * width
@@ -138,47 +179,53 @@ class BalancedMoELayer(MoELayer):
         )
         if self._logical.shared_experts is not None:
             self._physical.set_shared_experts(self._logical.shared_experts)
-        # Of each micro-batch of the iteration, NumPy arrays on a CPU and tensors on a GPU, which nothing waits for.
+        # One entry a micro-batch: NumPy arrays on a CPU; tensors on a GPU, so that the host need not wait.
         self.loads: list[Any] = []  # [source_rank, expert]
         self.served: list[Any] = []  # [rank], tokens after the split
-        self.on_load: Callable[[Any], None] | None = None  # told each load before it is split; may `place` anew
+        # Called with each load before it is split; returns the placement to split it, and those that follow, over.
+        self.choose_placement: Callable[[Any], ReplicaPlacement] | None = None
         self._splits: Replays[_Share] = Replays()
-        # Where the split is computed: on a GPU beside the tokens, so that the host does not wait for counts.
+        # The split is computed where the tokens are, so that the host does not wait for counts. None: in NumPy.
         self._device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
-        self.live_on(0, 0)
+        self._in_use: _Share | None = None  # of the pass in progress
+        self.set_topology(0, 0)
 
-    def live_on(self, ranks_per_node: int, nics_per_node: int) -> None:
-        """Say on what nodes the group runs, as `ReplicaPlacement` takes it. No expert has replicas after that."""
+    @property
+    def index(self) -> int:
+        """Number of the layer in the model, from 0. Layers of multi-token prediction follow the decoder's."""
+        return self.layer_number - 1 + (self.config.num_layers if self.is_mtp_layer else 0)
+
+    @property
+    def placement(self) -> ReplicaPlacement:
+        """The placement over which micro-batches are split."""
+        return self._placed.placement
+
+    def set_topology(self, ranks_per_node: int, nics_per_node: int) -> None:
+        """Set the nodes and NICs of the expert-parallel group as `ReplicaPlacement` takes them; drops all replicas."""
         ranks = self.ep_group.size()
         home, slots = contiguous_homes(self.config.num_moe_experts, ranks), np.full((ranks, self.slots), -1)
-        self.alone = ReplicaPlacement(home, slots, ranks_per_node=ranks_per_node, nics_per_node=nics_per_node)
-        self.place(self.alone)
+        self.without_replicas = ReplicaPlacement(
+            home, slots, ranks_per_node=ranks_per_node, nics_per_node=nics_per_node
+        )
+        self.place(self.without_replicas)
 
     def place(self, placement: ReplicaPlacement) -> None:
-        """Use `placement` for the loads that come from now on."""
-        self.placement = placement
-        self._splitter = Splitter(placement, device=self._device)
-        self._log_of_phys = upload(np.maximum(placement.phys2log, 0), self._device)
-        # Instances of one expert stand together in this order of physical numbers.
-        order = np.argsort(placement.phys2log, kind="stable")
-        group = run_starts(placement.phys2log[order])
-        self._order, self._group_start, self._back = map(self._array, (order, group, np.argsort(order)))
-
-    def _array(self, values: np.ndarray) -> Any:
-        return values if self._device is None else upload(values, self._device)
+        """Split the following micro-batches over `placement`."""
+        self._placed = _PlacedSplit(placement, self._device)
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         self.token_dispatcher = self._logical
         if not self.training:
             return super().preprocess(hidden_states, probs, routing_map)
-        if self.frozen:  # which is not run again, as other passes without gradients are
+        if self.frozen:  # a pass without gradients that is not recomputed later
             share = self._share(routing_map)
         else:
             share, _ = self._splits.decide(lambda: self._share(routing_map))
+        self._in_use = share
         if share.interval is not None:
             self.token_dispatcher, (first, last) = self._physical, share.interval
-            expert = self._log_of_phys
-            # Tokens are made the inner dimension: along an outer one, a GPU counts them one after the other.
+            expert = share.placed.expert
+            # Tokens become the inner dimension: along an outer one, a GPU adds sequentially.
             chosen = routing_map.T.contiguous()
             number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
             routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
@@ -188,56 +235,62 @@ class BalancedMoELayer(MoELayer):
             return super().preprocess(hidden_states, probs, routing_map)
 
     def _share(self, routing_map: torch.Tensor) -> _Share:
-        """What each expert serves of the tokens on this rank, when the split is made on the load of all."""
+        """Gather the load of all ranks, choose the placement, split the load. routing_map: bool [token, expert]."""
         local = routing_map.sum(dim=0, dtype=torch.int64)
-        group = self._logical.tp_ep_group
-        gathered = gather_from_sequence_parallel_region(local, group=group)
+        gathered = gather_from_sequence_parallel_region(local, group=self._logical.tp_ep_group)
         counts = gathered.view(-1, self._logical.tp_size, len(local))
         counts = counts.numpy() if self._device is None else counts
         load = counts.sum(1)
-        if self.on_load is not None:
-            self.on_load(load)
+        if self.choose_placement is not None:
+            placement = self.choose_placement(load)
+            if placement is not self.placement:
+                self.place(placement)
         self.loads.append(load)
-        if not self.placement.replicas:
-            self.served.append(load.reshape(len(load), len(load), -1).sum((0, 2)))
-            return _Share(gathered)
-        served = self._splitter(load)  # [source_rank, physical]
-        self.served.append(served.reshape(len(load), len(load), -1).sum((0, 2)))
+        share, served = self._split(self._placed, gathered, counts, load)
+        self.served.append(served)
+        return share
+
+    def _split(self, placed: _PlacedSplit, gathered: torch.Tensor, counts: Any, load: Any) -> tuple[_Share, Any]:
+        """Divide a load over the instances of `placed`; also returns the tokens that each rank computes, int [rank].
+
+        gathered: int64 tensor, `counts` flat.
+        counts: int64 [source_rank, tensor_rank, expert].
+        load: int64 [source_rank, expert], the sum of `counts` over tensor ranks.
+        """
+        if not placed.placement.replicas:
+            return _Share(placed, gathered), load.reshape(len(load), len(load), -1).sum((0, 2))
+        served = placed.split(load)  # [source_rank, physical]
+        by_rank = served.reshape(len(load), len(load), -1).sum((0, 2))
         rank, part = self.ep_group.rank(), self._logical.tp_rank
         if self._logical.tp_size == 1:
-            first = self._before(served[rank])
-            return self._on_device(served, first, first + served[rank])
+            first = placed.tokens_before(served[rank])
+            return self._on_device(placed, served, first, first + served[rank]), by_rank
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
-        expert = self._log_of_phys if self._device is not None else self._log_of_phys.numpy()
+        expert = placed.expert if self._device is not None else placed.expert.numpy()
         own = counts[:, :, expert]  # [source_rank, tensor_rank, physical]
         none = own * 0
-        first = self._before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
+        first = placed.tokens_before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
         last = (first + served[:, None]).clip(none, own)
         first = first.clip(none, own)
-        return self._on_device(last - first, first[rank, part], last[rank, part])
+        return self._on_device(placed, last - first, first[rank, part], last[rank, part]), by_rank
 
-    def _on_device(self, sent: Any, first: Any, last: Any) -> _Share:
-        """The share of these counts [source_rank, .., physical] and this interval [physical], as tensors."""
+    def _on_device(self, placed: _PlacedSplit, sent: Any, first: Any, last: Any) -> _Share:
+        """The share of counts [source_rank, .., physical] and an interval [physical], as tensors."""
         parts = sent.reshape(-1), first, last
         counts, *interval = (torch.from_numpy(part) if self._device is None else part for part in parts)
-        return _Share(counts, tuple(interval))
-
-    def _before(self, served: Any) -> Any:
-        """[.., physical]: tokens that go to lower numbered instances of the same logical expert."""
-        tokens = served[..., self._order]
-        total = tokens.cumsum(-1) - tokens
-        return (total - total[..., self._group_start])[..., self._back]
+        return _Share(placed, counts, tuple(interval))
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         dispatcher = self.token_dispatcher
         reorders = dispatcher is self._physical and isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
         if reorders and self.config.moe_router_topk > 2:
-            # A token's outputs are summed in the order of rows, and sums of three and more depend on it. Rows come by
-            # physical expert and token; without replicas they would come by logical expert and token.
+            # A token's outputs are summed in the order of rows, and sums of three or more depend on it. Rows are in the
+            # order of physical experts; sort them into that of logical experts, as without replicas.
             token, routed = dispatcher.reversed_local_input_permutation_mapping, dispatcher.routing_map
-            # How many rows there are is known, so that the host need not ask a GPU for it.
-            expert = self._log_of_phys.repeat_interleave(routed.sum(dim=0), output_size=len(token))
+            # The number of rows is known, so that the host need not wait for the GPU.
+            assert self._in_use is not None
+            expert = self._in_use.placed.expert.repeat_interleave(routed.sum(dim=0), output_size=len(token))
             order = torch.argsort(expert * len(routed) + token, stable=True)
             dispatcher.reversed_local_input_permutation_mapping = token[order]
             output = output.index_select(0, order)

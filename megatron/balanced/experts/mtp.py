@@ -1,6 +1,6 @@
-"""Layers of multi-token prediction (`--mtp-num-layers`) made of the same modules as the layers before them.
+"""Layer spec of multi-token prediction (`--mtp-num-layers`), with the same modules as the decoder layers.
 
-Megatron-LM makes their spec from its own layer spec, whatever layer spec the model was given.
+Megatron-LM derives it from its own layer spec, whatever layer spec the model was given.
 """
 
 import functools

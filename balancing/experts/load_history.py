@@ -1,25 +1,26 @@
-"""How many tokens each expert gets, from which rank, and how fast that changes.
+"""History of an MoE layer's load: its drift from iteration to iteration, and a prediction of the next load.
 
-A plan that is ready before the tokens are needs a load that is not known yet. Loads of neighbouring iterations resemble
-each other (Pro-Prophet's locality), more or less: recorded ones differ by a hundredth of all tokens from one iteration
-to the next or by a third, depending on the model and the stage of training. So a history does not assume a predictor,
-it keeps score of several and uses the one that would have been best lately, and tells how large its error is.
+Replicas are placed before the tokens are routed, so the planner needs a predicted load. Loads of neighbouring
+iterations resemble each other (Pro-Prophet's locality), by an amount that differs: in recorded runs, between one
+hundredth and one third of all tokens change experts per iteration, depending on the model and the phase of training.
+`LoadHistory` therefore evaluates several predictors on past loads, uses the one with the least recent error, and
+reports that error.
 """
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["LoadHistory", "rank_load", "total_variation"]
+__all__ = ["LoadHistory", "total_variation"]
 
-_DECAYS = (0.0, 0.5, 0.8)  # weight of the past in each predictor's average; 0 repeats the last load
-_SCORE_DECAY = 0.8  # of the past in the predictors' scores: about the last five loads count
+_DECAYS = (0.0, 0.5, 0.8)  # of each predictor's exponential average; 0 repeats the last load
+_SCORE_DECAY = 0.8  # of the predictors' errors, an average over about five loads
 
 
 def total_variation(a: ArrayLike, b: ArrayLike) -> np.ndarray:
-    """The part of all tokens that goes to other experts in `b` than in `a`, 0 to 1: float [...].
+    """Total variation between two loads, the part of all tokens that changes experts: float [...], 0 to 1.
 
-    a, b: [..., source_rank, expert]. Sources are added up, and amounts do not matter, only proportions. No tokens at
-    all are as far as can be from any (1) and equal to none (0).
+    a, b: [..., source_rank, expert], tokens. Loads are summed over sources and normalized. The distance of an empty
+    load is 1 from any other and 0 from an empty one.
     """
     p, q = (np.asarray(load, dtype=np.float64).sum(-2) for load in (a, b))
     total_p, total_q = p.sum(-1, keepdims=True), q.sum(-1, keepdims=True)
@@ -28,21 +29,10 @@ def total_variation(a: ArrayLike, b: ArrayLike) -> np.ndarray:
     return np.where((total_p > 0)[..., 0] == (total_q > 0)[..., 0], apart, 1.0)
 
 
-def rank_load(load: ArrayLike, home: ArrayLike) -> np.ndarray:
-    """What each rank computes without replicas: float [..., rank].
-
-    load: [..., source_rank, expert]. home: int [expert], the home rank of each.
-    """
-    counts = np.asarray(load, dtype=np.float64)
-    at_home = np.asarray(home)[:, None] == np.arange(counts.shape[-2])
-    return counts.sum(-2) @ at_home
-
-
 class LoadHistory:
-    """The loads of one layer, or of several layers together, as they come in.
+    """Loads of one layer, [source_rank, expert], or of several layers together, [layer, source_rank, expert].
 
-    A record is a load [source_rank, expert], or [layer, source_rank, expert]; all have the same shape. What it returns
-    has one entry a layer then.
+    All loads have the same shape. With several layers, results have one entry a layer.
     """
 
     def __init__(self) -> None:
@@ -53,11 +43,11 @@ class LoadHistory:
         self._recorded = 0
 
     def __len__(self) -> int:
-        """Loads recorded."""
+        """Number of loads recorded."""
         return self._recorded
 
     def record(self, load: ArrayLike) -> np.ndarray:
-        """Take in the next load; returns the drift from the one before, 0 for the first: float [] or [layer].
+        """Add a load; returns its drift from the one before, 0 for the first: float [] or [layer].
 
         Raises ValueError for a load of another shape than the first, or negative.
         """
@@ -90,14 +80,14 @@ class LoadHistory:
 
     @property
     def error(self) -> np.ndarray:
-        """Total variation between predictions and what came, lately, of the predictor in use: float [] or [layer]."""
+        """Recent error of the predictor in use, total variation from the loads it predicted: float [] or [layer]."""
         assert self._last is not None, "nothing has been recorded"
         return np.min(self._errors, axis=0) / (1 - _SCORE_DECAY ** max(1, self._recorded - 1))
 
     def predict(self) -> np.ndarray:
-        """The load to expect next, rounded: int64 in the shape of the records.
+        """The predicted next load, rounded: int64 in the shape of the records.
 
-        Each layer takes the predictor with the least error lately; the last load if none is better.
+        Each layer uses the predictor with the least recent error, and the last load if no other is better.
         Raises ValueError if nothing has been recorded.
         """
         if self._last is None:
@@ -108,9 +98,9 @@ class LoadHistory:
         return np.rint(chosen).astype(np.int64)
 
     def interval(self, tolerance: float, *, most: int = 100) -> int:
-        """For how many records a plan can be kept until the load may be expected to have drifted by `tolerance`.
+        """Number of records after which the load is expected to have drifted by `tolerance`, 1 to `most`.
 
-        Steps are taken to add up, so this is careful. At least 1, at most `most`; of several layers the least.
+        Drifts of single steps are assumed to add up, an upper bound. With several layers, the smallest number.
         """
         drift = float(np.max(self.error)) if self._recorded > 1 else tolerance
         return most if drift * most <= tolerance else max(1, int(tolerance / drift))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing.experts import BlockSeconds, exposed_seconds, iteration_schedule, render
+from balancing.experts import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
 from balancing.layers import operations
 
 quick = settings(max_examples=80)
@@ -29,7 +29,7 @@ def schedules(draw):
         options["passes"] = operations(3, 3 * micro_batches, chunks=2)[draw(st.integers(0, 2))]
         options["chunks"] = [range(len(blocks) // 2), range(len(blocks) // 2, len(blocks))]
     options["overlap"] = draw(st.booleans())
-    return iteration_schedule(blocks, mode=mode, micro_batches=micro_batches, **options), blocks, mode
+    return simulate_iteration(blocks, mode=mode, micro_batches=micro_batches, **options), blocks, mode
 
 
 def ends(schedule):
@@ -137,22 +137,22 @@ def test_every_block_runs_in_order_and_is_planned_once(case):
 def test_resident_slots_are_filled_once_however_many_micro_batches():
     blocks = [BlockSeconds(1.0, 2.0, 0.5, 1.0)] * 3
     for mode, times in (("resident", 1), ("shared", 4)):
-        schedule = iteration_schedule(blocks, mode=mode, micro_batches=4)
+        schedule = simulate_iteration(blocks, mode=mode, micro_batches=4)
         agg = sum(step.stop - step.start for step in schedule if step.kind == "Agg")
         assert agg == pytest.approx(3 * times)
-    resident = iteration_schedule(blocks, mode="resident", micro_batches=4)
+    resident = simulate_iteration(blocks, mode="resident", micro_batches=4)
     assert sum(step.stop - step.start for step in resident if step.kind == "Trans") == pytest.approx(3)
 
 
 def test_the_turn_needs_no_transfer():
     """Backward begins with the layer that forward ended with, and the other buffer has the one before."""
-    schedule = iteration_schedule([BlockSeconds(1.0, 2.0, 0.5, 1.0)] * 4, mode="shared")
+    schedule = simulate_iteration([BlockSeconds(1.0, 2.0, 0.5, 1.0)] * 4, mode="shared")
     sent = [step.block for step in schedule if step.kind == "Trans"]
     assert sent == [0, 1, 2, 3, 1, 0]
 
 
 def test_weights_set_out_when_the_experts_before_begin():
-    schedule = iteration_schedule([BlockSeconds(1.0, 2.0, 2.5, 1.0)] * 3, mode="resident")
+    schedule = simulate_iteration([BlockSeconds(1.0, 2.0, 2.5, 1.0)] * 3, mode="resident")
     parts = [
         (step.block, round(step.seconds, 9), None if step.under is None else schedule[step.under].kind)
         for step in schedule
@@ -175,7 +175,7 @@ def test_gradients_have_the_time_of_two_layers_where_slots_are_resident():
         ("resident", [("BNEC", 2), ("BEC", 1), ("BNEC", 1), ("BEC", 0)]),
         ("shared", [("BNEC", 2), ("BEC", 1), None]),
     ):
-        schedule = iteration_schedule(blocks, mode=mode)
+        schedule = simulate_iteration(blocks, mode=mode)
         home = [step.under for step in schedule if step.kind == "Agg" and step.block == 2]
         found = [None if at is None else (schedule[at].kind, schedule[at].block) for at in home]
         assert found == places
@@ -184,7 +184,7 @@ def test_gradients_have_the_time_of_two_layers_where_slots_are_resident():
 def test_what_does_not_fit_uses_the_blocks_own_attention():
     """5 s of weights, on their way since the step began: 3 under block 0, which has no replicas, 1 under FNEC 1 before
     its experts need them, 1 exposed."""
-    schedule = iteration_schedule([BlockSeconds(1.0, 2.0, 0.0, 0.0), BlockSeconds(1.0, 2.0, 5.0, 0.0)], mode="resident")
+    schedule = simulate_iteration([BlockSeconds(1.0, 2.0, 0.0, 0.0), BlockSeconds(1.0, 2.0, 5.0, 0.0)], mode="resident")
     trans = [step for step in schedule if step.kind == "Trans"]
     assert [step.seconds for step in trans] == pytest.approx([1, 2, 1, 1])
     places = [None if step.under is None else (schedule[step.under].kind, schedule[step.under].block) for step in trans]
@@ -194,15 +194,15 @@ def test_what_does_not_fit_uses_the_blocks_own_attention():
 
 def test_exposed_is_everything_without_overlap():
     blocks = [BlockSeconds(1.0, 2.0, 0.5, 3.0)] * 3
-    alone = iteration_schedule(blocks, mode="resident", micro_batches=2, overlap=False)
+    alone = simulate_iteration(blocks, mode="resident", micro_batches=2, overlap=False)
     assert exposed_seconds(alone) == pytest.approx(3 * (0.5 + 3.0))
-    hidden = iteration_schedule(blocks, mode="resident", micro_batches=2)
+    hidden = simulate_iteration(blocks, mode="resident", micro_batches=2)
     # Of the first block's gradients, which come last, 2 s are under its attention and nothing comes after that.
     assert exposed_seconds(hidden) == pytest.approx(1.0)
 
 
 def test_the_text_shows_what_runs_under_what():
-    text = render(iteration_schedule([BlockSeconds(1e-3, 2e-3, 1.5e-3, 1e-3)] * 2, mode="shared"))
+    text = render_schedule(simulate_iteration([BlockSeconds(1e-3, 2e-3, 1.5e-3, 1e-3)] * 2, mode="shared"))
     lines = text.splitlines()
     assert lines[1] == "Step" and lines[-1] == "Step"
     assert any(line.startswith("FEC 0 mb 0") and "Trans 1 mb 0 into buffer 1 (1.500 ms)" in line for line in lines)
@@ -222,4 +222,4 @@ def test_the_text_shows_what_runs_under_what():
 )
 def test_bad_input(blocks, options, named):
     with pytest.raises(ValueError, match=named):
-        iteration_schedule([BlockSeconds(1.0, 1.0, 1.0, 1.0)] * blocks, **options)
+        simulate_iteration([BlockSeconds(1.0, 1.0, 1.0, 1.0)] * blocks, **options)

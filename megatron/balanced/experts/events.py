@@ -1,0 +1,67 @@
+"""The event of one balanced MoE layer and step, for the report's event log."""
+
+from typing import Any
+
+import numpy as np
+
+from balancing.report import event, imbalance
+from megatron.balanced.experts.gradients import ExpertChunk
+from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.experts.planning import LayerPlan, to_host
+
+__all__ = ["layer_event"]
+
+
+def layer_event(
+    iteration: int,
+    layer: BalancedMoELayer,
+    chunk: ExpertChunk,
+    plan: LayerPlan,
+    *,
+    planner: str,
+    exposed_ms: float,
+    plan_ms: float,
+    plan_wait_ms: float,
+) -> dict[str, Any]:
+    """One line of the event log.
+
+    iteration: the iteration that has ended, from 0.
+    layer: the layer, with the loads of the iteration's micro-batches.
+    chunk: its model chunk, whose slots know what was sent.
+    plan: the layer's placement and history.
+    planner: the value of --expert-planner.
+    exposed_ms: milliseconds for which computation waited for the layer's replicas.
+    plan_ms: milliseconds spent planning the layer.
+    plan_wait_ms: milliseconds for which the step waited for the layer's plan.
+    """
+    homes = layer.num_local_experts
+    before = np.mean([imbalance(load.sum(0).reshape(-1, homes).sum(1)) for load in to_host(layer.loads)])
+    served = np.array(to_host(layer.served))  # [micro-batch, rank]
+    after = np.mean([imbalance(tokens) for tokens in served])
+    replicas = layer.placement.replicas
+    return event(
+        iteration + 1,
+        "experts",
+        "layer",
+        imbalance_before=float(before),
+        imbalance_after=float(after),
+        plan_ms=plan_ms,
+        apply_ms=exposed_ms,
+        moved_bytes=chunk.slots.moved_bytes(layer.experts.position),
+        action="replicate" if replicas else "keep",
+        reason="" if replicas else _why_none(layer, iteration),
+        layer=layer.index,
+        tokens_per_rank=served.sum(0),
+        planner=planner,
+        drift=plan.drift,
+        plan_age=plan.age,
+        replicas=replicas,
+        added=replicas - plan.placed.replicas,
+        plan_wait_ms=plan_wait_ms,
+    )
+
+
+def _why_none(layer: BalancedMoELayer, iteration: int) -> str:
+    if layer.frozen:
+        return "frozen"
+    return "nothing to gain" if iteration else "no load seen yet"

@@ -1,0 +1,210 @@
+"""Replica placements of the next iteration, planned by a background thread while training goes on.
+
+A layer's load is complete when its last micro-batch has been routed. `ReplicaPlanner.submit` then plans in a thread,
+and `ReplicaPlanner.adopt` takes the placements before the next iteration begins. Plans are functions of the gathered
+load, so all ranks of an expert-parallel group make the same ones; `check_same_plans` verifies it.
+"""
+
+import argparse
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from balancing.cluster import Cluster
+from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas
+from balancing.experts.config import ExpertConfig
+from balancing.experts.planners.repair import repair
+from megatron.balanced.experts.moe_layer import BalancedMoELayer
+
+__all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "to_host"]
+
+_DRIFT = 0.05  # total variation of the load after which replicas are placed again, with --expert-plan-interval 0
+
+
+class Planned(NamedTuple):
+    """Result of one planning task.
+
+    placement: the layer's new placement; None keeps the current one.
+    drift: total variation between the last two loads.
+    seconds: time spent planning.
+    """
+
+    placement: ReplicaPlacement | None
+    drift: float
+    seconds: float
+
+
+class Overlap(NamedTuple):
+    """The forward compute that overlaps the transfer of a layer's replicas.
+
+    first: no experts compute meanwhile, since the layer is the first MoE layer of the model.
+    attention_layers: number of layers whose attention computes meanwhile.
+    """
+
+    first: bool
+    attention_layers: int
+
+
+@dataclass
+class LayerPlan:
+    """One layer's placement and loads from iteration to iteration.
+
+    placed: the placement that an iteration begins with; late replicas (`ReplicaPlanner.repair`) are not in it.
+    history: loads of past iterations.
+    drift: total variation between the last two loads.
+    age: iterations since the load that `placed` was planned from.
+    due: with --expert-plan-interval 0, the iteration after which the layer is planned again.
+    """
+
+    placed: ReplicaPlacement
+    history: LoadHistory = field(default_factory=LoadHistory)
+    drift: float = 0.0
+    age: int = 0
+    due: int = 0
+
+
+class ReplicaPlanner:
+    """Plans the layers of one rank.
+
+    args: Megatron-LM's arguments.
+    config: the expert flags.
+    machine: speeds of the hardware for the cost model; None plans for balance alone.
+    cluster: nodes and links of the expert-parallel group.
+    shared: whether layers share slots, which are then filled again for every micro-batch.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: ExpertConfig,
+        machine: Cluster | None,
+        cluster: Cluster,
+        shared: bool,
+    ) -> None:
+        self._args, self._config, self._machine = args, config, machine
+        self._cluster, self._shared = cluster, shared
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
+        self._submitted: list[tuple[LayerPlan, Future[Planned]]] = []
+        self.plan_ms = self.waited_ms = 0.0  # of the last placements that were adopted, all layers together
+
+    def submit(
+        self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
+    ) -> None:
+        """Start planning one layer.
+
+        layer: the layer, whose sizes and homes are read.
+        plan: its record, whose history the thread extends.
+        loads: int [source_rank, expert] of each micro-batch of the iteration.
+        iteration: number of the iteration, from 1.
+        overlap: the compute that its transfers overlap.
+        """
+        self._submitted.append((plan, self._thread.submit(self._plan, layer, plan, loads, iteration, overlap)))
+
+    def adopt(self) -> bool:
+        """Wait for the submitted plans and take their placements. Returns whether a layer got a placement."""
+        if not self._submitted:
+            return False
+        begin = time.perf_counter()
+        done = [(plan, future.result()) for plan, future in self._submitted]
+        self.waited_ms = (time.perf_counter() - begin) * 1e3
+        self.plan_ms = sum(planned.seconds for _, planned in done) * 1e3
+        for plan, planned in done:
+            plan.drift, plan.age = planned.drift, plan.age + 1
+            if planned.placement is not None:
+                plan.placed, plan.age = planned.placement, 1
+        self._submitted.clear()
+        return any(planned.placement is not None for _, planned in done)
+
+    def repair(self, layer: BalancedMoELayer, load: Any) -> ReplicaPlacement:
+        """The layer's placement, with late replicas where `load` shows that they pay although they are exposed.
+
+        load: int [source_rank, expert] of the iteration's first micro-batch.
+        """
+        if self._machine is None or layer.placement.split != "level":
+            return layer.placement
+        (load,) = to_host([load])
+        return repair(
+            load,
+            layer.placement,
+            self._cluster,
+            shape=_expert_shape(layer),
+            evict=False,
+            micro_batches=self._micro_batches_served(),
+        )
+
+    def _plan(
+        self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
+    ) -> Planned:
+        loads = to_host(loads)
+        begin = time.perf_counter()
+        history, interval = plan.history, self._config.expert_plan_interval
+        drift = float(history.record(np.mean(loads, axis=0)))
+        if iteration % interval if interval else iteration < plan.due:
+            return Planned(None, drift, time.perf_counter() - begin)
+        plan.due = iteration + history.interval(_DRIFT)
+        load = history.predict()
+        costs: dict[str, Any] = {}
+        if self._machine is not None:
+            costs = {
+                "shape": _expert_shape(layer),
+                "hidden_under": overlap.attention_layers * _attention_seconds(self._args, self._machine),
+                "first": overlap.first,
+                "micro_batches": self._micro_batches_served(),
+            }
+        placement = plan_replicas(
+            load,
+            self._cluster,
+            slots=self._config.expert_replica_slots,
+            method=self._config.expert_planner,
+            **costs,
+        )
+        gain = 1 - _busiest(load, placement) / max(_busiest(load, layer.without_replicas), 1)
+        chosen = placement if gain >= self._config.expert_min_gain else layer.without_replicas
+        return Planned(chosen, drift, time.perf_counter() - begin)
+
+    def _micro_batches_served(self) -> int:
+        """Micro-batches that one transfer of replicas serves."""
+        return 1 if self._shared else get_num_microbatches()
+
+
+def check_same_plans(plans: list[LayerPlan]) -> None:
+    """Raise RuntimeError on all ranks of the expert-parallel group unless they have the same placements."""
+    digest = "".join(plan.placed.digest() for plan in plans).encode()
+    digests: list[Any] = [None] * dist.get_world_size(mpu.get_expert_model_parallel_group())
+    dist.all_gather_object(digests, digest, group=mpu.get_expert_model_parallel_group())
+    if len(set(digests)) > 1:
+        raise RuntimeError("ranks of an expert-parallel group made different plans for the same load")
+
+
+def to_host(values: list[Any]) -> list[np.ndarray]:
+    """NumPy arrays as they are; tensors of one shape as NumPy arrays, with one copy from the GPU."""
+    return list(torch.stack(values).cpu().numpy()) if isinstance(values[0], torch.Tensor) else values
+
+
+def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:
+    """Tokens of the busiest rank when `load` [source_rank, expert] is split over `placement`."""
+    return int(Splitter(placement)(load).sum(0).reshape(len(load), -1).sum(1).max())
+
+
+def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
+    """Size of the part of an expert that one tensor-parallel rank holds and sends."""
+    config = layer.config
+    return ExpertShape(
+        hidden=config.hidden_size,
+        ffn_hidden=config.moe_ffn_hidden_size // layer.token_dispatcher.tp_size,
+        bytes_per_parameter=torch.tensor([], dtype=config.params_dtype).element_size(),
+        gated=config.gated_linear_unit,
+    )
+
+
+def _attention_seconds(args: argparse.Namespace, machine: Cluster) -> float:
+    """Lower bound of a layer's attention, forward: its four projections and the causal half of its scores."""
+    tokens = args.micro_batch_size * args.seq_length / args.tensor_model_parallel_size
+    return tokens * args.hidden_size * (8 * args.hidden_size + 2 * args.seq_length) / machine.flops
