@@ -19,15 +19,15 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences.load import causal_area
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
-from balancing.sequences.traffic import Traffic, layout_traffic, link_seconds, remap_traffic
+from balancing.sequences.traffic import Traffic, layout_traffic, remap_traffic, traffic_seconds
 
 __all__ = [
     "StepCost",
     "attention_seconds",
-    "exchange_seconds",
     "hidden_seconds",
     "hidden_tokens",
     "kv_bytes",
+    "kv_seconds",
     "limit_seconds",
     "linear_seconds",
     "pair_flops",
@@ -85,14 +85,14 @@ def step_cost(
     is 1. Raises ValueError where the plan has more ranks than the cluster.
     """
     moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
-    exchange = exchange_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
+    exchange = kv_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
     exposed = _exposed(plan, exchange, compute)
     remap = 0.0
     if remapped and plan.remapped:
         moved = remap_traffic(plan)
         heads = (shape.heads + 2 * shape.kv_heads) + shape.heads  # q, k and v to attention; its output back
-        remap = link_seconds(moved, heads * shape.head_size * _BYTES, cluster, routed)  # both ways are equally long
+        remap = traffic_seconds(moved, heads * shape.head_size * _BYTES, cluster, routed)  # both ways are equally long
     tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
     return StepCost(
         attention=shape.layers * (1 + _ATTENTION_BACKWARD) * compute,
@@ -103,7 +103,7 @@ def step_cost(
     )
 
 
-def exchange_seconds(
+def kv_seconds(
     moved: Traffic,
     exchange: Collection[str],
     token_bytes: float,
@@ -114,13 +114,13 @@ def exchange_seconds(
     """Seconds that keys and values take in one layer forward, and with their gradients backward.
 
     moved: tokens whose keys travel forward. exchange: of each sequence, as plans have it; where some are on rings,
-    gradients count as those of rings. The other arguments are those of `step_cost` and `traffic.link_seconds`.
+    gradients count as those of rings. The other arguments are those of `step_cost` and `traffic.traffic_seconds`.
     """
-    forward = link_seconds(moved, token_bytes, cluster, routed)
+    forward = traffic_seconds(moved, token_bytes, cluster, routed)
     if gradient_width is not None or "ring" not in exchange:
         return forward, (1 + (gradient_width or 1.0)) * forward
     back = moved._replace(tokens=moved.tokens * np.where(moved.crossing(cluster), 2.0, 1 + _SUM_WIDTH))
-    return forward, link_seconds(back, token_bytes, cluster, routed)
+    return forward, traffic_seconds(back, token_bytes, cluster, routed)
 
 
 def routing_pays(
@@ -135,9 +135,9 @@ def routing_pays(
     compute = float(tile_area(plan).max(initial=0.0)) * flops_of_pair / (cluster.flops * _ATTENTION_ACHIEVED)
     waits = []
     for routed in (False, True):
-        waits.append(_exposed(plan, exchange_seconds(moved, plan.exchange, kv_bytes, cluster, routed), compute))
+        waits.append(_exposed(plan, kv_seconds(moved, plan.exchange, kv_bytes, cluster, routed), compute))
         if plan.remapped:
-            waits[-1] += 2 * link_seconds(remap_traffic(plan), remap_bytes, cluster, routed)
+            waits[-1] += 2 * traffic_seconds(remap_traffic(plan), remap_bytes, cluster, routed)
     direct, spread = waits
     return direct - spread > _ROUTING_SAVES * ((1 + _ATTENTION_BACKWARD) * compute + direct)
 

@@ -6,15 +6,15 @@ ranks of the node, and collected again at the other end (Zeppelin, arXiv 2509.21
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.cluster.links import link_seconds, routed_link_seconds
 from balancing.sequences.sequence_plan import SequencePlan, columns
 
-__all__ = ["Traffic", "kv_traffic", "layout_traffic", "link_seconds", "remap_traffic"]
+__all__ = ["Traffic", "kv_traffic", "layout_traffic", "remap_traffic", "traffic_seconds"]
 
 
 class Traffic(NamedTuple):
@@ -79,28 +79,31 @@ def remap_traffic(plan: SequencePlan) -> Traffic:
     return _off_diagonal(source, target, tokens)
 
 
-def link_seconds(traffic: Traffic, token_bytes: float, cluster: Cluster, routed: bool | None = None) -> float:
-    """Seconds until everything has arrived.
+def traffic_seconds(
+    traffic: Traffic,
+    token_bytes: float,
+    cluster: Cluster,
+    routed: bool | None = None,
+) -> float:
+    """Seconds until everything has arrived, by the link model of `balancing.cluster.links`.
 
-    token_bytes: bytes of one token of the traffic. routed: whether what leaves a node is spread over all its NICs; None
-    for whichever is quicker. Raises ValueError for ranks outside the cluster.
+    token_bytes: bytes of one token of the traffic.
+    routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker.
+
+    Raises ValueError for ranks outside the cluster.
     """
-    ranks, per_node = cluster.world_size, cluster.ranks_per_node
+    ranks = cluster.world_size
     highest = max(int(traffic.source.max(initial=0)), int(traffic.target.max(initial=0)))
     if highest >= ranks:
         raise ValueError(f"rank {highest} of the plan is not in a cluster of {ranks} ranks; plan for this cluster")
     crossing = traffic.crossing(cluster)
-    alone, spread = 0.0, 0.0
-    for end in (traffic.source, traffic.target):
-        near = np.bincount(end[~crossing], traffic.tokens[~crossing], ranks) * token_bytes
-        far = np.bincount(end[crossing], traffic.tokens[crossing], ranks) * token_bytes
-        rank, nic, part = _nic_parts(cluster)
-        by_nic = np.bincount(nic, far[rank] * part) / cluster.nic_bandwidth
-        alone = max(alone, near.max() / cluster.intra_node_bandwidth, by_nic.max())
-        dealt = near + far * (1 - 1 / cluster.nics_per_node)  # the rest goes out through the rank's own NIC
-        by_node = far.reshape(cluster.nodes, per_node).sum(1) / (cluster.nics_per_node * cluster.nic_bandwidth)
-        spread = max(spread, dealt.max() / cluster.intra_node_bandwidth, by_node.max())
-    return float(min(alone, spread) if routed is None else spread if routed else alone)
+    near, far = (
+        np.stack([np.bincount(end[part], traffic.tokens[part], ranks) for end in traffic[:2]]) * token_bytes
+        for part in (~crossing, crossing)
+    )
+    models = {False: link_seconds, True: routed_link_seconds}
+    chosen = models.values() if routed is None else [models[routed]]
+    return min(float(seconds(near, far, cluster).max()) for seconds in chosen)
 
 
 class _Members(NamedTuple):
@@ -154,12 +157,3 @@ def _gathered(shards: np.ndarray, sequences: int) -> Traffic:
 def _off_diagonal(source: np.ndarray, target: np.ndarray, tokens: np.ndarray) -> Traffic:
     moves = (source != target) & (tokens > 0)
     return Traffic(source[moves], target[moves], tokens[moves])
-
-
-@lru_cache(maxsize=32)
-def _nic_parts(cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank, NIC, and which part of the rank's traffic that NIC has, for every pair that belongs together."""
-    nics = [cluster.nics(rank) for rank in range(cluster.world_size)]
-    parts = [(rank, nic, 1 / len(own)) for rank, own in enumerate(nics) for nic in own]
-    rank, nic, part = zip(*parts, strict=True)
-    return np.array(rank), np.array(nic), np.array(part)

@@ -25,7 +25,7 @@ from balancing.sequences import (
 from balancing.sequences.cost import TILE, hidden_tokens, tile_area
 from balancing.sequences.planners.baselines import hybrid_groups
 from balancing.sequences.planners.linear_layout import level_tokens
-from balancing.sequences.traffic import Traffic, link_seconds
+from balancing.sequences.traffic import Traffic, traffic_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 from benchmarks.sequences.plans import _sources, main, plans
 from tests.support.patience import PATIENCE
@@ -199,15 +199,15 @@ def test_seconds_of_links():
     """By hand: two nodes of two ranks that share a NIC, 8 GB/s inside and 1 GB/s between."""
     cluster = Cluster(2, 2, 1, 8e9, 1e9, 1e12, 1e9)
     inside = Traffic(*(np.array(x) for x in ([0, 0], [1, 1], [3, 1])))
-    assert link_seconds(inside, 1e9, cluster) == pytest.approx(0.5)
+    assert traffic_seconds(inside, 1e9, cluster) == pytest.approx(0.5)
     across = Traffic(*(np.array(x) for x in ([0, 1], [2, 3], [3, 1])))
-    assert link_seconds(across, 1e9, cluster) == pytest.approx(4.0)
+    assert traffic_seconds(across, 1e9, cluster) == pytest.approx(4.0)
     two = Cluster(2, 2, 2, 8e9, 1e9, 1e12, 1e9)
-    assert link_seconds(across, 1e9, two, routed=False) == pytest.approx(3.0)
-    assert link_seconds(across, 1e9, two, routed=True) == pytest.approx(2.0)
-    assert link_seconds(across, 1e9, two) == pytest.approx(2.0)
+    assert traffic_seconds(across, 1e9, two, routed=False) == pytest.approx(3.0)
+    assert traffic_seconds(across, 1e9, two, routed=True) == pytest.approx(2.0)
+    assert traffic_seconds(across, 1e9, two) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="rank 3 of the plan is not in a cluster of 2"):
-        link_seconds(across, 1.0, nodes_of(1, 2))
+        traffic_seconds(across, 1.0, nodes_of(1, 2))
 
 
 def test_costs_of_models():

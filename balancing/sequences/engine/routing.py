@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.cluster.links import first_nics
 from balancing.sequences.engine.internode_traffic import flows
 from balancing.sequences.engine.program import Stage
 from balancing.sequences.sequence_plan import SequencePlan
@@ -170,7 +171,7 @@ def _modelled(moved: Traffic, row_bytes: int, cluster: Cluster, number: int) -> 
     """Each message in `number` parts, with the number of slices that the model expects to be fastest."""
     cut = moved.tokens[:, None] * np.arange(number + 1) // number
     rows = np.diff(cut)  # [message, part]
-    relays, nics, columns = _relays(cluster), _nics(cluster), _columns(cluster, number)
+    relays, nics, columns = _relays(cluster), first_nics(cluster), _columns(cluster, number)
     network = dispatch = 0.0
     inside = np.zeros(cluster.world_size)  # rows a rank sends to or receives from its own node
     for end in moved[:2]:
@@ -198,15 +199,9 @@ def _columns(cluster: Cluster, number: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=8)
-def _nics(cluster: Cluster) -> np.ndarray:
-    """int64 [rank], the NIC that a rank sends through."""
-    return np.array([cluster.nic(rank) for rank in range(cluster.world_size)])
-
-
-@functools.lru_cache(maxsize=8)
 def _relays(cluster: Cluster) -> np.ndarray:
     """int64 [rank, NIC of its node]: a rank that is next to the NIC. The rank's own NIC comes first."""
-    size, nic = cluster.ranks_per_node, _nics(cluster).tolist()
+    size, nic = cluster.ranks_per_node, first_nics(cluster).tolist()
     found = []
     for rank in range(cluster.world_size):
         first = rank - rank % size

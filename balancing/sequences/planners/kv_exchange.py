@@ -9,7 +9,7 @@ need, too. Inside a node gathering is the better one. Between nodes it is as lon
 from collections.abc import Sequence
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import exchange_seconds, hidden_seconds, kv_bytes
+from balancing.sequences.cost import hidden_seconds, kv_bytes, kv_seconds
 from balancing.sequences.load import causal_area
 from balancing.sequences.sequence_plan import AttentionShape, Exchange, Shard, columns
 from balancing.sequences.traffic import layout_traffic
@@ -38,7 +38,7 @@ def choose_exchange(
     """How the sequences of a layout for attention travel that is level in area.
 
     All that are cut are gathered where attention hides it or nothing is quicker; otherwise those that lie on several
-    nodes go round rings. routed: as in `traffic.link_seconds`.
+    nodes go round rings. routed: as in `traffic.traffic_seconds`.
     """
     gathered = same_exchange(shards, lengths, "gather")
     nodes: dict[int, int] = {}
@@ -56,7 +56,7 @@ def choose_exchange(
 
     def seconds(exchange: tuple[Exchange, ...]) -> tuple[float, float]:
         moved = layout_traffic(table, lengths, exchange, in_step=True)
-        return exchange_seconds(moved, exchange, kv_bytes(shape), cluster, routed)
+        return kv_seconds(moved, exchange, kv_bytes(shape), cluster, routed)
 
     hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
     return gathered if alone[0] <= hidden or sum(alone) <= sum(seconds(mixed)) else mixed
