@@ -13,10 +13,10 @@ from balancing.sequences.engine.attention import SequenceAttention
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.program import Program
 from balancing.sequences.engine.rank_program import Statistics
-from balancing.sequences.engine.remap import linear_layout, remap
 from balancing.sequences.engine.routing import route
 from balancing.sequences.load import causal_area, zigzag_area
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
+from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.render import render
 from balancing.sequences.sequence_plan import AttentionShape, Exchange, SequencePlan, Shard
 from balancing.sequences.traffic import Traffic, kv_traffic, remap_traffic
@@ -39,7 +39,6 @@ __all__ = [
     "linear_layout",
     "make_program",
     "plan_sequences",
-    "remap",
     "remap_traffic",
     "render",
     "route",

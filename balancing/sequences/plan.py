@@ -17,7 +17,7 @@ from balancing.sequences.cost import step_cost
 from balancing.sequences.planners.baselines import Scheduler, even_layout, hybrid_layout
 from balancing.sequences.planners.chunks import level_chunks
 from balancing.sequences.planners.kv_exchange import choose_exchange, same_exchange
-from balancing.sequences.planners.linear_layout import level_tokens
+from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.planners.zigzag import token_quotas
 from balancing.sequences.planners.zones import zone_layout
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard
@@ -128,7 +128,7 @@ class _Planner:
         layout = tuple(sorted(attention, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
         linear = layout
         if method in ("zones", "hybrid"):
-            linear = tuple(level_tokens(layout, self.quotas, self.cluster))
+            linear = linear_layout(layout, self.cluster)
         if method == "chunks":
             exchange = choose_exchange(layout, self.lengths, self.cluster, self.shape, routed=self.routed)
         else:

@@ -7,7 +7,8 @@ remapped between them.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,9 +18,20 @@ import numpy as np
 
 from balancing.sequences.load import causal_area
 
-__all__ = ["AttentionShape", "Exchange", "SequencePlan", "Shard", "columns"]
+__all__ = [
+    "AttentionShape",
+    "Exchange",
+    "Range",
+    "SequencePlan",
+    "Shard",
+    "by_sequence",
+    "columns",
+    "join_adjacent",
+    "runs_of",
+]
 
 Exchange = Literal["local", "ring", "gather"]
+Range = tuple[int, int]  # [start, stop)
 
 
 class Shard(NamedTuple):
@@ -173,6 +185,30 @@ class SequencePlan:
 def columns(shards: Sequence[Shard]) -> np.ndarray:
     """int64 [shard, (sequence, start, stop, rank)]."""
     return np.fromiter(chain.from_iterable(shards), np.int64, 4 * len(shards)).reshape(-1, 4)
+
+
+def by_sequence(shards: Iterable[Shard]) -> Mapping[int, list[Shard]]:
+    """The shards of each sequence, sorted by position."""
+    found: dict[int, list[Shard]] = defaultdict(list)
+    for shard in sorted(shards):
+        found[shard.sequence].append(shard)
+    return found
+
+
+def runs_of(shards: Iterable[Shard]) -> list[Range]:
+    """Token ranges of shards of one sequence and one rank, sorted by position; adjacent shards make one range."""
+    return join_adjacent((shard.start, shard.stop) for shard in shards)
+
+
+def join_adjacent(ranges: Iterable[Range]) -> list[Range]:
+    """The same ranges in the same order, each merged with the one before it where that ends at its start."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: int) -> None:

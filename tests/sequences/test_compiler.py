@@ -13,9 +13,9 @@ from balancing.cluster import Cluster
 from balancing.sequences.engine import gather
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.internode_traffic import flows
-from balancing.sequences.engine.program import Compute, Exchange, Program, Stage, Start, Task
-from balancing.sequences.engine.remap import linear_layout, moves, token_targets
+from balancing.sequences.engine.program import Compute, Exchange, Program, Stage, Start, Task, layout_change
 from balancing.sequences.engine.routing import route, routes
+from balancing.sequences.planners.linear_layout import linear_layout, token_targets
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 from balancing.sequences.traffic import Traffic
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
@@ -191,12 +191,12 @@ def test_linear_layout_is_equal_and_moves_the_least_between_nodes(lengths, shape
     plan, cluster = random_plan(lengths, ranks, seed, linear="same"), nodes_of(ranks, shape[0])
     linear = linear_layout(plan.attention, cluster)
     remapped = SequencePlan(plan.lengths, ranks, "test", plan.attention, linear, plan.exchange)
-    held, targets = plan.tokens, np.array(token_targets(plan.attention, cluster))
+    held, targets = plan.tokens, np.array(token_targets(plan.tokens.tolist(), cluster))
     assert targets.max() - targets.min() <= 1
     assert (remapped.linear_tokens == targets).all()
     moved = np.zeros((ranks, ranks), int)
     for rank in range(ranks):
-        for message in _moves(remapped, rank).sends:
+        for message in _remapped(remapped, rank).sends:
             moved[rank, message.peer] = message.tokens
     away = moved - np.diag(np.diag(moved))
     assert away.sum() == np.maximum(held - targets, 0).sum()
@@ -211,8 +211,8 @@ def test_linear_layout_is_equal_and_moves_the_least_between_nodes(lengths, shape
     assert linear_layout(linear, cluster) == linear
 
 
-def _moves(plan: SequencePlan, rank: int) -> Exchange:
-    return moves(plan.attention, plan.linear, plan.shards(rank), plan.shards(rank, linear=True))
+def _remapped(plan: SequencePlan, rank: int) -> Exchange:
+    return layout_change(plan.attention, plan.linear, plan.shards(rank), plan.shards(rank, linear=True))
 
 
 # Routing.
@@ -286,8 +286,8 @@ def test_flows_are_what_programs_send_between_nodes(lengths, seed, exchange) -> 
     sent: dict[Stage, dict[tuple[int, int], int]] = defaultdict(dict)
     for rank in range(6):
         exchanges = dict(make_program(plan, rank, cluster).exchanges)
-        exchanges[Stage("to linear", True)] = _moves(plan, rank)
-        exchanges[Stage("to attention", True)] = Exchange(_moves(plan, rank).receives, _moves(plan, rank).sends)
+        exchanges[Stage("to linear", True)] = _remapped(plan, rank)
+        exchanges[Stage("to attention", True)] = Exchange(_remapped(plan, rank).receives, _remapped(plan, rank).sends)
         for stage, one in exchanges.items():
             for message in one.sends:
                 if not cluster.same_node(rank, message.peer):

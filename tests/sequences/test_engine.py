@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.remap import linear_layout
+from balancing.sequences import linear_layout
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
@@ -162,7 +162,6 @@ def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int]) -> 
     tokens = len(_tokens(plan, dist.get_rank()))
     for routing in routings:
         attention = SequenceAttention(plan, rank=dist.get_rank(), cluster=cluster, routing=routing)
-        attention.check_agreement()
         q, k, v = (torch.ones(tokens, heads, SIZE, dtype=torch.float64) for heads in (4, 2, 2))
         attention(q, k, v)
         statistics = attention.statistics
@@ -215,29 +214,6 @@ def test_sums_on_a_ring_travel_in_float32_inside_a_node(pool: Pool, exchange: st
     assert routed[:, 1].tolist() == found[:, 1].tolist() and routed[0, 0] > found[0, 0]
 
 
-def _mistaken(plans: list[SequencePlan]) -> str:
-    import torch.distributed as dist
-
-    from balancing.sequences.engine.attention import SequenceAttention
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    try:
-        SequenceAttention(plans[rank], rank=rank).check_agreement()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
-    return "agreed"
-
-
-def test_different_plans_are_found(pool: Pool) -> None:
-    plans = [random_plan((9, 9), 2, seed) for seed in (0, 1)]
-    assert pool.run(2, _mistaken, plans) == [
-        f"ranks [{other}] have another plan of sequences than rank {rank}" for rank, other in ((0, 1), (1, 0))
-    ]
-
-
 def _refusals(plan: SequencePlan) -> list[str]:
     import torch
     import torch.distributed as dist
@@ -272,28 +248,3 @@ def test_what_is_not_supported_is_refused(pool: Pool) -> None:
     wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
     for message, part in zip(messages, wanted, strict=True):
         assert part in message
-
-
-def _there_and_back(plan: SequencePlan) -> list[float]:
-    import torch
-    import torch.distributed as dist
-
-    from balancing.sequences.engine.remap import remap
-
-    dist.init_process_group("gloo")
-    own = _tokens(plan, dist.get_rank())
-    x = torch.from_numpy(np.stack((own, own * own), 1).astype(float)).requires_grad_()
-    attention = remap(x, plan, dist.get_rank(), to_linear=False)
-    back = remap(attention, plan, dist.get_rank(), to_linear=True)
-    assert (back == x).all()
-    (gradient,) = torch.autograd.grad((attention * attention.detach()).sum(), x)
-    assert (gradient == x).all()  # the factor of each token came back to it
-    dist.destroy_process_group()
-    return attention[:, 0].tolist()
-
-
-def test_remapping_moves_every_token_and_its_gradient_back(pool: Pool) -> None:
-    plan = random_plan((31, 8, 1, 40), 4, 2, linear="random")
-    first = np.concatenate(([0], np.cumsum(plan.lengths)))
-    for rank, tokens in enumerate(pool.run(4, _there_and_back, plan)):
-        assert tokens == [first[s.sequence] + t for s in plan.shards(rank) for t in range(s.start, s.stop)]

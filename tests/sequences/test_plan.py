@@ -24,7 +24,7 @@ from balancing.sequences import (
 )
 from balancing.sequences.cost import TILE, hidden_tokens, tile_area
 from balancing.sequences.planners.baselines import hybrid_groups
-from balancing.sequences.planners.linear_layout import level_tokens
+from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.traffic import Traffic, traffic_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 from benchmarks.sequences.plans import _sources, main, plans
@@ -152,8 +152,8 @@ def test_leveling_moves_the_least_between_nodes():
         lengths = {shard.sequence: shard.stop for shard in shards}
         shards = [shard._replace(sequence=at) for at, shard in enumerate(shards)]
         quota = sum(tokens) // 16
-        linear = level_tokens(shards, [quota] * 16, cluster)
-        plan = SequencePlan(tuple(lengths.values()), 16, "test", tuple(shards), tuple(linear), ("local",) * len(shards))
+        linear = linear_layout(shards, cluster)
+        plan = SequencePlan(tuple(lengths.values()), 16, "test", tuple(shards), linear, ("local",) * len(shards))
         _, far = remap_traffic(plan).between(cluster)
         by_node = np.array(tokens).reshape(4, 4).sum(1)
         assert far == np.clip(by_node - 4 * quota, 0, None).sum()

@@ -70,17 +70,6 @@ class SequenceAttention:
         self.statistics = Statistics()
         self._kernel = kernel
 
-    def check_agreement(self) -> None:
-        """Raise RuntimeError unless all ranks of the group have the same plan. A small collective, for a first call or
-        after a planner has changed; attention itself trusts that equal input gave equal plans."""
-        digest = int(self.plan.digest[:15], 16)
-        device = "cuda" if dist.get_backend(self.transport.group) == "nccl" else "cpu"
-        digests = torch.zeros(self.plan.ranks, dtype=torch.int64, device=device)
-        digests[self.rank] = digest
-        dist.all_reduce(digests, group=self.transport.group)
-        if others := [rank for rank, found in enumerate(digests.tolist()) if found != digest]:
-            raise RuntimeError(f"ranks {others} have another plan of sequences than rank {self.rank}")
-
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None = None
     ) -> torch.Tensor:

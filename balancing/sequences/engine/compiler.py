@@ -19,10 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.gather import Need, by_sequence, needs, runs_of
+from balancing.sequences.engine.gather import Need, needs
 from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
-from balancing.sequences.engine.program import Exchange, Message, Program, Rows, Stage, Task, joined
-from balancing.sequences.sequence_plan import SequencePlan, Shard
+from balancing.sequences.engine.program import Exchange, Message, Program, Rows, Stage, Task
+from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, join_adjacent, runs_of
 
 __all__ = ["make_program"]
 
@@ -224,4 +224,4 @@ class _Builder:
 
 
 def _messages(rows: dict[int, list[Rows]]) -> tuple[Message, ...]:
-    return tuple(Message(peer, tuple(joined(rows[peer]))) for peer in sorted(rows))
+    return tuple(Message(peer, tuple(join_adjacent(rows[peer]))) for peer in sorted(rows))

@@ -6,13 +6,13 @@ keys are complete when the turn is computed, and go home while the next one is.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from balancing.sequences.cost import TILE
-from balancing.sequences.sequence_plan import SequencePlan, Shard
+from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, runs_of
 
-__all__ = ["TURNS", "Need", "by_sequence", "needs", "runs_of"]
+__all__ = ["TURNS", "Need", "needs"]
 
 TURNS = 8
 
@@ -60,22 +60,3 @@ def _in_turns(rank: int, inter: bool, prefixes: Sequence[tuple[int, list[tuple[i
                 yield Need(sequence, begin, stop, rank, inter, turn)
                 begin = stop
         before += length
-
-
-def by_sequence(shards: Iterable[Shard]) -> Mapping[int, list[Shard]]:
-    """The shards of each sequence, by position."""
-    found: dict[int, list[Shard]] = defaultdict(list)
-    for shard in sorted(shards):
-        found[shard.sequence].append(shard)
-    return found
-
-
-def runs_of(shards: Iterable[Shard]) -> list[tuple[int, int]]:
-    """[start, stop) of shards of one sequence and one rank, sorted; those that follow one another make one."""
-    runs: list[tuple[int, int]] = []
-    for shard in shards:
-        if runs and runs[-1][1] == shard.start:
-            runs[-1] = (runs[-1][0], shard.stop)
-        else:
-            runs.append((shard.start, shard.stop))
-    return runs

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.gather import by_sequence, needs
+from balancing.sequences.engine.gather import needs
 from balancing.sequences.engine.program import Stage
-from balancing.sequences.sequence_plan import SequencePlan, Shard, columns
+from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, columns
 from balancing.sequences.traffic import Traffic, remap_traffic
 
 __all__ = ["flows"]

@@ -4,16 +4,32 @@ Keys and values stand in one workspace of rows, a token each; steps speak of row
 counted and checked without a process (`tasks` makes it from a plan, `attention` runs it).
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.sequence_plan import Shard
+from balancing.sequences.sequence_plan import Range, Shard, by_sequence, join_adjacent
 
-__all__ = ["Batch", "Compute", "Exchange", "Message", "Program", "Rows", "Stage", "Start", "Step", "Task", "Wait"]
+__all__ = [
+    "Batch",
+    "Compute",
+    "Exchange",
+    "Message",
+    "Program",
+    "Rows",
+    "Stage",
+    "Start",
+    "Step",
+    "Task",
+    "Wait",
+    "compute",
+    "layout_change",
+]
 
-Rows = tuple[int, int]  # [start, stop) of a workspace
+Rows = Range  # of a workspace
 Kind = Literal["gather", "ring", "return", "ring return", "to attention", "to linear"]
 
 
@@ -139,15 +155,21 @@ class Program:
         return f"start {name}: {', '.join(moved)}"
 
 
-def joined(rows: Iterable[Rows]) -> list[Rows]:
-    """The same rows in the same order, in as few ranges as possible."""
-    found: list[Rows] = []
-    for start, stop in rows:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
+def layout_change(
+    source: Sequence[Shard],
+    target: Sequence[Shard],
+    own_source: Sequence[Shard],
+    own_target: Sequence[Shard],
+) -> Exchange:
+    """What one rank sends and receives when all tokens go from layout `source` to layout `target`.
+
+    source, target: shards of all ranks.
+    own_source, own_target: the rank's shards, in the order of its tokens before and after.
+
+    Rows of messages that are sent count from the first token before; rows of messages that are received, from the first
+    token after. Tokens that stay are a message from the rank to itself.
+    """
+    return Exchange(_overlaps(own_source, by_sequence(target)), _overlaps(own_target, by_sequence(source)))
 
 
 def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
@@ -175,3 +197,23 @@ def _span(rows: Rows) -> str:
 
 def _spans(message: Message) -> str:
     return "+".join(_span(rows) for rows in message.rows)
+
+
+def _overlaps(own: Sequence[Shard], others: Mapping[int, list[Shard]]) -> tuple[Message, ...]:
+    """Own rows by the rank that has the same tokens in the other layout, each message by sequence and position."""
+    first: dict[tuple[int, int], int] = {}
+    row = 0
+    for shard in own:
+        first[shard[:2]] = row
+        row += shard.tokens
+    starts = {sequence: [shard.start for shard in shards] for sequence, shards in others.items()}
+    rows: dict[int, list[Rows]] = defaultdict(list)
+    for shard in sorted(own):
+        sequence, start, stop, _ = shard
+        there = others[sequence]
+        for other in there[bisect_right(starts[sequence], start) - 1 :]:
+            if other.start >= stop:
+                break
+            row = first[shard[:2]] - start
+            rows[other.rank].append((row + max(start, other.start), row + min(stop, other.stop)))
+    return tuple(Message(peer, tuple(join_adjacent(rows[peer]))) for peer in sorted(rows))

@@ -16,8 +16,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.cost import pair_flops, routing_pays
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.kernels import Kernel
-from balancing.sequences.engine.program import Exchange, Program, Stage
-from balancing.sequences.engine.remap import moves
+from balancing.sequences.engine.program import Exchange, Program, Stage, layout_change
 from balancing.sequences.engine.routing import Routing, Slice, routes
 from balancing.sequences.engine.transport import Dtypes, Pending, Transport, dtype_of
 from balancing.sequences.sequence_plan import SequencePlan
@@ -105,7 +104,7 @@ def _make(plan: SequencePlan, rank: int, cluster: Cluster | None, routing: Routi
     if not plan.remapped and own == program.held:
         return Way(rank, cluster, program, None, None, slices)
     # The order of a rank's tokens counts, too.
-    there = moves(plan.linear, plan.attention, own, program.held)
+    there = layout_change(plan.linear, plan.attention, own, program.held)
     return Way(rank, cluster, program, there, Exchange(there.receives, there.sends), slices)
 
 

@@ -14,10 +14,11 @@ consecutive ranks, which mostly share a node.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 from balancing.cluster import Cluster
-from balancing.sequences.sequence_plan import Shard
+from balancing.sequences.sequence_plan import Shard, join_adjacent
 
 __all__ = ["level_chunks"]
 
@@ -61,13 +62,8 @@ def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[l
 
 def _joined(pieces: list[_Piece]) -> list[_Piece]:
     """The same tokens, by sequence and start, in as few pieces as they make."""
-    joined: list[_Piece] = []
-    for sequence, start, stop in sorted(pieces):
-        if joined and joined[-1][0] == sequence and joined[-1][2] == start:
-            joined[-1] = (sequence, joined[-1][1], stop)
-        else:
-            joined.append((sequence, start, stop))
-    return joined
+    by_sequence = groupby(sorted(pieces), key=itemgetter(0))
+    return [(sequence, *run) for sequence, own in by_sequence for run in join_adjacent(piece[1:] for piece in own)]
 
 
 @dataclass(eq=False)
