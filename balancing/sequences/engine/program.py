@@ -1,7 +1,7 @@
-"""The steps of one rank's attention: transfers that start and end, and tasks that compute.
+"""The program of one rank's attention: a list of steps that start transfers, wait for them, and compute.
 
-Keys and values stand in one workspace of rows, a token each; steps speak of rows. All of it is data: it can be printed,
-counted and checked without a process (`tasks` makes it from a plan, `attention` runs it).
+Keys and values lie in one workspace of rows, a token each, and steps name rows of it. A program is data: it can be
+printed, counted and checked without a process. `compiler` makes it from a plan, `attention` runs it.
 """
 
 from bisect import bisect_right
@@ -14,16 +14,18 @@ from balancing.sequences.engine.kernels import Pieces
 from balancing.sequences.sequence_plan import Range, Shard, by_sequence, join_adjacent
 
 __all__ = [
+    "LAYOUT_CHANGES",
     "Batch",
     "Compute",
-    "Exchange",
+    "Kind",
     "Message",
+    "Messages",
     "Program",
     "Rows",
-    "Stage",
     "Start",
     "Step",
     "Task",
+    "TransferGroup",
     "Wait",
     "compute",
     "layout_change",
@@ -31,14 +33,16 @@ __all__ = [
 
 Rows = Range  # of a workspace
 Kind = Literal["gather", "ring", "return", "ring return", "to attention", "to linear"]
+LAYOUT_CHANGES: tuple[Kind, ...] = ("to attention", "to linear")
 
 
-class Stage(NamedTuple):
-    """A set of transfers that start together on all ranks.
+class TransferGroup(NamedTuple):
+    """A set of messages that start together on all ranks.
 
-    kind: "gather" and "ring" bring keys and values, "return" and "ring return" gradients back; "to attention" and "to
-    linear" change the layout. inter: whether they belong to sequences over several nodes. round: of the ring, or turn
-    of the gathering.
+    kind: "gather" and "ring" send keys and values, "return" and "ring return" their gradients back; "to attention" and
+        "to linear" change the layout.
+    inter: whether they belong to sequences on several nodes.
+    round: of the ring, or turn of gathering.
     """
 
     kind: Kind
@@ -47,20 +51,23 @@ class Stage(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Rows of the workspace that go to or come from `peer` in one piece; from the rank itself they are copied."""
+    """Rows of the workspace that are sent to or received from `peer` together; those of the rank itself are copied."""
 
     peer: int
     rows: tuple[Rows, ...]
 
     @property
     def tokens(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return sum(stop - start for start, stop in self.rows)
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What this rank sends and receives in one stage, in order of peers. adds: what comes is added to the rows."""
+class Messages:
+    """What a rank sends and receives in one transfer group, in order of peers.
+
+    adds: whether received rows are added to the rows of the workspace instead of replacing them.
+    """
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
@@ -68,8 +75,10 @@ class Exchange:
 
 
 class Task(NamedTuple):
-    """Queries [start, stop) of the rank's rows against key rows; causal: from the bottom right. merges: with what these
-    queries have met before."""
+    """Attention of rows of queries to rows of keys.
+
+    causal: masked from the bottom right. merges: whether these queries already have a partial result to merge with.
+    """
 
     queries: Rows
     keys: Rows
@@ -84,7 +93,7 @@ class Task(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Tasks whose queries and whose keys stand behind one another, so that one kernel takes them all."""
+    """Tasks with adjacent queries and adjacent keys, which one kernel computes together."""
 
     queries: Rows
     keys: Rows
@@ -93,19 +102,19 @@ class Batch(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Start the transfers of a stage."""
+    """Start the messages of a transfer group."""
 
-    stage: Stage
+    group: TransferGroup
 
 
 class Wait(NamedTuple):
-    """Wait until a stage's transfers have come and gone."""
+    """Wait until the messages of a transfer group have been sent and received."""
 
-    stage: Stage
+    group: TransferGroup
 
 
 class Compute(NamedTuple):
-    """Compute tasks. clear: rows whose gradients begin at zero, in the backward pass."""
+    """Compute tasks. clear: rows whose gradients are set to zero before, in the backward pass."""
 
     tasks: tuple[Task, ...]
     batches: tuple[Batch, ...]
@@ -117,15 +126,19 @@ Step = Start | Wait | Compute
 
 @dataclass(frozen=True)
 class Program:
-    """All that one rank does for one layer's attention.
+    """Everything one rank does for one layer's attention.
 
-    tokens: of the rank. rows: of its workspace. held: its shards, sorted; row i of its own rows is token i of them.
+    rank: in the plan.
+    held: its shards, sorted. Row i of the workspace is token i of them; rows of other ranks' tokens follow.
+    rows: of the workspace.
+    messages: by transfer group.
+    forward, backward: steps of the two passes.
     """
 
     rank: int
     held: tuple[Shard, ...]
     rows: int
-    exchanges: dict[Stage, Exchange]
+    messages: dict[TransferGroup, Messages]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
 
@@ -145,13 +158,13 @@ class Program:
             return "compute " + ", ".join(
                 f"{_span(task.queries)} x {_span(task.keys)}{' causal' if task.causal else ''}" for task in step.tasks
             )
-        scope = "inter-node" if step.stage.inter else "intra-node"
-        name = f"{step.stage.kind} {scope}" + (f" round {step.stage.round}" if step.stage.round else "")
+        scope = "inter-node" if step.group.inter else "intra-node"
+        name = f"{step.group.kind} {scope}" + (f" round {step.group.round}" if step.group.round else "")
         if isinstance(step, Wait):
             return f"wait for {name}"
-        exchange = self.exchanges[step.stage]
-        moved = [f"{_spans(message)} to {message.peer}" for message in exchange.sends]
-        moved += [f"{_spans(message)} from {message.peer}" for message in exchange.receives]
+        messages = self.messages[step.group]
+        moved = [f"{_spans(message)} to {message.peer}" for message in messages.sends]
+        moved += [f"{_spans(message)} from {message.peer}" for message in messages.receives]
         return f"start {name}: {', '.join(moved)}"
 
 
@@ -160,7 +173,7 @@ def layout_change(
     target: Sequence[Shard],
     own_source: Sequence[Shard],
     own_target: Sequence[Shard],
-) -> Exchange:
+) -> Messages:
     """What one rank sends and receives when all tokens go from layout `source` to layout `target`.
 
     source, target: shards of all ranks.
@@ -169,7 +182,7 @@ def layout_change(
     Rows of messages that are sent count from the first token before; rows of messages that are received, from the first
     token after. Tokens that stay are a message from the rank to itself.
     """
-    return Exchange(_overlaps(own_source, by_sequence(target)), _overlaps(own_target, by_sequence(source)))
+    return Messages(_overlaps(own_source, by_sequence(target)), _overlaps(own_target, by_sequence(source)))
 
 
 def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
@@ -200,7 +213,7 @@ def _spans(message: Message) -> str:
 
 
 def _overlaps(own: Sequence[Shard], others: Mapping[int, list[Shard]]) -> tuple[Message, ...]:
-    """Own rows by the rank that has the same tokens in the other layout, each message by sequence and position."""
+    """Own rows by the rank that has the same tokens in the other layout; a message is in order of tokens."""
     first: dict[tuple[int, int], int] = {}
     row = 0
     for shard in own:
