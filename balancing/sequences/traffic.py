@@ -1,9 +1,4 @@
-"""What travels between ranks under a plan of sequences, and how long the links take for it.
-
-A link is as busy as the sum of what it carries; links work at the same time. Ranks of a node talk over one kind of
-link, nodes over NICs, which ranks may share. Routed, what leaves a node is spread over all its NICs by way of the other
-ranks of the node, and collected again at the other end (Zeppelin, arXiv 2509.21841, section 3.3).
-"""
+"""Tokens that travel between ranks under a plan of sequences, and the seconds that links take for them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +13,7 @@ __all__ = ["Traffic", "kv_traffic", "layout_traffic", "remap_traffic", "traffic_
 
 
 class Traffic(NamedTuple):
-    """int64 [transfer]: so many tokens go from rank `source` to rank `target`. A pair may come several times."""
+    """int64 [transfer]: `tokens` go from rank `source` to rank `target`. A pair of ranks may occur several times."""
 
     source: np.ndarray
     target: np.ndarray
@@ -41,10 +36,10 @@ class Traffic(NamedTuple):
 
 
 def kv_traffic(plan: SequencePlan) -> Traffic:
-    """Tokens whose keys and values travel, forward, in one layer.
+    """Tokens whose keys and values are sent in one layer, forward.
 
-    On a ring each rank hands on to the next all but what the next one holds itself. Gathered, each rank receives, of
-    every token that its last query sees and it does not hold, the keys and values from the rank that holds them.
+    On a ring each rank passes to the next one all tokens that the next one does not hold. Gathered, a rank receives
+    every token that its last query sees and that it does not hold, from the rank that holds it.
     """
     return layout_traffic(plan.table, plan.lengths, plan.exchange)
 
@@ -54,8 +49,8 @@ def layout_traffic(
 ) -> Traffic:
     """As `kv_traffic`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)].
 
-    in_step: for time instead of bytes. All ranks of a ring go from round to round together, so that every round takes
-    as long as the largest share under way; each share counts as much as the largest.
+    in_step: for times instead of bytes. The ranks of a ring go from round to round together, so each round takes as
+    long as its largest share; every share counts as the largest.
     """
     how = np.array(exchange)[shards[:, 0]]
     on_rings = _on_rings(shards[how == "ring"], lengths, in_step)
@@ -64,7 +59,7 @@ def layout_traffic(
 
 
 def remap_traffic(plan: SequencePlan) -> Traffic:
-    """Tokens that go from the linear layout to that of attention, in one layer."""
+    """Tokens that are sent from the linear layout to the layout of attention, in one layer."""
     offset = np.cumsum([0, *plan.lengths])
     owners, cuts = [], []
     for layout in (plan.linear, plan.attention):
@@ -107,7 +102,7 @@ def traffic_seconds(
 
 
 class _Members(NamedTuple):
-    """int64 [member]: who holds parts of which sequence, by sequence, then in the order of its ring."""
+    """int64 [member]: ranks that hold parts of a sequence, by sequence, then in the order of its ring."""
 
     sequence: np.ndarray
     rank: np.ndarray
@@ -127,7 +122,7 @@ def _members(shards: np.ndarray) -> _Members:
 
 
 def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traffic:
-    """What each member of a ring hands to the next."""
+    """Tokens that each member of a ring passes to the next."""
     members = _members(shards)
     if not len(shards):
         return Traffic(members.rank, members.rank, members.tokens)
@@ -142,7 +137,7 @@ def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traf
 
 
 def _gathered(shards: np.ndarray, sequences: int) -> Traffic:
-    """What each rank needs of each shard: all pairs of a shard and a member of its sequence."""
+    """Tokens that each rank needs of each shard, over all pairs of a shard and a member of its sequence."""
     members = _members(shards)
     number = np.bincount(members.sequence, minlength=sequences)
     sequence, start, stop, holder = shards.T

@@ -1,4 +1,4 @@
-"""Plans of sequences: nothing is lost, ranks come out level, costs are what they say, bad input is refused."""
+"""Plans of sequences: no token is lost, ranks are balanced, costs are right, bad input is refused."""
 
 import re
 import subprocess
@@ -141,7 +141,7 @@ def test_short_sequences_stay_whole_in_zones():
     assert [len(nodes) for nodes in spread[1:3]] == [1, 1] and plan.remapped
 
 
-def test_leveling_moves_the_least_between_nodes():
+def test_linear_layout_of_random_nodes_moves_the_least():
     """What crosses nodes is what nodes have over their share; what moves is what ranks have over theirs."""
     rng = np.random.default_rng(0)
     cluster = nodes_of(4, 4)
