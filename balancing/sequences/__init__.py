@@ -41,7 +41,7 @@ from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.render import render
 from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard
-from balancing.sequences.traffic import Traffic, kv_traffic, remap_traffic
+from balancing.sequences.traffic import TokenTraffic, kv_traffic, remap_traffic
 
 __all__ = [
     "DEFAULT_CHUNK",
@@ -56,7 +56,7 @@ __all__ = [
     "Statistics",
     "StepCost",
     "TokenBytes",
-    "Traffic",
+    "TokenTraffic",
     "causal_area",
     "compile_rank",
     "kv_traffic",

@@ -18,7 +18,7 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences.load import causal_area
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
-from balancing.sequences.traffic import Traffic, layout_traffic, remap_traffic, traffic_seconds
+from balancing.sequences.traffic import TokenTraffic, layout_traffic, remap_traffic, traffic_seconds
 
 __all__ = [
     "StepCost",
@@ -111,7 +111,7 @@ def step_cost(
 
 
 def kv_seconds(
-    moved: Traffic,
+    moved: TokenTraffic,
     exchange: Collection[str],
     token_bytes: float,
     cluster: Cluster,

@@ -9,10 +9,10 @@ from balancing.cluster import Cluster
 from balancing.cluster.links import link_seconds, routed_link_seconds
 from balancing.sequences.sequence_plan import SequencePlan, columns
 
-__all__ = ["Traffic", "kv_traffic", "layout_traffic", "remap_traffic", "traffic_seconds"]
+__all__ = ["TokenTraffic", "kv_traffic", "layout_traffic", "remap_traffic", "traffic_seconds"]
 
 
-class Traffic(NamedTuple):
+class TokenTraffic(NamedTuple):
     """int64 [transfer]: `tokens` go from rank `source` to rank `target`. A pair of ranks may occur several times."""
 
     source: np.ndarray
@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
         return table
 
 
-def kv_traffic(plan: SequencePlan) -> Traffic:
+def kv_traffic(plan: SequencePlan) -> TokenTraffic:
     """Tokens whose keys and values are sent in one layer, forward.
 
     On a ring each rank passes to the next one all tokens that the next one does not hold. Gathered, a rank receives
@@ -46,7 +46,7 @@ def kv_traffic(plan: SequencePlan) -> Traffic:
 
 def layout_traffic(
     shards: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], *, in_step: bool = False
-) -> Traffic:
+) -> TokenTraffic:
     """As `kv_traffic`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)].
 
     in_step: for times instead of bytes. The ranks of a ring go from round to round together, so each round takes as
@@ -55,10 +55,10 @@ def layout_traffic(
     how = np.array(exchange)[shards[:, 0]]
     on_rings = _on_rings(shards[how == "ring"], lengths, in_step)
     gathered = _gathered(shards[how == "gather"], len(lengths))
-    return Traffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered, strict=True)))
+    return TokenTraffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered, strict=True)))
 
 
-def remap_traffic(plan: SequencePlan) -> Traffic:
+def remap_traffic(plan: SequencePlan) -> TokenTraffic:
     """Tokens that are sent from the linear layout to the layout of attention, in one layer."""
     offset = np.cumsum([0, *plan.lengths])
     owners, cuts = [], []
@@ -75,7 +75,7 @@ def remap_traffic(plan: SequencePlan) -> Traffic:
 
 
 def traffic_seconds(
-    traffic: Traffic,
+    traffic: TokenTraffic,
     token_bytes: float,
     cluster: Cluster,
     routed: bool | None = None,
@@ -121,11 +121,11 @@ def _members(shards: np.ndarray) -> _Members:
     return _Members(member[order] // ranks, member[order] % ranks, tokens[order], sees[order])
 
 
-def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traffic:
+def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> TokenTraffic:
     """Tokens that each member of a ring passes to the next."""
     members = _members(shards)
     if not len(shards):
-        return Traffic(members.rank, members.rank, members.tokens)
+        return TokenTraffic(members.rank, members.rank, members.tokens)
     begins = np.flatnonzero(np.append(True, np.diff(members.sequence) != 0))
     following = np.arange(1, len(members.rank) + 1)
     following[np.append(begins[1:], len(members.rank)) - 1] = begins
@@ -136,7 +136,7 @@ def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traf
     return _off_diagonal(members.rank, members.rank[following], handed)
 
 
-def _gathered(shards: np.ndarray, sequences: int) -> Traffic:
+def _gathered(shards: np.ndarray, sequences: int) -> TokenTraffic:
     """Tokens that each rank needs of each shard, over all pairs of a shard and a member of its sequence."""
     members = _members(shards)
     number = np.bincount(members.sequence, minlength=sequences)
@@ -149,6 +149,6 @@ def _gathered(shards: np.ndarray, sequences: int) -> Traffic:
     return _off_diagonal(holder[shard], members.rank[member], tokens)
 
 
-def _off_diagonal(source: np.ndarray, target: np.ndarray, tokens: np.ndarray) -> Traffic:
+def _off_diagonal(source: np.ndarray, target: np.ndarray, tokens: np.ndarray) -> TokenTraffic:
     moves = (source != target) & (tokens > 0)
-    return Traffic(source[moves], target[moves], tokens[moves])
+    return TokenTraffic(source[moves], target[moves], tokens[moves])

@@ -17,7 +17,7 @@ from balancing.sequences.engine.program import Compute, Messages, Program, Start
 from balancing.sequences.engine.routing import route, routes
 from balancing.sequences.planners.linear_layout import linear_layout, token_targets
 from balancing.sequences.sequence_plan import SequencePlan, Shard
-from balancing.sequences.traffic import Traffic
+from balancing.sequences.traffic import TokenTraffic
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -253,9 +253,9 @@ def test_route_brings_every_row_once_over_different_nics(messages, shape, routin
         assert found.seconds <= min(route(moved, 4096, cluster, number).seconds for number in (1, 2, 3)) + 80e-6
 
 
-def _moved(messages: dict[tuple[int, int], int]) -> Traffic:
+def _moved(messages: dict[tuple[int, int], int]) -> TokenTraffic:
     table = np.array([(*flow, rows) for flow, rows in messages.items()], dtype=np.int64).reshape(-1, 3)
-    return Traffic(*table.T)
+    return TokenTraffic(*table.T)
 
 
 def test_number_of_proxies_follows_from_the_model() -> None:
@@ -265,7 +265,7 @@ def test_number_of_proxies_follows_from_the_model() -> None:
     assert alone.proxies == 4
     assert route(one, 4096, cluster, "off").seconds / alone.seconds > 3
     assert route(_moved({(7, 8): 1}), 4096, cluster).proxies == 1, "nothing to gain"
-    documents = Traffic(*(np.full(500, value) for value in (7, 8, 200)))
+    documents = TokenTraffic(*(np.full(500, value) for value in (7, 8, 200)))
     assert route(documents, 4096, cluster).proxies == 4, "one message of many documents"
     busy = _moved({(rank, 8 + rank): 100_000 for rank in range(8)})
     assert route(busy, 4096, cluster).proxies == 1, "all NICs are busy as it is"

@@ -25,7 +25,7 @@ from balancing.sequences import (
 from balancing.sequences.cost import TILE, hidden_tokens, tile_area
 from balancing.sequences.planners.baselines import hybrid_groups
 from balancing.sequences.planners.linear_layout import linear_layout
-from balancing.sequences.traffic import Traffic, traffic_seconds
+from balancing.sequences.traffic import TokenTraffic, traffic_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 from benchmarks.sequences.plans import _sources, main, plans
 from tests.support.patience import PATIENCE
@@ -198,9 +198,9 @@ def test_tiles_are_those_of_flash_attention():
 def test_seconds_of_links():
     """By hand: two nodes of two ranks that share a NIC, 8 GB/s inside and 1 GB/s between."""
     cluster = Cluster(2, 2, 1, 8e9, 1e9, 1e12, 1e9)
-    inside = Traffic(*(np.array(x) for x in ([0, 0], [1, 1], [3, 1])))
+    inside = TokenTraffic(*(np.array(x) for x in ([0, 0], [1, 1], [3, 1])))
     assert traffic_seconds(inside, 1e9, cluster) == pytest.approx(0.5)
-    across = Traffic(*(np.array(x) for x in ([0, 1], [2, 3], [3, 1])))
+    across = TokenTraffic(*(np.array(x) for x in ([0, 1], [2, 3], [3, 1])))
     assert traffic_seconds(across, 1e9, cluster) == pytest.approx(4.0)
     two = Cluster(2, 2, 2, 8e9, 1e9, 1e12, 1e9)
     assert traffic_seconds(across, 1e9, two, routed=False) == pytest.approx(3.0)

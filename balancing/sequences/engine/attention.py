@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from balancing.sequences.engine.attention_call import AttentionCall, Statistics
 from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, merge
-from balancing.sequences.engine.program import Compute, Start, Step, TransferGroup
+from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.engine.transport import Pending, Transport
 from balancing.sequences.sequence_plan import SequencePlan
@@ -143,7 +143,7 @@ class _Pass:
         self.dtype = accumulation_dtype(q.dtype)
         self.moving: dict[TransferGroup, Pending] = {}
 
-    def steps(self, steps: tuple[Step, ...]) -> None:
+    def steps(self, steps: tuple[ProgramStep, ...]) -> None:
         for step in steps:
             if isinstance(step, Compute):
                 self.compute(step)

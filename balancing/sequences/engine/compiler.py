@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from balancing.cluster import Cluster
 from balancing.sequences.engine.gather import Need, needs
 from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
-from balancing.sequences.engine.program import Message, Messages, Program, Rows, Task, TransferGroup
+from balancing.sequences.engine.program import Messages, PeerRows, Program, Rows, Task, TransferGroup
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, join_adjacent, runs_of
 
 __all__ = ["make_program"]
@@ -228,5 +228,5 @@ class _Builder:
         )
 
 
-def _messages(rows: dict[int, list[Rows]]) -> tuple[Message, ...]:
-    return tuple(Message(peer, tuple(join_adjacent(rows[peer]))) for peer in sorted(rows))
+def _messages(rows: dict[int, list[Rows]]) -> tuple[PeerRows, ...]:
+    return tuple(PeerRows(peer, tuple(join_adjacent(rows[peer]))) for peer in sorted(rows))

@@ -12,14 +12,14 @@ from balancing.cluster import Cluster
 from balancing.sequences.engine.gather import needs
 from balancing.sequences.engine.program import TransferGroup
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, columns
-from balancing.sequences.traffic import Traffic, remap_traffic
+from balancing.sequences.traffic import TokenTraffic, remap_traffic
 
 __all__ = ["internode_traffic"]
 
-_Found = dict[TransferGroup, list[Traffic]]
+_Found = dict[TransferGroup, list[TokenTraffic]]
 
 
-def internode_traffic(plan: SequencePlan, cluster: Cluster) -> dict[TransferGroup, Traffic]:
+def internode_traffic(plan: SequencePlan, cluster: Cluster) -> dict[TransferGroup, TokenTraffic]:
     """Rows between nodes in each transfer group of attention, forward and backward, changes of layout included."""
     node = np.arange(plan.ranks) // cluster.ranks_per_node
     found: _Found = defaultdict(list)
@@ -30,17 +30,17 @@ def internode_traffic(plan: SequencePlan, cluster: Cluster) -> dict[TransferGrou
     if plan.remapped:
         there = remap_traffic(plan)
         found[TransferGroup("to attention", True)].append(there)
-        found[TransferGroup("to linear", True)].append(Traffic(there.target, there.source, there.tokens))
+        found[TransferGroup("to linear", True)].append(TokenTraffic(there.target, there.source, there.tokens))
     return {
         group: moved
         for group, parts in found.items()
-        if len((moved := _between_nodes(Traffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)).tokens)
+        if len((moved := _between_nodes(TokenTraffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)).tokens)
     }
 
 
-def _between_nodes(moved: Traffic, cluster: Cluster) -> Traffic:
+def _between_nodes(moved: TokenTraffic, cluster: Cluster) -> TokenTraffic:
     crosses = moved.crossing(cluster) & (moved.tokens > 0)
-    return Traffic(moved.source[crosses], moved.target[crosses], moved.tokens[crosses])
+    return TokenTraffic(moved.source[crosses], moved.target[crosses], moved.tokens[crosses])
 
 
 def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], node: np.ndarray) -> None:
@@ -54,8 +54,8 @@ def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], nod
     tokens = np.bincount(rank, stop - start, int(source.max()) + 1).astype(np.int64)[source]
     for turn in range(1, len(ring)):
         handed, summed = (tokens[(edge - back) % len(ring)] for back in (turn - 1, turn))
-        found[TransferGroup("ring", True, turn)].append(Traffic(source[edge], target[edge], handed))
-        found[TransferGroup("ring return", True, turn + 1)].append(Traffic(source[edge], target[edge], summed))
+        found[TransferGroup("ring", True, turn)].append(TokenTraffic(source[edge], target[edge], handed))
+        found[TransferGroup("ring return", True, turn + 1)].append(TokenTraffic(source[edge], target[edge], summed))
 
 
 def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray) -> None:
@@ -73,6 +73,6 @@ def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray) -> None:
         rows = np.minimum(stop[shard], end[which]) - np.maximum(start[shard], begin[which])
         for one in np.unique(turn).tolist():
             now = turn[which] == one
-            moved = Traffic(source[shard[now]], target[which[now]], rows[now])
+            moved = TokenTraffic(source[shard[now]], target[which[now]], rows[now])
             found[TransferGroup("gather", True, one)].append(moved)
-            found[TransferGroup("return", True, one)].append(Traffic(moved.target, moved.source, moved.tokens))
+            found[TransferGroup("return", True, one)].append(TokenTraffic(moved.target, moved.source, moved.tokens))

@@ -16,9 +16,9 @@ from balancing.sequences.engine.program import (
     Compute,
     Kind,
     Messages,
+    ProgramStep,
     Rows,
     Start,
-    Step,
     Task,
     TransferGroup,
     Wait,
@@ -51,12 +51,12 @@ class Work:
         late = {"ring": 0, "ring return": 1}
         return max((group.round - late[group.kind] for group in self.messages if group.kind in late), default=0)
 
-    def start(self, kind: Kind, inter: bool, turn: int = 0) -> list[Step]:
+    def start(self, kind: Kind, inter: bool, turn: int = 0) -> list[ProgramStep]:
         """The step that starts a transfer group, if the rank takes part in it."""
         group = TransferGroup(kind, inter, turn)
         return [Start(group)] if group in self.messages else []
 
-    def wait(self, kind: Kind, inter: bool, turn: int = 0) -> list[Step]:
+    def wait(self, kind: Kind, inter: bool, turn: int = 0) -> list[ProgramStep]:
         """The step that waits for a transfer group, if the rank takes part in it."""
         group = TransferGroup(kind, inter, turn)
         return [Wait(group)] if group in self.messages else []
@@ -68,10 +68,10 @@ class Work:
         last = max((s.round for s in self.messages if s.kind in ("gather", "return")), default=-1)
         return [(turn, inter) for turn in range(last + 1) for inter in (False, True)]
 
-    def first_transfers(self) -> list[Step]:
+    def first_transfers(self) -> list[ProgramStep]:
         """Transfers that depend on nothing, the slowest first; two turns of gathering, since more would share links
         with the turn that is waited for."""
-        steps: list[Step] = []
+        steps: list[ProgramStep] = []
         for turn in (0, 1):
             for inter in (True, False):
                 steps += self.start("gather", inter, turn)
@@ -79,13 +79,13 @@ class Work:
             steps += self.start("ring", inter, 1)
         return steps
 
-    def gather(self, turn: int, inter: bool) -> list[Step]:
+    def gather(self, turn: int, inter: bool) -> list[ProgramStep]:
         """Wait for the keys of a turn, start the turn after the next, and compute with those that have arrived."""
         steps = self.wait("gather", inter, turn) + self.start("gather", inter, turn + 2)
         return [*steps, compute(self.gathered.get(TransferGroup("gather", inter, turn), ()))]
 
 
-def forward_steps(work: Work) -> tuple[Step, ...]:
+def forward_steps(work: Work) -> tuple[ProgramStep, ...]:
     """Steps for sequences over nodes, then inside the node, then local ones."""
     last = work.last_round
     local = _shares(work.local, max(1, last))
@@ -104,7 +104,7 @@ def forward_steps(work: Work) -> tuple[Step, ...]:
     return tuple(_without_nothing(steps))
 
 
-def backward_steps(work: Work) -> tuple[Step, ...]:
+def backward_steps(work: Work) -> tuple[ProgramStep, ...]:
     """Steps for local sequences, then inside the node, then over nodes; gradients return once they are complete."""
     last = work.last_round
     gathers = bool(work.turns())
@@ -113,7 +113,7 @@ def backward_steps(work: Work) -> tuple[Step, ...]:
     steps.append(compute(local[0]))
     for inter in (False, True):
         steps.append(compute(work.rounds[inter].get(0, ())))
-    returns: list[Step] = []
+    returns: list[ProgramStep] = []
     for turn, inter in work.turns():  # after it, the gradients of its keys are complete
         steps += work.gather(turn, inter) + work.start("return", inter, turn)
         returns += work.wait("return", inter, turn)
@@ -140,5 +140,5 @@ def _shares(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
     return found
 
 
-def _without_nothing(steps: Iterable[Step]) -> Iterable[Step]:
+def _without_nothing(steps: Iterable[ProgramStep]) -> Iterable[ProgramStep]:
     return (step for step in steps if not isinstance(step, Compute) or step.tasks or step.clear)

@@ -18,12 +18,12 @@ __all__ = [
     "Batch",
     "Compute",
     "Kind",
-    "Message",
     "Messages",
+    "PeerRows",
     "Program",
+    "ProgramStep",
     "Rows",
     "Start",
-    "Step",
     "Task",
     "TransferGroup",
     "Wait",
@@ -50,7 +50,7 @@ class TransferGroup(NamedTuple):
     round: int = 0
 
 
-class Message(NamedTuple):
+class PeerRows(NamedTuple):
     """Rows of the workspace that are sent to or received from `peer` together; those of the rank itself are copied."""
 
     peer: int
@@ -69,8 +69,8 @@ class Messages:
     adds: whether received rows are added to the rows of the workspace instead of replacing them.
     """
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[PeerRows, ...]
+    receives: tuple[PeerRows, ...]
     adds: bool = False
 
 
@@ -121,7 +121,7 @@ class Compute(NamedTuple):
     clear: Rows | None = None
 
 
-Step = Start | Wait | Compute
+ProgramStep = Start | Wait | Compute
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Program:
     held: tuple[Shard, ...]
     rows: int
     messages: dict[TransferGroup, Messages]
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    forward: tuple[ProgramStep, ...]
+    backward: tuple[ProgramStep, ...]
 
     @property
     def tokens(self) -> int:
@@ -153,7 +153,7 @@ class Program:
             lines += [f"{name}:", *("  " + self._line(step) for step in steps)]
         return "\n".join(lines)
 
-    def _line(self, step: Step) -> str:
+    def _line(self, step: ProgramStep) -> str:
         if isinstance(step, Compute):
             return "compute " + ", ".join(
                 f"{_span(task.queries)} x {_span(task.keys)}{' causal' if task.causal else ''}" for task in step.tasks
@@ -208,11 +208,11 @@ def _span(rows: Rows) -> str:
     return f"{rows[0]}-{rows[1]}"
 
 
-def _spans(message: Message) -> str:
+def _spans(message: PeerRows) -> str:
     return "+".join(_span(rows) for rows in message.rows)
 
 
-def _overlaps(own: Sequence[Shard], others: Mapping[int, list[Shard]]) -> tuple[Message, ...]:
+def _overlaps(own: Sequence[Shard], others: Mapping[int, list[Shard]]) -> tuple[PeerRows, ...]:
     """Own rows by the rank that has the same tokens in the other layout; a message is in order of tokens."""
     first: dict[tuple[int, int], int] = {}
     row = 0
@@ -229,4 +229,4 @@ def _overlaps(own: Sequence[Shard], others: Mapping[int, list[Shard]]) -> tuple[
                 break
             row = first[shard[:2]] - start
             rows[other.rank].append((row + max(start, other.start), row + min(stop, other.stop)))
-    return tuple(Message(peer, tuple(join_adjacent(rows[peer]))) for peer in sorted(rows))
+    return tuple(PeerRows(peer, tuple(join_adjacent(rows[peer]))) for peer in sorted(rows))

@@ -23,7 +23,7 @@ from balancing.cluster.links import first_nics
 from balancing.sequences.engine.internode_traffic import internode_traffic
 from balancing.sequences.engine.program import TransferGroup
 from balancing.sequences.sequence_plan import SequencePlan
-from balancing.sequences.traffic import Traffic
+from balancing.sequences.traffic import TokenTraffic
 
 __all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "route", "routes"]
 
@@ -83,7 +83,7 @@ class Route:
                 path = (source, int(relays[source, column]), int(relays[target, column]), target)
                 yield Part(flow, start, stop, tuple(dict.fromkeys(path)))
 
-    def of(self, rank: int, moved: Traffic, numbered: np.ndarray | None = None) -> list[Slice]:
+    def of(self, rank: int, moved: TokenTraffic, numbered: np.ndarray | None = None) -> list[Slice]:
         """Slices that a rank sends, relays or receives, in order of the pipeline's steps; none without proxies.
 
         rank: of the cluster.
@@ -128,7 +128,7 @@ def routes(
 
     Rounds of one kind are alike, so the one that moves most rows decides for all of them.
     """
-    kinds: dict[str, dict[TransferGroup, Traffic]] = defaultdict(dict)
+    kinds: dict[str, dict[TransferGroup, TokenTraffic]] = defaultdict(dict)
     for group, moved in internode_traffic(plan, cluster).items():
         kinds[group.kind][group] = moved
     found = {}
@@ -144,7 +144,7 @@ def routes(
     return found
 
 
-def route(moved: Traffic, row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
+def route(moved: TokenTraffic, row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
     """The route of messages between nodes that start together.
 
     moved: rows of each message; a pair of ranks may occur several times and has one message.
@@ -176,18 +176,18 @@ def check_routing(routing: Routing) -> None:
         raise ValueError(f"routing {routing!r} is none of 'auto', 'off' and a number of proxies of at least 1")
 
 
-def _pairs(moved: Traffic, cluster: Cluster) -> np.ndarray:
+def _pairs(moved: TokenTraffic, cluster: Cluster) -> np.ndarray:
     """int64 [transfer], the number of its pair of ranks: source x ranks + target."""
     return np.asarray(moved.source * cluster.world_size + moved.target)
 
 
-def _least_seconds(moved: Traffic, row_bytes: int, cluster: Cluster) -> float:
+def _least_seconds(moved: TokenTraffic, row_bytes: int, cluster: Cluster) -> float:
     """Seconds if all NICs of the busiest node were equally busy."""
     busy = [np.bincount(end // cluster.ranks_per_node, moved.tokens).max(initial=0) for end in moved[:2]]
     return float(max(busy) * row_bytes / (cluster.nics_per_node * cluster.nic_bandwidth))
 
 
-def _modelled(moved: Traffic, row_bytes: int, cluster: Cluster, number: int) -> Route:
+def _modelled(moved: TokenTraffic, row_bytes: int, cluster: Cluster, number: int) -> Route:
     """Each message in `number` parts, with the number of slices that the model expects to be fastest."""
     cut = moved.tokens[:, None] * np.arange(number + 1) // number
     rows = np.diff(cut)  # [message, part]

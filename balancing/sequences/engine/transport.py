@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.messages import start_message
-from balancing.sequences.engine.program import Message, Messages
+from balancing.sequences.engine.program import Messages, PeerRows
 from balancing.sequences.engine.routing import Slice
 
 __all__ = ["Dtypes", "Pending", "Transport", "dtype_of"]
@@ -40,7 +40,7 @@ class Pending:
         self.on_cuda = into.is_cuda
         self.dtypes: Dtypes = {}
         self.works: list[dist.Work] = []
-        self.arriving: list[tuple[Message, torch.Tensor]] = []  # received packed
+        self.arriving: list[tuple[PeerRows, torch.Tensor]] = []  # received packed
         self.sent: list[torch.Tensor] = []  # kept alive until sent
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -220,6 +220,6 @@ def _connect(group: dist.ProcessGroup) -> None:
         _connected.add(group)
 
 
-def _packed(rows: torch.Tensor, message: Message) -> torch.Tensor:
+def _packed(rows: torch.Tensor, message: PeerRows) -> torch.Tensor:
     parts = [rows[start:stop] for start, stop in message.rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
