@@ -9,11 +9,11 @@ transfers cost time, too: on a link that an all-to-all uses at the same time, ea
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.cluster.links import exchange_seconds, link_seconds, node_masks
 from balancing.experts.placement import ReplicaPlacement
 
 __all__ = [
@@ -21,10 +21,7 @@ __all__ = [
     "MoELayerCost",
     "break_even_tokens",
     "copy_seconds",
-    "exchange_seconds",
     "layer_cost",
-    "link_seconds",
-    "links",
     "with_transfers",
 ]
 
@@ -171,48 +168,12 @@ def copy_seconds(placement: ReplicaPlacement, cluster: Cluster, *, relayed: bool
     """
     expert, source, rank = placement.hops.T
     source, ranks = source if relayed else placement.home[expert], placement.num_ranks
-    _, outside, _ = links(cluster, ranks)
+    _, outside = node_masks(cluster, ranks)
     ends = np.concatenate([source, ranks + rank])
     crosses = outside[source, rank]
     far = np.bincount(ends, weights=np.concatenate([crosses, crosses]), minlength=2 * ranks)
     near = np.bincount(ends, minlength=2 * ranks) - far
     return float(link_seconds(near.reshape(2, ranks), far.reshape(2, ranks), cluster).max())
-
-
-def exchange_seconds(table: np.ndarray, cluster: Cluster) -> float:
-    """Seconds until all bytes have arrived, links working at the same time: the paper's Eq. 1 on two levels.
-
-    table: float [source_rank, rank], bytes; the diagonal costs nothing. A rank's link within its node and a NIC carry
-    both directions at once. Raises ValueError where the table has more ranks than the cluster.
-    """
-    inside, outside, _ = links(cluster, len(table))
-    near, far = table * inside, table * outside
-    ways = np.stack([near.sum(0), near.sum(1)]), np.stack([far.sum(0), far.sum(1)])
-    return float(link_seconds(*ways, cluster).max())
-
-
-def link_seconds(near: np.ndarray, far: np.ndarray, cluster: Cluster) -> np.ndarray:
-    """Seconds of the link that takes longest: [..] for bytes [.., rank] that go within nodes and between nodes."""
-    crossing = (far @ links(cluster, far.shape[-1])[2]).max(-1)
-    return np.maximum(near.max(-1) / cluster.intra_node_bandwidth, crossing / cluster.nic_bandwidth)
-
-
-@lru_cache(maxsize=32)
-def links(cluster: Cluster, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which pairs of ranks share a node and which do not [rank, rank], and the part each NIC has in a rank's traffic
-    [rank, nic]."""
-    if ranks > cluster.world_size:
-        raise ValueError(
-            f"{ranks} ranks do not fit a cluster of {cluster.world_size}; describe the nodes that the expert-parallel "
-            "group runs on, for instance with Cluster.relabel(nodes, ranks_per_node)"
-        )
-    node = np.arange(ranks) // cluster.ranks_per_node
-    same = node[:, None] == node[None, :]
-    nics = np.zeros((ranks, cluster.nodes * cluster.nics_per_node))
-    for rank in range(ranks):
-        own = cluster.nics(rank)
-        nics[rank, list(own)] = 1 / len(own)
-    return same & ~np.eye(ranks, dtype=bool), ~same, nics
 
 
 def break_even_tokens(

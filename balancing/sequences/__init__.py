@@ -1,45 +1,69 @@
-"""Sequences of very different length: what they cost, on which rank, and attention over them wherever they are.
+"""Balances sequences of very different length over context-parallel ranks, and computes exact attention over them.
 
-from balancing.cluster import Cluster
-from balancing.sequences import AttentionShape, plan_sequences, render
+    from balancing.cluster import Cluster
+    from balancing.sequences import AttentionShape, plan_sequences, render
 
-shape = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
-plan = plan_sequences([30000, 1200, 500, 833], Cluster.preset("h200-8x400g"), shape=shape)
-print(render(plan))
+    shape = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
+    plan = plan_sequences([30000, 1200, 500, 833], Cluster.preset("h200-8x400g"), shape=shape)
+    print(render(plan))
+
+Planning:
+
+- sequence: one document of a packed batch; it attends to itself alone, causally.
+- area: query-key pairs under the causal mask, the cost of attention. Linear layers cost tokens.
+- shard: tokens [start, stop) of one sequence on one rank.
+- layout: shards that hold every token once; a plan has one for attention and one for linear layers.
+- remap: to send tokens from one layout to the other.
+- chunk: the unit in which the planner "chunks" cuts the ends of long sequences.
+- zone: where the planner "zones" keeps a sequence: on one rank, on ranks of one node, or on several nodes.
+- exchange: "local", "ring" or "gather", how keys and values of a sequence reach the queries that see them.
+
+Carrying a plan out (`engine`):
+
+- program: the steps of one rank in one layer: start a transfer group, wait for it, compute tasks.
+- transfer group: messages that start together on all ranks, for instance one round of all rings.
+- round, turn: the part of a ring, or of gathering, whose messages are under way together.
+- workspace: rows of keys and values, one a token: the rank's own, then those that it receives.
+- run: adjacent tokens of one sequence on one rank.
+- task, piece: queries against keys that they see, fully or causally; a piece is a task inside a kernel's batch.
+- route, proxy, slice: a message between nodes is cut into parts, each sent by a proxy over its own NIC, in slices.
 """
 
 from balancing.sequences.cost import StepCost, limit_seconds, step_cost
 from balancing.sequences.engine.attention import SequenceAttention
+from balancing.sequences.engine.attention_call import Statistics
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.program import Program
-from balancing.sequences.engine.rank_program import Statistics
-from balancing.sequences.engine.remap import linear_layout, remap
+from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.engine.routing import route
 from balancing.sequences.load import causal_area, zigzag_area
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
+from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.render import render
-from balancing.sequences.sequence_plan import AttentionShape, Exchange, SequencePlan, Shard
-from balancing.sequences.traffic import Traffic, kv_traffic, remap_traffic
+from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard
+from balancing.sequences.traffic import TokenTraffic, kv_traffic, remap_traffic
 
 __all__ = [
     "DEFAULT_CHUNK",
     "METHODS",
     "AttentionShape",
-    "Exchange",
+    "KVExchange",
     "Program",
+    "RankProgram",
     "SequenceAttention",
     "SequencePlan",
     "Shard",
     "Statistics",
     "StepCost",
-    "Traffic",
+    "TokenBytes",
+    "TokenTraffic",
     "causal_area",
+    "compile_rank",
     "kv_traffic",
     "limit_seconds",
     "linear_layout",
     "make_program",
     "plan_sequences",
-    "remap",
     "remap_traffic",
     "render",
     "route",

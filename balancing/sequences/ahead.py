@@ -1,8 +1,8 @@
-"""Plans made ahead of the step that needs them, where the batch is made: in a data loader's worker.
+"""Plans and programs made ahead of the step that needs them, where the batch is made: in a data loader's worker.
 
-A plan follows from the lengths of a batch alone, so every rank that reads the batch makes the same one without talking,
-while the steps before it run. What a rank does under the plan, its way, is worked out there as well: with routes
-between many nodes that takes longer than the plan.
+A plan follows from the lengths of a batch alone, so every rank that reads the batch makes the same one without
+communication, while earlier steps run. The worker also compiles the plan for its rank; with routes between many nodes
+that takes longer than planning.
 """
 
 import time
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.rank_program import Way
+from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["Planned", "PlanningAhead", "zone_shares"]
@@ -20,29 +20,34 @@ _KEPT = 64  # plans; a megabyte each at most
 
 
 class Planned(NamedTuple):
-    """A plan, the way of one rank, and the milliseconds it took to make both: 0 when they were known."""
+    """A plan, the program of one rank, and the milliseconds that both took to make: 0 where they were known."""
 
     plan: SequencePlan
-    way: Way
+    program: RankProgram
     milliseconds: float
 
 
 class PlanningAhead:
-    """Makes and remembers plans. Copies of it travel into workers.
+    """Makes plans and programs and keeps the latest. It is pickled into the workers of a data loader.
 
-    make: lengths [sequence] -> plan, deterministic. find: plan -> way of this rank.
+    plan: makes a plan from lengths [sequence], deterministically.
+    compile: makes the program of this rank from a plan.
     """
 
-    def __init__(self, make: Callable[[tuple[int, ...]], SequencePlan], find: Callable[[SequencePlan], Way]) -> None:
-        self._make, self._find = make, find
-        self._known: OrderedDict[tuple[int, ...], tuple[SequencePlan, Way]] = OrderedDict()
+    def __init__(
+        self,
+        plan: Callable[[tuple[int, ...]], SequencePlan],
+        compile: Callable[[SequencePlan], RankProgram],
+    ) -> None:
+        self._plan, self._compile = plan, compile
+        self._known: OrderedDict[tuple[int, ...], tuple[SequencePlan, RankProgram]] = OrderedDict()
 
     def __call__(self, lengths: Sequence[int]) -> Planned:
         """For a batch with sequences of `lengths` tokens, each at least 1."""
         key, begin = tuple(lengths), time.perf_counter()
         if key not in self._known:
-            plan = self._make(key)
-            self._known[key] = plan, self._find(plan)
+            plan = self._plan(key)
+            self._known[key] = plan, self._compile(plan)
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
             return Planned(*self._known[key], (time.perf_counter() - begin) * 1e3)
@@ -51,7 +56,7 @@ class PlanningAhead:
 
 
 def zone_shares(plans: Sequence[SequencePlan], cluster: Cluster) -> dict[str, float]:
-    """Shares of all tokens: of sequences that stay on one rank, in one node, and that cross nodes."""
+    """Shares of all tokens in sequences that lie on one rank, on ranks of one node, and on several nodes."""
     tokens = dict.fromkeys(("local", "intra_node", "inter_node"), 0)
     for plan in plans:
         for sequence, length in enumerate(plan.lengths):

@@ -1,14 +1,13 @@
-"""What a plan of sequences costs in seconds and bytes, and the least that its batch can cost.
+"""Cost of a plan of sequences in seconds and bytes, and the least cost of its batch.
 
-Attention costs query-key pairs, in tiles of 128 x 128 as flash attention computes them, so a shard of ten tokens costs
+Attention costs query-key pairs in tiles of 128 x 128, as flash attention computes them, so a shard of ten tokens costs
 a tile for every 128 keys. Linear layers cost tokens. Keys and values travel under attention's compute, but not all the
-time: something must have come before there is anything to compute, and the last gradients leave when all is computed.
-Tokens that are remapped travel under nothing (`traffic` has the links).
+time: computation starts only once some keys have arrived, and the last gradients leave after it has ended. Remapping of
+tokens overlaps with nothing. Link times are those of `traffic`.
 
-Forward and backward of one micro-batch, recompute not counted. Backward computes attention 2.5 times (flash attention
-computes scores again) and linear layers twice; keys and values travel again, and their gradients travel home, on a ring
-inside a node as sums in float32.
-Latency of messages and of kernels is not in the model.
+Times are of forward and backward of one micro-batch, without recomputation. Backward computes attention 2.5 times
+(flash attention recomputes scores) and linear layers twice; keys and values travel again, and their gradients travel
+back, on a ring inside a node as float32 sums. The latency of messages and kernels is not modelled.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,15 +18,15 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences.load import causal_area
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
-from balancing.sequences.traffic import Traffic, layout_traffic, link_seconds, remap_traffic
+from balancing.sequences.traffic import TokenTraffic, layout_traffic, remap_traffic, traffic_seconds
 
 __all__ = [
     "StepCost",
     "attention_seconds",
-    "exchange_seconds",
     "hidden_seconds",
     "hidden_tokens",
     "kv_bytes",
+    "kv_seconds",
     "limit_seconds",
     "linear_seconds",
     "pair_flops",
@@ -38,22 +37,25 @@ __all__ = [
 
 TILE = 128
 _BYTES = 2  # of bf16
-_ATTENTION_ACHIEVED = 0.6  # flash attention's FLOP/s over those of large matrix products: 0.57 on H200, 0.72 on A800
+_ATTENTION_ACHIEVED = 0.6  # FLOP/s of flash attention over those of large matrix products: 0.57 on H200, 0.72 on A800
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
-# Shares of transfers that nothing hid although there was compute enough, on the emulated cluster
+# Shares of transfers that stayed exposed although there was compute enough, on the emulated cluster
 # (benchmarks/log/2026-11-20-sequences-emulated.md).
 _NEVER_HIDDEN = {"ring": 0.2, "gather": 0.4}
-# Of attention's time. Hops cost something, too: where less was to be saved, nothing was (same file).
+# Least share of attention's time to save by routing. Hops have a cost: below this nothing was saved (same file).
 _ROUTING_SAVES = 0.2
 _SUM_WIDTH = 2.0  # bytes of a key's gradient over those of a key, in float32 as rings sum them inside a node
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of forward and backward of one micro-batch through all layers, on the rank or link that takes longest.
+    """Seconds of forward and backward of one micro-batch through all layers, on the slowest rank or link.
 
-    attention: compute. exchange: keys and values, and their gradients. exposed: what of the exchange attention's
-    compute does not hide. linear: compute of all other layers. remap: tokens between the two layouts.
+    attention: compute of attention.
+    exchange: transfers of keys, values and their gradients.
+    exposed: the part of `exchange` that compute of attention does not hide.
+    linear: compute of all other layers.
+    remap: transfers between the two layouts.
     """
 
     attention: float
@@ -79,20 +81,25 @@ def step_cost(
 ) -> StepCost:
     """The cost of one micro-batch.
 
-    routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker. remapped: whether
-    linear layers use the plan's linear layout; otherwise they use attention's, and nothing is remapped. gradient_width:
-    bytes of a key's gradient over those of a key, None for what the engine sends; other systems send mostly bf16, which
-    is 1. Raises ValueError where the plan has more ranks than the cluster.
+    plan: of the batch.
+    cluster: of at least the plan's ranks.
+    shape: the model.
+    routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker.
+    remapped: whether linear layers use the plan's linear layout; otherwise they use attention's.
+    gradient_width: bytes of a key's gradient over those of a key; None for what the engine sends. Other systems mostly
+        send bf16, which is 1.
+
+    Raises ValueError for a plan with more ranks than the cluster.
     """
     moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
-    exchange = exchange_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
+    exchange = kv_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
     exposed = _exposed(plan, exchange, compute)
     remap = 0.0
     if remapped and plan.remapped:
         moved = remap_traffic(plan)
         heads = (shape.heads + 2 * shape.kv_heads) + shape.heads  # q, k and v to attention; its output back
-        remap = link_seconds(moved, heads * shape.head_size * _BYTES, cluster, routed)  # both ways are equally long
+        remap = traffic_seconds(moved, heads * shape.head_size * _BYTES, cluster, routed)  # both ways are equally long
     tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
     return StepCost(
         attention=shape.layers * (1 + _ATTENTION_BACKWARD) * compute,
@@ -103,58 +110,64 @@ def step_cost(
     )
 
 
-def exchange_seconds(
-    moved: Traffic,
+def kv_seconds(
+    moved: TokenTraffic,
     exchange: Collection[str],
     token_bytes: float,
     cluster: Cluster,
     routed: bool | None = None,
     gradient_width: float | None = None,
 ) -> tuple[float, float]:
-    """Seconds that keys and values take in one layer forward, and with their gradients backward.
+    """Seconds of transfers of keys and values in one layer: forward, and backward with their gradients.
 
-    moved: tokens whose keys travel forward. exchange: of each sequence, as plans have it; where some are on rings,
-    gradients count as those of rings. The other arguments are those of `step_cost` and `traffic.link_seconds`.
+    moved: tokens whose keys are sent forward.
+    exchange: of each sequence; if any is on a ring, gradients count as those of rings.
+    token_bytes: bytes of one token's keys and values.
+    cluster, routed: as in `traffic.traffic_seconds`.
+    gradient_width: as in `step_cost`.
     """
-    forward = link_seconds(moved, token_bytes, cluster, routed)
+    forward = traffic_seconds(moved, token_bytes, cluster, routed)
     if gradient_width is not None or "ring" not in exchange:
         return forward, (1 + (gradient_width or 1.0)) * forward
     back = moved._replace(tokens=moved.tokens * np.where(moved.crossing(cluster), 2.0, 1 + _SUM_WIDTH))
-    return forward, link_seconds(back, token_bytes, cluster, routed)
+    return forward, traffic_seconds(back, token_bytes, cluster, routed)
 
 
 def routing_pays(
     plan: SequencePlan, cluster: Cluster, *, kv_bytes: int, remap_bytes: int, flops_of_pair: float
 ) -> bool:
-    """Whether to spread what leaves a node over all its NICs saves enough of attention's time.
+    """Whether spreading what leaves a node over all its NICs saves enough of attention's time.
 
-    kv_bytes: of one token's keys and values in one layer. remap_bytes: of what is remapped of one token, to attention
-    and back. flops_of_pair: `pair_flops` of the layer.
+    plan: of the batch.
+    cluster: of the plan's ranks.
+    kv_bytes: bytes of one token's keys and values in one layer.
+    remap_bytes: bytes of one token that are remapped to attention and back.
+    flops_of_pair: `pair_flops` of the layer.
     """
     moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
     compute = float(tile_area(plan).max(initial=0.0)) * flops_of_pair / (cluster.flops * _ATTENTION_ACHIEVED)
     waits = []
     for routed in (False, True):
-        waits.append(_exposed(plan, exchange_seconds(moved, plan.exchange, kv_bytes, cluster, routed), compute))
+        waits.append(_exposed(plan, kv_seconds(moved, plan.exchange, kv_bytes, cluster, routed), compute))
         if plan.remapped:
-            waits[-1] += 2 * link_seconds(remap_traffic(plan), remap_bytes, cluster, routed)
+            waits[-1] += 2 * traffic_seconds(remap_traffic(plan), remap_bytes, cluster, routed)
     direct, spread = waits
     return direct - spread > _ROUTING_SAVES * ((1 + _ATTENTION_BACKWARD) * compute + direct)
 
 
 def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
-    """The physical limit of a batch: its exact FLOPs spread evenly over all ranks, and every transfer hidden."""
+    """Seconds of the physical limit: the batch's exact FLOPs spread evenly over all ranks, all transfers hidden."""
     attention = attention_seconds(causal_area(lengths), cluster, shape)
     return (attention + linear_seconds(sum(lengths), cluster, shape)) / cluster.world_size
 
 
 def attention_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds one rank computes so many query-key pairs in all layers, forward and backward."""
+    """Seconds in which one rank computes `pairs` query-key pairs in all layers, forward and backward."""
     return shape.layers * (1 + _ATTENTION_BACKWARD) * hidden_seconds(pairs, cluster, shape)
 
 
 def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds one rank computes so many query-key pairs in one layer, forward: as much transfer is hidden under it."""
+    """Seconds in which one rank computes `pairs` query-key pairs in one layer, forward; they hide as much transfer."""
     return pairs * pair_flops(shape.heads, shape.head_size) / (cluster.flops * _ATTENTION_ACHIEVED)
 
 
@@ -164,18 +177,18 @@ def kv_bytes(shape: AttentionShape) -> int:
 
 
 def linear_seconds(tokens: float, cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds one rank computes the linear layers of so many tokens, forward and backward; the MLP is a gated one."""
+    """Seconds in which one rank computes all linear layers of `tokens`, forward and backward, with a gated MLP."""
     width, kv_width = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     parameters = shape.hidden * (2 * width + 2 * kv_width + 3 * shape.ffn_hidden)
     return shape.layers * (1 + _LINEAR_BACKWARD) * 2 * parameters * tokens / cluster.flops
 
 
 def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> float:
-    """Tokens a rank of a ring must hold so that computing a round takes as long as sending the next, forward.
+    """Tokens on a rank of a ring for which computing a round takes as long as sending the next, forward.
 
-    The crossing of quadratic compute and linear communication: a round of a causal zig-zag ring with c tokens a rank
-    computes 2 c^2 heads x head_size FLOPs and sends 2 c kv_heads x head_size numbers. bandwidth: bytes/s of its slowest
-    link. 0 for a link of infinite speed.
+    Compute is quadratic and communication linear: a round of a causal zig-zag ring with c tokens a rank computes
+    2 c^2 heads x head_size FLOPs and sends 2 c kv_heads x head_size numbers. bandwidth: bytes/s of the ring's slowest
+    link; 0 tokens if it is infinite.
     """
     flops = cluster.flops * _ATTENTION_ACHIEVED
     return (
@@ -189,13 +202,13 @@ def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> 
 
 
 def tile_area(plan: SequencePlan) -> np.ndarray:
-    """float [rank]: query-key pairs a rank computes in attention, in whole tiles.
+    """float64 [rank], query-key pairs that a rank computes in attention, in whole tiles.
 
-    Where a sequence goes round a ring, every round's keys are tiles of their own, which short sequences do not fill.
+    On a ring the keys of each round are separate tiles, which short sequences do not fill.
     """
     sequence, start, stop, rank = plan.table.T
     rows = -(-(stop - start) // TILE)
-    # Rows of tiles end at start + 128, start + 256 and so on, the last one at stop, and reach back to key 0.
+    # Rows of tiles end at start + 128, start + 256, ..., stop, and reach back to key 0.
     tiles = (rows - 1) * -(-start // TILE) + rows * (rows - 1) // 2 + -(-stop // TILE)
     members = np.array([len(plan.ring(number)) for number in range(len(plan.lengths))])
     # Of a zig-zag ring's pairs one half is with all keys of a rank, the other with its first half alone; in tiles.
@@ -206,14 +219,14 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
 
 
 def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) -> float:
-    """Seconds of the exchange in one layer, forward and backward, that compute does not hide. compute: forward."""
+    """Seconds of the exchange in one layer that compute does not hide. compute: seconds of the forward pass."""
     forward, backward = exchange
     beyond = max(0.0, forward - compute) + max(0.0, backward - _ATTENTION_BACKWARD * compute)
     return max(beyond, _never_hidden(plan) * (forward + backward))
 
 
 def _never_hidden(plan: SequencePlan) -> float:
-    """The share of the exchange that is exposed at least. Where both kinds travel one waits for the other."""
+    """Least exposed share of the exchange; with both kinds under way, one waits for the other."""
     return sum(share for exchange, share in _NEVER_HIDDEN.items() if exchange in plan.exchange)
 
 

@@ -1,4 +1,4 @@
-"""What sequences cost a rank: linear layers pay for tokens, attention for the area under the causal mask.
+"""Load of sequences on ranks: linear layers cost tokens, attention costs the area under the causal mask.
 
 A document of l tokens has l (l + 1) / 2 query-key pairs, so one long document costs as much attention as many short
 ones that have many more tokens together (Zeppelin, arXiv 2509.21841, section 2).
@@ -21,8 +21,8 @@ def zigzag_areas(lengths: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
     """int64 [rank]: query-key pairs whose queries fall on each of `ranks` context-parallel ranks.
 
     The packed sequence of documents of `lengths` tokens [document] is cut into 2 x ranks equal chunks; a rank holds
-    chunks `rank` and `2 x ranks - 1 - rank`, as Megatron-LM cuts it; one rank holds all. Raises ValueError when it does
-    not cut evenly.
+    chunks `rank` and `2 x ranks - 1 - rank`, as in Megatron-LM; one rank holds all. Raises ValueError if the tokens do
+    not divide into equal chunks.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     if ranks == 1:
@@ -40,5 +40,5 @@ def zigzag_areas(lengths: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
 
 
 def zigzag_area(lengths: Sequence[int] | np.ndarray, rank: int, ranks: int) -> int:
-    """The share of one `rank` in `zigzag_areas`, which raises what this raises."""
+    """The area of one `rank` of `zigzag_areas`; raises what that raises."""
     return int(zigzag_areas(lengths, ranks)[rank])

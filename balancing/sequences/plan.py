@@ -1,7 +1,7 @@
-"""Plans of sequences: from the lengths of a batch to the rank that holds each token.
+"""Plans of sequences: the rank of each token, from the lengths of a batch.
 
-A plan is made from the lengths, the cluster and the model's shape alone, so every rank makes the same one without
-talking. It can also be made ahead, in a data loader's worker.
+A plan follows from the lengths, the cluster and the model's shape alone, so every rank makes the same one without
+communication. It can also be made ahead, in a data loader's worker (`balancing.sequences.ahead`).
 """
 
 import difflib
@@ -15,9 +15,9 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences.cost import step_cost
 from balancing.sequences.planners.baselines import Scheduler, even_layout, hybrid_layout
-from balancing.sequences.planners.chunks import level_chunks
+from balancing.sequences.planners.chunks import balanced_chunks
 from balancing.sequences.planners.kv_exchange import choose_exchange, same_exchange
-from balancing.sequences.planners.linear_layout import level_tokens
+from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.planners.zigzag import token_quotas
 from balancing.sequences.planners.zones import zone_layout
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard
@@ -28,9 +28,9 @@ Method = Literal["auto", "chunks", "zones", "ring", "gather", "hybrid"]
 METHODS: tuple[str, ...] = get_args(Method)
 DEFAULT_CHUNK = 512
 
-# Tokens of a rank in attention over the mean, where zones is not given a capacity.
+# Most tokens of a rank in attention over the mean, for zones without a capacity.
 _ZONES_ROOM = 1.5
-# A ring over all ranks only pays for a few long sequences; with more pieces than this, auto does not look at it.
+# Most shards of ring and gather that auto considers: a ring over all ranks pays for few, long sequences only.
 _MOST_RING_SHARDS = 2048
 
 
@@ -45,28 +45,32 @@ def plan_sequences(
     routed: bool | None = None,
     scheduler: Scheduler | None = None,
 ) -> SequencePlan:
-    """Where every token of a batch is, in attention and in linear layers.
+    """The rank of every token of a batch, in attention and in linear layers.
 
-    lengths: tokens of each sequence, at least one. cluster: the balancing domain; its ranks are those of the plan.
-    shape: the model, for costs. token_capacity: most tokens a rank may hold; None for no limit. chunk: the granularity
-    at which method chunks cuts long sequences, 512 by default, less where balance needs it. routed: whether what
-    leaves a node will be spread over its NICs, for costs; None for whichever is quicker. scheduler: for method hybrid,
-    as in `baselines.hybrid_groups`.
+    lengths: tokens of each sequence, at least one.
+    cluster: the ranks to plan for, usually those of a context-parallel group.
+    shape: the model, for costs.
+    method: see below.
+    token_capacity: most tokens of a rank in attention; None for no limit.
+    chunk: granularity at which "chunks" cuts long sequences, in tokens; 512 by default, less where balance needs it.
+    routed: for costs, whether what leaves a node is spread over its NICs; None for whichever is quicker.
+    scheduler: for "hybrid", as in `baselines.hybrid_groups`.
 
-    method:
-    - "chunks": one layout, level in tokens and in area; a cut sequence's keys and values
-      are gathered, or go round a ring between nodes where that is less to send and is not hidden.
-    - "zones": Zeppelin's, level in area, with tokens remapped for linear layers. Without a capacity a rank holds at
-      most 1.5 times the mean in attention. Where sequences do not pack into a tight capacity, all go over all ranks.
-    - "ring", "gather": every sequence over all ranks. "hybrid": the layout of Megatron-LM's scheduler; its groups run
-      one after another there, so the capacity holds for each of them, not for the plan.
-    - "auto": the cheapest of chunks, zones, and for few sequences ring and gather, by `cost.step_cost`. It takes longer
-      to plan than all of them; in training a data loader's worker does it, ahead of the step.
+    Methods:
+    - "chunks": one layout, balanced in tokens and in area. Keys and values of a cut sequence are gathered, or go round
+      a ring between nodes where gathering is not hidden and takes longer.
+    - "zones": Zeppelin's, balanced in area, with tokens remapped for linear layers. Without a capacity a rank holds at
+      most 1.5 times the mean in attention. If sequences do not pack into a tight capacity, all are cut over all ranks.
+    - "ring", "gather": every sequence over all ranks.
+    - "hybrid": the layout of Megatron-LM's scheduler. Its groups run one after another there, so the capacity holds for
+      each group, not for the plan.
+    - "auto": the cheapest of chunks, zones and, for few sequences, ring and gather, by `cost.step_cost`. Planning takes
+      as long as all of them together; in training a data loader's worker does it ahead of the step.
 
-    Linear layers get the same number of tokens on every rank with every method, up to one. With fewer tokens than ranks
-    some ranks are empty. On one rank everything is local whatever the method.
+    Every method gives linear layers the same number of tokens on every rank, up to one. With fewer tokens than ranks
+    some ranks are empty. On one rank everything is local.
 
-    Raises ValueError for an unknown method, no lengths or lengths below 1, a capacity below 1, below the mean or too
+    Raises ValueError for an unknown method, no lengths, lengths below 1, a capacity below 1, below the mean or too
     small for the longest sequence over all ranks, a chunk below 1, and whatever keeps hybrid from planning.
     """
     if method not in METHODS:
@@ -89,7 +93,7 @@ def plan_sequences(
 
 
 class _Planner:
-    """One batch, planned by any method."""
+    """Plans one batch by any method."""
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class _Planner:
     def plan(self, method: str) -> SequencePlan:
         ranks, capacity = self.cluster.world_size, self.capacity
         if method == "chunks":
-            attention = level_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk)
+            attention = balanced_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk)
         elif method == "zones":
             room = int(max(self.quotas) * _ZONES_ROOM) if capacity is None else capacity
             zones = zone_layout(self.lengths, self.cluster, self.shape, room)
@@ -128,7 +132,7 @@ class _Planner:
         layout = tuple(sorted(attention, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
         linear = layout
         if method in ("zones", "hybrid"):
-            linear = tuple(level_tokens(layout, self.quotas, self.cluster))
+            linear = linear_layout(layout, self.cluster)
         if method == "chunks":
             exchange = choose_exchange(layout, self.lengths, self.cluster, self.shape, routed=self.routed)
         else:

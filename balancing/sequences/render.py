@@ -1,15 +1,17 @@
-"""A plan of sequences as text: what each rank holds in attention, and what moves for linear layers."""
+"""A plan of sequences as text: what each rank holds in attention, and how much it holds in linear layers."""
 
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 
 __all__ = ["render"]
 
-_MOST = 6  # shards of a rank that are written out
+_MOST = 6  # shards shown of a rank
 
 
 def render(plan: SequencePlan) -> str:
-    """One line a rank: tokens, area over the mean, and its shards as sequence[start:stop] with how keys and values
-    travel, ~ for a ring and < for gathered ones. Ends without a line break."""
+    """One line a rank: tokens, area over the mean, and its shards as sequence[start:stop].
+
+    ~ marks a sequence on a ring, < one whose keys are gathered. The text ends without a line break.
+    """
     mean = max(float(plan.area.mean()), 1.0)
     tokens, area = int(plan.tokens.max()) * plan.ranks / sum(plan.lengths), float(plan.area.max()) / mean
     lines = [

@@ -1,13 +1,13 @@
-"""What a plan of sequences is: which rank holds which tokens, in attention and in linear layers.
+"""The plan of a batch of sequences: which rank holds which tokens, in attention and in linear layers.
 
 A batch is a list of sequences (documents) of different length. A layout cuts it into shards, contiguous pieces of one
-sequence, each on one rank. Attention and linear layers may want different layouts: attention costs the area under the
-causal mask, linear layers cost tokens (Zeppelin, arXiv 2509.21841, section 3). Where the two differ, tokens are
-remapped between them.
+sequence, each on one rank. Attention costs the area under the causal mask, linear layers cost tokens, so the two may
+have different layouts (Zeppelin, arXiv 2509.21841, section 3). Where they differ, tokens are remapped in between.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,9 +17,20 @@ import numpy as np
 
 from balancing.sequences.load import causal_area
 
-__all__ = ["AttentionShape", "Exchange", "SequencePlan", "Shard", "columns"]
+__all__ = [
+    "AttentionShape",
+    "KVExchange",
+    "Range",
+    "SequencePlan",
+    "Shard",
+    "by_sequence",
+    "columns",
+    "join_adjacent",
+    "runs_of",
+]
 
-Exchange = Literal["local", "ring", "gather"]
+KVExchange = Literal["local", "ring", "gather"]
+Range = tuple[int, int]  # [start, stop)
 
 
 class Shard(NamedTuple):
@@ -32,12 +43,12 @@ class Shard(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tokens the shard has."""
+        """Number of tokens."""
         return self.stop - self.start
 
     @property
     def area(self) -> int:
-        """Query-key pairs of its tokens as queries: each sees its sequence from the beginning to itself."""
+        """Query-key pairs whose query is in the shard: each sees its sequence from the beginning to itself."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
 
@@ -45,8 +56,13 @@ class Shard(NamedTuple):
 class AttentionShape:
     """Sizes of one transformer model, for costs.
 
-    hidden: model width. heads, kv_heads: query and key-value heads (kv_heads < heads is grouped-query attention).
-    layers: transformer layers. ffn_hidden: width of the feed-forward layer. head_size: hidden / heads unless given.
+    hidden: model width.
+    heads: query heads.
+    kv_heads: key-value heads; fewer than heads in grouped-query attention.
+    layers: transformer layers.
+    ffn_hidden: width of the feed-forward layer.
+    head_size: numbers of a head; hidden / heads unless given.
+
     Raises ValueError for sizes below 1, heads that kv_heads does not divide, and hidden that heads does not divide.
     """
 
@@ -71,16 +87,19 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Where every token of a batch is, and how keys and values reach the queries that need them.
+    """The ranks of all tokens of a batch, and the exchange that brings keys and values to the queries that see them.
 
-    lengths: tokens of each sequence. ranks: of the balancing domain. method: the planner that made it.
-    attention, linear: the two layouts. A rank's tokens stand in the order of its shards in the tuple. With equal
-    layouts (`remapped` is False) nothing moves between attention and linear layers.
-    exchange: per sequence, how its keys and values travel: "local", all of it on one rank; "ring", the ranks that hold
-    it pass their share round, in the order of `ring(sequence)`; "gather", each rank receives what its queries see.
+    lengths: tokens of each sequence.
+    ranks: number of ranks.
+    method: the planner that made the plan.
+    attention: the layout of attention. A rank's tokens are in the order of its shards in the tuple.
+    linear: the layout of linear layers, likewise. If it equals that of attention, nothing is remapped.
+    exchange: of each sequence. "local": all of it is on one rank. "ring": the ranks that hold it pass their shares
+        round in the order of `ring(sequence)`. "gather": each rank receives the keys that its queries see.
+    capacity: most tokens of a rank in attention; None for no limit.
 
-    Raises ValueError when a layout does not hold every token exactly once, a rank is outside, a "local" sequence is on
-    several ranks, or `capacity` (tokens a rank may hold in attention; None for no limit) is exceeded.
+    Raises ValueError if a layout does not hold every token exactly once, a rank is out of range, a "local" sequence is
+    on several ranks, or a rank exceeds the capacity.
     """
 
     lengths: tuple[int, ...]
@@ -88,15 +107,15 @@ class SequencePlan:
     method: str
     attention: tuple[Shard, ...]
     linear: tuple[Shard, ...]
-    exchange: tuple[Exchange, ...]
+    exchange: tuple[KVExchange, ...]
     capacity: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.exchange) != len(self.lengths):
             raise ValueError(f"{len(self.exchange)} ways of exchange for {len(self.lengths)} sequences")
-        unknown = set(self.exchange) - set(get_args(Exchange))
+        unknown = set(self.exchange) - set(get_args(KVExchange))
         if unknown:
-            raise ValueError(f"exchange {sorted(unknown)[0]!r} is none of {', '.join(get_args(Exchange))}")
+            raise ValueError(f"exchange {sorted(unknown)[0]!r} is none of {', '.join(get_args(KVExchange))}")
         _check_layout("attention", self.table, self.lengths, self.ranks)
         if self.linear is not self.attention:
             _check_layout("linear", columns(self.linear), self.lengths, self.ranks)
@@ -110,11 +129,11 @@ class SequencePlan:
 
     @property
     def remapped(self) -> bool:
-        """Whether tokens move between attention and linear layers."""
+        """Whether attention and linear layers have different layouts."""
         return self.attention != self.linear
 
     def shards(self, rank: int, *, linear: bool = False) -> tuple[Shard, ...]:
-        """The shards of `rank`, in the order in which its tokens stand."""
+        """The shards of `rank`, in the order of its tokens."""
         return self._by_rank[linear][rank]
 
     def ring(self, sequence: int) -> tuple[int, ...]:
@@ -123,30 +142,30 @@ class SequencePlan:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """int64 [shard, (sequence, start, stop, rank)]: the layout of attention."""
+        """int64 [shard, (sequence, start, stop, rank)], the layout of attention."""
         return columns(self.attention)
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """int [rank]: tokens in attention."""
+        """int64 [rank], tokens in attention."""
         return self._sum(self.table, lambda start, stop: stop - start)
 
     @cached_property
     def linear_tokens(self) -> np.ndarray:
-        """int [rank]: tokens in linear layers."""
+        """int64 [rank], tokens in linear layers."""
         table = self.table if self.linear is self.attention else columns(self.linear)
         return self._sum(table, lambda start, stop: stop - start)
 
     @cached_property
     def area(self) -> np.ndarray:
-        """int [rank]: query-key pairs whose queries are on the rank."""
+        """int64 [rank], query-key pairs whose query is on the rank."""
         return self._sum(self.table, lambda start, stop: (stop * (stop + 1) - start * (start + 1)) // 2)
 
     @cached_property
     def digest(self) -> str:
-        """The same on two ranks exactly when their plans are the same."""
-        said = (self.lengths, self.ranks, self.attention, self.linear, self.exchange)
-        return hashlib.sha256(repr(said).encode()).hexdigest()
+        """Hash of the plan, by which ranks check that they follow the same one."""
+        content = (self.lengths, self.ranks, self.attention, self.linear, self.exchange)
+        return hashlib.sha256(repr(content).encode()).hexdigest()
 
     def _sum(self, table: np.ndarray, what: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
         _, start, stop, rank = table.T
@@ -175,8 +194,32 @@ def columns(shards: Sequence[Shard]) -> np.ndarray:
     return np.fromiter(chain.from_iterable(shards), np.int64, 4 * len(shards)).reshape(-1, 4)
 
 
+def by_sequence(shards: Iterable[Shard]) -> Mapping[int, list[Shard]]:
+    """The shards of each sequence, sorted by position."""
+    found: dict[int, list[Shard]] = defaultdict(list)
+    for shard in sorted(shards):
+        found[shard.sequence].append(shard)
+    return found
+
+
+def runs_of(shards: Iterable[Shard]) -> list[Range]:
+    """Token ranges of shards of one sequence and one rank, sorted by position; adjacent shards make one range."""
+    return join_adjacent((shard.start, shard.stop) for shard in shards)
+
+
+def join_adjacent(ranges: Iterable[Range]) -> list[Range]:
+    """The same ranges in the same order, each merged with the one before it where that ends at its start."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
 def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: int) -> None:
-    """Every token of every sequence exactly once, on ranks that exist."""
+    """Raise ValueError unless each token of each sequence is there exactly once, on a rank below `ranks`."""
     sequence, start, stop, rank = table[np.lexsort((table[:, 1], table[:, 0]))].T
     if (wrong := np.flatnonzero((sequence < 0) | (sequence >= len(lengths)))).size:
         raise ValueError(f"the {name} layout has a shard of sequence {sequence[wrong[0]]}; there are {len(lengths)}")

@@ -1,24 +1,19 @@
-"""What travels between ranks under a plan of sequences, and how long the links take for it.
-
-A link is as busy as the sum of what it carries; links work at the same time. Ranks of a node talk over one kind of
-link, nodes over NICs, which ranks may share. Routed, what leaves a node is spread over all its NICs by way of the other
-ranks of the node, and collected again at the other end (Zeppelin, arXiv 2509.21841, section 3.3).
-"""
+"""Tokens that travel between ranks under a plan of sequences, and the seconds that links take for them."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.cluster.links import link_seconds, routed_link_seconds
 from balancing.sequences.sequence_plan import SequencePlan, columns
 
-__all__ = ["Traffic", "kv_traffic", "layout_traffic", "link_seconds", "remap_traffic"]
+__all__ = ["TokenTraffic", "kv_traffic", "layout_traffic", "remap_traffic", "traffic_seconds"]
 
 
-class Traffic(NamedTuple):
-    """int64 [transfer]: so many tokens go from rank `source` to rank `target`. A pair may come several times."""
+class TokenTraffic(NamedTuple):
+    """int64 [transfer]: `tokens` go from rank `source` to rank `target`. A pair of ranks may occur several times."""
 
     source: np.ndarray
     target: np.ndarray
@@ -40,31 +35,31 @@ class Traffic(NamedTuple):
         return table
 
 
-def kv_traffic(plan: SequencePlan) -> Traffic:
-    """Tokens whose keys and values travel, forward, in one layer.
+def kv_traffic(plan: SequencePlan) -> TokenTraffic:
+    """Tokens whose keys and values are sent in one layer, forward.
 
-    On a ring each rank hands on to the next all but what the next one holds itself. Gathered, each rank receives, of
-    every token that its last query sees and it does not hold, the keys and values from the rank that holds them.
+    On a ring each rank passes to the next one all tokens that the next one does not hold. Gathered, a rank receives
+    every token that its last query sees and that it does not hold, from the rank that holds it.
     """
     return layout_traffic(plan.table, plan.lengths, plan.exchange)
 
 
 def layout_traffic(
     shards: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], *, in_step: bool = False
-) -> Traffic:
+) -> TokenTraffic:
     """As `kv_traffic`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)].
 
-    in_step: for time instead of bytes. All ranks of a ring go from round to round together, so that every round takes
-    as long as the largest share under way; each share counts as much as the largest.
+    in_step: for times instead of bytes. The ranks of a ring go from round to round together, so each round takes as
+    long as its largest share; every share counts as the largest.
     """
     how = np.array(exchange)[shards[:, 0]]
     on_rings = _on_rings(shards[how == "ring"], lengths, in_step)
     gathered = _gathered(shards[how == "gather"], len(lengths))
-    return Traffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered, strict=True)))
+    return TokenTraffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered, strict=True)))
 
 
-def remap_traffic(plan: SequencePlan) -> Traffic:
-    """Tokens that go from the linear layout to that of attention, in one layer."""
+def remap_traffic(plan: SequencePlan) -> TokenTraffic:
+    """Tokens that are sent from the linear layout to the layout of attention, in one layer."""
     offset = np.cumsum([0, *plan.lengths])
     owners, cuts = [], []
     for layout in (plan.linear, plan.attention):
@@ -79,32 +74,35 @@ def remap_traffic(plan: SequencePlan) -> Traffic:
     return _off_diagonal(source, target, tokens)
 
 
-def link_seconds(traffic: Traffic, token_bytes: float, cluster: Cluster, routed: bool | None = None) -> float:
-    """Seconds until everything has arrived.
+def traffic_seconds(
+    traffic: TokenTraffic,
+    token_bytes: float,
+    cluster: Cluster,
+    routed: bool | None = None,
+) -> float:
+    """Seconds until everything has arrived, by the link model of `balancing.cluster.links`.
 
-    token_bytes: bytes of one token of the traffic. routed: whether what leaves a node is spread over all its NICs; None
-    for whichever is quicker. Raises ValueError for ranks outside the cluster.
+    token_bytes: bytes of one token of the traffic.
+    routed: whether what leaves a node is spread over all its NICs; None for whichever is quicker.
+
+    Raises ValueError for ranks outside the cluster.
     """
-    ranks, per_node = cluster.world_size, cluster.ranks_per_node
+    ranks = cluster.world_size
     highest = max(int(traffic.source.max(initial=0)), int(traffic.target.max(initial=0)))
     if highest >= ranks:
         raise ValueError(f"rank {highest} of the plan is not in a cluster of {ranks} ranks; plan for this cluster")
     crossing = traffic.crossing(cluster)
-    alone, spread = 0.0, 0.0
-    for end in (traffic.source, traffic.target):
-        near = np.bincount(end[~crossing], traffic.tokens[~crossing], ranks) * token_bytes
-        far = np.bincount(end[crossing], traffic.tokens[crossing], ranks) * token_bytes
-        rank, nic, part = _nic_parts(cluster)
-        by_nic = np.bincount(nic, far[rank] * part) / cluster.nic_bandwidth
-        alone = max(alone, near.max() / cluster.intra_node_bandwidth, by_nic.max())
-        dealt = near + far * (1 - 1 / cluster.nics_per_node)  # the rest goes out through the rank's own NIC
-        by_node = far.reshape(cluster.nodes, per_node).sum(1) / (cluster.nics_per_node * cluster.nic_bandwidth)
-        spread = max(spread, dealt.max() / cluster.intra_node_bandwidth, by_node.max())
-    return float(min(alone, spread) if routed is None else spread if routed else alone)
+    near, far = (
+        np.stack([np.bincount(end[part], traffic.tokens[part], ranks) for end in traffic[:2]]) * token_bytes
+        for part in (~crossing, crossing)
+    )
+    models = {False: link_seconds, True: routed_link_seconds}
+    chosen = models.values() if routed is None else [models[routed]]
+    return min(float(seconds(near, far, cluster).max()) for seconds in chosen)
 
 
 class _Members(NamedTuple):
-    """int64 [member]: who holds parts of which sequence, by sequence, then in the order of its ring."""
+    """int64 [member]: ranks that hold parts of a sequence, by sequence, then in the order of its ring."""
 
     sequence: np.ndarray
     rank: np.ndarray
@@ -123,11 +121,11 @@ def _members(shards: np.ndarray) -> _Members:
     return _Members(member[order] // ranks, member[order] % ranks, tokens[order], sees[order])
 
 
-def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traffic:
-    """What each member of a ring hands to the next."""
+def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> TokenTraffic:
+    """Tokens that each member of a ring passes to the next."""
     members = _members(shards)
     if not len(shards):
-        return Traffic(members.rank, members.rank, members.tokens)
+        return TokenTraffic(members.rank, members.rank, members.tokens)
     begins = np.flatnonzero(np.append(True, np.diff(members.sequence) != 0))
     following = np.arange(1, len(members.rank) + 1)
     following[np.append(begins[1:], len(members.rank)) - 1] = begins
@@ -138,8 +136,8 @@ def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> Traf
     return _off_diagonal(members.rank, members.rank[following], handed)
 
 
-def _gathered(shards: np.ndarray, sequences: int) -> Traffic:
-    """What each rank needs of each shard: all pairs of a shard and a member of its sequence."""
+def _gathered(shards: np.ndarray, sequences: int) -> TokenTraffic:
+    """Tokens that each rank needs of each shard, over all pairs of a shard and a member of its sequence."""
     members = _members(shards)
     number = np.bincount(members.sequence, minlength=sequences)
     sequence, start, stop, holder = shards.T
@@ -151,15 +149,6 @@ def _gathered(shards: np.ndarray, sequences: int) -> Traffic:
     return _off_diagonal(holder[shard], members.rank[member], tokens)
 
 
-def _off_diagonal(source: np.ndarray, target: np.ndarray, tokens: np.ndarray) -> Traffic:
+def _off_diagonal(source: np.ndarray, target: np.ndarray, tokens: np.ndarray) -> TokenTraffic:
     moves = (source != target) & (tokens > 0)
-    return Traffic(source[moves], target[moves], tokens[moves])
-
-
-@lru_cache(maxsize=32)
-def _nic_parts(cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank, NIC, and which part of the rank's traffic that NIC has, for every pair that belongs together."""
-    nics = [cluster.nics(rank) for rank in range(cluster.world_size)]
-    parts = [(rank, nic, 1 / len(own)) for rank, own in enumerate(nics) for nic in own]
-    rank, nic, part = zip(*parts, strict=True)
-    return np.array(rank), np.array(nic), np.array(part)
+    return TokenTraffic(source[moves], target[moves], tokens[moves])

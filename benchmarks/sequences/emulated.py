@@ -1,4 +1,4 @@
-"""How long does a step take with documents of very different length, and how near is it to the limit? Emulated.
+"""Step time with documents of very different length, by method and beside the physical limit; emulated.
 
     python -m benchmarks.sequences.emulated [--quick] [--cluster "2 x 8"|"4 x 4"] [--json FILE] [--figure FILE.svg]
 

@@ -26,9 +26,10 @@ import torch.distributed as dist
 
 from balancing.sequences import SequenceAttention, SequencePlan, Shard
 from balancing.sequences.cost import hidden_seconds, linear_seconds
+from balancing.sequences.engine.attention_call import AttentionCall, Statistics
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.engine.program import Stage
-from balancing.sequences.engine.rank_program import Run, Statistics, Widths, find_way
+from balancing.sequences.engine.program import TransferGroup
+from balancing.sequences.engine.rank_program import TokenBytes, compile_rank
 from balancing.sequences.engine.transport import Transport
 from balancing.sequences.sequence_plan import AttentionShape
 from benchmarks.emulated.device import Device
@@ -42,8 +43,12 @@ _BACKWARD = 2.5  # of attention's compute over its forward
 
 @dataclass(frozen=True)
 class Rounds:
-    """The round between nodes of one long sequence's ring. tokens: a rank's. scale: wider than that of the layers, so
-    that NICs work for long. repeats: rounds with each routing."""
+    """The round between nodes of one long sequence's ring.
+
+    tokens: of each rank.
+    scale: wider than that of the layers, so that NICs are busy for longer.
+    repeats: rounds with each routing.
+    """
 
     tokens: int
     scale: Scale
@@ -52,7 +57,14 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are to do. methods: in the order in which they take turns. rounds: None for none."""
+    """The work of the ranks.
+
+    scale: of the emulation.
+    layers: of a step.
+    methods: in the order in which they take turns.
+    cases: batches.
+    rounds: rounds of routing; None for none.
+    """
 
     scale: Scale
     layers: int
@@ -121,7 +133,7 @@ class ZeroScores:
 
 
 class _Part:
-    """One plan of a step on this rank: its attention, and what goes into it.
+    """One plan of a step on this rank: its attention and its inputs.
 
     Token p of sequence s has the value (p + 1) x (1 + s % 3), and its output the gradient p + 1.
     """
@@ -133,7 +145,9 @@ class _Part:
         rank, cluster = dist.get_rank(), scale.cluster
         routing = "auto" if how.routed else "off"
         kernel = ZeroScores(device, hidden_seconds(1, cluster, shape) * scale.time)
-        self.attention = SequenceAttention(plan, rank=rank, cluster=scale.told, routing=routing, kernel=kernel)
+        token_bytes = TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=width, item_bytes=dtype.itemsize)
+        program = compile_rank(plan, rank, scale.engine_cluster, routing, token_bytes)
+        self.attention = SequenceAttention(plan, program=program, kernel=kernel)
         shards = plan.shards(rank, linear=True)
         position, self.last, self.factor = _tokens(shards, plan.lengths)
         self.position = position
@@ -143,8 +157,6 @@ class _Part:
         self.v = value.expand_as(self.k).to(dtype).requires_grad_()
         self.grad = (position + 1)[:, None, None].expand_as(self.q).to(dtype)
         self.linear = linear_seconds(len(position), cluster, shape) / shape.layers * scale.time
-        widths = Widths.of(self.q, self.k) if how.routed else None
-        find_way(plan, rank, scale.told, routing, widths)  # ahead, as in training
 
     def check(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """A query saw the values of its own sequence up to its own, and a key's gradient came from all that saw it."""
@@ -229,20 +241,20 @@ def _run_rounds(rounds: Rounds) -> None:
     shards = tuple(Shard(0, n * rounds.tokens, (n + 1) * rounds.tokens, member) for n, member in enumerate(members))
     plan = SequencePlan((length,), dist.get_world_size(), "ring", shards, shards, ("ring",))
     heads, _ = scale.heads(SHAPES["MHA"])
-    stage = Stage("ring", True, 1)
+    group = TransferGroup("ring", True, 1)
     for _ in range(rounds.repeats):
         for routing in ("off", scale.cluster.nics_per_node):
-            own = torch.empty(0, heads, scale.width, dtype=torch.bfloat16)
-            way = find_way(plan, rank, scale.told, routing, Widths.of(own, own))
-            run = Run(way, Transport(), Statistics(), ZeroScores(Device(), 0.0), 1.0)
-            rows = torch.full((way.program.rows, 2, heads, scale.width), float(rank), dtype=torch.bfloat16)
+            token_bytes = TokenBytes.of(heads=heads, kv_heads=heads, head_size=scale.width, item_bytes=2)
+            own = compile_rank(plan, rank, scale.engine_cluster, routing, token_bytes)
+            call = AttentionCall(own, Transport(), Statistics(), ZeroScores(Device(), 0.0), 1.0)
+            rows = torch.full((own.program.rows, 2, heads, scale.width), float(rank), dtype=torch.bfloat16)
             dist.barrier()
             begin = time.perf_counter()
-            if stage in way.program.exchanges:
-                run.start(stage, rows, rows.dtype).wait()
+            if group in own.program.messages:
+                call.start(group, rows, rows.dtype).wait()
             seconds = _span(begin, time.perf_counter())
             if rank in members:
-                (message,) = way.program.exchanges[stage].receives
+                (message,) = own.program.messages[group].receives
                 for start, stop in message.rows:
                     assert (rows[start:stop] == message.peer).all(), "a message came damaged"
             _say(routing=routing, seconds=seconds)

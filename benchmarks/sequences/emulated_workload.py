@@ -1,4 +1,4 @@
-"""What an emulated run of sequences stands for: a machine, models, batches, methods, and how all of it is scaled down.
+"""Workload of an emulated run of sequences: machine, models, batches, methods, and how all of it is scaled down.
 
 Modelled are two nodes of eight A800s with four NICs of 200 Gbit/s (`Cluster.preset("a800-4x200g")`), or four nodes of
 half that, and layers of a 7B model with multi-head attention or with grouped queries 8:1, 4096 tokens a rank in one
@@ -95,9 +95,11 @@ class Scale:
         return self.cluster.nic_bandwidth / (self.bytes * self.time)
 
     @property
-    def told(self) -> Cluster:
-        """What the engine is told of the machine: emulated bytes/s and FLOP/s at the modelled pace, so that messages of
-        emulated bytes are routed exactly as those of the modelled machine."""
+    def engine_cluster(self) -> Cluster:
+        """The cluster for which the engine plans routes: emulated bytes/s and FLOP/s at the modelled pace.
+
+        Messages of emulated bytes are routed exactly as those of the modelled machine.
+        """
         cluster = self.cluster
         return replace(
             cluster,

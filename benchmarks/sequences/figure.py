@@ -1,4 +1,4 @@
-"""Draws what each planner leaves of the imbalance, from the rows that `benchmarks.sequences.plans --json FILE` wrote.
+"""Draws the imbalance that each planner leaves, from the rows of `benchmarks.sequences.plans --json FILE`.
 
 python -m benchmarks.sequences.figure ROWS.json docs/figures/sequences.svg
 """

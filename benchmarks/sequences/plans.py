@@ -1,4 +1,4 @@
-"""What planners of `balancing.sequences` make of real batches: balance, modelled time, traffic, and time to think.
+"""Plans of `balancing.sequences` for realistic batches: balance, modelled time, traffic, and planning time.
 
     python -m benchmarks.sequences.plans [--quick] [--lengths FILE] [--ranks N ...] [--json FILE]
 
@@ -6,13 +6,13 @@ One micro-batch a step and 4k tokens a rank, Zeppelin's regime, on 16 to 128 ran
 those of published training sets, or recorded lengths. Baselines: ring (Transformer Engine's p2p), gather (Llama 3's
 all-gather), hybrid (Megatron-LM's own scheduler, its groups one after another as Megatron-LM runs them).
 
-- Balance: the fullest rank over the mean, in attention's area and in tokens; hybrid's is the sum over its groups.
+- Balance: the fullest rank over the mean, in area of attention and in tokens; for hybrid summed over its groups.
 - Model: modelled seconds of the step over the physical limit (`balancing.sequences.cost`), on A800 nodes with 4 NICs
   and a 7B model with multi-head attention, and on H200 nodes with 8 NICs and an 8B model with grouped queries.
   Baselines run without routing, as their systems do; zones and auto with and without it, zones also without remapping.
-- Traffic: keys and values that a rank receives forward in a layer, as part of all tokens of the batch.
-- Time: of one plan, and of what a rank works out from it, routes and its program ("way"). Processor time of one thread,
-  the quickest of several.
+- Traffic: keys and values that a rank receives forward in a layer, as a share of all tokens of the batch.
+- Time: of one plan, and of compiling it for one rank, routes included ("program"). Processor time of one thread, the
+  quickest of several runs.
 
 Each row has its ratio to ring and to the limit, which for balance and modelled time is 1. "all of these" are means over
 the distributions. Nothing is trained here. gather stops at 64 ranks. Takes about 5 minutes on one core, with --quick
@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -45,7 +44,8 @@ from balancing.sequences import (
     step_cost,
 )
 from balancing.sequences.engine.compiler import make_program
-from balancing.sequences.engine.rank_program import Widths
+from balancing.sequences.engine.program import LAYOUT_CHANGES
+from balancing.sequences.engine.rank_program import TokenBytes
 from balancing.sequences.engine.routing import routes
 from balancing.sequences.planners.baselines import hybrid_groups
 from benchmarks.processor_time import milliseconds
@@ -68,9 +68,14 @@ _SECTIONS = [_AREA, _EVEN, *(f"{what}, {machine}" for what in (_TIME, _KV, _FAR)
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. figure: less is better, the mean over batches. most: of the worst batch. to_ring, to_limit: the
-    figure over that of ring, and over what is possible. target: what `most` must not exceed, None if nothing is
-    promised."""
+    """One measurement; less is better.
+
+    section, case, method: of the table.
+    figure: mean over batches, in `unit`.
+    most: figure of the worst batch.
+    to_ring, to_limit: the figure over that of ring, and over the least possible one.
+    target: bound of `most`; None for none.
+    """
 
     section: str
     case: str
@@ -126,9 +131,13 @@ def _measure(
     found: _Found,
     kept: dict[str, list[SequencePlan]],
 ) -> None:
-    """Plan one batch for one machine. A step is the parts one after another; all methods but hybrid have one part.
+    """Plan one batch for one machine. A step runs its parts one after another; all methods but hybrid have one part.
 
-    kept: plans of the baselines, which are the same for every machine.
+    method: of `_METHODS`.
+    lengths: tokens of each sequence.
+    machine: name of the machine and model, with its cluster and shape.
+    found: figures are added to it.
+    kept: plans of baselines, which are the same for every machine.
     """
     if method in _OURS:
         parts = [plan_sequences(lengths, cluster, shape=shape, method=method)]
@@ -137,7 +146,7 @@ def _measure(
             kept[method] = baseline_parts(method, lengths, cluster, shape)
         parts = kept[method]
     if not parts:
-        return  # upstream's scheduler gives up on some batches; the others count
+        return  # upstream's scheduler fails on some batches; the others count
     mean, limit = causal_area(lengths) / cluster.world_size, limit_seconds(lengths, cluster, shape)
     if machine == _BALANCE_ON:
         found.add(_AREA, method, sum(int(plan.area.max()) for plan in parts) / mean)
@@ -163,8 +172,8 @@ def _measure(
 
 
 def baseline_parts(method: str, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> list[SequencePlan]:
-    """One plan; of hybrid one for each of Megatron-LM's groups, which run one after another with a barrier after each,
-    nothing remapped, and none where its scheduler fails."""
+    """One plan; for hybrid one for each of Megatron-LM's groups, which run one after another with a barrier after each,
+    without remapping, and none where its scheduler fails."""
     if method != "hybrid":
         return [plan_sequences(lengths, cluster, shape=shape, method=method)]
     most = -(-sum(lengths) // cluster.world_size)
@@ -184,7 +193,7 @@ def baseline_parts(method: str, lengths: Sequence[int], cluster: Cluster, shape:
 
 
 class _Planned:
-    """A scheduler that has planned already: one group. ranks: those of each sequence."""
+    """A scheduler with a given result: one group. ranks: of each sequence."""
 
     def __init__(self, ranks: Sequence[tuple[int, ...]], world_size: int) -> None:
         self._by_rank = [
@@ -223,17 +232,19 @@ def times(repeats: int, progress: Progress) -> list[Row]:
             target = aim if method != "auto" or ranks == 64 else None  # auto plans with several, ahead of the step
             rows.append(Row("planner ms", case, method, figure, "ms", figure, None, figure / aim, target))
             if method != "auto":
-                figure = milliseconds(partial(_follow, plan(), cluster, shape), max(1, repeats // 3))
-                rows.append(Row("planner ms", case, f"{method}: way", figure, "ms", figure, None, figure / aim, None))
+                figure = milliseconds(partial(_compile, plan(), cluster, shape), max(1, repeats // 3))
+                rows.append(
+                    Row("planner ms", case, f"{method}: program", figure, "ms", figure, None, figure / aim, None)
+                )
     return rows
 
 
-def _follow(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> None:
-    """What one rank works out from a plan before it can go by it: routes and its program."""
-    q, k = (torch.empty(0, heads, shape.head_size, dtype=torch.bfloat16) for heads in (shape.heads, shape.kv_heads))
+def _compile(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> None:
+    """Compile a plan for one rank: its routes and its program."""
+    token_bytes = TokenBytes.of(heads=shape.heads, kv_heads=shape.kv_heads, head_size=shape.head_size, item_bytes=2)
     rank = plan.ranks // 2
-    slices = routes(plan, rank, cluster, Widths.of(q, k).of_stage)
-    make_program(plan, rank, cluster, relays=[stage for stage in slices if not stage.kind.startswith("to ")])
+    slices = routes(plan, rank, cluster, token_bytes.of_group)
+    make_program(plan, rank, cluster, relays=[group for group in slices if group.kind not in LAYOUT_CHANGES])
 
 
 def _show(rows: Sequence[Row], console: Console) -> None:
@@ -279,7 +290,7 @@ def _sources(path: str | None) -> dict[str, str | np.ndarray]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
+    """AttentionCall the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sequences.plans", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,4 +1,4 @@
-"""Do plans of sequences make real training faster? Two processes, each pinned to a core of its own.
+"""Step time of real training with and without balanced sequences: two processes, each pinned to its own core.
 
     python -m benchmarks.sequences.training [--quick] [--json FILE]
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
+from balancing.cluster.links import exchange_seconds
 from balancing.experts import (
     ExpertShape,
     ReplicaPlacement,
@@ -16,7 +17,7 @@ from balancing.experts import (
     plan_replicas,
     traffic,
 )
-from balancing.experts.cost import copy_seconds, exchange_seconds
+from balancing.experts.cost import copy_seconds
 from balancing.experts.planners.lower_bound import CostLowerBound
 from balancing.experts.planners.prophet import paper_seconds
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity

@@ -205,8 +205,8 @@ def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, in
     """Kind, peer and number of each message that a rank starts in a forward pass over two nodes."""
     import torch.distributed as dist
 
+    from balancing.sequences import SequenceAttention, TokenBytes, compile_rank
     from balancing.sequences.engine import gather, transport
-    from balancing.sequences.engine.attention import SequenceAttention
 
     gather.TILE = 8
     dist.init_process_group("gloo")
@@ -221,7 +221,8 @@ def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, in
     rank = dist.get_rank()
     tokens = int(plan.linear_tokens[rank])
     q, k, v = (torch.ones(tokens, 2, 4) for _ in range(3))
-    SequenceAttention(plan, rank=rank, cluster=cluster, routing=2)(q, k, v)
+    token_bytes = TokenBytes.of(heads=2, kv_heads=2, head_size=4, item_bytes=4)
+    SequenceAttention(plan, program=compile_rank(plan, rank, cluster, 2, token_bytes))(q, k, v)
     dist.destroy_process_group()
     return started
 

@@ -1,4 +1,4 @@
-"""What is known of a batch before it runs: its plan, made once, how far it spreads documents, and what it replaces."""
+"""Plans and programs made ahead of a step, shares of documents by zone, and the areas of upstream's layout."""
 
 import pickle
 
@@ -8,7 +8,7 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, Shard, causal_area, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
-from balancing.sequences.engine.rank_program import Widths, find_way, keep_way
+from balancing.sequences.engine.rank_program import TokenBytes, compile_rank
 from balancing.sequences.load import zigzag_area, zigzag_areas
 from balancing.sequences.sequence_plan import SequencePlan
 
@@ -23,13 +23,13 @@ def test_plans_are_made_once_and_for_all_ranks_alike():
         made.append(lengths)
         return plan_sequences(lengths, CLUSTER, shape=SHAPE, chunk=8)
 
-    ranks = [PlanningAhead(make, lambda plan, rank=rank: find_way(plan, rank, CLUSTER)) for rank in range(2)]
+    ranks = [PlanningAhead(make, lambda plan, rank=rank: compile_rank(plan, rank, CLUSTER)) for rank in range(2)]
     first, again = ranks[0]([100, 7, 21]), ranks[0](np.array([100, 7, 21]))
     assert made == [(100, 7, 21)]
     assert again.plan is first.plan and first.milliseconds > again.milliseconds == 0
     other = ranks[1]([100, 7, 21])
     assert other.plan == first.plan and other.plan.digest == first.plan.digest
-    assert (first.way.rank, other.way.rank) == (0, 1)
+    assert (first.program.rank, other.program.rank) == (0, 1)
     for size in range(1, 80):
         ranks[0]([size, 40])
     assert len(made) == 81
@@ -37,15 +37,14 @@ def test_plans_are_made_once_and_for_all_ranks_alike():
     assert len(made) == 82, "the oldest plans are forgotten"
 
 
-def test_a_way_made_elsewhere_is_found():
-    """With its routes, which take longer to make than the plan."""
+def test_programs_travel_with_their_routes():
+    """A worker sends plan and program; what arrives is what the step would have compiled itself."""
     plan = plan_sequences([100, 7, 21], CLUSTER, shape=SHAPE, method="ring")
-    widths = Widths(kv=64, together=128, out=64, pair_flops=128)
-    way = pickle.loads(pickle.dumps(find_way(plan, 3, CLUSTER, "auto", widths)))
-    travelled = pickle.loads(pickle.dumps(plan))
-    assert find_way(travelled, 3, CLUSTER, "auto", widths) is not way
-    keep_way(way, travelled, "auto", widths)
-    assert find_way(plan, 3, CLUSTER, "auto", widths) is way
+    token_bytes = TokenBytes.of(heads=4, kv_heads=2, head_size=16, item_bytes=8)
+    program = compile_rank(plan, 3, CLUSTER, 2, token_bytes)
+    assert program.routes, "four ranks on two nodes with several NICs"
+    sent, own = pickle.loads(pickle.dumps((plan, program)))
+    assert sent == plan and own == program == compile_rank(sent, 3, CLUSTER, 2, token_bytes)
 
 
 def test_zone_shares():

@@ -1,4 +1,4 @@
-"""Sequences that cannot be balanced as asked: one line that names the value and the way out, on all ranks."""
+"""Refused settings of balanced sequences: one line that names the value and what to use instead, on all ranks."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ PACKED = "--dataloader-inter-document-masking --attention-dropout 0".split()
 BASE = [*MODEL, *MOCK_DATA, *PACKED, "--context-parallel-size", "2"]
 BALANCE = "--balance-sequences"
 
-# flags, and the words that the line must have: the value, and the way out
+# flags, and the words that the line must have: the value, and what to use instead
 REFUSED = {
     "attention dropout": (f"{BALANCE} --attention-dropout 0.1", "--attention-dropout 0.1", "use --attention-dropout 0"),
     "latent attention": (f"{BALANCE} --multi-latent-attention", "--multi-latent-attention", "drop it"),
@@ -82,6 +82,12 @@ def test_the_same_flags_without_the_fault_are_accepted(pool):
     results = pool.run(2, _parse, [*BASE, BALANCE, *flags.split()])
     assert [code for code, _ in results] == ["none", "none"]
     assert "sets --calculate-per-token-loss" in pool.output[0]
+
+
+def test_dynamic_is_an_alias_of_hybrid(pool):
+    assert SequenceConfig(balance_sequences=True, sequence_planner="dynamic").sequence_planner == "hybrid"
+    results = pool.run(2, _parse, [*BASE, BALANCE, "--sequence-planner", "dynamic"])
+    assert [code for code, _ in results] == ["none", "none"]
 
 
 def test_rows_over_tensor_parallel_ranks():

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from balancing.cluster import Cluster
 from balancing.sequences.engine import gather
 from balancing.sequences.engine.compiler import make_program
-from balancing.sequences.engine.internode_traffic import flows
-from balancing.sequences.engine.program import Compute, Exchange, Program, Stage, Start, Task
-from balancing.sequences.engine.remap import linear_layout, moves, token_targets
+from balancing.sequences.engine.internode_traffic import internode_traffic
+from balancing.sequences.engine.program import Compute, Messages, Program, Start, Task, TransferGroup, layout_change
 from balancing.sequences.engine.routing import route, routes
+from balancing.sequences.planners.linear_layout import linear_layout, token_targets
 from balancing.sequences.sequence_plan import SequencePlan, Shard
-from balancing.sequences.traffic import Traffic
+from balancing.sequences.traffic import TokenTraffic
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -47,8 +47,8 @@ class Simulated:
         self.merged: set[int] = set()
         self.program = program
 
-    def rows(self, stage: Stage) -> np.ndarray:
-        return self.gradients if stage.kind.endswith("return") else self.keys
+    def rows(self, group: TransferGroup) -> np.ndarray:
+        return self.gradients if group.kind.endswith("return") else self.keys
 
     def compute(self, step: Compute) -> None:
         if step.clear is not None:
@@ -67,12 +67,12 @@ class Simulated:
 
 def _simulate(ranks: list[Simulated], *, backward: bool) -> None:
     """Run all programs at once. What is sent must not change until it has been waited for."""
-    sent: dict[tuple[Stage, int, int], list[np.ndarray]] = {}
+    sent: dict[tuple[TransferGroup, int, int], list[np.ndarray]] = {}
     steps = [0] * len(ranks)
 
-    def contents(rank: int, stage: Stage) -> dict[int, list[np.ndarray]]:
-        rows = ranks[rank].rows(stage)
-        exchange = ranks[rank].program.exchanges[stage]
+    def contents(rank: int, group: TransferGroup) -> dict[int, list[np.ndarray]]:
+        rows = ranks[rank].rows(group)
+        exchange = ranks[rank].program.messages[group]
         return {m.peer: [rows[slice(*r)].copy() for r in m.rows] for m in exchange.sends}
 
     def run(rank: int) -> Iterator[None]:
@@ -83,18 +83,18 @@ def _simulate(ranks: list[Simulated], *, backward: bool) -> None:
                 one.compute(step)
                 continue
             if isinstance(step, Start):
-                for peer, rows in contents(rank, step.stage).items():
-                    sent[step.stage, rank, peer] = rows
+                for peer, rows in contents(rank, step.group).items():
+                    sent[step.group, rank, peer] = rows
                 continue
-            exchange = one.program.exchanges[step.stage]
-            while any((step.stage, m.peer, rank) not in sent for m in exchange.receives):
+            exchange = one.program.messages[step.group]
+            while any((step.group, m.peer, rank) not in sent for m in exchange.receives):
                 yield
-            for peer, rows in contents(rank, step.stage).items():
-                assert all((a == b).all() for a, b in zip(rows, sent[step.stage, rank, peer], strict=True))
+            for peer, rows in contents(rank, step.group).items():
+                assert all((a == b).all() for a, b in zip(rows, sent[step.group, rank, peer], strict=True))
             for message in exchange.receives:
-                came = np.concatenate(sent[step.stage, message.peer, rank])
+                came = np.concatenate(sent[step.group, message.peer, rank])
                 assert len(came) == message.tokens
-                into = one.rows(step.stage)
+                into = one.rows(step.group)
                 for start, stop in message.rows:
                     into[start:stop] = came[: stop - start] + (into[start:stop] if exchange.adds else 0)
                     came = came[stop - start :]
@@ -150,7 +150,7 @@ def test_two_ranks_start_their_common_stages_in_one_order(lengths, seed, exchang
     plan = random_plan(lengths, 6, seed, exchange=exchange)
     programs = [make_program(plan, rank, nodes_of(6, 3)) for rank in range(6)]
     for name in ("forward", "backward"):
-        orders = [[s.stage for s in getattr(program, name) if isinstance(s, Start)] for program in programs]
+        orders = [[s.group for s in getattr(program, name) if isinstance(s, Start)] for program in programs]
         for one in orders:
             for other in orders:
                 assert [s for s in one if s in other] == [s for s in other if s in one]
@@ -160,7 +160,7 @@ def test_ring_is_double_buffered_and_gathering_comes_in_turns() -> None:
     ring = make_program(zigzag_plan((80,), 8), 3)
     assert ring.rows == ring.tokens + 2 * 10
     program = make_program(zigzag_plan((80,), 8, exchange="gather"), 3)
-    turns = [one for stage, one in program.exchanges.items() if stage.kind == "gather"]
+    turns = [one for group, one in program.messages.items() if group.kind == "gather"]
     received = [sum(message.tokens for message in one.receives if message.peer != 3) for one in turns]
     assert sum(received) == 65 - 10  # the second chunk of rank 3 ends at token 65
     assert len(turns) == gather.TURNS, "it computes while the rest is under way"
@@ -191,12 +191,12 @@ def test_linear_layout_is_equal_and_moves_the_least_between_nodes(lengths, shape
     plan, cluster = random_plan(lengths, ranks, seed, linear="same"), nodes_of(ranks, shape[0])
     linear = linear_layout(plan.attention, cluster)
     remapped = SequencePlan(plan.lengths, ranks, "test", plan.attention, linear, plan.exchange)
-    held, targets = plan.tokens, np.array(token_targets(plan.attention, cluster))
+    held, targets = plan.tokens, np.array(token_targets(plan.tokens.tolist(), cluster))
     assert targets.max() - targets.min() <= 1
     assert (remapped.linear_tokens == targets).all()
     moved = np.zeros((ranks, ranks), int)
     for rank in range(ranks):
-        for message in _moves(remapped, rank).sends:
+        for message in _remapped(remapped, rank).sends:
             moved[rank, message.peer] = message.tokens
     away = moved - np.diag(np.diag(moved))
     assert away.sum() == np.maximum(held - targets, 0).sum()
@@ -211,8 +211,8 @@ def test_linear_layout_is_equal_and_moves_the_least_between_nodes(lengths, shape
     assert linear_layout(linear, cluster) == linear
 
 
-def _moves(plan: SequencePlan, rank: int) -> Exchange:
-    return moves(plan.attention, plan.linear, plan.shards(rank), plan.shards(rank, linear=True))
+def _remapped(plan: SequencePlan, rank: int) -> Messages:
+    return layout_change(plan.attention, plan.linear, plan.shards(rank), plan.shards(rank, linear=True))
 
 
 # Routing.
@@ -253,9 +253,9 @@ def test_route_brings_every_row_once_over_different_nics(messages, shape, routin
         assert found.seconds <= min(route(moved, 4096, cluster, number).seconds for number in (1, 2, 3)) + 80e-6
 
 
-def _moved(messages: dict[tuple[int, int], int]) -> Traffic:
+def _moved(messages: dict[tuple[int, int], int]) -> TokenTraffic:
     table = np.array([(*flow, rows) for flow, rows in messages.items()], dtype=np.int64).reshape(-1, 3)
-    return Traffic(*table.T)
+    return TokenTraffic(*table.T)
 
 
 def test_number_of_proxies_follows_from_the_model() -> None:
@@ -265,7 +265,7 @@ def test_number_of_proxies_follows_from_the_model() -> None:
     assert alone.proxies == 4
     assert route(one, 4096, cluster, "off").seconds / alone.seconds > 3
     assert route(_moved({(7, 8): 1}), 4096, cluster).proxies == 1, "nothing to gain"
-    documents = Traffic(*(np.full(500, value) for value in (7, 8, 200)))
+    documents = TokenTraffic(*(np.full(500, value) for value in (7, 8, 200)))
     assert route(documents, 4096, cluster).proxies == 4, "one message of many documents"
     busy = _moved({(rank, 8 + rank): 100_000 for rank in range(8)})
     assert route(busy, 4096, cluster).proxies == 1, "all NICs are busy as it is"
@@ -283,30 +283,32 @@ def test_unknown_routing_is_refused(routing) -> None:
 @given(LENGTHS, st.integers(0, 1000), EXCHANGES)
 def test_flows_are_what_programs_send_between_nodes(lengths, seed, exchange) -> None:
     plan, cluster = random_plan(lengths, 6, seed, exchange=exchange, linear="random"), nodes_of(6, 3)
-    sent: dict[Stage, dict[tuple[int, int], int]] = defaultdict(dict)
+    sent: dict[TransferGroup, dict[tuple[int, int], int]] = defaultdict(dict)
     for rank in range(6):
-        exchanges = dict(make_program(plan, rank, cluster).exchanges)
-        exchanges[Stage("to linear", True)] = _moves(plan, rank)
-        exchanges[Stage("to attention", True)] = Exchange(_moves(plan, rank).receives, _moves(plan, rank).sends)
-        for stage, one in exchanges.items():
+        messages = dict(make_program(plan, rank, cluster).messages)
+        messages[TransferGroup("to linear", True)] = _remapped(plan, rank)
+        messages[TransferGroup("to attention", True)] = Messages(
+            _remapped(plan, rank).receives, _remapped(plan, rank).sends
+        )
+        for group, one in messages.items():
             for message in one.sends:
                 if not cluster.same_node(rank, message.peer):
-                    sent[stage][rank, message.peer] = message.tokens
-    found: dict[Stage, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
-    for stage, moved in flows(plan, cluster).items():
+                    sent[group][rank, message.peer] = message.tokens
+    found: dict[TransferGroup, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
+    for group, moved in internode_traffic(plan, cluster).items():
         for source, target, rows in zip(*(column.tolist() for column in moved), strict=True):
-            found[stage][source, target] += rows
-    assert found == {stage: one for stage, one in sent.items() if one}
+            found[group][source, target] += rows
+    assert found == {group: one for group, one in sent.items() if one}
 
 
 def test_a_proxy_takes_part_in_rounds_of_a_ring_it_is_not_in() -> None:
     shards = (Shard(0, 0, 50, 0), Shard(0, 50, 100, 2), Shard(1, 0, 5, 1), Shard(2, 0, 5, 3))
     plan = SequencePlan((100, 5, 5), 4, "test", shards, shards, ("ring", "local", "local"))
     cluster = nodes_of(4, 2, nics=2)
-    relays = list(routes(plan, 1, cluster, lambda stage: 4096, 2))
+    relays = list(routes(plan, 1, cluster, lambda group: 4096, 2))
     assert relays
     program = make_program(plan, 1, cluster, relays=relays)
-    assert {step.stage for step in (*program.forward, *program.backward) if isinstance(step, Start)} == set(relays)
+    assert {step.group for step in (*program.forward, *program.backward) if isinstance(step, Start)} == set(relays)
 
 
 @pytest.mark.parametrize("kind", ["gather", "return"])
@@ -314,10 +316,10 @@ def test_a_proxy_takes_part_in_one_direction_alone(kind) -> None:
     """Gradients are wider than keys, so ranks may hand on the ones and not the others."""
     plan = SequencePlan((8,), 4, "gather", *[(Shard(0, 0, 4, 0), Shard(0, 4, 8, 2))] * 2, ("gather",))
     cluster = Cluster(2, 2, 2, 1e9, 1e9, 1e12, 1e9)
-    stage = Stage(kind, True, 0)
-    assert stage in flows(plan, cluster)
-    program = make_program(plan, 1, cluster, relays=[stage])
+    group = TransferGroup(kind, True, 0)
+    assert group in internode_traffic(plan, cluster)
+    program = make_program(plan, 1, cluster, relays=[group])
     forward, backward = (
-        [step.stage for step in steps if isinstance(step, Start)] for steps in (program.forward, program.backward)
+        [step.group for step in steps if isinstance(step, Start)] for steps in (program.forward, program.backward)
     )
-    assert backward == [stage] and forward == ([stage] if kind == "gather" else [])
+    assert backward == [group] and forward == ([group] if kind == "gather" else [])

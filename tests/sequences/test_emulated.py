@@ -1,4 +1,4 @@
-"""The benchmark of emulated sequences: it runs, checks itself, and nothing takes less time than the work there is."""
+"""The benchmark of emulated sequences: it runs, checks itself, and no step is shorter than its work."""
 
 from dataclasses import replace
 

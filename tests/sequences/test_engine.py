@@ -1,12 +1,13 @@
 """The attention engine against attention of each document alone: output and gradients, in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.remap import linear_layout
+from balancing.sequences import TokenBytes, compile_rank, linear_layout
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
@@ -29,12 +30,16 @@ def _tokens(plan: SequencePlan, rank: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, int)] + [np.arange(s.start, s.stop) + first[s.sequence] for s in shards])
 
 
+def _token_bytes(heads: int, kv_heads: int, item_bytes: int = 8) -> TokenBytes:
+    return TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=SIZE, item_bytes=item_bytes)
+
+
 def _on_rank(cases: list[Case], twice: bool = False, dtype: str = "float64") -> list[list[np.ndarray]]:
     import torch
     import torch.distributed as dist
 
+    from balancing.sequences import SequenceAttention
     from balancing.sequences.engine import gather
-    from balancing.sequences.engine.attention import SequenceAttention
 
     gather.TILE = 8  # or short sequences would come in one turn
     dist.init_process_group("gloo")
@@ -45,7 +50,8 @@ def _on_rank(cases: list[Case], twice: bool = False, dtype: str = "float64") -> 
         *qkv, grad = (torch.from_numpy(x[own]).to(getattr(torch, dtype)) for x in _inputs(plan, heads, kv_heads))
         qkv = [x.requires_grad_() for x in qkv]
         for _ in range(1 + twice):
-            attention = SequenceAttention(plan, rank=rank, cluster=cluster, routing=routing)
+            program = compile_rank(plan, rank, cluster, routing, _token_bytes(heads, kv_heads))
+            attention = SequenceAttention(plan, program=program)
             out = attention(*qkv, softmax_scale=SCALE)
             found.append([x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, qkv, grad))])
             assert out.dtype is qkv[0].dtype
@@ -155,14 +161,14 @@ def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int]) -> 
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.engine.attention import SequenceAttention
+    from balancing.sequences import SequenceAttention
 
     dist.init_process_group("gloo")
     found = []
     tokens = len(_tokens(plan, dist.get_rank()))
     for routing in routings:
-        attention = SequenceAttention(plan, rank=dist.get_rank(), cluster=cluster, routing=routing)
-        attention.check_agreement()
+        program = compile_rank(plan, dist.get_rank(), cluster, routing, _token_bytes(4, 2))
+        attention = SequenceAttention(plan, program=program)
         q, k, v = (torch.ones(tokens, heads, SIZE, dtype=torch.float64) for heads in (4, 2, 2))
         attention(q, k, v)
         statistics = attention.statistics
@@ -192,10 +198,11 @@ def _sent_in_bf16(plan: SequencePlan, cluster: Cluster, routing: int | str) -> l
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.engine.attention import SequenceAttention
+    from balancing.sequences import SequenceAttention
 
     dist.init_process_group("gloo")
-    attention = SequenceAttention(plan, rank=dist.get_rank(), cluster=cluster, routing=routing)
+    program = compile_rank(plan, dist.get_rank(), cluster, routing, _token_bytes(2, 2, 2))
+    attention = SequenceAttention(plan, program=program)
     shape = (len(_tokens(plan, dist.get_rank())), 2, SIZE)
     q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = attention(q, k, v)
@@ -215,51 +222,29 @@ def test_sums_on_a_ring_travel_in_float32_inside_a_node(pool: Pool, exchange: st
     assert routed[:, 1].tolist() == found[:, 1].tolist() and routed[0, 0] > found[0, 0]
 
 
-def _mistaken(plans: list[SequencePlan]) -> str:
-    import torch.distributed as dist
-
-    from balancing.sequences.engine.attention import SequenceAttention
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    try:
-        SequenceAttention(plans[rank], rank=rank).check_agreement()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
-    return "agreed"
-
-
-def test_different_plans_are_found(pool: Pool) -> None:
-    plans = [random_plan((9, 9), 2, seed) for seed in (0, 1)]
-    assert pool.run(2, _mistaken, plans) == [
-        f"ranks [{other}] have another plan of sequences than rank {rank}" for rank, other in ((0, 1), (1, 0))
-    ]
-
-
-def _refusals(plan: SequencePlan) -> list[str]:
+def _refusals(plan: SequencePlan, other: SequencePlan) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from balancing.sequences.engine.attention import SequenceAttention
+    from balancing.sequences import SequenceAttention
 
     dist.init_process_group("gloo")
     tokens = len(_tokens(plan, 0))
     good, wide = (torch.zeros(tokens, heads, 4) for heads in (2, 3))
+    program = compile_rank(plan, 0)
     messages = []
     for make, inputs in (
         ({"dropout": 0.1}, None),
         ({"window": (128, 0)}, None),
-        ({"routing": "auto"}, None),
-        ({"rank": 1}, None),
+        ({"program": replace(program, rank=1)}, None),
+        ({"program": compile_rank(other, 0)}, None),
         ({}, (good[:-1], good, good)),
         ({}, (wide, good, good)),
         ({}, (good, good, good[..., :2])),
         ({}, (good, good.half(), good)),
     ):
         with pytest.raises(ValueError) as caught:
-            attention = SequenceAttention(plan, **{"rank": 0, **make})
+            attention = SequenceAttention(plan, **{"program": program, **make})
             attention(*inputs)
         messages.append(str(caught.value))
     dist.destroy_process_group()
@@ -267,33 +252,16 @@ def _refusals(plan: SequencePlan) -> list[str]:
 
 
 def test_what_is_not_supported_is_refused(pool: Pool) -> None:
-    (messages,) = pool.run(1, _refusals, random_plan((9, 4), 1, 0))
-    wanted = ("attention dropout 0.1", "window of (128, 0)", "routing 'auto' needs the cluster", "rank 1 of a plan")
+    (messages,) = pool.run(1, _refusals, random_plan((9, 4), 1, 0), random_plan((9, 5), 1, 0))
+    wanted = ("attention dropout 0.1", "window of (128, 0)", "rank 1 of a plan", "belongs to another plan")
     wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
     for message, part in zip(messages, wanted, strict=True):
         assert part in message
 
 
-def _there_and_back(plan: SequencePlan) -> list[float]:
-    import torch
-    import torch.distributed as dist
-
-    from balancing.sequences.engine.remap import remap
-
-    dist.init_process_group("gloo")
-    own = _tokens(plan, dist.get_rank())
-    x = torch.from_numpy(np.stack((own, own * own), 1).astype(float)).requires_grad_()
-    attention = remap(x, plan, dist.get_rank(), to_linear=False)
-    back = remap(attention, plan, dist.get_rank(), to_linear=True)
-    assert (back == x).all()
-    (gradient,) = torch.autograd.grad((attention * attention.detach()).sum(), x)
-    assert (gradient == x).all()  # the factor of each token came back to it
-    dist.destroy_process_group()
-    return attention[:, 0].tolist()
-
-
-def test_remapping_moves_every_token_and_its_gradient_back(pool: Pool) -> None:
-    plan = random_plan((31, 8, 1, 40), 4, 2, linear="random")
-    first = np.concatenate(([0], np.cumsum(plan.lengths)))
-    for rank, tokens in enumerate(pool.run(4, _there_and_back, plan)):
-        assert tokens == [first[s.sequence] + t for s in plan.shards(rank) for t in range(s.start, s.stop)]
+def test_routing_without_what_it_needs_is_refused() -> None:
+    plan = random_plan((9, 4), 2, 0)
+    with pytest.raises(ValueError, match="routing 'auto' needs the cluster of the plan's 2 ranks"):
+        compile_rank(plan, 0, nodes_of(4, 2), "auto", _token_bytes(2, 2))
+    with pytest.raises(ValueError, match="routing 2 needs token_bytes"):
+        compile_rank(plan, 0, nodes_of(2, 2), 2)

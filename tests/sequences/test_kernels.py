@@ -1,4 +1,4 @@
-"""Kernels of attention on this machine's devices against matrix products, and pieces put together again."""
+"""Kernels of attention on this machine's devices against matrix products, and merging of partial results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Plans of sequences: nothing is lost, ranks come out level, costs are what they say, bad input is refused."""
+"""Plans of sequences: no token is lost, ranks are balanced, costs are right, bad input is refused."""
 
 import re
 import subprocess
@@ -24,8 +24,8 @@ from balancing.sequences import (
 )
 from balancing.sequences.cost import TILE, hidden_tokens, tile_area
 from balancing.sequences.planners.baselines import hybrid_groups
-from balancing.sequences.planners.linear_layout import level_tokens
-from balancing.sequences.traffic import Traffic, link_seconds
+from balancing.sequences.planners.linear_layout import linear_layout
+from balancing.sequences.traffic import TokenTraffic, traffic_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
 from benchmarks.sequences.plans import _sources, main, plans
 from tests.support.patience import PATIENCE
@@ -141,7 +141,7 @@ def test_short_sequences_stay_whole_in_zones():
     assert [len(nodes) for nodes in spread[1:3]] == [1, 1] and plan.remapped
 
 
-def test_leveling_moves_the_least_between_nodes():
+def test_linear_layout_of_random_nodes_moves_the_least():
     """What crosses nodes is what nodes have over their share; what moves is what ranks have over theirs."""
     rng = np.random.default_rng(0)
     cluster = nodes_of(4, 4)
@@ -152,8 +152,8 @@ def test_leveling_moves_the_least_between_nodes():
         lengths = {shard.sequence: shard.stop for shard in shards}
         shards = [shard._replace(sequence=at) for at, shard in enumerate(shards)]
         quota = sum(tokens) // 16
-        linear = level_tokens(shards, [quota] * 16, cluster)
-        plan = SequencePlan(tuple(lengths.values()), 16, "test", tuple(shards), tuple(linear), ("local",) * len(shards))
+        linear = linear_layout(shards, cluster)
+        plan = SequencePlan(tuple(lengths.values()), 16, "test", tuple(shards), linear, ("local",) * len(shards))
         _, far = remap_traffic(plan).between(cluster)
         by_node = np.array(tokens).reshape(4, 4).sum(1)
         assert far == np.clip(by_node - 4 * quota, 0, None).sum()
@@ -198,16 +198,16 @@ def test_tiles_are_those_of_flash_attention():
 def test_seconds_of_links():
     """By hand: two nodes of two ranks that share a NIC, 8 GB/s inside and 1 GB/s between."""
     cluster = Cluster(2, 2, 1, 8e9, 1e9, 1e12, 1e9)
-    inside = Traffic(*(np.array(x) for x in ([0, 0], [1, 1], [3, 1])))
-    assert link_seconds(inside, 1e9, cluster) == pytest.approx(0.5)
-    across = Traffic(*(np.array(x) for x in ([0, 1], [2, 3], [3, 1])))
-    assert link_seconds(across, 1e9, cluster) == pytest.approx(4.0)
+    inside = TokenTraffic(*(np.array(x) for x in ([0, 0], [1, 1], [3, 1])))
+    assert traffic_seconds(inside, 1e9, cluster) == pytest.approx(0.5)
+    across = TokenTraffic(*(np.array(x) for x in ([0, 1], [2, 3], [3, 1])))
+    assert traffic_seconds(across, 1e9, cluster) == pytest.approx(4.0)
     two = Cluster(2, 2, 2, 8e9, 1e9, 1e12, 1e9)
-    assert link_seconds(across, 1e9, two, routed=False) == pytest.approx(3.0)
-    assert link_seconds(across, 1e9, two, routed=True) == pytest.approx(2.0)
-    assert link_seconds(across, 1e9, two) == pytest.approx(2.0)
+    assert traffic_seconds(across, 1e9, two, routed=False) == pytest.approx(3.0)
+    assert traffic_seconds(across, 1e9, two, routed=True) == pytest.approx(2.0)
+    assert traffic_seconds(across, 1e9, two) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="rank 3 of the plan is not in a cluster of 2"):
-        link_seconds(across, 1.0, nodes_of(1, 2))
+        traffic_seconds(across, 1.0, nodes_of(1, 2))
 
 
 def test_costs_of_models():

@@ -197,8 +197,8 @@ def test_different_plans_stop_the_run(packed):
 
 def test_one_rank_has_nothing_to_balance(packed, alone):
     run = packed.train(1, f"{LOSS} --balance-sequences")
-    told = [line for output in packed.pool.output for line in output.splitlines() if "nothing to balance" in line]
-    assert len(told) == 1 and f"{CP} 1" in told[0]
+    notes = [line for output in packed.pool.output for line in output.splitlines() if "nothing to balance" in line]
+    assert len(notes) == 1 and f"{CP} 1" in notes[0]
     assert_same(run, alone)
 
 
@@ -240,7 +240,7 @@ def test_ranks_share_every_token(fixed):
     from balancing.cluster import Cluster
     from balancing.sequences import AttentionShape
     from balancing.sequences.ahead import PlanningAhead
-    from balancing.sequences.engine.rank_program import find_way
+    from balancing.sequences.engine.rank_program import compile_rank
     from balancing.sequences.plan import plan_sequences
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions
 
@@ -249,12 +249,12 @@ def test_ranks_share_every_token(fixed):
     samples = _Samples([[10, 6], [1, 2, 13], [16]], padding=[0, 5, 15])
     ranks = []
     for rank in range(3):
-        ahead = PlanningAhead(make, partial(find_way, rank=rank, cluster=cluster))
+        ahead = PlanningAhead(make, partial(compile_rank, rank=rank, cluster=cluster))
         dataset = PlannedDataset(samples, ahead, rank, Rows(3, 2, fixed), padding=7)
         assert (len(dataset), dataset.index_split) == (3, "train")
         (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2]])
-        plan, way = pickle.loads(batch["plan"][0])
-        assert way == find_way(plan, rank, cluster)
+        plan, program = pickle.loads(batch["plan"][0])
+        assert program == compile_rank(plan, rank, cluster)
         own = positions(plan, rank, batch["tokens"].shape[1])
         assert torch.equal(own, batch["position_ids"][0])
         ranks.append({name: batch[name][0] for name in ("tokens", "labels", "loss_mask", "position_ids")})

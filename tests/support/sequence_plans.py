@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.remap import linear_layout
+from balancing.sequences import linear_layout
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 
 

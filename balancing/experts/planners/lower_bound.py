@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, MoELayerCost, link_seconds, links, with_transfers
+from balancing.cluster.links import link_seconds, node_masks
+from balancing.experts.cost import ExpertShape, MoELayerCost, with_transfers
 from balancing.experts.placement import ReplicaPlacement
 
 __all__ = ["CostLowerBound"]
@@ -43,7 +44,7 @@ class CostLowerBound:
         self._by_expert = np.append(load.T, np.zeros((1, self._ranks)), axis=0)  # expert -1 has no tokens
         tokens = self._by_expert[:-1].T
         self._by_home = np.argsort(home, kind="stable")
-        inside, outside, _ = links(cluster, self._ranks)
+        inside, outside = node_masks(cluster, self._ranks)
         self._near, far = tokens * inside[:, home], tokens * outside[:, home]
         self._arriving = np.stack([tokens.sum(0), self._near.sum(0), far.sum(0)])  # from all, near, far
 

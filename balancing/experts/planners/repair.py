@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, exchange_seconds
+from balancing.cluster.links import exchange_seconds
+from balancing.experts.cost import ExpertShape
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.split.split import Splitter, check_counts
 

@@ -8,7 +8,8 @@ experts; here an expert is shadowed only while every other rank has a free slot.
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape, exchange_seconds
+from balancing.cluster.links import exchange_seconds
+from balancing.experts.cost import ExpertShape
 
 __all__ = ["shadow_slots"]
 

@@ -1,13 +1,13 @@
-"""Exact attention over a batch of sequences whose tokens lie on many ranks, as a plan says.
+"""Exact attention over a batch of sequences whose tokens a plan has spread over ranks.
 
-q, k and v come in the layout of the linear layers and the output goes back in it; where attention has another layout
-the moves are part of the same call, q, k and v in one message a peer. Between them runs the rank's program (`tasks`):
-keys and values travel while the rank computes, partial results are merged in float32 (float64 stays float64) in a fixed
-order, so a run repeats bit for bit, and no pair of tokens is computed that the mask hides, apart from tiles
+q, k and v come in the layout of the linear layers, and the output goes back in it; where attention has another layout,
+the call changes it, with q, k and v in one message to each peer. In between it runs the rank's program (`program`):
+keys and values travel while the rank computes. Partial results are merged in float32 (float64 stays float64) in a fixed
+order, so that a run repeats bit for bit. No query-key pair that the mask hides is computed, except inside tiles
 (Zeppelin, arXiv 2509.21841, section 4).
 
-Attention dropout would need masks that do not depend on the plan, a sliding window would make other plans the better
-ones: both are refused.
+Attention dropout is refused: its masks would have to be the same under every plan. A sliding window is refused: other
+plans would be better for it.
 """
 
 from typing import Any
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from balancing.cluster import Cluster
+from balancing.sequences.engine.attention_call import AttentionCall, Statistics
 from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, merge
-from balancing.sequences.engine.program import Compute, Stage, Start, Step
-from balancing.sequences.engine.rank_program import Run, Statistics, Widths, find_way
-from balancing.sequences.engine.routing import Routing, check_routing
+from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
+from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.engine.transport import Pending, Transport
 from balancing.sequences.sequence_plan import SequencePlan
 
@@ -27,27 +26,26 @@ __all__ = ["SequenceAttention"]
 
 
 class SequenceAttention:
-    """Causal attention of each sequence of `plan` to itself, forward and backward.
+    """Causal attention of each sequence of a plan to itself, forward and backward. All layers of a step may share one.
 
-    rank: in the plan, which is this process's rank in `group`. group: of plan.ranks processes; they call attention the
-    same number of times in the same order, and use the group for nothing else meanwhile. cluster: which ranks share a
-    node; without it all do. routing: "off", "auto", or the number of proxies that share a transfer between nodes.
-    kernel: what computes, by default the fastest there is. statistics: what has been moved.
+    plan: of the whole batch.
+    program: this rank's part of the plan, as `compile_rank` gives it.
+    group: plan.ranks processes, where this one has rank program.rank; all processes by default. They call attention the
+        same number of times in the same order, and use the group for nothing else meanwhile.
+    kernel: computes attention of pieces; by default the fastest for the device and type of q.
+    dropout: of attention; must be 0.
+    window: sliding window of attention; must be None or (-1, -1).
 
-    To make one is cheap: what follows from a plan is worked out at the first call and kept for the other layers.
-
-    Raises ValueError for a group of another size than the plan, routing without a cluster of the plan's ranks, dropout,
-    and a sliding window.
+    `statistics` counts what has been sent. Raises ValueError for the program of another plan, a group that the plan
+    does not fit, dropout, and a sliding window.
     """
 
     def __init__(
         self,
         plan: SequencePlan,
         *,
-        rank: int,
+        program: RankProgram,
         group: dist.ProcessGroup | None = None,
-        cluster: Cluster | None = None,
-        routing: Routing = "off",
         kernel: Kernel | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] | None = None,
@@ -56,45 +54,40 @@ class SequenceAttention:
             raise ValueError(f"attention dropout {dropout} is not supported with balanced sequences; use 0")
         if window is not None and tuple(window) != (-1, -1):
             raise ValueError(f"a sliding window of {window} is not supported with balanced sequences; use none")
-        check_routing(routing)
-        if routing != "off" and (cluster is None or cluster.world_size != plan.ranks):
-            raise ValueError(f"routing {routing!r} needs the cluster of the plan's {plan.ranks} ranks, not {cluster}")
         self.transport = Transport(group)
-        size = dist.get_world_size(group)
+        size, rank = dist.get_world_size(group), program.rank
         if (size, self.transport.rank) != (plan.ranks, rank):
             raise ValueError(
                 f"rank {rank} of a plan for {plan.ranks} ranks cannot run as rank {self.transport.rank} of a group "
                 f"of {size}; plan for the group"
             )
-        self.plan, self.rank, self.cluster, self.routing = plan, rank, cluster, routing
+        if program.program.held != tuple(sorted(plan.shards(rank))):
+            raise ValueError(f"the program of rank {rank} belongs to another plan; compile it from this one")
+        self.plan, self.program = plan, program
         self.statistics = Statistics()
         self._kernel = kernel
 
-    def check_agreement(self) -> None:
-        """Raise RuntimeError unless all ranks of the group have the same plan. A small collective, for a first call or
-        after a planner has changed; attention itself trusts that equal input gave equal plans."""
-        digest = int(self.plan.digest[:15], 16)
-        device = "cuda" if dist.get_backend(self.transport.group) == "nccl" else "cpu"
-        digests = torch.zeros(self.plan.ranks, dtype=torch.int64, device=device)
-        digests[self.rank] = digest
-        dist.all_reduce(digests, group=self.transport.group)
-        if others := [rank for rank, found in enumerate(digests.tolist()) if found != digest]:
-            raise RuntimeError(f"ranks {others} have another plan of sequences than rank {self.rank}")
-
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        softmax_scale: float | None = None,
     ) -> torch.Tensor:
-        """q [tokens, heads, size], k and v [tokens, kv_heads, size] of this rank's tokens in the linear layout, in
-        order -> output [tokens, heads, size]. softmax_scale: 1 / sqrt(size) by default.
+        """The output [tokens, heads, head_size] of this rank's tokens, in the order of the linear layout.
+
+        q: [tokens, heads, head_size], of this rank's tokens in the linear layout, in order.
+        k, v: [tokens, kv_heads, head_size], likewise.
+        softmax_scale: 1 / sqrt(head_size) by default.
 
         Raises ValueError for shapes or types that do not fit the plan or each other.
         """
         self._check(q, k, v)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        widths = Widths.of(q, k) if self.routing != "off" else None
-        way = find_way(self.plan, self.rank, self.cluster, self.routing, widths)
         kernel = self._kernel or choose_kernel(q.device, q.dtype, q.shape[-1])
-        return _Attention.apply(q, k, v, Run(way, self.transport, self.statistics, kernel, scale))
+        call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale)
+        return _Attention.apply(q, k, v, call)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         tokens = int(self.plan.linear_tokens[self.transport.rank])
@@ -113,54 +106,54 @@ class SequenceAttention:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run) -> torch.Tensor:
-        ctx.run = run
-        to_attention, to_linear = run.way.to_attention, run.way.to_linear
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        ctx.call = call
+        to_attention, to_linear = call.own.to_attention, call.own.to_linear
         if to_attention is not None:
-            q, k, v = run.moved(to_attention, q, k, v)
-        program = run.way.program
+            q, k, v = call.change_layout(to_attention, q, k, v)
+        program = call.own.program
         kv = q.new_empty(program.rows, 2, *k.shape[1:])
         own = kv[: program.tokens]
         own[:, 0], own[:, 1] = k, v
-        out, logsumexp = _Forward(run, q, kv).result()
+        out, logsumexp = _Forward(call, q, kv).result()
         ctx.save_for_backward(q, own.clone() if program.rows > program.tokens else kv, out, logsumexp)
-        return out if to_linear is None else run.moved(to_linear, out)[0]
+        return out if to_linear is None else call.change_layout(to_linear, out)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        run = ctx.run
-        to_attention, to_linear = run.way.to_attention, run.way.to_linear
-        program = run.way.program
+        call = ctx.call
+        to_attention, to_linear = call.own.to_attention, call.own.to_linear
+        program = call.own.program
         q, own, out, logsumexp = ctx.saved_tensors
-        grad = grad.contiguous() if to_attention is None else run.moved(to_attention, grad)[0]
+        grad = grad.contiguous() if to_attention is None else call.change_layout(to_attention, grad)[0]
         kv = own
         if program.rows > program.tokens:
             kv = own.new_empty(program.rows, *own.shape[1:])
             kv[: program.tokens] = own
-        dq, dkv = _Backward(run, grad, q, kv, out, logsumexp).result()
+        dq, dkv = _Backward(call, grad, q, kv, out, logsumexp).result()
         gradients = (dq.to(q.dtype), *dkv[: program.tokens].to(q.dtype).unbind(1))
-        return (*(gradients if to_linear is None else run.moved(to_linear, *gradients)), None)
+        return (*(gradients if to_linear is None else call.change_layout(to_linear, *gradients)), None)
 
 
 class _Pass:
-    """Runs the steps of one direction."""
+    """The steps of one direction, run on this rank."""
 
-    def __init__(self, run: Run, q: torch.Tensor, kv: torch.Tensor) -> None:
-        self.run, self.q, self.kv = run, q, kv
+    def __init__(self, call: AttentionCall, q: torch.Tensor, kv: torch.Tensor) -> None:
+        self.call, self.q, self.kv = call, q, kv
         self.dtype = accumulation_dtype(q.dtype)
-        self.moving: dict[Stage, Pending] = {}
+        self.moving: dict[TransferGroup, Pending] = {}
 
-    def steps(self, steps: tuple[Step, ...]) -> None:
+    def steps(self, steps: tuple[ProgramStep, ...]) -> None:
         for step in steps:
             if isinstance(step, Compute):
                 self.compute(step)
             elif isinstance(step, Start):
-                self.moving[step.stage] = self.run.start(step.stage, self.rows_of(step.stage), self.q.dtype)
+                self.moving[step.group] = self.call.start(step.group, self.rows_of(step.group), self.q.dtype)
             else:
-                self.run.statistics.wait(self.moving.pop(step.stage))
+                self.call.statistics.wait(self.moving.pop(step.group))
         assert not self.moving, "what is started is waited for"
 
-    def rows_of(self, stage: Stage) -> torch.Tensor:
+    def rows_of(self, group: TransferGroup) -> torch.Tensor:
         return self.kv
 
     def compute(self, step: Compute) -> None:
@@ -172,16 +165,18 @@ class _Forward(_Pass):
         merges = any(batch.merges for step in self._computes() for batch in step.batches)
         self.out = torch.empty_like(self.q, dtype=self.dtype if merges else self.q.dtype)
         self.logsumexp = self.q.new_empty(self.q.shape[1], self.q.shape[0], dtype=self.dtype)
-        self.steps(self.run.way.program.forward)
+        self.steps(self.call.own.program.forward)
         return self.out.to(self.q.dtype), self.logsumexp
 
     def _computes(self) -> list[Compute]:
-        return [step for step in self.run.way.program.forward if isinstance(step, Compute)]
+        return [step for step in self.call.own.program.forward if isinstance(step, Compute)]
 
     def compute(self, step: Compute) -> None:
         for batch in step.batches:
             rows, keys = slice(*batch.queries), self.kv[slice(*batch.keys)]
-            out, logsumexp = self.run.kernel.forward(self.q[rows], keys[:, 0], keys[:, 1], batch.pieces, self.run.scale)
+            out, logsumexp = self.call.kernel.forward(
+                self.q[rows], keys[:, 0], keys[:, 1], batch.pieces, self.call.scale
+            )
             if batch.merges:
                 out, logsumexp = merge(self.out[rows], self.logsumexp[:, rows], out, logsumexp)
             self.out[rows], self.logsumexp[:, rows] = out, logsumexp
@@ -190,34 +185,34 @@ class _Forward(_Pass):
 class _Backward(_Pass):
     def __init__(
         self,
-        run: Run,
+        call: AttentionCall,
         grad: torch.Tensor,
         q: torch.Tensor,
         kv: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
     ) -> None:
-        super().__init__(run, q, kv)
+        super().__init__(call, q, kv)
         self.grad, self.out, self.logsumexp = grad, out, logsumexp
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.dq = torch.zeros_like(self.q, dtype=self.dtype)
         self.dkv = torch.zeros_like(self.kv, dtype=self.dtype)
-        self.steps(self.run.way.program.backward)
+        self.steps(self.call.own.program.backward)
         return self.dq, self.dkv
 
-    def rows_of(self, stage: Stage) -> torch.Tensor:
-        return self.dkv if stage.kind in ("return", "ring return") else self.kv
+    def rows_of(self, group: TransferGroup) -> torch.Tensor:
+        return self.dkv if group.kind in ("return", "ring return") else self.kv
 
     def compute(self, step: Compute) -> None:
         if step.clear is not None:
             self.dkv[slice(*step.clear)] = 0
         for batch in step.batches:
             rows, keys = slice(*batch.queries), self.kv[slice(*batch.keys)]
-            dq, dk, dv = self.run.kernel.backward(
+            dq, dk, dv = self.call.kernel.backward(
                 self.grad[rows],
                 *(self.q[rows], keys[:, 0], keys[:, 1], self.out[rows], self.logsumexp[:, rows]),
-                *(batch.pieces, self.run.scale),
+                *(batch.pieces, self.call.scale),
             )
             self.dq[rows] += dq
             total = self.dkv[slice(*batch.keys)]

@@ -1,45 +1,50 @@
-"""What one rank does in attention: which queries meet which keys, and who sends whose keys and values to whom, when.
+"""Compiles a plan into the program of one rank: which queries meet which keys, and when whose keys and values are sent.
 
-A plan says where tokens are. From it follows, for each rank and without asking anybody, a program: a list of steps that
-start transfers, wait for them, and compute (Zeppelin, arXiv 2509.21841, section 4: the attention engine).
+Every rank derives its program from the plan alone, without communication (Zeppelin, arXiv 2509.21841, section 4: the
+attention engine).
 
-- A "ring" sequence lies on G ranks. In round t a rank computes with the keys and values of the t-th rank before it and
-  hands them on meanwhile. In the backward pass the gradients of keys and values travel behind them and end at home.
+- A "ring" sequence is on G ranks. In round t a rank computes with the keys and values of the t-th rank before it and
+  passes them on meanwhile. In the backward pass the gradients of keys and values follow them and end on their rank.
 - A "gather" sequence: a rank receives all keys before its last query, in a few turns. All queries meet the keys of a
-  turn while the next is under way; then gradients of its keys go back to the owners.
-- Everything whose keys are on the rank itself is local, and fills the time in which others are under way.
+  turn while the next is under way; then the gradients of these keys go back to the ranks that hold them.
+- Tasks whose keys are on the rank itself are local; they fill the time in which others are under way.
 
 Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
 
-Keys and values stand in one workspace of rows, a token each: the rank's own tokens first, sorted by sequence and
-position, then the gathered prefixes, then two buffers for rings over nodes and two for rings inside the node.
+The workspace has one row for each token: first the rank's own tokens, sorted by sequence and position, then gathered
+prefixes, then two buffers for rings over nodes and two for rings inside the node.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.gather import Need, by_sequence, needs, runs_of
+from balancing.sequences.engine.gather import Need, needs
 from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
-from balancing.sequences.engine.program import Exchange, Message, Program, Rows, Stage, Task, joined
-from balancing.sequences.sequence_plan import SequencePlan, Shard
+from balancing.sequences.engine.program import Messages, PeerRows, Program, Rows, Task, TransferGroup
+from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, join_adjacent, runs_of
 
 __all__ = ["make_program"]
 
 
 def make_program(
-    plan: SequencePlan, rank: int, cluster: Cluster | None = None, *, relays: Iterable[Stage] = ()
+    plan: SequencePlan, rank: int, cluster: Cluster | None = None, *, relays: Iterable[TransferGroup] = ()
 ) -> Program:
-    """What `rank` does. Without a cluster all ranks are taken to be on one node.
+    """The program of one rank.
 
-    relays: stages in which the rank takes part even where it has nothing to send or receive itself, because it hands on
-    what others send. Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
+    plan: of the whole batch.
+    rank: in the plan.
+    cluster: which ranks share a node; None if all do.
+    relays: transfer groups in which the rank relays messages of other ranks, so that it takes part in them even if it
+        has nothing to send or receive itself.
+
+    Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
     """
     return _Builder(plan, rank, cluster, relays).program()
 
 
 class _Rounds:
-    """The rings of one class that a rank is in: tasks and messages of each round, and where blocks are put."""
+    """The rings over nodes, or those inside, that a rank is in: tasks of each round, and the rows of its blocks."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # round -> (from, sequence, source)
@@ -50,12 +55,12 @@ class _Rounds:
 
     @property
     def last(self) -> int:
-        """The last round in which blocks come."""
+        """The last round in which blocks arrive."""
         return max((len(ring) - 1 for _, _, ring in self.rings), default=0)
 
 
 class _Builder:
-    def __init__(self, plan: SequencePlan, rank: int, cluster: Cluster | None, relays: Iterable[Stage]) -> None:
+    def __init__(self, plan: SequencePlan, rank: int, cluster: Cluster | None, relays: Iterable[TransferGroup]) -> None:
         if not 0 <= rank < plan.ranks:
             raise ValueError(f"rank {rank} is not in a plan of {plan.ranks} ranks (0 to {plan.ranks - 1})")
         if cluster is not None and cluster.world_size < plan.ranks:
@@ -75,11 +80,11 @@ class _Builder:
         for shards in self.shards.values():
             for shard in shards:
                 self.parts[shard.sequence, shard.rank].append(shard)
-        # Where the rank sends or receives itself, its own exchange takes the place of this one.
-        self.exchanges = {stage: Exchange((), (), adds=stage.kind in ("return", "ring return")) for stage in relays}
+        # Where the rank sends or receives itself, its own messages replace these.
+        self.messages = {group: Messages((), (), adds=group.kind in ("return", "ring return")) for group in relays}
         self.local: list[Task] = []
-        self.gathered: dict[Stage, list[Task]] = defaultdict(list)
-        self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes, and inside
+        self.gathered: dict[TransferGroup, list[Task]] = defaultdict(list)
+        self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes; inside a node
 
     def program(self) -> Program:
         for sequence in self.shards:
@@ -97,16 +102,16 @@ class _Builder:
         for inter in (True, False):
             self._ring(inter)
         work = Work(
-            self.exchanges,
+            self.messages,
             self.local,
             self.gathered,
             {inter: rounds.tasks for inter, rounds in self.rounds.items()},
             {inter: rounds.region for inter, rounds in self.rounds.items()},
         )
-        return Program(self.rank, self.held, self.rows, self.exchanges, forward_steps(work), backward_steps(work))
+        return Program(self.rank, self.held, self.rows, self.messages, forward_steps(work), backward_steps(work))
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
-        """Own rows of tokens that lie in one own shard or in several that stand behind one another."""
+        """Own rows of tokens [start, stop), which lie in one own shard or in several adjacent ones."""
         first = next(s for s in self.parts[sequence, self.rank] if s.start <= start < s.stop)
         row = self.row[first[:2]] + start - first.start
         return row, row + stop - start
@@ -114,31 +119,31 @@ class _Builder:
     # Gathered prefixes.
 
     def _gather(self) -> None:
-        sends: dict[Stage, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
-        receives: dict[Stage, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        sends: dict[TransferGroup, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        receives: dict[TransferGroup, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
         prefix: dict[int, int] = {}  # sequence -> first row
         for need in needs(self.plan, self.node):
             if need.sequence not in self.shards:
                 continue
-            stage = Stage("gather", need.inter, need.turn)
+            group = TransferGroup("gather", need.inter, need.turn)
             for shard in self.shards[need.sequence]:
                 start, stop = max(shard.start, need.begin), min(shard.stop, need.stop)
                 if start < stop and shard.rank == self.rank:
-                    sends[stage][need.rank].append(self._own_rows(need.sequence, start, stop))
+                    sends[group][need.rank].append(self._own_rows(need.sequence, start, stop))
                 if start < stop and need.rank == self.rank:
                     row = prefix.setdefault(need.sequence, self.rows)
-                    receives[stage][shard.rank].append((row + start, row + stop))
+                    receives[group][shard.rank].append((row + start, row + stop))
             if need.rank == self.rank:
                 row = prefix[need.sequence]
-                self._meet(self.gathered[stage], need, row)
+                self._meet(self.gathered[group], need, row)
                 self.rows = row + need.stop
-        for stage in sorted({*sends, *receives}):
-            there, back = _messages(sends[stage]), _messages(receives[stage])
-            self.exchanges[stage] = Exchange(there, back)
-            self.exchanges[stage._replace(kind="return")] = Exchange(back, there, adds=True)
+        for group in sorted({*sends, *receives}):
+            there, back = _messages(sends[group]), _messages(receives[group])
+            self.messages[group] = Messages(there, back)
+            self.messages[group._replace(kind="return")] = Messages(back, there, adds=True)
 
     def _meet(self, tasks: list[Task], need: Need, row: int) -> None:
-        """Own queries that see keys of `need`. row: of the sequence's first token."""
+        """Add tasks of own queries that see keys of `need`. row: of the sequence's first token."""
         keys = row + need.begin, row + need.stop
         for start, stop in runs_of(self.parts[need.sequence, self.rank]):
             if start == 0 or stop <= need.begin:
@@ -176,13 +181,13 @@ class _Builder:
             for turn in range(len(ring)):
                 self._tasks(rounds, sequence, turn, ring[place - turn])
         for turn in range(1, rounds.last + 1):
-            self._ring_exchange(inter, turn)
+            self._ring_messages(inter, turn)
 
     def _tokens(self, sequence: int, rank: int) -> int:
         return sum(shard.tokens for shard in self.parts[sequence, rank])
 
     def _tasks(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> None:
-        """Each run of own queries sees a prefix of the block, because the block is sorted by position."""
+        """Add tasks of one round: each run of own queries sees a prefix of the block, which is sorted by position."""
         first, _ = self._block(rounds, sequence, turn, source)
         keys = runs_of(self.parts[sequence, source])
         tasks = rounds.tasks[turn]
@@ -203,8 +208,8 @@ class _Builder:
         row = self.row[self.parts[sequence, source][0][:2]] if own else rounds.row[turn, sequence]
         return row, row + self._tokens(sequence, source)
 
-    def _ring_exchange(self, inter: bool, turn: int) -> None:
-        """Blocks go on to the next rank in round `turn`, and so do the sums of their gradients a round later."""
+    def _ring_messages(self, inter: bool, turn: int) -> None:
+        """In round `turn` blocks are passed to the next rank; the sums of their gradients follow a round later."""
         rounds = self.rounds[inter]
         sends, receives = defaultdict(list), defaultdict(list)
         sums_out, sums_in = defaultdict(list), defaultdict(list)
@@ -217,11 +222,11 @@ class _Builder:
             sums_out[after].append(self._block(rounds, sequence, turn, ring[place - turn]))
             home = (place - turn - 1) % len(ring)
             sums_in[before].append(self._block(rounds, sequence, turn + 1, ring[home]))
-        self.exchanges[Stage("ring", inter, turn)] = Exchange(_messages(sends), _messages(receives))
-        self.exchanges[Stage("ring return", inter, turn + 1)] = Exchange(
+        self.messages[TransferGroup("ring", inter, turn)] = Messages(_messages(sends), _messages(receives))
+        self.messages[TransferGroup("ring return", inter, turn + 1)] = Messages(
             _messages(sums_out), _messages(sums_in), adds=True
         )
 
 
-def _messages(rows: dict[int, list[Rows]]) -> tuple[Message, ...]:
-    return tuple(Message(peer, tuple(joined(rows[peer]))) for peer in sorted(rows))
+def _messages(rows: dict[int, list[Rows]]) -> tuple[PeerRows, ...]:
+    return tuple(PeerRows(peer, tuple(join_adjacent(rows[peer]))) for peer in sorted(rows))

@@ -1,25 +1,27 @@
-"""Which tokens each rank must receive so that its queries of "gather" sequences see all keys before them.
+"""Tokens that each rank must receive so that its queries of "gather" sequences see all keys before them.
 
-A rank needs each sequence up to its own last token. That comes in a few turns of about as many tokens, and all of the
-rank's queries meet the keys of one turn while the next is under way. In the backward pass the gradients of a turn's
-keys are complete when the turn is computed, and go home while the next one is.
+A rank needs each sequence up to its own last token. These keys arrive in a few turns of about as many tokens, and all
+of the rank's queries meet the keys of one turn while the next is under way. In the backward pass the gradients of a
+turn's keys are complete when the turn is computed, and are sent back while the next one is.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from balancing.sequences.cost import TILE
-from balancing.sequences.sequence_plan import SequencePlan, Shard
+from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, runs_of
 
-__all__ = ["TURNS", "Need", "by_sequence", "needs", "runs_of"]
+__all__ = ["TURNS", "Need", "needs"]
 
 TURNS = 8
 
 
 class Need(NamedTuple):
-    """Tokens [begin, stop) of `sequence`, which `rank` must have in `turn`. inter: whether anything that the rank needs
-    of the sequence comes from another node."""
+    """Tokens [begin, stop) of `sequence` that `rank` must have in `turn`.
+
+    inter: whether any of the tokens that the rank needs of the sequence are on another node.
+    """
 
     sequence: int
     begin: int
@@ -30,10 +32,12 @@ class Need(NamedTuple):
 
 
 def needs(plan: SequencePlan, node: Sequence[int]) -> list[Need]:
-    """All needs of all ranks, by sequence and position. node: of each rank. A rank that has nothing of a sequence but
-    its beginning needs nothing."""
+    """The needs of all ranks, by sequence and position; a rank that holds only the beginning of a sequence has none.
+
+    node: of each rank.
+    """
     found: dict[tuple[int, bool], list[tuple[int, list[tuple[int, int]]]]] = defaultdict(list)
-    spread = {s for s, way in enumerate(plan.exchange) if way == "gather" and len(plan.ring(s)) > 1}
+    spread = {s for s, how in enumerate(plan.exchange) if how == "gather" and len(plan.ring(s)) > 1}
     for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in spread).items():
         first: dict[int, int] = {}  # node -> its first token
         held: dict[int, list[Shard]] = defaultdict(list)
@@ -48,34 +52,15 @@ def needs(plan: SequencePlan, node: Sequence[int]) -> list[Need]:
 
 
 def _in_turns(rank: int, inter: bool, prefixes: Sequence[tuple[int, list[tuple[int, int]]]]) -> Iterable[Need]:
-    """Sequences one after another, cut where a turn ends: at whole tiles, and not inside a run of the rank's own."""
+    """Sequences one after another, cut into turns at whole tiles, but not inside a run of the rank's own tokens."""
     total, before = sum(runs[-1][1] for _, runs in prefixes), 0
     for sequence, runs in prefixes:
         length, begin = runs[-1][1], 0
         for turn in range(TURNS):
-            end = total * (turn + 1) // TURNS - before  # of the turn, in tokens of this sequence
+            end = total * (turn + 1) // TURNS - before  # of the turn, as a position in this sequence
             stop = min(length, -(-end // TILE) * TILE) if turn < TURNS - 1 else length
             stop = next((start for start, last in runs if start < stop < last), stop)
             if stop > begin:
                 yield Need(sequence, begin, stop, rank, inter, turn)
                 begin = stop
         before += length
-
-
-def by_sequence(shards: Iterable[Shard]) -> Mapping[int, list[Shard]]:
-    """The shards of each sequence, by position."""
-    found: dict[int, list[Shard]] = defaultdict(list)
-    for shard in sorted(shards):
-        found[shard.sequence].append(shard)
-    return found
-
-
-def runs_of(shards: Iterable[Shard]) -> list[tuple[int, int]]:
-    """[start, stop) of shards of one sequence and one rank, sorted; those that follow one another make one."""
-    runs: list[tuple[int, int]] = []
-    for shard in shards:
-        if runs and runs[-1][1] == shard.start:
-            runs[-1] = (runs[-1][0], shard.stop)
-        else:
-            runs.append((shard.start, shard.stop))
-    return runs

@@ -1,6 +1,6 @@
-"""What goes from node to node in each stage of attention: what may be spread over network cards.
+"""Rows that go from node to node in each transfer group of attention, which routing may spread over NICs.
 
-Every rank works this out for all ranks, since how busy a NIC gets follows from everybody's messages.
+Every rank computes this for all ranks, since the load of a NIC follows from the messages of all of them.
 """
 
 from collections import defaultdict
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.gather import by_sequence, needs
-from balancing.sequences.engine.program import Stage
-from balancing.sequences.sequence_plan import SequencePlan, Shard, columns
-from balancing.sequences.traffic import Traffic, remap_traffic
+from balancing.sequences.engine.gather import needs
+from balancing.sequences.engine.program import TransferGroup
+from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, columns
+from balancing.sequences.traffic import TokenTraffic, remap_traffic
 
-__all__ = ["flows"]
+__all__ = ["internode_traffic"]
 
-_Found = dict[Stage, list[Traffic]]
+_Found = dict[TransferGroup, list[TokenTraffic]]
 
 
-def flows(plan: SequencePlan, cluster: Cluster) -> dict[Stage, Traffic]:
-    """Rows that go from node to node in every stage of attention, forward and backward, and its changes of layout."""
+def internode_traffic(plan: SequencePlan, cluster: Cluster) -> dict[TransferGroup, TokenTraffic]:
+    """Rows between nodes in each transfer group of attention, forward and backward, changes of layout included."""
     node = np.arange(plan.ranks) // cluster.ranks_per_node
     found: _Found = defaultdict(list)
     for sequence, shards in by_sequence(plan.attention).items():
@@ -29,22 +29,22 @@ def flows(plan: SequencePlan, cluster: Cluster) -> dict[Stage, Traffic]:
     _gather_flows(found, plan, node)
     if plan.remapped:
         there = remap_traffic(plan)
-        found[Stage("to attention", True)].append(there)
-        found[Stage("to linear", True)].append(Traffic(there.target, there.source, there.tokens))
+        found[TransferGroup("to attention", True)].append(there)
+        found[TransferGroup("to linear", True)].append(TokenTraffic(there.target, there.source, there.tokens))
     return {
-        stage: moved
-        for stage, parts in found.items()
-        if len((moved := _between_nodes(Traffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)).tokens)
+        group: moved
+        for group, parts in found.items()
+        if len((moved := _between_nodes(TokenTraffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)).tokens)
     }
 
 
-def _between_nodes(moved: Traffic, cluster: Cluster) -> Traffic:
+def _between_nodes(moved: TokenTraffic, cluster: Cluster) -> TokenTraffic:
     crosses = moved.crossing(cluster) & (moved.tokens > 0)
-    return Traffic(moved.source[crosses], moved.target[crosses], moved.tokens[crosses])
+    return TokenTraffic(moved.source[crosses], moved.target[crosses], moved.tokens[crosses])
 
 
 def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], node: np.ndarray) -> None:
-    """In round t the block of the rank t - 1 places before goes on; sums of the block after it follow a round later."""
+    """In round t a rank passes on the block of the rank t - 1 places before; gradient sums follow a round later."""
     source = np.array(ring)
     target = np.roll(source, -1)
     edge = np.flatnonzero(node[source] != node[target])
@@ -54,8 +54,8 @@ def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], nod
     tokens = np.bincount(rank, stop - start, int(source.max()) + 1).astype(np.int64)[source]
     for turn in range(1, len(ring)):
         handed, summed = (tokens[(edge - back) % len(ring)] for back in (turn - 1, turn))
-        found[Stage("ring", True, turn)].append(Traffic(source[edge], target[edge], handed))
-        found[Stage("ring return", True, turn + 1)].append(Traffic(source[edge], target[edge], summed))
+        found[TransferGroup("ring", True, turn)].append(TokenTraffic(source[edge], target[edge], handed))
+        found[TransferGroup("ring return", True, turn + 1)].append(TokenTraffic(source[edge], target[edge], summed))
 
 
 def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray) -> None:
@@ -65,7 +65,7 @@ def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray) -> None:
             wanted[need.sequence].append((need.begin, need.stop, need.rank, need.turn))
     for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in wanted).items():
         begin, end, target, turn = np.array(wanted[sequence]).T
-        _, start, stop, source = columns(shards).T  # which follow one another
+        _, start, stop, source = columns(shards).T  # adjacent and in order
         first = np.searchsorted(stop, begin, side="right")
         count = np.searchsorted(start, end, side="left") - first
         which = np.repeat(np.arange(len(count)), count)
@@ -73,6 +73,6 @@ def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray) -> None:
         rows = np.minimum(stop[shard], end[which]) - np.maximum(start[shard], begin[which])
         for one in np.unique(turn).tolist():
             now = turn[which] == one
-            moved = Traffic(source[shard[now]], target[which[now]], rows[now])
-            found[Stage("gather", True, one)].append(moved)
-            found[Stage("return", True, one)].append(Traffic(moved.target, moved.source, moved.tokens))
+            moved = TokenTraffic(source[shard[now]], target[which[now]], rows[now])
+            found[TransferGroup("gather", True, one)].append(moved)
+            found[TransferGroup("return", True, one)].append(TokenTraffic(moved.target, moved.source, moved.tokens))

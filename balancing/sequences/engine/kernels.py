@@ -1,15 +1,15 @@
-"""Attention of some queries to some keys, with what is needed to merge it with the attention to other keys.
+"""Kernels: attention of some queries to some keys, with what merging it with attention to other keys needs.
 
-A rank computes attention in pieces: its queries against keys that arrive in turns. A kernel here gives, for one batch
-of pieces, the output and the logarithm of the softmax's denominator (logsumexp), and the gradients of a piece given the
-output and logsumexp of the whole. Pieces may differ in length; they stand behind one another, nothing is padded.
+A rank computes attention in pieces: its queries against keys that arrive in turns. A kernel computes a batch of pieces.
+Forward it gives the output and the logarithm of the softmax's denominator (logsumexp); backward, the gradients of a
+piece from the output and logsumexp over all keys. Pieces may differ in length and are concatenated without padding.
 
-Masks are full or causal from the bottom right: the last query sees all keys, the one before it all but the last.
-Grouped-query and multi-query attention: query head h reads key-value head h // (heads / kv_heads), as everywhere.
+Masks are full or causal from the bottom right: the last query sees all keys, the one before it all but the last. Query
+head h reads key-value head h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
 
-On CUDA in half precision: the flash-attn package where it is installed, else PyTorch's own flash attention. Gradients
-on CUDA repeat bit for bit under `torch.use_deterministic_algorithms`. On the CPU: PyTorch's flash attention for CPUs,
-float64 included. For anything else: matrix products in tiles of queries, exact and slow.
+On CUDA in half precision: the flash-attn package where it is installed, else PyTorch's flash attention. Gradients on
+CUDA repeat bit for bit under `torch.use_deterministic_algorithms`. On the CPU: PyTorch's flash attention for CPUs,
+float64 included. For everything else: matrix products in tiles of queries, exact and slow.
 """
 
 import functools
@@ -22,13 +22,14 @@ import torch
 __all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge"]
 
 _TILE = 512  # queries of a tile of the matrix-product kernel
-_CUDA_HEAD_SIZES = range(8, 257, 8)  # what flash attention on CUDA takes
+_CUDA_HEAD_SIZES = range(8, 257, 8)  # supported by flash attention on CUDA
 
 
 class Pieces(NamedTuple):
-    """Lengths of the pieces of one batch: tokens of queries and of keys, and the mask of all of them.
+    """The pieces of one batch.
 
-    Causal pieces have at least as many keys as queries.
+    queries, keys: tokens of each piece; causal pieces have at least as many keys as queries.
+    causal: the mask of all of them.
     """
 
     queries: tuple[int, ...]
@@ -37,8 +38,14 @@ class Pieces(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One way to compute attention. q, out: [query tokens, heads, size]; k, v: [key tokens, kv_heads, size], with any
-    stride between tokens; logsumexp: [heads, query tokens] in `accumulation_dtype`."""
+    """An implementation of attention.
+
+    q, out: [query tokens, heads, head_size].
+    k, v: [key tokens, kv_heads, head_size], with any stride between tokens.
+    logsumexp: [heads, query tokens], in `accumulation_dtype`.
+    pieces: of the batch, in the order of the tokens.
+    scale: factor of the scores.
+    """
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces, scale: float
@@ -60,22 +67,30 @@ class Kernel(Protocol):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which partial results are merged and gradients are summed: float32, or float64 for float64."""
+    """The type in which partial results are merged and gradients summed: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def merge(
-    out: torch.Tensor, logsumexp: torch.Tensor, more_out: torch.Tensor, more_logsumexp: torch.Tensor
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    more_out: torch.Tensor,
+    more_logsumexp: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to two sets of keys together, from attention to each. out: [tokens, heads, size] in
-    `accumulation_dtype`; logsumexp: [heads, tokens]."""
+    """Output and logsumexp of attention to two sets of keys, from those of each.
+
+    out: [tokens, heads, head_size], in `accumulation_dtype`.
+    logsumexp: [heads, tokens], likewise.
+    more_out: [tokens, heads, head_size], of the other keys.
+    more_logsumexp: [heads, tokens], of the other keys.
+    """
     both = torch.logaddexp(logsumexp, more_logsumexp)
     weight, more_weight = ((part - both).exp().transpose(0, 1)[..., None] for part in (logsumexp, more_logsumexp))
     return out * weight + more_out.to(out.dtype) * more_weight, both
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> Kernel:
-    """The fastest kernel there is for such queries."""
+    """The fastest available kernel for queries of this kind."""
     if device.type == "cpu":
         return _CPU
     half = dtype in (torch.float16, torch.bfloat16)
@@ -185,7 +200,7 @@ class _Cuda:
         return out, logsumexp
 
     def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
-        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
@@ -254,13 +269,13 @@ def _tiles(queries: int) -> list[slice]:
 
 
 def _hidden(rows: slice, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """bool [queries of the tile, keys]: which keys a causal mask from the bottom right hides."""
+    """bool [queries of the tile, keys], True where a causal mask from the bottom right hides the key."""
     row = torch.arange(rows.start, rows.stop, device=device)[:, None] + keys - queries
     return torch.arange(keys, device=device) > row
 
 
 def _bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Cumulative lengths and longest lengths of queries and keys, as flash attention takes them."""
+    """Cumulative lengths and maximum lengths of queries and keys, the arguments of flash attention."""
     return (
         _cumulative(pieces.queries, device),
         _cumulative(pieces.keys, device),
@@ -269,6 +284,6 @@ def _bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.T
     )
 
 
-@functools.lru_cache(maxsize=4096)  # the same for every layer, and a copy to the device each
+@functools.lru_cache(maxsize=4096)  # saves a copy to the device in every layer
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)

@@ -1,28 +1,48 @@
-"""The steps of one rank's attention: transfers that start and end, and tasks that compute.
+"""The program of one rank's attention: a list of steps that start transfers, wait for them, and compute.
 
-Keys and values stand in one workspace of rows, a token each; steps speak of rows. All of it is data: it can be printed,
-counted and checked without a process (`tasks` makes it from a plan, `attention` runs it).
+Keys and values lie in one workspace of rows, a token each, and steps name rows of it. A program is data: it can be
+printed, counted and checked without a process. `compiler` makes it from a plan, `attention` runs it.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.sequence_plan import Shard
+from balancing.sequences.sequence_plan import Range, Shard, by_sequence, join_adjacent
 
-__all__ = ["Batch", "Compute", "Exchange", "Message", "Program", "Rows", "Stage", "Start", "Step", "Task", "Wait"]
+__all__ = [
+    "LAYOUT_CHANGES",
+    "Batch",
+    "Compute",
+    "Kind",
+    "Messages",
+    "PeerRows",
+    "Program",
+    "ProgramStep",
+    "Rows",
+    "Start",
+    "Task",
+    "TransferGroup",
+    "Wait",
+    "compute",
+    "layout_change",
+]
 
-Rows = tuple[int, int]  # [start, stop) of a workspace
+Rows = Range  # of a workspace
 Kind = Literal["gather", "ring", "return", "ring return", "to attention", "to linear"]
+LAYOUT_CHANGES: tuple[Kind, ...] = ("to attention", "to linear")
 
 
-class Stage(NamedTuple):
-    """A set of transfers that start together on all ranks.
+class TransferGroup(NamedTuple):
+    """A set of messages that start together on all ranks.
 
-    kind: "gather" and "ring" bring keys and values, "return" and "ring return" gradients back; "to attention" and "to
-    linear" change the layout. inter: whether they belong to sequences over several nodes. round: of the ring, or turn
-    of the gathering.
+    kind: "gather" and "ring" send keys and values, "return" and "ring return" their gradients back; "to attention" and
+        "to linear" change the layout.
+    inter: whether they belong to sequences on several nodes.
+    round: of the ring, or turn of gathering.
     """
 
     kind: Kind
@@ -30,30 +50,35 @@ class Stage(NamedTuple):
     round: int = 0
 
 
-class Message(NamedTuple):
-    """Rows of the workspace that go to or come from `peer` in one piece; from the rank itself they are copied."""
+class PeerRows(NamedTuple):
+    """Rows of the workspace that are sent to or received from `peer` together; those of the rank itself are copied."""
 
     peer: int
     rows: tuple[Rows, ...]
 
     @property
     def tokens(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return sum(stop - start for start, stop in self.rows)
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What this rank sends and receives in one stage, in order of peers. adds: what comes is added to the rows."""
+class Messages:
+    """What a rank sends and receives in one transfer group, in order of peers.
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    adds: whether received rows are added to the rows of the workspace instead of replacing them.
+    """
+
+    sends: tuple[PeerRows, ...]
+    receives: tuple[PeerRows, ...]
     adds: bool = False
 
 
 class Task(NamedTuple):
-    """Queries [start, stop) of the rank's rows against key rows; causal: from the bottom right. merges: with what these
-    queries have met before."""
+    """Attention of rows of queries to rows of keys.
+
+    causal: masked from the bottom right. merges: whether these queries already have a partial result to merge with.
+    """
 
     queries: Rows
     keys: Rows
@@ -68,7 +93,7 @@ class Task(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Tasks whose queries and whose keys stand behind one another, so that one kernel takes them all."""
+    """Tasks with adjacent queries and adjacent keys, which one kernel computes together."""
 
     queries: Rows
     keys: Rows
@@ -77,41 +102,45 @@ class Batch(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Start the transfers of a stage."""
+    """Start the messages of a transfer group."""
 
-    stage: Stage
+    group: TransferGroup
 
 
 class Wait(NamedTuple):
-    """Wait until a stage's transfers have come and gone."""
+    """Wait until the messages of a transfer group have been sent and received."""
 
-    stage: Stage
+    group: TransferGroup
 
 
 class Compute(NamedTuple):
-    """Compute tasks. clear: rows whose gradients begin at zero, in the backward pass."""
+    """Compute tasks. clear: rows whose gradients are set to zero before, in the backward pass."""
 
     tasks: tuple[Task, ...]
     batches: tuple[Batch, ...]
     clear: Rows | None = None
 
 
-Step = Start | Wait | Compute
+ProgramStep = Start | Wait | Compute
 
 
 @dataclass(frozen=True)
 class Program:
-    """All that one rank does for one layer's attention.
+    """Everything one rank does for one layer's attention.
 
-    tokens: of the rank. rows: of its workspace. held: its shards, sorted; row i of its own rows is token i of them.
+    rank: in the plan.
+    held: its shards, sorted. Row i of the workspace is token i of them; rows of other ranks' tokens follow.
+    rows: of the workspace.
+    messages: by transfer group.
+    forward, backward: steps of the two passes.
     """
 
     rank: int
     held: tuple[Shard, ...]
     rows: int
-    exchanges: dict[Stage, Exchange]
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    messages: dict[TransferGroup, Messages]
+    forward: tuple[ProgramStep, ...]
+    backward: tuple[ProgramStep, ...]
 
     @property
     def tokens(self) -> int:
@@ -124,30 +153,36 @@ class Program:
             lines += [f"{name}:", *("  " + self._line(step) for step in steps)]
         return "\n".join(lines)
 
-    def _line(self, step: Step) -> str:
+    def _line(self, step: ProgramStep) -> str:
         if isinstance(step, Compute):
             return "compute " + ", ".join(
                 f"{_span(task.queries)} x {_span(task.keys)}{' causal' if task.causal else ''}" for task in step.tasks
             )
-        scope = "inter-node" if step.stage.inter else "intra-node"
-        name = f"{step.stage.kind} {scope}" + (f" round {step.stage.round}" if step.stage.round else "")
+        scope = "inter-node" if step.group.inter else "intra-node"
+        name = f"{step.group.kind} {scope}" + (f" round {step.group.round}" if step.group.round else "")
         if isinstance(step, Wait):
             return f"wait for {name}"
-        exchange = self.exchanges[step.stage]
-        moved = [f"{_spans(message)} to {message.peer}" for message in exchange.sends]
-        moved += [f"{_spans(message)} from {message.peer}" for message in exchange.receives]
+        messages = self.messages[step.group]
+        moved = [f"{_spans(message)} to {message.peer}" for message in messages.sends]
+        moved += [f"{_spans(message)} from {message.peer}" for message in messages.receives]
         return f"start {name}: {', '.join(moved)}"
 
 
-def joined(rows: Iterable[Rows]) -> list[Rows]:
-    """The same rows in the same order, in as few ranges as possible."""
-    found: list[Rows] = []
-    for start, stop in rows:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
+def layout_change(
+    source: Sequence[Shard],
+    target: Sequence[Shard],
+    own_source: Sequence[Shard],
+    own_target: Sequence[Shard],
+) -> Messages:
+    """What one rank sends and receives when all tokens go from layout `source` to layout `target`.
+
+    source, target: shards of all ranks.
+    own_source, own_target: the rank's shards, in the order of its tokens before and after.
+
+    Rows of messages that are sent count from the first token before; rows of messages that are received, from the first
+    token after. Tokens that stay are a message from the rank to itself.
+    """
+    return Messages(_overlaps(own_source, by_sequence(target)), _overlaps(own_target, by_sequence(source)))
 
 
 def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
@@ -173,5 +208,25 @@ def _span(rows: Rows) -> str:
     return f"{rows[0]}-{rows[1]}"
 
 
-def _spans(message: Message) -> str:
+def _spans(message: PeerRows) -> str:
     return "+".join(_span(rows) for rows in message.rows)
+
+
+def _overlaps(own: Sequence[Shard], others: Mapping[int, list[Shard]]) -> tuple[PeerRows, ...]:
+    """Own rows by the rank that has the same tokens in the other layout; a message is in order of tokens."""
+    first: dict[tuple[int, int], int] = {}
+    row = 0
+    for shard in own:
+        first[shard[:2]] = row
+        row += shard.tokens
+    starts = {sequence: [shard.start for shard in shards] for sequence, shards in others.items()}
+    rows: dict[int, list[Rows]] = defaultdict(list)
+    for shard in sorted(own):
+        sequence, start, stop, _ = shard
+        there = others[sequence]
+        for other in there[bisect_right(starts[sequence], start) - 1 :]:
+            if other.start >= stop:
+                break
+            row = first[shard[:2]] - start
+            rows[other.rank].append((row + max(start, other.start), row + min(stop, other.stop)))
+    return tuple(PeerRows(peer, tuple(join_adjacent(rows[peer]))) for peer in sorted(rows))

@@ -1,13 +1,13 @@
-"""A transfer between nodes goes over all NICs of the node instead of the sender's own.
+"""Routing: messages between nodes are spread over all NICs of a node instead of the sender's own.
 
-A GPU sends through the NIC next to it. When one long sequence is passed round over nodes, one NIC of each node works
-and the others idle (Zeppelin, arXiv 2509.21841, section 5: the routing layer). Here the sender dispatches parts of its
-message to proxies on its node, each of which sends through its own NIC to a partner on the target's node, where parts
-are combined. Parts are cut into slices that follow one another through the three steps. What arrives is the same, bit
-for bit.
+A GPU sends through the NIC next to it. When one long sequence goes round nodes, one NIC of each node works and the
+others idle (Zeppelin, arXiv 2509.21841, section 5: the routing layer). Here the sender dispatches parts of its message
+to proxies on its node. Each proxy sends its part through its own NIC to a partner on the target's node, and the target
+combines the parts. Parts are cut into slices that are pipelined through the three hops. The bits that arrive are the
+same.
 
-It pays where NICs would be unevenly loaded, and links inside a node are several times faster than a NIC; the number of
-proxies comes from a cost model of all messages that are under way together.
+Routing pays where NICs would be unevenly loaded and links inside a node are several times faster than a NIC. The number
+of proxies follows from a cost model of all messages that are under way together.
 """
 
 import functools
@@ -19,23 +19,24 @@ from typing import NamedTuple
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.internode_traffic import flows
-from balancing.sequences.engine.program import Stage
+from balancing.cluster.links import first_nics
+from balancing.sequences.engine.internode_traffic import internode_traffic
+from balancing.sequences.engine.program import TransferGroup
 from balancing.sequences.sequence_plan import SequencePlan
-from balancing.sequences.traffic import Traffic
+from balancing.sequences.traffic import TokenTraffic
 
 __all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "route", "routes"]
 
 Flow = tuple[int, int]  # (source, target)
 
-_HOP_SECONDS = 20e-6  # until a message starts to move; a transfer that takes no longer gains nothing by slices
+_HOP_SECONDS = 20e-6  # latency of one hop; a transfer that is no longer gains nothing from slices
 _SLICES = (1, 2, 4, 8)
-_MOST_MESSAGES = 8  # of a NIC; more of them are spread well enough
+_MOST_MESSAGES = 8  # for each NIC; more messages are spread well enough without routing
 Routing = str | int  # "auto", "off", or a number of proxies
 
 
 class Part(NamedTuple):
-    """Rows [start, stop) of the message of `flow`, along `path`: source, proxies, target, each rank once."""
+    """Rows [start, stop) of the message of `flow`, sent along `path`: source, proxies, target, each rank once."""
 
     flow: Flow
     start: int
@@ -44,8 +45,11 @@ class Part(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A slice of a part. The first hop of its path belongs to step `turn` of the pipeline, the next to the step after
-    it. number: differs between all slices of a stage."""
+    """A slice of a part.
+
+    number: unique among all slices of a transfer group.
+    turn: the step of the pipeline in which its first hop is made; each later hop is made a step later.
+    """
 
     number: int
     flow: Flow
@@ -57,9 +61,12 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """How messages between nodes go: each in `proxies` parts, and each part in `slices`, one behind the other.
+    """The routing of messages between nodes that start together.
 
-    seconds: what the model expects the messages to take that it was made for.
+    cluster: of all ranks.
+    proxies: parts of each message.
+    slices: slices of each part, sent one after another.
+    seconds: modelled time of the messages that the route was made for.
     """
 
     cluster: Cluster
@@ -68,7 +75,7 @@ class Route:
     seconds: float
 
     def parts(self, flow: Flow, rows: int) -> Iterator[Part]:
-        """The parts of one message between nodes, through the NICs of both nodes in pairs."""
+        """The parts of one message of `rows` rows, each over one pair of NICs of the two nodes."""
         relays, (source, target), number = _relays(self.cluster), flow, self.proxies
         for index, column in enumerate(_columns(self.cluster, number)):
             start, stop = rows * index // number, rows * (index + 1) // number
@@ -76,11 +83,13 @@ class Route:
                 path = (source, int(relays[source, column]), int(relays[target, column]), target)
                 yield Part(flow, start, stop, tuple(dict.fromkeys(path)))
 
-    def of(self, rank: int, moved: Traffic, numbered: np.ndarray | None = None) -> list[Slice]:
-        """Slices that a rank sends, hands on or receives, in order of the pipeline's steps; none without proxies.
+    def of(self, rank: int, moved: TokenTraffic, numbered: np.ndarray | None = None) -> list[Slice]:
+        """Slices that a rank sends, relays or receives, in order of the pipeline's steps; none without proxies.
 
-        numbered: int64 [pair], source x ranks + target, ascending: pairs of ranks that `moved` is part of, all of
-        `moved` by default; ranks that give the same number their slices alike.
+        rank: of the cluster.
+        moved: rows of each message.
+        numbered: int64 [pair], ascending, source x ranks + target of all pairs that slices are numbered for, at least
+            those of `moved`, which are the default. Ranks must give the same pairs to number slices alike.
         """
         if self.proxies == 1:
             return []
@@ -103,35 +112,47 @@ class Route:
 
 
 def routes(
-    plan: SequencePlan, rank: int, cluster: Cluster, row_bytes: Callable[[Stage], int], routing: Routing = "auto"
-) -> dict[Stage, list[Slice]]:
-    """The slices that `rank` has a part in, in every stage where some of its node's messages do not go directly.
+    plan: SequencePlan,
+    rank: int,
+    cluster: Cluster,
+    row_bytes: Callable[[TransferGroup], int],
+    routing: Routing = "auto",
+) -> dict[TransferGroup, list[Slice]]:
+    """The slices that one rank sends, relays or receives, by transfer group; groups without any are left out.
 
-    row_bytes: of one row in a stage. Rounds of one kind are alike, so the one that moves most decides for all of them.
+    plan: of the whole batch.
+    rank: in the plan.
+    cluster: of the plan's ranks.
+    row_bytes: bytes of one row of a transfer group.
+    routing: as in `route`.
+
+    Rounds of one kind are alike, so the one that moves most rows decides for all of them.
     """
-    kinds: dict[str, dict[Stage, Traffic]] = defaultdict(dict)
-    for stage, moved in flows(plan, cluster).items():
-        kinds[stage.kind][stage] = moved
+    kinds: dict[str, dict[TransferGroup, TokenTraffic]] = defaultdict(dict)
+    for group, moved in internode_traffic(plan, cluster).items():
+        kinds[group.kind][group] = moved
     found = {}
-    for stages in kinds.values():
-        busiest = max(stages, key=lambda stage: int(stages[stage].tokens.sum()))
-        chosen = route(stages[busiest], row_bytes(busiest), cluster, routing)
+    for groups in kinds.values():
+        busiest = max(groups, key=lambda group: int(groups[group].tokens.sum()))
+        chosen = route(groups[busiest], row_bytes(busiest), cluster, routing)
         if chosen.proxies == 1:
             continue
-        numbered = np.unique(np.concatenate([_pairs(moved, cluster) for moved in stages.values()]))
-        for stage, moved in stages.items():
+        numbered = np.unique(np.concatenate([_pairs(moved, cluster) for moved in groups.values()]))
+        for group, moved in groups.items():
             if slices := chosen.of(rank, moved, numbered):
-                found[stage] = slices
+                found[group] = slices
     return found
 
 
-def route(moved: Traffic, row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
-    """The way of messages between nodes that start together.
+def route(moved: TokenTraffic, row_bytes: int, cluster: Cluster, routing: Routing = "auto") -> Route:
+    """The route of messages between nodes that start together.
 
-    moved: rows of each message; a pair of ranks may come several times, and has one message. row_bytes: of one row.
-    routing: into how many parts each message is cut, one for the source itself and the others for proxies with other
-    NICs; more than a node has NICs or ranks mean as many as it has. "auto" takes the number that the model expects to
-    be fastest, "off" one.
+    moved: rows of each message; a pair of ranks may occur several times and has one message.
+    row_bytes: bytes of one row.
+    cluster: of all ranks.
+    routing: number of parts of each message, one for the source itself and the others for proxies with other NICs, at
+        most one for each NIC and rank of a node; "auto" for the number that the model expects to be fastest; "off" for
+        one.
 
     Raises ValueError for a routing that is none of these.
     """
@@ -155,22 +176,22 @@ def check_routing(routing: Routing) -> None:
         raise ValueError(f"routing {routing!r} is none of 'auto', 'off' and a number of proxies of at least 1")
 
 
-def _pairs(moved: Traffic, cluster: Cluster) -> np.ndarray:
-    """int64 [transfer]: a number for its pair of ranks, source x ranks + target."""
+def _pairs(moved: TokenTraffic, cluster: Cluster) -> np.ndarray:
+    """int64 [transfer], the number of its pair of ranks: source x ranks + target."""
     return np.asarray(moved.source * cluster.world_size + moved.target)
 
 
-def _least_seconds(moved: Traffic, row_bytes: int, cluster: Cluster) -> float:
-    """With all NICs of the busiest node equally busy."""
+def _least_seconds(moved: TokenTraffic, row_bytes: int, cluster: Cluster) -> float:
+    """Seconds if all NICs of the busiest node were equally busy."""
     busy = [np.bincount(end // cluster.ranks_per_node, moved.tokens).max(initial=0) for end in moved[:2]]
     return float(max(busy) * row_bytes / (cluster.nics_per_node * cluster.nic_bandwidth))
 
 
-def _modelled(moved: Traffic, row_bytes: int, cluster: Cluster, number: int) -> Route:
+def _modelled(moved: TokenTraffic, row_bytes: int, cluster: Cluster, number: int) -> Route:
     """Each message in `number` parts, with the number of slices that the model expects to be fastest."""
     cut = moved.tokens[:, None] * np.arange(number + 1) // number
     rows = np.diff(cut)  # [message, part]
-    relays, nics, columns = _relays(cluster), _nics(cluster), _columns(cluster, number)
+    relays, nics, columns = _relays(cluster), first_nics(cluster), _columns(cluster, number)
     network = dispatch = 0.0
     inside = np.zeros(cluster.world_size)  # rows a rank sends to or receives from its own node
     for end in moved[:2]:
@@ -192,21 +213,15 @@ def _modelled(moved: Traffic, row_bytes: int, cluster: Cluster, number: int) -> 
 
 
 def _columns(cluster: Cluster, number: int) -> list[int]:
-    """Which NICs take the parts of a message, counted from the sender's own; the same of every message."""
+    """NICs of the parts of a message, counted from the sender's own; the same for every message."""
     most = min(cluster.ranks_per_node, cluster.nics_per_node)
     return [index * most // number for index in range(number)]
 
 
 @functools.lru_cache(maxsize=8)
-def _nics(cluster: Cluster) -> np.ndarray:
-    """int64 [rank], the NIC that a rank sends through."""
-    return np.array([cluster.nic(rank) for rank in range(cluster.world_size)])
-
-
-@functools.lru_cache(maxsize=8)
 def _relays(cluster: Cluster) -> np.ndarray:
-    """int64 [rank, NIC of its node]: a rank that is next to the NIC. The rank's own NIC comes first."""
-    size, nic = cluster.ranks_per_node, _nics(cluster).tolist()
+    """int64 [rank, NIC of its node], a rank that uses this NIC; the rank's own NIC comes first."""
+    size, nic = cluster.ranks_per_node, first_nics(cluster).tolist()
     found = []
     for rank in range(cluster.world_size):
         first = rank - rank % size

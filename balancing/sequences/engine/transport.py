@@ -1,11 +1,11 @@
-"""Messages between ranks, under way while the rank computes.
+"""Messages between ranks that are under way while the rank computes.
 
-An exchange is a set of messages, one a peer, each made of ranges of rows. All of them start together on one
-communicator: receives first, because gloo holds back a receive that is posted after a send to the same rank. Rows that
-stand behind one another are sent and received in place; others are packed.
+The messages of a transfer group, one for each peer, consist of ranges of rows. They start together on one communicator,
+receives first, because gloo holds back a receive that is posted after a send to the same rank. Adjacent rows are sent
+and received in place; others are packed.
 
-With a route, messages between nodes go in slices over other ranks, which hand them on. On a GPU that is the order of
-transfers on the communicator's stream. Elsewhere a thread does it, which sleeps until a slice has come.
+With a route, messages between nodes go in slices over other ranks, which relay them. On a GPU relaying is the order of
+transfers on the communicator's stream. Elsewhere a thread relays; it sleeps until a slice has arrived.
 """
 
 import threading
@@ -17,22 +17,22 @@ import torch
 import torch.distributed as dist
 
 from balancing.messages import start_message
-from balancing.sequences.engine.program import Exchange, Message
+from balancing.sequences.engine.program import Messages, PeerRows
 from balancing.sequences.engine.routing import Slice
 
 __all__ = ["Dtypes", "Pending", "Transport", "dtype_of"]
 
 Dtypes = Mapping[int, torch.dtype]  # by peer
-Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # peer -> what is sent to it, what comes from it
+Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # what is sent to each peer, what is received from it
 
-_SLICE_NUMBERS = 1 << 17  # message numbers of one exchange: 0 for direct messages, then those of slices
+_SLICE_NUMBERS = 1 << 17  # tags of one transfer group: 0 for direct messages, then those of slices
 
 
 class Pending:
-    """An exchange under way. The tensors it reads and writes belong to it until `wait` has returned.
+    """Messages under way. The tensors they read and write must not be touched until `wait` has returned.
 
-    On a GPU `wait` makes the current stream wait, not the host. It raises RuntimeError where a rank has gone or has not
-    answered in the group's time.
+    On a GPU `wait` makes the current stream wait, not the host. It raises RuntimeError where a rank has failed or has
+    not answered within the group's timeout.
     """
 
     def __init__(self, into: torch.Tensor, adds: bool) -> None:
@@ -40,13 +40,13 @@ class Pending:
         self.on_cuda = into.is_cuda
         self.dtypes: Dtypes = {}
         self.works: list[dist.Work] = []
-        self.arriving: list[tuple[Message, torch.Tensor]] = []  # what comes packed
-        self.sent: list[torch.Tensor] = []  # kept until it has gone
+        self.arriving: list[tuple[PeerRows, torch.Tensor]] = []  # received packed
+        self.sent: list[torch.Tensor] = []  # kept alive until sent
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def hand_on(self, relays: Sequence[tuple[dist.Work, dist.P2POp]]) -> None:
-        """Start the second as soon as the first has come, one after the other, in a thread."""
+        """In a thread, one pair after the other: wait for the first message, then start the second."""
         if relays:
             self._thread = threading.Thread(target=self._hand_on, args=(relays,), daemon=True)
             self._thread.start()
@@ -56,11 +56,11 @@ class Pending:
             for arrival, send in relays:
                 arrival.wait()
                 self.works.append(start_message(send))
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # raised again by `wait`
             self._error = error
 
     def wait(self) -> None:
-        """Return when everything has come and gone. What is to be added is added in order of peers."""
+        """Return when all messages are sent and received. Rows to be added are added in order of peers."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -80,7 +80,7 @@ class Pending:
 
 
 class Transport:
-    """Starts exchanges on one communicator, that of `group` (all ranks by default). rank: in the group."""
+    """Starts messages on one communicator, that of `group` (all ranks by default). rank: in the group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = dist.group.WORLD if group is None else group
@@ -91,29 +91,33 @@ class Transport:
 
     def start(
         self,
-        exchange: Exchange,
+        messages: Messages,
         rows: torch.Tensor,
         into: torch.Tensor,
         tag: int = 0,
         slices: Sequence[Slice] = (),
         dtypes: Dtypes | None = None,
     ) -> Pending:
-        """Send rows of `rows` [row, ...] and receive rows of `into` [row, ...], both contiguous.
+        """Start the messages of one transfer group.
 
-        All ranks that send, receive or hand on start exchanges that meet in the same order. tag: differs between
-        exchanges under way at once, below 16384. slices: this rank's part in messages that do not go directly, as
-        `Route.of` gives them. dtypes: of what is to be added, on its way to and from each rank; that of the rows by
-        default.
+        messages: what is sent and received.
+        rows: [row, ...], contiguous; its rows are sent.
+        into: [row, ...], contiguous; its rows are received, or added to.
+        tag: below 16384, different for groups that are under way together.
+        slices: this rank's part in messages that do not go directly, as `Route.of` gives them.
+        dtypes: type in which rows to be added travel to and from each rank; by default that of `rows`.
+
+        All ranks that send, receive or relay start their common groups in the same order.
         """
-        pending = Pending(into, exchange.adds)
-        if dtypes is None or not exchange.adds:
+        pending = Pending(into, messages.adds)
+        if dtypes is None or not messages.adds:
             dtypes = defaultdict(lambda: rows.dtype)
-        sends = {message.peer: _packed(rows, message).to(dtypes[message.peer]) for message in exchange.sends}
+        sends = {message.peer: _packed(rows, message).to(dtypes[message.peer]) for message in messages.sends}
         receives: dict[int, torch.Tensor] = {}
-        for message in exchange.receives:
+        for message in messages.receives:
             if message.peer == self.rank:
                 pending.arriving.append((message, sends[self.rank]))
-            elif len(message.rows) == 1 and not exchange.adds:
+            elif len(message.rows) == 1 and not messages.adds:
                 receives[message.peer] = into[slice(*message.rows[0])]
             else:
                 receives[message.peer] = into.new_empty(message.tokens, *into.shape[1:], dtype=dtypes[message.peer])
@@ -144,7 +148,7 @@ class Transport:
         pending.works = [start_message(operation) for operation in direct if operation.op is dist.irecv]
         relays = []
         for piece in slices:
-            assert piece.number + 1 < _SLICE_NUMBERS, f"slice {piece.number} has the number of another exchange"
+            assert piece.number + 1 < _SLICE_NUMBERS, f"slice {piece.number} has the number of another group"
             place = piece.path.index(self.rank)
             buffer = self._buffer(piece, pending, *ends)
             coming, going = self._hops(piece, place, buffer, tag + piece.number + 1)
@@ -177,7 +181,7 @@ class Transport:
                 pending.works += dist.batch_isend_irecv(turns[turn])
 
     def _buffer(self, piece: Slice, pending: Pending, sends: dict, receives: dict) -> torch.Tensor:
-        """Where a slice is on this rank: in the message it is part of, or in memory of its own on its way."""
+        """Memory of a slice on this rank: part of its message at source and target, else a buffer of its own."""
         source, target = piece.flow
         if self.rank == source:
             return sends[target][piece.start : piece.stop]
@@ -209,13 +213,13 @@ _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def _connect(group: dist.ProcessGroup) -> None:
-    """NCCL builds a communicator at its first use, by all ranks together; not all have a message in every exchange."""
+    """NCCL builds a communicator at its first use, by all ranks together; not all have a message in every messages."""
     if group not in _connected:
         if dist.get_backend(group) == "nccl":
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         _connected.add(group)
 
 
-def _packed(rows: torch.Tensor, message: Message) -> torch.Tensor:
+def _packed(rows: torch.Tensor, message: PeerRows) -> torch.Tensor:
     parts = [rows[start:stop] for start, stop in message.rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

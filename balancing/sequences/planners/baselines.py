@@ -1,8 +1,8 @@
-"""What other systems do with a batch of sequences: the layouts that ours are measured against.
+"""Layouts of other systems, as baselines.
 
 - ring: every sequence is cut zig-zag over all ranks, and keys and values go round, as in Transformer Engine's p2p
-  context parallelism. gather: the same layout, but ranks collect keys and values, as Llama 3 does with an all-gather
-  (arXiv 2407.21783, section 3.3.2; it cuts the whole pack rather than each document, which is less level).
+  context parallelism. gather: the same layout, but ranks gather keys and values, as Llama 3 does with an all-gather
+  (arXiv 2407.21783, section 3.3.2; it cuts the whole pack rather than each document, which is less balanced).
 - hybrid: Megatron-LM's hybrid context parallelism, planned by its own scheduler. It runs groups of sequences one after
   another, each sequence on a power of two ranks.
 """
@@ -17,12 +17,12 @@ from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["Scheduler", "even_layout", "hybrid_groups", "hybrid_layout"]
 
-# Called with the most tokens of a rank and an object whose size() is the number of ranks, as BalancedCPScheduler is.
+# Takes the most tokens of a rank and an object whose size() is the number of ranks, as BalancedCPScheduler does.
 Scheduler = Callable[[int, Any], Any]
 
 
 def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
-    """Every sequence over all ranks. Tokens that do not divide go round, so ranks differ by one token at most."""
+    """Every sequence over all ranks. Remainders go to ranks in turn, so that ranks differ by one token at most."""
     shards: list[Shard] = []
     first, members = 0, range(ranks)
     for sequence in sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence)):
@@ -34,7 +34,7 @@ def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
 def hybrid_layout(
     lengths: Sequence[int], ranks: int, max_tokens: int, scheduler: Scheduler | None = None
 ) -> list[Shard]:
-    """All groups of `hybrid_groups` in one layout. Raises what that does."""
+    """All groups of `hybrid_groups` in one layout; raises what that raises."""
     shards: list[Shard] = []
     for group in hybrid_groups(lengths, ranks, max_tokens, scheduler):
         for sequence, members in sorted(group.items()):
@@ -43,15 +43,20 @@ def hybrid_layout(
 
 
 def hybrid_groups(
-    lengths: Sequence[int], ranks: int, max_tokens: int, scheduler: Scheduler | None = None
+    lengths: Sequence[int],
+    ranks: int,
+    max_tokens: int,
+    scheduler: Scheduler | None = None,
 ) -> list[dict[int, tuple[int, ...]]]:
-    """The groups in the order in which they run: for each sequence of a group the ranks that share it.
+    """The groups in the order in which they run: for each sequence of a group, the ranks that share it.
 
-    max_tokens: the most tokens of one sequence that a rank takes (--max-seqlen-per-dp-cp-rank). scheduler: Megatron's
-    BalancedCPScheduler, or what answers like it; None takes it from the megatron-core that is installed.
+    lengths: tokens of each sequence.
+    ranks: of the context-parallel group.
+    max_tokens: most tokens of one sequence on a rank (--max-seqlen-per-dp-cp-rank).
+    scheduler: Megatron's BalancedCPScheduler or one with its interface; None takes that of the installed megatron-core.
 
-    Raises ValueError where megatron-core or its scheduler is missing, and where the scheduler finds no plan: it knows
-    powers of two only, and gives up on some batches.
+    Raises ValueError where megatron-core or its scheduler is missing, and where the scheduler finds no plan: it handles
+    powers of two only and fails on some batches.
     """
     widest = max(2 ** ceil(log2(max(1.0, length / max_tokens))) for length in lengths)
     if widest > ranks:
@@ -80,7 +85,7 @@ def hybrid_groups(
 
 
 class _Group:
-    """All that the scheduler asks of a process group."""
+    """The part of a process group that the scheduler uses."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

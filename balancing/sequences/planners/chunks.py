@@ -1,38 +1,47 @@
-"""One layout that is level in tokens and in causal area: nothing is remapped between attention and linear layers.
+"""One layout with equal tokens and equal causal area on each rank, so that linear layers and attention share it.
 
 Zeppelin balances attention and tokens with two layouts and moves tokens between them; MagiAttention and DCP deal out
-chunks of fixed size until both are roughly level. Here pieces are sized to fit instead. A token at position p costs
-p + 1 query-key pairs, so a rank that must hold t tokens and an area a mixes dear tokens, from the end of a long
-sequence, with cheap ones, whole short sequences or the beginning of a long one, in the one proportion that gives both.
-What is left for the other ranks then has the right mean too, so the last rank comes out level by itself.
+chunks of fixed size until both are roughly equal. Here pieces are sized to fit. A token at position p costs p + 1
+query-key pairs, so a rank that must hold t tokens and an area a mixes late tokens, from the end of a long sequence,
+with early ones (whole short sequences, or the beginning of a long one) in the one proportion that gives both. What is
+left for the other ranks then has the right mean as well, so the last rank comes out balanced by itself.
 
-What costs traffic is a rank that needs the keys before its piece. Fewest ranks need those of the longest sequences when
-their ends are mixed with the cheapest tokens, so the longest goes with the shortest. A cut sequence is used up on
+A rank that needs the keys before its piece causes traffic. The fewest ranks need those of the longest sequences if the
+ends of these are mixed with the earliest tokens, so the longest goes with the shortest. A cut sequence is used up on
 consecutive ranks, which mostly share a node.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 from balancing.cluster import Cluster
-from balancing.sequences.sequence_plan import Shard
+from balancing.sequences.sequence_plan import Shard, join_adjacent
 
-__all__ = ["level_chunks"]
+__all__ = ["balanced_chunks"]
 
-# What cutting at a multiple of the chunk may cost, as part of a rank's area. The error is spread over later ranks.
+# Most error of a rank's area, relative, from cutting at a multiple of the chunk. Later ranks make up for it.
 _TOLERANCE = 0.002
 
 _Piece = tuple[int, int, int]  # sequence, start, stop
 
 
-def level_chunks(lengths: Sequence[int], quotas: Sequence[int], cluster: Cluster, *, chunk: int) -> list[Shard]:
+def balanced_chunks(
+    lengths: Sequence[int],
+    quotas: Sequence[int],
+    cluster: Cluster,
+    *,
+    chunk: int,
+) -> list[Shard]:
     """Shards with exactly quotas[rank] tokens on each rank, and areas in proportion to them.
 
-    lengths: tokens of each sequence; quotas: tokens of each rank, of the same sum. Nodes are filled first, then the
-    ranks of each, so that few sequences lie on several nodes. chunk: what a rank takes from the end of a sequence is a
-    multiple of this many tokens where the areas allow it, else of half as many, and so on.
+    lengths: tokens of each sequence.
+    quotas: tokens of each rank; their sum is that of the lengths.
+    cluster: its nodes are filled first, then the ranks of each, so that few sequences lie on several nodes.
+    chunk: tokens; a rank takes a multiple of it from the end of a sequence where the areas allow it, else a multiple of
+        half of it, and so on.
     """
     size = cluster.ranks_per_node
     nodes = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
@@ -46,7 +55,7 @@ def level_chunks(lengths: Sequence[int], quotas: Sequence[int], cluster: Cluster
 
 
 def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[list[_Piece]]:
-    """Deal pieces out so that bucket i has quotas[i] tokens and as large a part of the area as of the tokens."""
+    """Pieces of each bucket: quotas[i] tokens in bucket i, and the same share of the area as of the tokens."""
     pool = _Pool(pieces)
     tokens, area = sum(quotas), sum(_area(start, stop) for _, start, stop in pieces)
     dealt: list[list[_Piece]] = []
@@ -61,18 +70,13 @@ def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[l
 
 def _joined(pieces: list[_Piece]) -> list[_Piece]:
     """The same tokens, by sequence and start, in as few pieces as they make."""
-    joined: list[_Piece] = []
-    for sequence, start, stop in sorted(pieces):
-        if joined and joined[-1][0] == sequence and joined[-1][2] == start:
-            joined[-1] = (sequence, joined[-1][1], stop)
-        else:
-            joined.append((sequence, start, stop))
-    return joined
+    by_sequence = groupby(sorted(pieces), key=itemgetter(0))
+    return [(sequence, *run) for sequence, own in by_sequence for run in join_adjacent(piece[1:] for piece in own)]
 
 
 @dataclass(eq=False)
 class _Rest:
-    """What is still unplaced of one sequence: tokens [start, stop). Ranks take from both ends."""
+    """Tokens [start, stop) of one sequence that are not placed yet. Ranks take from both ends."""
 
     sequence: int
     start: int
@@ -95,11 +99,11 @@ class _Rest:
         return _area(self.stop - tokens, self.stop)
 
     def price(self, tokens: int) -> int:
-        """Twice the area of one of its first so many tokens."""
+        """Twice the mean area of one of its first `tokens` tokens."""
         return 2 * self.start + min(tokens, self.tokens)
 
     def take(self, first: int, last: int) -> list[_Piece]:
-        """Take so many tokens from each end: (sequence, start, stop) of what is taken."""
+        """Remove `first` and `last` tokens from its ends; returns them as pieces."""
         start, stop = self.start, self.stop
         self.start, self.stop = start + first, stop - last
         pieces = ((self.sequence, start, self.start), (self.sequence, self.stop, stop))
@@ -107,8 +111,11 @@ class _Rest:
 
 
 class _Pool:
-    """What no bucket has yet: whole sequences, or beginnings of some, order[low:high], shortest first, and the rests of
-    those that are cut."""
+    """Tokens that no bucket has yet.
+
+    order[low:high] are whole sequences, or beginnings of sequences, shortest first; `cut` the rests of those that are
+    cut.
+    """
 
     def __init__(self, pieces: Sequence[_Piece]) -> None:
         whole = sorted((stop, sequence) for sequence, start, stop in pieces if not start)
@@ -129,9 +136,9 @@ class _Pool:
         self.high -= 1
         return self._opened(self.high)
 
-    def dearest(self, tokens: int, area: float) -> _Rest:
-        """The cut sequence of which the last so many tokens are dearest, or the longest whole one where the cut one and
-        another cannot bring so much area."""
+    def latest(self, tokens: int, area: float) -> _Rest:
+        """The cut sequence whose last `tokens` tokens have most area; the longest whole one if the cut one, filled up
+        from another, has less than `area`."""
         rest = max(self.cut, key=lambda rest: 2 * rest.stop - min(tokens, rest.tokens), default=None)
         if self.low == self.high:
             assert rest is not None, "the pool is empty before the last bucket is full"
@@ -146,8 +153,9 @@ class _Pool:
         more = max([_area(longest - missing, longest) if missing <= longest else area, *others])
         return self.longest() if rest.last(tokens - missing) + more < area else rest
 
-    def cheapest(self, but: _Rest, tokens: int, area: float) -> _Rest | None:
-        """Another cut sequence, of which so many tokens are cheapest, or the shortest whole one if that is too dear."""
+    def earliest(self, but: _Rest, tokens: int, area: float) -> _Rest | None:
+        """The cut sequence other than `but` whose first `tokens` tokens have least area; the shortest whole one if that
+        is still too much."""
         rest = min((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens), default=None)
         if rest is not None:
             taken = min(tokens, rest.tokens)
@@ -156,8 +164,8 @@ class _Pool:
         return self.shortest() if self.low < self.high else rest
 
     def least_area(self, tokens: int, but: _Rest) -> float:
-        """The least area that so many tokens can have without those of `but`: the beginning of one sequence, or whole
-        ones, shortest first, and the beginning of the next."""
+        """The least area of `tokens` tokens outside of `but`: the beginning of one sequence, or whole ones, shortest
+        first, and the beginning of the next."""
         most = self.tokens_to[self.low] + tokens
         end = min(bisect_right(self.tokens_to, most) - 1, self.high)
         area, missing = self.area_to[end] - self.area_to[self.low], most - self.tokens_to[end]
@@ -171,13 +179,13 @@ class _Pool:
                 area, missing = area + rest.first(taken), missing - taken
         return area
 
-    def take_shortest(self, dear: _Rest, tokens: int, area: float) -> list[_Piece]:
-        """Whole sequences, shortest first, as long as the end of the dear one can still bring the area up."""
+    def take_shortest(self, late: _Rest, tokens: int, area: float) -> list[_Piece]:
+        """Whole sequences, shortest first, as long as the end of `late` can still make up the missing area."""
         taken: list[_Piece] = []
         while self.low < self.high:
             length = self.lengths[self.low]
             tokens, area = tokens - length, area - _area(0, length)
-            if tokens < 0 or (tokens <= dear.tokens and dear.last(tokens) < area):
+            if tokens < 0 or (tokens <= late.tokens and late.last(tokens) < area):
                 break
             taken.append((self.order[self.low], 0, length))
             self.low += 1
@@ -194,41 +202,41 @@ class _Pool:
 
 
 def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
-    """The pieces of one bucket that holds so many tokens and so much area, taken out of the pool."""
+    """Pieces of one bucket with `tokens` tokens and about `area` query-key pairs, taken out of the pool."""
     own: list[_Piece] = []
     tolerance = _TOLERANCE * area
     while tokens:
-        dear = pool.dearest(tokens, area)
+        late = pool.latest(tokens, area)
         taken: list[_Piece] = []
-        if dear.tokens <= tokens and area - dear.area >= pool.least_area(tokens - dear.tokens, dear):
-            taken = dear.take(0, dear.tokens)
-        elif cheap_ones := pool.take_shortest(dear, tokens, area):
-            taken = cheap_ones
-        elif dear.tokens >= tokens and dear.first(tokens) <= area:
-            taken = dear.take(*_ends(dear, dear, tokens, area, chunk, tolerance))
-        elif (cheap := pool.cheapest(dear, tokens, area)) is None:
-            taken = dear.take(min(tokens, dear.tokens), 0)
+        if late.tokens <= tokens and area - late.area >= pool.least_area(tokens - late.tokens, late):
+            taken = late.take(0, late.tokens)
+        elif early_ones := pool.take_shortest(late, tokens, area):
+            taken = early_ones
+        elif late.tokens >= tokens and late.first(tokens) <= area:
+            taken = late.take(*_ends(late, late, tokens, area, chunk, tolerance))
+        elif (early := pool.earliest(late, tokens, area)) is None:
+            taken = late.take(min(tokens, late.tokens), 0)
         else:
-            missing = max(0, tokens - cheap.tokens)
-            if missing > dear.tokens or (missing and dear.last(missing) + cheap.area > area):
-                taken = cheap.take(cheap.tokens, 0)
+            missing = max(0, tokens - early.tokens)
+            if missing > late.tokens or (missing and late.last(missing) + early.area > area):
+                taken = early.take(early.tokens, 0)
             else:
-                first, last = _ends(cheap, dear, tokens, area, chunk, tolerance)
-                taken = cheap.take(first, 0) + dear.take(0, last)
-            pool.drop(cheap)
-        pool.drop(dear)
+                first, last = _ends(early, late, tokens, area, chunk, tolerance)
+                taken = early.take(first, 0) + late.take(0, last)
+            pool.drop(early)
+        pool.drop(late)
         for _, start, stop in taken:
             tokens, area = tokens - (stop - start), area - _area(start, stop)
         own += taken
     return own
 
 
-def _ends(cheap: _Rest, dear: _Rest, tokens: int, area: float, chunk: int, tolerance: float) -> tuple[int, int]:
-    """How many tokens from the beginning of `cheap` and from the end of `dear`, together `tokens`, have that area."""
-    least, most = (0 if cheap is dear else max(0, tokens - cheap.tokens)), min(tokens, dear.tokens)
-    # The area is linear in the tokens from the end: one more costs this much more than the one less from the beginning.
-    step = dear.stop - cheap.start - tokens
-    exact = (area - cheap.first(tokens)) / step if step > 0 else least
+def _ends(early: _Rest, late: _Rest, tokens: int, area: float, chunk: int, tolerance: float) -> tuple[int, int]:
+    """Tokens to take from the beginning of `early` and from the end of `late`: `tokens` together, of about `area`."""
+    least, most = (0 if early is late else max(0, tokens - early.tokens)), min(tokens, late.tokens)
+    # The area is linear in the tokens from the end: one more there and one less at the beginning adds `step`.
+    step = late.stop - early.start - tokens
+    exact = (area - early.first(tokens)) / step if step > 0 else least
     exact = min(max(exact, least), most)
     while chunk > 1:
         last = round(exact / chunk) * chunk

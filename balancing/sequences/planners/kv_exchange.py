@@ -1,26 +1,26 @@
-"""How keys and values of a cut sequence travel: round a ring, or from each holder to each rank that needs them.
+"""Exchange of a cut sequence's keys and values: round a ring, or gathered by each rank that needs them.
 
 Gathered, a rank receives only what its queries see, and all NICs of a node work; but every rank of a node fetches the
-same tokens from the other nodes for itself, and a rank that holds the beginning of a long sequence sends it to many. On
-a ring each token enters a node once, and every rank sends as much as it receives; but ranks receive what they do not
-need, too. Inside a node gathering is the better one. Between nodes it is as long as attention hides it.
+same tokens from other nodes for itself, and a rank that holds the beginning of a long sequence sends it to many. On a
+ring each token enters a node once, and every rank sends as much as it receives; but ranks also receive keys that they
+do not need. Inside a node gathering is better; between nodes it is as long as attention hides it.
 """
 
 from collections.abc import Sequence
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import exchange_seconds, hidden_seconds, kv_bytes
+from balancing.sequences.cost import hidden_seconds, kv_bytes, kv_seconds
 from balancing.sequences.load import causal_area
-from balancing.sequences.sequence_plan import AttentionShape, Exchange, Shard, columns
+from balancing.sequences.sequence_plan import AttentionShape, KVExchange, Shard, columns
 from balancing.sequences.traffic import layout_traffic
 
 __all__ = ["choose_exchange", "same_exchange"]
 
 
-def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: Exchange) -> tuple[Exchange, ...]:
+def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: KVExchange) -> tuple[KVExchange, ...]:
     """`shared` for every sequence that lies on several ranks, "local" for the others."""
     holder: dict[int, int] = {}
-    found: list[Exchange] = ["local"] * len(lengths)
+    found: list[KVExchange] = ["local"] * len(lengths)
     for shard in shards:
         if holder.setdefault(shard.sequence, shard.rank) != shard.rank:
             found[shard.sequence] = shared
@@ -34,11 +34,17 @@ def choose_exchange(
     shape: AttentionShape,
     *,
     routed: bool | None = None,
-) -> tuple[Exchange, ...]:
-    """How the sequences of a layout for attention travel that is level in area.
+) -> tuple[KVExchange, ...]:
+    """The exchange of each sequence in a layout of equal area.
 
-    All that are cut are gathered where attention hides it or nothing is quicker; otherwise those that lie on several
-    nodes go round rings. routed: as in `traffic.link_seconds`.
+    shards: the layout of attention.
+    lengths: tokens of each sequence.
+    cluster: of all ranks of the layout.
+    shape: the model, for costs.
+    routed: as in `traffic.traffic_seconds`.
+
+    Cut sequences are gathered if attention hides that or if nothing is quicker; otherwise those on several nodes go
+    round rings.
     """
     gathered = same_exchange(shards, lengths, "gather")
     nodes: dict[int, int] = {}
@@ -54,9 +60,9 @@ def choose_exchange(
 
     table = columns(shards)
 
-    def seconds(exchange: tuple[Exchange, ...]) -> tuple[float, float]:
+    def seconds(exchange: tuple[KVExchange, ...]) -> tuple[float, float]:
         moved = layout_traffic(table, lengths, exchange, in_step=True)
-        return exchange_seconds(moved, exchange, kv_bytes(shape), cluster, routed)
+        return kv_seconds(moved, exchange, kv_bytes(shape), cluster, routed)
 
     hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
     return gathered if alone[0] <= hidden or sum(alone) <= sum(seconds(mixed)) else mixed

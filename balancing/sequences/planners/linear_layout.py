@@ -1,41 +1,73 @@
-"""The layout for linear layers: the same number of tokens on each rank, and as few of them moved as possible.
+"""The layout for linear layers: the same number of tokens on each rank, with as few of them moved as possible.
 
 Attention may leave ranks with more or fewer tokens than the mean. Linear layers cost tokens, so tokens are remapped
-between the two (Zeppelin, arXiv 2509.21841, section 3.4, which solves a transfer problem). With two speeds, inside a
-node and between nodes, no solver is needed: surplus meets deficit inside each node first, and only what a node has
-over its share leaves it. That is the least that can cross between nodes.
+between the two layouts (Zeppelin, arXiv 2509.21841, section 3.4, which solves a transfer problem). With two speeds,
+inside a node and between nodes, no solver is needed: ranks with too many tokens give to ranks of their node with too
+few, and only what a node has over its share leaves it. No token-equal layout moves fewer tokens between nodes.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from balancing.cluster import Cluster
-from balancing.sequences.sequence_plan import Shard
+from balancing.sequences.sequence_plan import Shard, runs_of
 
-__all__ = ["level_tokens"]
+__all__ = ["linear_layout", "token_targets"]
 
 
-def level_tokens(shards: Sequence[Shard], quotas: Sequence[int], cluster: Cluster) -> list[Shard]:
-    """Shards with quotas[rank] tokens on each rank, by rank, sequence and start.
+def linear_layout(attention: Sequence[Shard], cluster: Cluster) -> tuple[Shard, ...]:
+    """Shards with `token_targets` tokens on each rank, by rank, sequence and start; `attention` itself if it has them.
 
-    shards: a layout of the same number of tokens. A rank gives away the last of its tokens.
+    attention: the layout of attention. A rank gives away its last tokens. Raises ValueError for a rank outside the
+    cluster.
     """
-    held: list[list[Shard]] = [[] for _ in quotas]
-    for shard in shards:
+    held: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
+    for shard in attention:
+        if not 0 <= shard.rank < cluster.world_size:
+            raise ValueError(f"{shard} is on rank {shard.rank}; the cluster has {cluster.world_size} ranks")
         held[shard.rank].append(shard)
+    tokens = [sum(stop - start for _, start, stop, _ in own) for own in held]
+    surplus = [here - target for here, target in zip(tokens, token_targets(tokens, cluster), strict=True)]
+    if not any(surplus):
+        return tuple(attention)
     for own in held:
         own.sort()
-    surplus = [sum(stop - start for _, start, stop, _ in own) - quota for own, quota in zip(held, quotas, strict=True)]
-    assert not sum(surplus), f"a layout of {sum(surplus)} tokens more than its quotas"
-    moved: list[list[Shard]] = [[] for _ in quotas]
-    nodes = [range(first, first + cluster.ranks_per_node) for first in range(0, len(quotas), cluster.ranks_per_node)]
-    for members in (*nodes, range(len(quotas))):
-        for source, target, tokens in _matches(members, surplus):
-            moved[target] += _give(held[source], tokens, target)
-    return [shard for own, new in zip(held, moved, strict=True) for shard in _joined(sorted(own + new) if new else own)]
+    moved: list[list[Shard]] = [[] for _ in held]
+    per_node = cluster.ranks_per_node
+    nodes = [range(first, first + per_node) for first in range(0, cluster.world_size, per_node)]
+    for members in (*nodes, range(cluster.world_size)):
+        for source, target, number in _matches(members, surplus):
+            moved[target] += _give(held[source], number, target)
+    return tuple(shard for own, new in zip(held, moved, strict=True) for shard in _joined(own, new))
+
+
+def token_targets(held: Sequence[int], cluster: Cluster) -> list[int]:
+    """Tokens of each rank in linear layers: the mean, rounded down or up so that the total is kept.
+
+    held: tokens [rank] in attention. Ranks of nodes with more tokens than their share round up first, then ranks with
+    more tokens: fewer tokens move so.
+    """
+    each, more = divmod(sum(held), cluster.world_size)
+    targets = [each] * cluster.world_size
+    if not more:
+        return targets
+    node = [cluster.node(rank) for rank in range(cluster.world_size)]
+    surplus = [0] * cluster.nodes
+    for rank, tokens in enumerate(held):
+        surplus[node[rank]] += tokens - each
+    ranks = sorted(range(cluster.world_size), key=lambda rank: (each - held[rank], rank))
+    for spares_a_move in (True, False):
+        for rank in ranks:
+            if more and targets[rank] == each and (surplus[node[rank]] > 0 or not spares_a_move):
+                targets[rank] += 1
+                surplus[node[rank]] -= 1
+                more -= 1
+    return targets
 
 
 def _matches(members: range, surplus: list[int]) -> list[tuple[int, int, int]]:
-    """(source, target, tokens) that bring as many members to their quota as they can themselves; alters `surplus`."""
+    """(source, target, tokens) that bring as many members to their target as they can themselves; alters `surplus`."""
     found = []
     targets = [rank for rank in members if surplus[rank] < 0]
     for source in members:
@@ -63,12 +95,9 @@ def _give(own: list[Shard], tokens: int, target: int) -> list[Shard]:
     return given
 
 
-def _joined(shards: list[Shard]) -> list[Shard]:
-    joined = shards[:1]
-    for shard in shards[1:]:
-        last = joined[-1]
-        if last.sequence == shard.sequence and last.stop == shard.start:
-            joined[-1] = last._replace(stop=shard.stop)
-        else:
-            joined.append(shard)
-    return joined
+def _joined(own: list[Shard], new: list[Shard]) -> list[Shard]:
+    """A rank's shards in order, those it had and those it was given; adjacent ones are merged if it was given any."""
+    if not new:
+        return own
+    rank, by_sequence = new[0].rank, groupby(sorted(own + new), key=attrgetter("sequence"))
+    return [Shard(sequence, *run, rank) for sequence, shards in by_sequence for run in runs_of(shards)]

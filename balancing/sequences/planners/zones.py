@@ -1,18 +1,17 @@
-"""Zeppelin's partitioner: short sequences stay on a rank, middling ones in a node, long ones go over nodes.
+"""Zeppelin's partitioner: short sequences stay on a rank, medium ones in a node, long ones span nodes.
 
 Zeppelin (arXiv 2509.21841, section 3.1, algorithms 1 and 2) puts sequences into buckets of nodes, then each node's into
-buckets of ranks, longest first. A sequence that is split becomes a ring of G ranks, cut zig-zag in 2G pieces, which is
-level in tokens and area. The paper's pseudo code was not available when this was written; the following is built from
-descriptions of it:
+buckets of ranks, longest first. A sequence that is split becomes a ring of G ranks, cut zig-zag into 2G pieces of equal
+tokens and area. The paper's pseudo code was not available when this was written; this follows descriptions of it:
 
-- Where zones begin. A sequence is split where it must be, because its area or its tokens are more than a node's or a
-  rank's share, and where it may be, because it is so long that a ring hides its communication (the crossing of compute
-  and transfer, `cost.hidden_tokens`).
-- Into how many. As many as bring a piece to half the mean area if their transfers stay hidden, so that buckets fill
-  evenly, else as few as bring it to the mean.
-- When tokens overflow every bucket, the sequence at hand, which is the longest that is left, is split too.
+- Where zones begin. A sequence is split where it must be, because its area or its tokens exceed a node's or a rank's
+  share, and where it may be, because it is so long that a ring hides its communication (`cost.hidden_tokens` is where
+  compute and transfer take equally long).
+- Number of pieces. As many as bring a piece to half the mean area if their transfers stay hidden, so that buckets fill
+  evenly; else as few as bring it to the mean.
+- Tokens that fit no bucket. The sequence at hand, which is the longest left, is split as well.
 
-The layout is level in area only; for linear layers tokens are remapped (`leveling`).
+The layout is balanced in area only; for linear layers tokens are remapped (`linear_layout`).
 """
 
 from collections.abc import Sequence
@@ -27,24 +26,26 @@ from balancing.sequences.sequence_plan import AttentionShape, Shard
 
 __all__ = ["zone_layout"]
 
-# Pieces are at most a bucket's share of the area over a grain. Finer ones level buckets better and travel more, so the
-# first grain is taken that leaves the fullest rank at most so far over the mean.
-_GRAINS, _LEVEL = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 1.15
+# A piece has at most a bucket's share of the area, divided by a grain. Finer pieces balance better and cause more
+# traffic, so the first grain is taken that keeps the fullest rank below _BALANCED times the mean.
+_GRAINS, _BALANCED = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0), 1.15
 
 
 class _Buckets:
-    """Nodes, or the ranks of one: what each has been given."""
+    """Nodes, or the ranks of one node, with the room and the area of each."""
 
     def __init__(self, room: list[int], area: list[float]) -> None:
-        self.room, self.area = room[:], area[:]  # tokens that still fit, query-key pairs
-        self._queue = [(held, at) for at, held in enumerate(area)]  # least area first; entries grow stale
+        self.room, self.area = room[:], area[:]  # tokens that still fit; query-key pairs held
+        self._queue = [(held, at) for at, held in enumerate(area)]  # least area first; holds stale entries
         heapify(self._queue)
-        # Those too full for the sequences at hand are out of the queue until shorter ones come; most room first.
+        # Too full for the current sequence, most room first; they return to the queue when shorter sequences come.
         self._full: list[tuple[int, int]] = []
 
     def place(self, length: int, area: float, pieces: int) -> list[int] | None:
-        """Put equal pieces of a sequence into the buckets of least area, as many as `pieces`, or more where rooms are
-        small; the buckets, or None if they do not fit. Sequences come longest first."""
+        """Put equal pieces of a sequence into the buckets of least area: `pieces`, or more where room is short.
+
+        Returns the buckets, or None if the sequence does not fit. Sequences come longest first.
+        """
         if pieces == 1 and (one := self._emptiest(length)) is not None:
             self.room[one] -= length
             self.area[one] += area
@@ -65,14 +66,14 @@ class _Buckets:
         return held
 
     def _emptiest(self, tokens: int) -> int | None:
-        """The bucket of least area among those with so much room: the first of the queue."""
+        """The bucket of least area among those with room for `tokens`."""
         queue, full = self._queue, self._full
         while full and full[0][0] <= -tokens:
             _, at = heappop(full)
             heappush(queue, (self.area[at], at))
         while queue:
             area, at = queue[0]
-            if area == self.area[at]:  # else an entry from before the bucket got more
+            if area == self.area[at]:  # else the entry is stale
                 if self.room[at] >= tokens:
                     return at
                 heappush(full, (-self.room[at], at))
@@ -89,15 +90,25 @@ class _Sequence(NamedTuple):
 _Split = list[tuple[_Sequence, list[int]]]  # sequences, longest first, and the buckets or ranks of each
 
 
-def zone_layout(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, capacity: int) -> list[Shard] | None:
-    """The layout for attention; None where no rank may hold more than `capacity` tokens and
-    sequences do not pack so tightly. Cut evenly over all ranks they always do."""
+def zone_layout(
+    lengths: Sequence[int],
+    cluster: Cluster,
+    shape: AttentionShape,
+    capacity: int,
+) -> list[Shard] | None:
+    """The layout of attention; None if sequences do not pack into the capacity.
+
+    lengths: tokens of each sequence.
+    cluster: of all ranks.
+    shape: the model, for the lengths at which rings hide their transfers.
+    capacity: most tokens of a rank. Sequences cut evenly over all ranks always fit a capacity of the mean.
+    """
     order = sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence))
     batch = [_Sequence(number, lengths[number], lengths[number] * (lengths[number] + 1) / 2) for number in order]
-    level = _LEVEL * sum(sequence.area for sequence in batch) / cluster.world_size
+    most = _BALANCED * sum(sequence.area for sequence in batch) / cluster.world_size
     best, uneven = None, []
     for grain in _GRAINS:
-        best, fullest = _zones(batch, cluster, shape, capacity, grain, level)
+        best, fullest = _zones(batch, cluster, shape, capacity, grain, most)
         if best is not None:
             break
         if fullest < inf:
@@ -119,10 +130,12 @@ def zone_layout(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape,
 def _zones(
     batch: Sequence[_Sequence], cluster: Cluster, shape: AttentionShape, capacity: int, grain: float, most: float
 ) -> tuple[_Split | None, float]:
-    """The ranks that share each sequence, and the area of the fullest rank. Where a rank has an area of more than
-    `most`, None and that area; where sequences do not fit, None and infinity."""
+    """The ranks that share each sequence, and the area of the fullest rank.
+
+    (None, that area) if a rank has more area than `most`; (None, infinity) if sequences do not fit.
+    """
     ranks = cluster.ranks_per_node
-    hidden_far = hidden_tokens(cluster, shape, cluster.nic_bandwidth) * ranks  # tokens of a node's ranks
+    hidden_far = hidden_tokens(cluster, shape, cluster.nic_bandwidth) * ranks  # tokens of a whole node
     hidden_near = hidden_tokens(cluster, shape, cluster.intra_node_bandwidth)
     nodes = _Buckets([ranks * capacity] * cluster.nodes, [0.0] * cluster.nodes)
     by_node = _partition(batch, nodes, ranks * capacity, hidden_far, grain)
@@ -142,7 +155,7 @@ def _zones(
             rooms[rank] -= tokens
             areas[rank] += part
     fullest = 0.0
-    # Where it does not work out, that mostly shows on the nodes with least room.
+    # Nodes with least room first: they fail most often.
     for node in sorted(range(cluster.nodes), key=nodes.room.__getitem__):
         first = node * ranks
         buckets = _Buckets(rooms[first : first + ranks], areas[first : first + ranks])
@@ -159,11 +172,13 @@ def _zones(
 def _partition(
     sequences: Sequence[_Sequence], buckets: _Buckets, capacity: int, hidden: float, grain: float
 ) -> _Split | None:
-    """The buckets of each sequence, which has an equal piece in each, so that areas are level; None if they do not fit.
+    """The buckets of each sequence, with an equal piece in each, so that areas are balanced; None if they do not fit.
 
-    sequences: longest first. buckets: with what they hold already; capacity: tokens that one holds at most. hidden:
-    tokens that a piece must have for its transfers to hide. grain: pieces are at most a bucket's share of the area over
-    this.
+    sequences: longest first.
+    buckets: with what they hold already.
+    capacity: most tokens of a bucket.
+    hidden: tokens of a piece from which on its transfers are hidden.
+    grain: a piece has at most a bucket's share of the area divided by it.
     """
     number = len(buckets.room)
     share = (sum(buckets.area) + sum(area for _, _, area in sequences)) / number
@@ -171,7 +186,7 @@ def _partition(
     pieces = number
     for sequence in sequences:
         _, length, area = sequence
-        if pieces > 1:  # else they are 1 for all that are shorter
+        if pieces > 1:  # once it is 1, it is 1 for all shorter sequences
             least = max(ceil(grain * area / share), ceil(length / capacity))
             free = min(ceil(2 * area / share), int(length / hidden) if hidden else number)
             pieces = min(max(least, free), number)
@@ -183,7 +198,7 @@ def _partition(
 
 
 def _ring(sequence: _Sequence, members: list[int], rooms: list[int]) -> list[Shard]:
-    """Cut a sequence over ranks; what does not divide goes where most room is. Alters rooms."""
+    """Shards of a sequence over ranks, the remainder where most room is. Alters rooms."""
     if len(members) == 1:
         rooms[members[0]] -= sequence.length
         return [Shard(sequence.number, 0, sequence.length, members[0])]

@@ -1,9 +1,9 @@
 """Attention over documents that are spread over context-parallel ranks (`--balance-sequences`).
 
-A plan says where every token is. It reaches the layers as Megatron-LM's packed-sequence parameters do, through every
-pipeline stage and recomputation. Two modules read it: core attention, which hands queries, keys and values to the
+A plan says which rank holds each token. It reaches the layers as Megatron-LM's packed-sequence parameters, through
+every pipeline stage and recomputation. Two modules read it: core attention, which hands queries, keys and values to the
 engine (`balancing.sequences.engine.attention`), and the rotary embedding, whose rows follow each token's position in
-its document wherever the token is. Megatron-LM's own modules know one layout only, the zig-zag of Transformer Engine.
+its document. Megatron-LM's own modules support one layout only, the zig-zag of Transformer Engine.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,8 @@ class PlannedSequences(PackedSeqParams):
     """One micro-batch as a context-parallel rank holds it.
 
     attention: query, key, value [tokens, heads, head_dim], softmax_scale -> [tokens, heads, head_dim].
-    positions: int [rows], of each row in its document. tokens: how many rows are tokens; the rest are padding.
+    positions: int64 [rows], of each row in its document.
+    tokens: number of rows that are tokens; the rest are padding.
     """
 
     attention: Callable[..., torch.Tensor] | None = None
@@ -32,7 +33,7 @@ class PlannedSequences(PackedSeqParams):
 
 
 class SequenceCoreAttention(MegatronModule):
-    """Core attention of one layer. It has no parameters and no state."""
+    """Core attention of one layer, without parameters or state."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *unused: Any, softmax_scale: float | None = None, **kw: Any
@@ -51,7 +52,7 @@ class SequenceCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [rows, 1, heads, head_dim], key and value [rows, 1, kv_heads, head_dim] -> [rows, 1, heads x head_dim].
 
-        Padding attends to nothing and is attended to by nothing; its output is 0.
+        Padding attends to nothing, and nothing attends to it; its output is 0.
         """
         assert isinstance(packed_seq_params, PlannedSequences) and packed_seq_params.attention is not None
         tokens, rows = packed_seq_params.tokens, query.shape[0]
@@ -65,7 +66,8 @@ class SequenceCoreAttention(MegatronModule):
 class DocumentRotaryEmbedding(torch.nn.Module):
     """A model's rotary embedding, with one row for each local token of a planned micro-batch.
 
-    longest: positions that a document may have.
+    original: the model's own.
+    longest: positions of the longest possible document.
     """
 
     def __init__(self, original: torch.nn.Module, longest: int) -> None:
@@ -81,12 +83,12 @@ class DocumentRotaryEmbedding(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> Any:
-        """What `forward` is called with: the planned micro-batch itself."""
+        """The argument of `forward`: the planned micro-batch itself."""
         assert isinstance(packed_seq_params, PlannedSequences)
         return packed_seq_params
 
     def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
-        """Angles [rows, 1, 1, dim]; with YaRN its scale beside them, as the original gives it."""
+        """Angles [rows, 1, 1, dim]; with YaRN a pair of them and its scale, as from the original."""
         table = self.original(self.longest, packed_seq=True)
         if isinstance(table, tuple):
             return table[0][planned.positions], *table[1:]

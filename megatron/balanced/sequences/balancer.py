@@ -1,17 +1,17 @@
 """Documents spread over context-parallel ranks while Megatron-LM trains (`--balance-sequences`).
 
-Plans are made where batches are made (`megatron.balanced.sequences.dataset`), followed by every layer's attention
-(`megatron.balanced.sequences.attention`), and never talked about: ranks of a context-parallel group read the same
-documents and plan alike. That they did is checked once an iteration, before the optimizer acts on it.
+Plans are made where batches are made (`megatron.balanced.sequences.dataset`) and followed by every layer's attention
+(`megatron.balanced.sequences.attention`). Ranks of a context-parallel group read the same documents and make the same
+plan without communication; once an iteration they check that they did, before the optimizer acts on it.
 """
 
 import argparse
 import hashlib
 import pickle
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
-from balancing.sequences.engine.rank_program import Widths, find_way, keep_way
+from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.load import zigzag_areas
 from megatron.balanced.process_groups import cluster_of, meet
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
@@ -36,13 +36,13 @@ from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions,
 
 __all__ = ["SequenceBalancer"]
 
-_KEPT = 64  # plans
+_KEPT = 64  # plans with their programs
 _LAYOUT_INTERVAL = 100  # iterations
 _LAYOUT_SHARDS = 2000
 
 
 class _Batch(NamedTuple):
-    """A micro-batch of a training step in one model chunk: how long its plan took to make, and the step waited."""
+    """A micro-batch of a step in one model chunk, with milliseconds of planning and of waiting for the plan."""
 
     chunk: int
     plan: SequencePlan
@@ -52,9 +52,12 @@ class _Batch(NamedTuple):
 
 
 class SequenceBalancer:
-    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; ranks of a context-parallel group plan alike.
+    """A `megatron.balanced.callbacks.StepCallback`, one on each rank.
 
-    machine: what transfers and computation take, for plans to weigh. report: is given the events of a step.
+    args: of Megatron.
+    config: of this balancer.
+    machine: the cluster whose speeds plans use; None for defaults.
+    report: receives the events of a step.
     """
 
     def __init__(
@@ -65,15 +68,16 @@ class SequenceBalancer:
         report: Callable[[dict[str, Any]], None],
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
-        self._plans: OrderedDict[bytes, SequencePlan] = OrderedDict()
+        # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
+        self._unpickled: Callable[[bytes], tuple[SequencePlan, RankProgram]] = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
         self._step: list[_Batch] | None = None  # of the training step at hand; None outside of one
         self._spent = np.zeros((0, 6), dtype=np.int64)
 
-    # The model and the data, as they are built.
+    # Building the model and the data.
 
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Have positions follow documents. Returns `chunks`, as Megatron's model hooks must."""
+        """Let rotary positions follow documents. Returns `chunks`, as Megatron's model hooks must."""
         meet(mpu.get_context_parallel_group())
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
@@ -81,15 +85,17 @@ class SequenceBalancer:
         return chunks
 
     def datasets(self, provider: Callable) -> Callable:
-        """Megatron's dataset provider with planned datasets in the place of its own."""
+        """Megatron's dataset provider, with its datasets wrapped in planned ones."""
 
         def planned(dataset: Any) -> Any:
             if dataset is None or isinstance(dataset, list):
                 return dataset and [planned(part) for part in dataset]
             padding = dataset.config.tokenizer.pad if self._args.sft else None
             rank = mpu.get_context_parallel_rank()
-            find = partial(find_way, rank=rank, cluster=self._cluster, routing=self._routing, widths=self._widths)
-            return PlannedDataset(dataset, PlanningAhead(self._make, find), rank, self._rows, padding)
+            own = partial(
+                compile_rank, rank=rank, cluster=self._cluster, routing=self._routing, token_bytes=self._token_bytes
+            )
+            return PlannedDataset(dataset, PlanningAhead(self._plan, own), rank, self._rows, padding)
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
             return tuple(planned(dataset) for dataset in provider(sizes, vp_stage=vp_stage))
@@ -102,7 +108,7 @@ class SequenceBalancer:
         return cluster_of(dist.get_process_group_ranks(mpu.get_context_parallel_group()), self._machine)
 
     @cached_property
-    def _make(self) -> Callable[[tuple[int, ...]], SequencePlan]:
+    def _plan(self) -> Callable[[tuple[int, ...]], SequencePlan]:
         return partial(
             plan_sequences,
             cluster=self._cluster,
@@ -117,16 +123,14 @@ class SequenceBalancer:
         return self.config.routing if self._cluster.nodes > 1 else "off"
 
     @property
-    def _widths(self) -> Widths | None:
-        """What a token weighs in the attention of this rank, for routes."""
-        if self._routing == "off":
-            return None
+    def _token_bytes(self) -> TokenBytes:
+        """Bytes of a token in the attention of this rank, for routes."""
         args, shape = self._args, _shape_of(self._args)
-        query, key = (
-            torch.empty(0, max(heads // args.tensor_model_parallel_size, 1), shape.head_size, dtype=args.params_dtype)
-            for heads in (shape.heads, shape.kv_heads)
+        heads, kv_heads = (
+            max(number // args.tensor_model_parallel_size, 1) for number in (shape.heads, shape.kv_heads)
         )
-        return Widths.of(query, key)
+        item_bytes = args.params_dtype.itemsize
+        return TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=shape.head_size, item_bytes=item_bytes)
 
     @property
     def _rows(self) -> Rows:
@@ -143,15 +147,14 @@ class SequenceBalancer:
         self._step = []
 
     def end_schedule(self) -> None:
-        """Check that all ranks of the group followed the same plans, and learn what the others sent and waited for."""
+        """Check that all ranks of the group followed the same plans, and gather what they sent and waited for."""
         assert self._step is not None
         digests = "".join(batch.plan.digest for batch in self._step).encode()
         digest = int.from_bytes(hashlib.sha256(digests).digest()[:7], "little")
-        own = [digest, *_spent(self._step)]
-        told = torch.empty(self._cluster.world_size, len(own), dtype=torch.int64, device=torch.cuda.current_device())
-        own_tensor = torch.tensor(own, device=told.device)
-        dist.all_gather_into_tensor(told.view(-1), own_tensor, group=mpu.get_context_parallel_group())
-        spent = told.cpu().numpy()
+        own = torch.tensor([digest, *_spent(self._step)], device=torch.cuda.current_device())
+        gathered = own.new_empty(self._cluster.world_size, len(own))
+        dist.all_gather_into_tensor(gathered.view(-1), own, group=mpu.get_context_parallel_group())
+        spent = gathered.cpu().numpy()
         if len(set(spent[:, 0].tolist())) > 1:
             ranks = dist.get_process_group_ranks(mpu.get_context_parallel_group())
             raise RuntimeError(
@@ -168,9 +171,9 @@ class SequenceBalancer:
     def _event(self, batches: list[_Batch]) -> dict[str, Any]:
         exposed, waited, *sent = self._spent.T
         kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
-        plans = [batch.plan for batch in batches if batch.chunk == 0]  # the same ones come by in every chunk
+        plans = [batch.plan for batch in batches if batch.chunk == 0]  # every chunk has the same ones
         areas = [(self._upstream_areas(plan), plan.area) for plan in plans]
-        # Fullest rank first: which one that is differs between micro-batches, and means by rank would hide it.
+        # Fullest rank first: it differs between micro-batches, so means by rank would hide it.
         ordered = np.mean([[np.sort(each)[::-1] / each.mean() for each in pair] for pair in areas], axis=0)
         return event(
             self._iteration + 1,
@@ -200,7 +203,7 @@ class SequenceBalancer:
         )
 
     def _layout(self, plan: SequencePlan) -> dict[str, Any]:
-        """Now and then a whole layout, for the report to draw."""
+        """Every _LAYOUT_INTERVAL iterations a whole layout, for the report to draw."""
         if self._iteration % _LAYOUT_INTERVAL or len(plan.attention) > _LAYOUT_SHARDS:
             return {}
         layout = {
@@ -213,8 +216,8 @@ class SequenceBalancer:
         return {"layout": layout}
 
     def _upstream_areas(self, plan: SequencePlan) -> np.ndarray:
-        """Attention of each rank as Megatron-LM would cut the batch: between documents as they come, in a zig-zag; or,
-        where every document is padded to fit, each over all ranks, which is level."""
+        """int64 [rank], area if Megatron-LM cut the batch: the packed sequence in a zig-zag; or, where every document
+        is padded to fit, each document over all ranks, which is balanced."""
         if not self._args.dataloader_inter_document_masking or self._args.sft:
             return np.full(plan.ranks, plan.area.mean())
         return zigzag_areas(plan.lengths, plan.ranks)
@@ -224,7 +227,10 @@ class SequenceBalancer:
     def next_batch(
         self, data_iterator: Iterator | None, chunk: int
     ) -> tuple[dict[str, Any], PlannedSequences, SequencePlan]:
-        """The next micro-batch of this rank: what its model chunk is given, and the plan of the whole."""
+        """The next micro-batch of this rank: inputs of its model chunk, packed-sequence parameters, and the plan.
+
+        data_iterator: of the data loader; None on tensor-parallel ranks without one. chunk: number of the model chunk.
+        """
         sample, waited = None, 0.0
         if mpu.get_tensor_model_parallel_rank() == 0:
             assert data_iterator is not None, "a stage has no data iterator"
@@ -234,15 +240,15 @@ class SequenceBalancer:
         group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
         batch, pickled, milliseconds = receive(sample, group, source, torch.cuda.current_device())
         begin = time.perf_counter()
-        plan = self._plan(pickled)
+        plan, program = self._unpickled(pickled)
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
-        attention = self._attention(plan)
+        attention = SequenceAttention(plan, program=program, group=mpu.get_context_parallel_group())
         if self._step is not None:
             self._step.append(_Batch(chunk, plan, attention, milliseconds, waited))
         update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(plan.lengths)]))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
         planned = PlannedSequences(
-            qkv_format="sbhd",  # one row after the other: where documents begin is for the plan to say
+            qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
             max_seqlen_kv=max(plan.lengths),
             attention=attention,
@@ -251,30 +257,10 @@ class SequenceBalancer:
         )
         return batch | {"attention_mask": None}, planned, plan
 
-    def _plan(self, pickled: bytes) -> SequencePlan:
-        """The plan as the worker sent it. Chunks of an interleaved pipeline, and epochs, send the same again."""
-        if pickled not in self._plans:
-            plan, way = pickle.loads(pickled)
-            keep_way(way, plan, self._routing, self._widths)
-            self._plans[pickled] = plan
-            if len(self._plans) > _KEPT:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(pickled)
-        return self._plans[pickled]
-
-    def _attention(self, plan: SequencePlan) -> SequenceAttention:
-        return SequenceAttention(
-            plan,
-            rank=mpu.get_context_parallel_rank(),
-            group=mpu.get_context_parallel_group(),
-            cluster=self._cluster,
-            routing=self._routing,
-        )
-
 
 def _spent(batches: list[_Batch]) -> list[int]:
-    """What this rank spent on a step: microseconds it waited for transfers and for plans, and bytes it sent: keys and
-    values inside the node and out of it, changes of layout likewise."""
+    """Microseconds that this rank waited for transfers and for plans in a step, and bytes that it sent: keys and values
+    inside the node and to other nodes, changes of layout likewise."""
     statistics = [batch.attention.statistics for batch in batches]
     return [
         round(sum(one.exposed_seconds for one in statistics) * 1e6),

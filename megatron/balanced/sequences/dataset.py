@@ -1,8 +1,8 @@
-"""Micro-batches of documents cut for one context-parallel rank as a plan says, in the data loader's worker.
+"""Micro-batches of documents, planned and cut for one context-parallel rank in the data loader's worker.
 
-Megatron-LM's datasets, samplers and loaders stay as they are. A loader asks its dataset for all samples of a
-micro-batch at once where it can: here they are packed into one sequence, planned, and reduced to the rows of this rank.
-Labels were shifted by the dataset, before anything is cut. All of this runs ahead of the step.
+Megatron-LM's datasets, samplers and loaders are unchanged. PyTorch's loader asks a dataset for all samples of a
+micro-batch at once if it can: here they are packed into one sequence, planned, and reduced to the rows of this rank.
+The dataset has shifted labels before anything is cut. All of this runs ahead of the step.
 """
 
 import pickle
@@ -23,10 +23,12 @@ _INTEGERS = ("tokens", "labels", "position_ids")
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a rank holds of a micro-batch. They are the same on all ranks, whatever is padding.
+    """Rows of a rank in a micro-batch, padding included; the same number on all ranks.
 
-    multiple: of what, for tensor-parallel ranks share them. fixed: as many as its samples have tokens, divided by the
-    ranks, where Megatron-LM counts on it: in pipeline messages and in the allgather dispatcher.
+    ranks: of the context-parallel group.
+    multiple: rows are a multiple of it, since tensor-parallel ranks share them.
+    fixed: rows are the tokens of the samples divided by the ranks, which pipeline messages and the allgather dispatcher
+        of Megatron-LM require.
     """
 
     ranks: int
@@ -34,7 +36,7 @@ class Rows:
     fixed: bool
 
     def of(self, plan: SequencePlan, sample_tokens: int) -> int:
-        """Rows for `plan`, made of samples with `sample_tokens` tokens together, padding included."""
+        """Rows for `plan`. sample_tokens: tokens of its samples together, padding included."""
         if self.fixed:
             return sample_tokens // self.ranks
         return -(-int(plan.linear_tokens.max()) // self.multiple) * self.multiple
@@ -43,8 +45,11 @@ class Rows:
 class PlannedDataset(torch.utils.data.Dataset):
     """Any of Megatron's GPT datasets, read a micro-batch at a time.
 
-    plan: lengths -> plan and way. rank: of the context-parallel group. padding: the token that its samples end in where
-    they are not full, None when they are always full.
+    dataset: of samples, tensors by name.
+    plan: makes a plan and this rank's program from lengths.
+    rank: in the context-parallel group.
+    rows: of each rank.
+    padding: the token that samples are padded with at their end; None if they are always full.
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class PlannedDataset(torch.utils.data.Dataset):
         padding: int | None,
     ) -> None:
         self._dataset, self._plan, self._rank, self._rows, self._padding = dataset, plan, rank, rows, padding
-        for name in ("split", "index_split"):  # by which Megatron knows training from validation
+        for name in ("split", "index_split"):  # which tell Megatron training from validation
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
 
@@ -67,11 +72,12 @@ class PlannedDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """The micro-batch of samples `indices`, a list of one: this rank's rows, its plan and way, what they took."""
+        """A list of one, the micro-batch of samples `indices`: this rank's rows, its pickled plan and program, and the
+        milliseconds these took."""
         samples = [self._dataset[index] for index in indices]
         kept = [self._without_padding(sample) for sample in samples]
         lengths = [length for sample, tokens in zip(samples, kept, strict=True) for length in _lengths(sample, tokens)]
-        plan, way, milliseconds = self._plan(lengths)
+        plan, program, milliseconds = self._plan(lengths)
         own = _own_tokens(plan, self._rank)
         rows = self._rows.of(plan, sum(len(sample["tokens"]) for sample in samples))
         batch: dict[str, Any] = {}
@@ -79,10 +85,10 @@ class PlannedDataset(torch.utils.data.Dataset):
             packed = torch.cat([sample[name][:tokens] for sample, tokens in zip(samples, kept, strict=True)])
             batch[name] = packed.new_zeros(rows)
             batch[name][: len(own)] = packed[own]
-        return [batch | {"plan": pickle.dumps((plan, way)), "plan_ms": milliseconds}]
+        return [batch | {"plan": pickle.dumps((plan, program)), "plan_ms": milliseconds}]
 
     def _without_padding(self, sample: dict[str, torch.Tensor]) -> int:
-        """How many tokens of a sample are left without the padding it ends in. Nothing real attends to that."""
+        """Tokens of a sample without the padding at its end, to which no other token attends."""
         tokens = sample["tokens"]
         if self._padding is None:
             return len(tokens)
@@ -91,7 +97,7 @@ class PlannedDataset(torch.utils.data.Dataset):
 
 
 def _lengths(sample: dict[str, torch.Tensor], tokens: int) -> list[int]:
-    """Tokens of each document in the first `tokens` of a sample, one document where it does not tell."""
+    """Tokens of each document in the first `tokens` of a sample; one document if it has no boundaries."""
     if "cu_seqlens" not in sample:
         return [tokens]
     bounds = torch.unique_consecutive(sample["cu_seqlens"].clamp(max=tokens))
@@ -99,7 +105,7 @@ def _lengths(sample: dict[str, torch.Tensor], tokens: int) -> list[int]:
 
 
 def _own_tokens(plan: SequencePlan, rank: int) -> torch.Tensor:
-    """Where the rank's tokens stand in the packed micro-batch, in the order in which the rank holds them."""
+    """int64 [token], where the rank's tokens are in the packed micro-batch, in the order in which it holds them."""
     lengths = torch.tensor(plan.lengths)
     first = (torch.cumsum(lengths, 0) - lengths).tolist()
     return torch.cat(
@@ -111,18 +117,24 @@ def _own_tokens(plan: SequencePlan, rank: int) -> torch.Tensor:
 
 
 def positions(plan: SequencePlan, rank: int, rows: int) -> torch.Tensor:
-    """int [rows]: each row's position in its document; 0 in padding."""
+    """int64 [rows], each row's position in its document; 0 in padding."""
     own = [torch.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
     return torch.nn.functional.pad(torch.cat(own), (0, rows - int(plan.linear_tokens[rank])))
 
 
 def receive(
-    sample: dict[str, Any] | None, group: dist.ProcessGroup, source: int, device: Any
+    sample: dict[str, Any] | None,
+    group: dist.ProcessGroup,
+    source: int,
+    device: Any,
 ) -> tuple[dict[str, torch.Tensor], bytes, float]:
-    """A micro-batch on all tensor-parallel ranks: its rows [1, rows], its pickled plan and way, and milliseconds of
+    """A micro-batch on all tensor-parallel ranks: its rows [1, rows], its pickled plan and program, and milliseconds of
     planning.
 
-    sample: what the loader gave, on global rank `source`; None on the others.
+    sample: from the data loader on the source; None on other ranks.
+    group: of tensor parallelism.
+    source: global rank of the group's source.
+    device: of tensors that are broadcast.
     """
     plan, milliseconds = b"", 0.0
     batch: dict[str, torch.Tensor] = {}

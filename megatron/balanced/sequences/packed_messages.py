@@ -1,7 +1,7 @@
-"""Several samples a micro-batch, packed into one sequence, in pipeline messages.
+"""Sizes of pipeline messages for micro-batches of several samples that are packed into one sequence.
 
-Megatron-LM flattens such a micro-batch to [1, samples x tokens] before the first layer, but its schedules go on to
-expect messages of [tokens, samples, hidden] between stages. They are told the size of what is sent.
+Megatron-LM flattens such a micro-batch to [1, samples x tokens] before the first layer, but its schedules still expect
+messages of [tokens, samples, hidden] between stages. Here they get the size of the flattened batch.
 """
 
 import functools
@@ -12,7 +12,7 @@ __all__ = ["with_flat_batches"]
 
 
 def with_flat_batches(original: Callable) -> Callable:
-    """Megatron's choice of a schedule, with a schedule that takes each micro-batch as one sequence."""
+    """Megatron's `get_forward_backward_func`, whose schedules take each micro-batch as one sequence."""
 
     @functools.wraps(original)
     def get_forward_backward_func(

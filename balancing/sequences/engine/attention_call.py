@@ -1,0 +1,145 @@
+"""One call of attention: a rank's program with the transport that carries its messages, and counts of what it sends."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+
+from balancing.sequences.engine.kernels import Kernel
+from balancing.sequences.engine.program import Kind, Messages, TransferGroup
+from balancing.sequences.engine.rank_program import RankProgram
+from balancing.sequences.engine.routing import Slice
+from balancing.sequences.engine.transport import Dtypes, Pending, Transport, dtype_of
+
+__all__ = ["AttentionCall", "Statistics"]
+
+_TO_ATTENTION, _TO_LINEAR = TransferGroup("to attention", True), TransferGroup("to linear", True)
+
+
+@dataclass
+class Statistics:
+    """What attention has sent from this rank since it was made, in bytes, messages relayed for other ranks included.
+
+    intra_bytes, inter_bytes: keys, values and their gradients, to ranks of the same node and of other nodes.
+    remap_intra_bytes, remap_inter_bytes: changes of layout, likewise.
+    """
+
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+    remap_intra_bytes: int = 0
+    remap_inter_bytes: int = 0
+    _waited: float = 0.0
+    _marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds for which the rank, or on CUDA its stream, waited for transfers. Blocks until those under way end."""
+        for begin, end in self._marks:
+            end.synchronize()
+            self._waited += begin.elapsed_time(end) / 1e3
+        self._marks.clear()
+        return self._waited
+
+    def wait(self, pending: Pending) -> None:
+        """Wait for transfers and count the time."""
+        if pending.on_cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            pending.wait()
+            end.record()
+            self._marks.append((begin, end))
+            return
+        start = time.perf_counter()
+        pending.wait()
+        self._waited += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What the forward and the backward pass of one call share.
+
+    own: the program of this rank.
+    transport: carries its messages.
+    statistics: counts them.
+    kernel: computes attention of pieces.
+    scale: factor of the scores.
+    """
+
+    own: RankProgram
+    transport: Transport
+    statistics: Statistics
+    kernel: Kernel
+    scale: float
+
+    def start(self, group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Pending:
+        """Start the messages of a transfer group between the workspaces of the ranks.
+
+        group: of the program.
+        rows: the workspace [row, 2, kv_heads, head_size], of keys and values or of their gradients.
+        dtype: of keys.
+
+        Gradients of gathered keys go straight to the rank that holds the keys, rounded once to the type of keys, as
+        kernels round them. Sums on a ring keep their type inside a node and are rounded where they leave it.
+        """
+        messages, slices = self.own.program.messages[group], self.own.routes.get(group, ())
+        near = rows.dtype if group.kind == "ring return" else dtype
+        dtypes = {peer: near if self._same_node(peer) else dtype for peer in self._peers(messages, slices)}
+        self._count(messages, rows, dtypes, slices, remap=False)
+        return self.transport.start(messages, rows, rows, _tag(group), slices, dtypes)
+
+    def change_layout(self, messages: Messages, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`parts` [token, heads, head_size] in the other layout, sent in one message to each peer.
+
+        messages: the program's `to_attention` or `to_linear`.
+        """
+        group = _TO_ATTENTION if messages is self.own.to_attention else _TO_LINEAR
+        before = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).contiguous()
+        after = before.new_empty(sum(message.tokens for message in messages.receives), *before.shape[1:])
+        slices = self.own.routes.get(group, ())
+        dtypes = dict.fromkeys(self._peers(messages, slices), before.dtype)
+        self._count(messages, before, dtypes, slices, remap=True)
+        self.statistics.wait(self.transport.start(messages, before, after, _tag(group), slices))
+        return after.split([part.shape[1] for part in parts], 1)
+
+    def _same_node(self, peer: int) -> bool:
+        return self.own.cluster is None or self.own.cluster.same_node(peer, self.own.rank)
+
+    def _peers(self, messages: Messages, slices: Sequence[Slice]) -> set[int]:
+        """The ranks that send to this one or receive from it, and those whose messages it relays."""
+        ends = {rank for piece in slices for rank in piece.flow}
+        return ends | {message.peer for message in (*messages.sends, *messages.receives)}
+
+    def _count(
+        self, messages: Messages, rows: torch.Tensor, dtypes: Dtypes, slices: Sequence[Slice], *, remap: bool
+    ) -> None:
+        numbers = rows.shape[1:].numel()
+        bytes_to = dict.fromkeys((False, True), 0)
+        for peer, dtype, tokens in _sent(messages, self.own.rank, dtypes, slices):
+            bytes_to[not self._same_node(peer)] += tokens * numbers * dtype.itemsize
+        if remap:
+            self.statistics.remap_intra_bytes += bytes_to[False]
+            self.statistics.remap_inter_bytes += bytes_to[True]
+        else:
+            self.statistics.intra_bytes += bytes_to[False]
+            self.statistics.inter_bytes += bytes_to[True]
+
+
+def _sent(
+    messages: Messages, rank: int, dtypes: Dtypes, slices: Sequence[Slice]
+) -> Iterator[tuple[int, torch.dtype, int]]:
+    """(peer, type, rows) of each message that `rank` sends, its own and those it relays."""
+    routed = {piece.flow for piece in slices}
+    for message in messages.sends:
+        if message.peer != rank and (rank, message.peer) not in routed:
+            yield message.peer, dtypes[message.peer], message.tokens
+    for piece in slices:
+        if rank != piece.path[-1]:
+            yield piece.path[piece.path.index(rank) + 1], dtype_of(piece, dtypes), piece.stop - piece.start
+
+
+def _tag(group: TransferGroup) -> int:
+    """A number for each transfer group, the same on all ranks."""
+    kinds = get_args(Kind)
+    return kinds.index(group.kind) + len(kinds) * (group.inter + 2 * group.round)
