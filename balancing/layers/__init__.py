@@ -1,10 +1,9 @@
 """Layers between pipeline stages: what they cost, which stage computes which, and what a schedule makes of it."""
 
 from balancing.layers.cost import CostAverage, LayerCost, over_ranks
-from balancing.layers.gate import Decision, Gate, GateConfig
+from balancing.layers.gate import Decision, Gate, GateConfig, Move, migration_seconds, moves
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.migration import Move, migration_bytes, migration_seconds, moves
 from balancing.layers.plan import plan_stages
 from balancing.layers.planners.refine import refine_plan
 from balancing.layers.repack import Release, Repack, choose_repack, first_fit, release_of, repack_options
@@ -30,7 +29,6 @@ __all__ = [
     "first_fit",
     "from_layout",
     "in_flight",
-    "migration_bytes",
     "migration_seconds",
     "moves",
     "operations",

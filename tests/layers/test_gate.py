@@ -9,7 +9,6 @@ from balancing.layers import (
     GateConfig,
     LayerCost,
     StagePlan,
-    migration_bytes,
     migration_seconds,
     moves,
     over_ranks,
@@ -127,7 +126,6 @@ def test_what_a_move_carries():
     old, new = StagePlan.from_counts(((4,), (4,), (4,))), StagePlan.from_counts(((3,), (3,), (6,)))
     assert [tuple(move) for move in moves(old, new)] == [(3, 0, 1), (6, 1, 2), (7, 1, 2)]
     weight = np.arange(12.0)
-    assert migration_bytes(old, new, weight) == 3 + 6 + 7
     assert migration_seconds(old, new, weight, 10.0, fixed=0.5) == pytest.approx(0.5 + 13 / 10)
     assert migration_seconds(old, old, weight, 10.0, fixed=0.5) == 0
     with pytest.raises(ValueError, match="has 12 layers, the new one 8"):

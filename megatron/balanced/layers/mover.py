@@ -41,8 +41,8 @@ from megatron.balanced.optimizer_state import (
     Taken,
     bucket_layout,
     future_ranges,
-    park,
     put_back,
+    stash_in_gradients,
     state_bytes,
     take,
 )
@@ -253,7 +253,7 @@ class LayerMover:
         taken: Taken,
     ) -> None:
         _, overrides = get_megatron_optimizer_config(self._args)
-        park(states)
+        stash_in_gradients(states)
         new = get_megatron_optimizer(
             optimizer.config,
             self._chunks,
