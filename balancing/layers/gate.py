@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["Decision", "Gate", "GateConfig", "Move", "migration_seconds", "moves"]
+__all__ = ["Decision", "Gate", "GateConfig", "LayerMove", "layer_moves", "migration_seconds"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Gate:
         return moved, Decision("move", candidate, f"gains {gain / now:.1%} of a step for {migration:.4g} s")
 
 
-class Move(NamedTuple):
+class LayerMove(NamedTuple):
     """A layer that changes stage."""
 
     layer: int
@@ -154,12 +154,12 @@ class Move(NamedTuple):
     target: int
 
 
-def moves(current: StagePlan, plan: StagePlan) -> tuple[Move, ...]:
+def layer_moves(current: StagePlan, plan: StagePlan) -> tuple[LayerMove, ...]:
     """The layers that change stage, ascending. Raises ValueError if the plans are of different models."""
     if current.layers != plan.layers:
         raise ValueError(f"the current plan has {current.layers} layers, the new one {plan.layers}")
     pairs = enumerate(zip(current.stage_of, plan.stage_of, strict=True))
-    return tuple(Move(layer, source, target) for layer, (source, target) in pairs if source != target)
+    return tuple(LayerMove(layer, source, target) for layer, (source, target) in pairs if source != target)
 
 
 def migration_seconds(
@@ -176,7 +176,7 @@ def migration_seconds(
     """
     if not bandwidth > 0:
         raise ValueError(f"bandwidth is {bandwidth}; it must be above 0 bytes/s")
-    moving = moves(current, plan)
+    moving = layer_moves(current, plan)
     if not moving:
         return 0.0
     weight = np.broadcast_to(np.asarray(layer_bytes, dtype=float), (plan.layers,))

@@ -1,10 +1,11 @@
-"""Layers kept where every pipeline stage costs the same, while Megatron-LM trains.
+"""Layer balancing in Megatron-LM's training loop (`--balance-layers`): when to decide, and carrying decisions out.
 
-Between two steps, every few iterations, all ranks tell what their layers have cost, make the same plan of it, and ask
-the same gate whether it is worth its move (`balancing.layers`). If it is, layers move
-(`megatron.balanced.layers.mover`) and training goes on with the same numbers. Steps are watched after a move, and one
-that made them slower is taken back. Where layers are at their best and the user allows it, the pipeline gets shorter
-when that saves GPU-hours: the last stages give their layers away and leave (`megatron.balanced.layers.repack`).
+Every `--layer-balance-interval` iterations, between two steps, all ranks make the same decision from measured costs
+(`megatron.balanced.layers.planning`). If the decision is to move layers, they move
+(`megatron.balanced.layers.mover`) and training continues with the same numbers. The gate then watches the measured
+steps and takes back a move that made them slower. Where the plan in force is the best one and the user allows it, the
+pipeline gets shorter if that saves GPU-hours: the last stages send their layers away and leave the job
+(`megatron.balanced.layers.repack`).
 """
 
 import argparse
@@ -30,10 +31,10 @@ __all__ = ["LayerBalancer"]
 
 
 class LayerBalancer:
-    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; all ranks decide alike.
+    """A `megatron.balanced.callbacks.StepCallback`, one on each rank; all ranks make the same decisions.
 
-    report: is given the events. `measured` has to be told what each iteration cost this rank. settled: is called when
-    nothing more will be decided.
+    report: called with each event. `measured` must be called with the record of each iteration. settled: called once no
+    further decision follows.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class LayerBalancer:
         self._repacker = Repacker(args, config)
 
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """To be called with the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
+        """Called with the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
         self.mover.attach(chunks)
         self._planner.restart()
         return chunks
 
     def measured(self, iteration: int, record: RankRecord) -> None:
-        """What this rank measured in an iteration that is over."""
-        # The first one, and the first after a move, warms everything up: its seconds say nothing of those that follow.
+        """Add the record of an iteration of this rank."""
+        # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
         if iteration > self._warm and not self._settled:
             self._planner.add(iteration, record)
 
@@ -109,7 +110,7 @@ class LayerBalancer:
         self._report_decision(choice, before, moved)
 
     def move(self, plan: StagePlan) -> Moved:
-        """Have the layers as `plan` says, now."""
+        """Move layers now, to where `plan` has them."""
         self._warm = self.iteration
         self._planner.forget()
         trained, before = callbacks.trained(), self.mover.plan

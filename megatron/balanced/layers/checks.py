@@ -10,6 +10,7 @@ import dataclasses
 
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import from_layout
+from balancing.layers.plan import ONE_CHUNK
 from megatron.balanced.incompatible import LAYERS, RELEASE, check_compatible
 
 __all__ = ["check_layers"]
@@ -41,7 +42,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
     check_compatible(args, LAYERS, flag)
-    if chunks > 1 and layers.layer_planner in ("diffusion", "deepspeed"):
+    if chunks > 1 and layers.layer_planner in ONE_CHUNK:
         raise ValueError(
             f"--layer-planner {layers.layer_planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
         )

@@ -19,8 +19,8 @@ from balancing.layers import (
     CostAverage,
     Gate,
     GateConfig,
-    LayerCost,
     LayerMemory,
+    LayerSeconds,
     StagePlan,
     migration_seconds,
     plan_stages,
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
     plan: StagePlan
     action: str
     reason: str
-    cost: LayerCost
+    cost: LayerSeconds
     peaks: np.ndarray
     predicted: tuple[float, float]
     profile_ms: float
@@ -157,7 +157,7 @@ class LayerPlanner:
         self.forget()
         return steps, peaks
 
-    def _plan(self, cost: LayerCost, peaks: np.ndarray) -> StagePlan:
+    def _plan(self, cost: LayerSeconds, peaks: np.ndarray) -> StagePlan:
         plan, micro_batches = self._mover.plan, get_num_microbatches()
         limit = min(self._mover.gather(_device_memory()))
         memory = None
@@ -185,17 +185,17 @@ class LayerPlanner:
             print_rank_0(f"> layers stay where they are: {error}")
             return plan
 
-    def _parameters(self) -> LayerCost:
+    def _parameters(self) -> LayerSeconds:
         """Numbers of parameters in place of seconds."""
         counts = self._mover.parameters()
         layers = counts[:-2]
-        return LayerCost(layers, np.zeros_like(layers), embedding=(counts[-2], 0.0), head=(counts[-1], 0.0))
+        return LayerSeconds(layers, np.zeros_like(layers), embedding=(counts[-2], 0.0), head=(counts[-1], 0.0))
 
     def _layer_bytes(self) -> np.ndarray:
         return self._mover.parameters()[:-2] * self._mover.travelling_bytes()
 
 
-def _step_seconds(cost: LayerCost, plan: StagePlan) -> float:
+def _step_seconds(cost: LayerSeconds, plan: StagePlan) -> float:
     return cost.simulate(plan, get_num_microbatches()).step_time
 
 
