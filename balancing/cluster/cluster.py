@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from balancing.launch import detect_launch, detect_nics
-
 __all__ = ["PRESETS", "Cluster"]
 
 # What large operations reach of the figures on the data sheet. bf16 matmul: 86 % measured on A100, 80 % on H100 and
@@ -232,27 +230,6 @@ class Cluster:
         fewer = min(1.0, ranks_per_node / self.ranks_per_node)
         nics = max(1, round(self.nics_per_node * fewer))
         return replace(self, nodes=nodes, ranks_per_node=ranks_per_node, nics_per_node=nics)
-
-    @classmethod
-    def detect(cls, like: "Cluster | str", environ: Mapping[str, str] | None = None) -> Self:
-        """The cluster this process was launched on: nodes, ranks and NICs as the launcher and the system say.
-
-        `like`, a preset's name or a cluster, gives what cannot be seen without measuring: speeds and memory. A NIC
-        whose driver tells its rate is taken at 95 % of it. `environ` is os.environ by default. Raises ValueError where
-        the environment contradicts itself.
-        """
-        base = cls.preset(like) if isinstance(like, str) else cls(**asdict(like))
-        launch, nics = detect_launch(environ), detect_nics(environ)
-        if not nics:
-            return base.relabel(launch.nodes, launch.ranks_per_node)
-        rate = nics[0].line_rate
-        return replace(
-            base,
-            nodes=launch.nodes,
-            ranks_per_node=launch.ranks_per_node,
-            nics_per_node=len(nics),
-            nic_bandwidth=base.nic_bandwidth if rate is None else rate * _NIC_ACHIEVED,
-        )
 
 
 def _ranks_in_rack(world_size: int, rack: int, host: int) -> int:

@@ -5,13 +5,13 @@ why `balancing.layers` exists, and train by themselves.
 """
 
 from balancing.dynamics.config import DynamicsConfig
-from balancing.dynamics.depth import choose_tokens, gate, is_routed
 from balancing.dynamics.early_exit import exits, saturation, weigh_loss
 from balancing.dynamics.freezing import PlasticityFreezer, scheduled_prefix, similarity_loss
+from balancing.dynamics.gather_tokens import put_back, take, tokens_of
+from balancing.dynamics.mixture_of_depths import choose_tokens, gate, is_routed
 from balancing.dynamics.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
 from balancing.dynamics.sparse_attention import block_sparse_attention, choose_blocks, hash_scores, mean_scores
 from balancing.dynamics.sparse_linear import SparsePattern, sparse_linear
-from balancing.dynamics.tokens import put_back, take, tokens_of
 
 __all__ = [
     "DynamicsConfig",

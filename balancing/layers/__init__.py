@@ -1,10 +1,9 @@
 """Layers between pipeline stages: what they cost, which stage computes which, and what a schedule makes of it."""
 
-from balancing.layers.cost import CostAverage, LayerCost, over_ranks
-from balancing.layers.gate import Decision, Gate, GateConfig
+from balancing.layers.cost import CostAverage, LayerSeconds, over_ranks
+from balancing.layers.gate import Decision, Gate, GateConfig, LayerMove, layer_moves, migration_seconds
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.migration import Move, migration_bytes, migration_seconds, moves
 from balancing.layers.plan import plan_stages
 from balancing.layers.planners.refine import refine_plan
 from balancing.layers.repack import Release, Repack, choose_repack, first_fit, release_of, repack_options
@@ -17,9 +16,9 @@ __all__ = [
     "Decision",
     "Gate",
     "GateConfig",
-    "LayerCost",
     "LayerMemory",
-    "Move",
+    "LayerMove",
+    "LayerSeconds",
     "Operation",
     "Release",
     "Repack",
@@ -30,9 +29,8 @@ __all__ = [
     "first_fit",
     "from_layout",
     "in_flight",
-    "migration_bytes",
+    "layer_moves",
     "migration_seconds",
-    "moves",
     "operations",
     "over_ranks",
     "plan_stages",

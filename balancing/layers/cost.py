@@ -20,13 +20,13 @@ from numpy.typing import ArrayLike, NDArray
 from balancing.layers.simulator.timeline import Timeline, simulate_schedule, simulate_steps
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["CostAverage", "LayerCost", "over_ranks"]
+__all__ = ["CostAverage", "LayerSeconds", "over_ranks"]
 
 FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class LayerCost:
+class LayerSeconds:
     """Device seconds per micro-batch.
 
     forward, input_gradient, weight_gradient: float arrays [layer]. Recompute is part of input_gradient, and so is the
@@ -101,10 +101,10 @@ class LayerCost:
         parts = (self.forward, self.input_gradient, self.weight_gradient, self.embedding, self.head)
         return np.concatenate([np.asarray(part, dtype=float) for part in parts])
 
-    def _with(self, values: FloatArray) -> "LayerCost":
+    def _with(self, values: FloatArray) -> "LayerSeconds":
         n = self.layers
         forward, inputs, weights, ends = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :].tolist()
-        return LayerCost(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]))
+        return LayerSeconds(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]))
 
 
 def over_ranks(
@@ -127,7 +127,7 @@ def over_ranks(
 
 @dataclass
 class CostAverage:
-    """The exponential average of `LayerCost`s over iterations, which begins anew when a layer's cost jumps.
+    """The exponential average of `LayerSeconds`s over iterations, which begins anew when a layer's cost jumps.
 
     window: iterations that count; each new one has weight 2 / (window + 1), more while there are fewer. A jump is
     `confirm` iterations in a row in which some layer is, on the same side, more than `sigmas` standard deviations and
@@ -143,14 +143,14 @@ class CostAverage:
     _variance: FloatArray | None = field(default=None, init=False, repr=False)
     _away: FloatArray | None = field(default=None, init=False, repr=False)  # iterations in a row, signed
     _recent: list[FloatArray] = field(default_factory=list, init=False, repr=False)
-    _like: LayerCost | None = field(default=None, init=False, repr=False)
+    _like: LayerSeconds | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("window", "confirm"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
-    def add(self, cost: LayerCost) -> bool:
+    def add(self, cost: LayerSeconds) -> bool:
         """Take in one iteration. Returns whether it completed a jump, after which only the last `confirm` count."""
         values = cost._values()
         if self._mean is None or self._like is None or self._like.layers != cost.layers:
@@ -174,13 +174,13 @@ class CostAverage:
         return False
 
     @property
-    def cost(self) -> LayerCost:
+    def cost(self) -> LayerSeconds:
         """The average. Raises ValueError before the first iteration."""
         if self._mean is None or self._like is None:
             raise ValueError("no iteration was measured yet; call add() first")
         return self._like._with(np.maximum(self._mean, 0.0))
 
-    def _begin(self, cost: LayerCost, values: list[FloatArray]) -> None:
+    def _begin(self, cost: LayerSeconds, values: list[FloatArray]) -> None:
         self._mean, self._variance = np.mean(values, axis=0), np.var(values, axis=0)
         self._away, self._recent = np.zeros_like(self._mean), list(values)
         self._like, self.iterations = replace(cost), len(values)

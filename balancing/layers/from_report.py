@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balancing.layers.cost import LayerCost
+from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.stage_plan import StagePlan
 from balancing.report import read_history, summarize
@@ -21,7 +21,7 @@ class RecordedRun:
     memory: bytes, the most any rank of each stage held, [stage]; empty if not measured.
     """
 
-    cost: LayerCost
+    cost: LayerSeconds
     plan: StagePlan
     micro_batches: int
     ranks_per_stage: int
@@ -72,7 +72,7 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
     if len(memory):
         memory = np.array([memory[ranks.stage == each].max() for each in range(stages)])
     return RecordedRun(
-        cost=LayerCost(
+        cost=LayerSeconds(
             costs.forward[numbered],
             (costs.backward + costs.recompute)[numbered],
             0.0,

@@ -20,9 +20,12 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["Decision", "Gate", "GateConfig"]
+__all__ = ["Decision", "Gate", "GateConfig", "LayerMove", "layer_moves", "migration_seconds"]
 
 
 @dataclass(frozen=True)
@@ -141,3 +144,44 @@ class Gate:
         watched = (self.plan, median(self.steps), now) if self.steps else None
         moved = replace(self, plan=candidate, moved_at=iteration, agreed=0, steps=(), previous=watched)
         return moved, Decision("move", candidate, f"gains {gain / now:.1%} of a step for {migration:.4g} s")
+
+
+class LayerMove(NamedTuple):
+    """A layer that changes stage."""
+
+    layer: int
+    source: int
+    target: int
+
+
+def layer_moves(current: StagePlan, plan: StagePlan) -> tuple[LayerMove, ...]:
+    """The layers that change stage, ascending. Raises ValueError if the plans are of different models."""
+    if current.layers != plan.layers:
+        raise ValueError(f"the current plan has {current.layers} layers, the new one {plan.layers}")
+    pairs = enumerate(zip(current.stage_of, plan.stage_of, strict=True))
+    return tuple(LayerMove(layer, source, target) for layer, (source, target) in pairs if source != target)
+
+
+def migration_seconds(
+    current: StagePlan, plan: StagePlan, layer_bytes: ArrayLike, bandwidth: float, *, fixed: float = 0.0
+) -> float:
+    """Seconds for which a move stops training; 0 if no layer moves.
+
+    current, plan: before and after the move.
+    layer_bytes: [layer] or one number, bytes that a rank holds of a layer: weights and optimizer state.
+    bandwidth: bytes/s that a rank sends, and receives, at a time.
+    fixed: seconds that every move takes besides, to plan and to rebuild buffers and optimizer.
+
+    The busiest rank, in its busier direction, sets the time. Raises ValueError for a bandwidth that is not above 0.
+    """
+    if not bandwidth > 0:
+        raise ValueError(f"bandwidth is {bandwidth}; it must be above 0 bytes/s")
+    moving = layer_moves(current, plan)
+    if not moving:
+        return 0.0
+    weight = np.broadcast_to(np.asarray(layer_bytes, dtype=float), (plan.layers,))
+    traffic = np.zeros((2, max(current.stages, plan.stages)))
+    for move in moving:
+        traffic[0, move.source] += weight[move.layer]
+        traffic[1, move.target] += weight[move.layer]
+    return fixed + float(traffic.max()) / bandwidth

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from balancing.layers.cost import LayerCost, over_ranks
+from balancing.layers.cost import LayerSeconds, over_ranks
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.stage_plan import StagePlan
 from balancing.report.record import RankRecord
@@ -37,7 +37,7 @@ def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
     return np.where(passes[:, None] > 0, seconds / np.maximum(passes, 1)[:, None], np.nan)
 
 
-def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[LayerCost]:
+def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[LayerSeconds]:
     """The cost of the whole model in each of several iterations.
 
     seconds: for each rank [iteration, layers + 2, 2], as `layer_seconds` gives them. experts: for each rank the number
@@ -53,7 +53,7 @@ def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[La
             raise ValueError(f"part {part} of {measured.shape[2]} (layers, embedding, head) was measured on no rank")
         whole[:, part] = over_ranks(measured[there, :, part], group[there])
     return [
-        LayerCost(step[:-2, 0], step[:-2, 1], embedding=(step[-2, 0], step[-2, 1]), head=(step[-1, 0], step[-1, 1]))
+        LayerSeconds(step[:-2, 0], step[:-2, 1], embedding=(step[-2, 0], step[-2, 1]), head=(step[-1, 0], step[-1, 1]))
         for step in whole
     ]
 

@@ -16,10 +16,12 @@ from balancing.layers.planners.diffusion import diffuse
 from balancing.layers.planners.optimal import Problem, memory_shortfall, optimal_bounds, room_of
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["METHODS", "Method", "plan_stages"]
+__all__ = ["METHODS", "ONE_CHUNK", "Method", "plan_stages"]
 
 Method = Literal["uniform", "optimal", "diffusion", "deepspeed"]
 METHODS: tuple[Method, ...] = get_args(Method)
+# Methods for stages of one chunk only.
+ONE_CHUNK: tuple[Method, ...] = ("diffusion", "deepspeed")
 
 
 def plan_stages(
@@ -101,7 +103,7 @@ def _checked(
             raise ValueError(f"{name}={size!r} must be a whole number of at least {least}")
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
-    if virtual > 1 and method in ("diffusion", "deepspeed"):
+    if virtual > 1 and method in ONE_CHUNK:
         raise ValueError(f"method {method!r} plans one chunk a stage, not {virtual}; use 'optimal' or virtual=1")
     layers, chunks = len(seconds), stages * virtual
     fewest = min_layers if method in ("optimal", "diffusion") else max(min_layers, 1)

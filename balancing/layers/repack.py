@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.layers.cost import LayerCost
+from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory
 from balancing.layers.plan import plan_stages
 from balancing.layers.stage_plan import StagePlan
@@ -39,7 +39,7 @@ class Repack:
 
 
 def repack_options(
-    cost: LayerCost,
+    cost: LayerSeconds,
     current: StagePlan,
     micro_batches: int,
     *,

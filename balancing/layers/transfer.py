@@ -1,10 +1,10 @@
-"""Who sends which part of which tensor to whom, when the ranks that hold it change.
+"""Transfers of tensors between ranks when layers move: which rank sends which elements to which other.
 
-A layer that moves to another pipeline stage takes all its state along: weights, main parameters and moments. Of these
-a distributed optimizer keeps pieces on all data-parallel ranks, cut anew on each stage. Both are one problem: ranges of
-flat tensors lie on some ranks and must lie on others. `plan_transfers` solves it from the two lists alone, so that
-every rank knows its part without asking; `exchange` carries it out, one message for each pair of ranks, all under way
-at once.
+A layer that moves to another pipeline stage takes its state along: weights, main parameters and moments. A distributed
+optimizer shards the latter over data-parallel ranks, in another way on each stage. Both are one problem: ranges of flat
+tensors are on some ranks and must be on others. `plan_transfers` solves it from the two lists alone, so every rank
+computes the same transfers without communication; `run_transfers` carries them out with one message for each pair of
+ranks, all in flight at once.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ["Piece", "Transfer", "exchange", "plan_transfers"]
+__all__ = ["Piece", "Transfer", "plan_transfers", "run_transfers"]
 
 
 class Piece(NamedTuple):
@@ -37,18 +37,19 @@ class Transfer(NamedTuple):
     stop: int
 
 
-def plan_transfers(held: Iterable[Piece], wanted: Iterable[Piece]) -> list[Transfer]:
-    """The transfers that give every rank what it shall hold, in the order of tensors in `wanted`.
+def plan_transfers(held: Iterable[Piece], requested: Iterable[Piece]) -> list[Transfer]:
+    """The transfers that give every rank the pieces it requests, in the order of tensors in `requested`.
 
-    What a rank has already it takes from itself. Else, of the ranks that hold the same elements, the first of the new
-    ranks takes from the first of the old, the second from the second: replicas share the work, and state that differs
-    between replicas goes to the same place among them. Raises ValueError where nobody holds what is wanted.
+    A rank that already holds elements copies them from itself. Otherwise the first of the ranks that request the same
+    elements receives from the first rank that holds them, the second from the second, and so on: replicas share the
+    work, and state that differs between replicas keeps its place among them. Raises ValueError where no rank holds a
+    requested element.
     """
     holders: dict[str, list[Piece]] = defaultdict(list)
     for piece in sorted(held):
         holders[piece.tensor].append(piece)
     by_tensor: dict[str, list[Piece]] = {}
-    for piece in wanted:
+    for piece in requested:
         by_tensor.setdefault(piece.tensor, []).append(piece)
     transfers = []
     for tensor, pieces in by_tensor.items():
@@ -57,39 +58,42 @@ def plan_transfers(held: Iterable[Piece], wanted: Iterable[Piece]) -> list[Trans
     return transfers
 
 
-def _fill(wanted: Piece, held: Sequence[Piece], number: int) -> list[Transfer]:
-    """What fills `wanted`, the `number`-th piece of its tensor, from `held`."""
+def _fill(requested: Piece, held: Sequence[Piece], number: int) -> list[Transfer]:
+    """The transfers from `held` that fill `requested`, the `number`-th piece of its tensor."""
     transfers = []
-    at = wanted.start
-    own = [piece for piece in held if piece.rank == wanted.rank and piece.start < wanted.stop]
-    while at < wanted.stop:
+    at = requested.start
+    own = [piece for piece in held if piece.rank == requested.rank and piece.start < requested.stop]
+    while at < requested.stop:
         source = next((piece for piece in own if piece.start <= at < piece.stop), None)
-        stop = wanted.stop
+        stop = requested.stop
         if source is None:
             there = [piece for piece in held if piece.start <= at < piece.stop]
             if not there:
-                raise ValueError(f"no rank holds element {at} of {wanted.tensor}, which rank {wanted.rank} needs")
+                raise ValueError(f"no rank holds element {at} of {requested.tensor}, which rank {requested.rank} needs")
             source = there[number % len(there)]
             stop = min([stop, *(piece.start for piece in own if piece.start > at)])
         stop = min(stop, source.stop)
-        transfers.append(Transfer(wanted.tensor, source.rank, wanted.rank, at, stop))
+        transfers.append(Transfer(requested.tensor, source.rank, requested.rank, at, stop))
         at = stop
     return transfers
 
 
-def exchange(
+def run_transfers(
     transfers: Sequence[Transfer],
     read: Callable[[Transfer], torch.Tensor],
     write: Callable[[Transfer], torch.Tensor],
     group: dist.ProcessGroup,
     timeout: datetime.timedelta,
 ) -> int:
-    """Carry out this rank's part of `transfers`, and return the bytes that it sent to others.
+    """Carry out this rank's part of `transfers`. Returns the bytes that it sent to other ranks.
 
-    read, write: the flat tensor of the elements that a transfer takes on this rank, and of those that it fills here.
-    group: its ranks are numbered as in the transfers; all of its ranks must have met in a collective before. timeout:
-    of each wait. Every rank calls it with the same transfers in the same order. Raises RuntimeError when a message does
-    not arrive in time or its peer is gone.
+    transfers: the same on every rank and in the same order.
+    read: transfer -> flat tensor of the elements that it takes from this rank.
+    write: transfer -> flat tensor of the elements that it fills on this rank.
+    group: numbers ranks as the transfers do. A collective must have run in it before, which connects its ranks.
+    timeout: of each wait.
+
+    Raises RuntimeError when a message does not arrive in time or its peer is gone.
     """
     rank = dist.get_rank(group)
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -122,7 +126,7 @@ def _operation(kind: Callable, flat: torch.Tensor, peer: int, group: dist.Proces
 
 
 def _widest_first(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """In an order in which each part of a message begins at a multiple of the size of its elements."""
+    """Sorted so that each part of a message begins at a multiple of its element size."""
     return sorted(parts, key=lambda part: -part.element_size())
 
 

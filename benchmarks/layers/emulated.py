@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from balancing.layers import LayerCost, StagePlan, plan_stages, refine_plan
+from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.layers.traces import TRACES, trace
 
@@ -53,12 +53,12 @@ class Row:
         return line + ("" if self.within else "  OUT OF BOUNDS")
 
 
-def _pipelines(name: str) -> tuple[LayerCost, dict[str, StagePlan]]:
+def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan]]:
     """The costs at the end of a run, slowed down to `_STEP` seconds with equal numbers of layers, and the plans."""
     given = trace(name, _LAYERS, 40).costs[-1]
     uniform = plan_stages(np.ones(_LAYERS), 8, method="uniform")
     slower = _STEP / given.simulate(uniform, _MICRO_BATCHES).step_time
-    cost = LayerCost(
+    cost = LayerSeconds(
         given.forward * slower,
         given.input_gradient * slower,
         given.weight_gradient * slower,
@@ -74,7 +74,7 @@ def _pipelines(name: str) -> tuple[LayerCost, dict[str, StagePlan]]:
     return cost, plans
 
 
-def _measure(stages: int, jobs: list[tuple[LayerCost, StagePlan]], repeats: int) -> list[float]:
+def _measure(stages: int, jobs: list[tuple[LayerSeconds, StagePlan]], repeats: int) -> list[float]:
     """Seconds of a step under each plan on as many emulated ranks, the quickest of `repeats`."""
     pipelines = []
     for cost, plan in jobs:

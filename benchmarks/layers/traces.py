@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balancing.layers import LayerCost
+from balancing.layers import LayerSeconds
 
 __all__ = ["EXPERT_SHARE", "TRACES", "Trace", "trace"]
 
@@ -36,11 +36,16 @@ _STATE_BYTES = 14  # a parameter: bf16 weight, fp32 main copy and two moments
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """costs: one LayerCost an iteration. parameters: [layer] at the start, with those of the embedding and of the head.
-    layer_bytes: [layer], what a move of a layer carries. message_bytes: of an activation."""
+    """Recorded costs of a run.
+
+    costs: one LayerSeconds an iteration.
+    parameters: [layer] at the start, with those of the embedding and of the head.
+    layer_bytes: [layer], bytes that a move of the layer transfers.
+    message_bytes: bytes of an activation between stages.
+    """
 
     name: str
-    costs: list[LayerCost]
+    costs: list[LayerSeconds]
     parameters: np.ndarray
     end_parameters: float
     layer_bytes: np.ndarray
@@ -69,17 +74,17 @@ class _Model:
     def cost(
         self, matrices: np.ndarray, attention: np.ndarray, *, frozen: int = 0, extra: np.ndarray | float = 0.0,
         head: float = 1.0,
-    ) -> LayerCost:  # fmt: skip
+    ) -> LayerSeconds:  # fmt: skip
         """Shares of the dense layers' seconds. extra: forward seconds of heads inside; head: share of the last one."""
         live = np.arange(self.layers) >= frozen
         work, look = matrices * self.matrices, attention * self.attention
         last = head * self.head
-        return LayerCost(
+        return LayerSeconds(
             work + look + extra, (work + 2 * look + extra) * live, (work + extra) * live, (0.0, 0.0), (last, 2 * last)
         )
 
 
-def _experts(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerCost]:
+def _experts(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerSeconds]:
     fullest, ones = draw.uniform(1.28, 2.43, model.layers), np.ones(model.layers)
     costs, drift = [], np.zeros(model.layers)
     for _ in range(iterations):
@@ -89,7 +94,7 @@ def _experts(model: _Model, iterations: int, draw: np.random.Generator) -> list[
     return costs
 
 
-def _pruning(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerCost]:
+def _pruning(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerSeconds]:
     scale = np.exp(0.35 * draw.standard_normal(model.layers) + np.linspace(-0.3, 0.3, model.layers))
     sample = np.abs(np.random.default_rng(0).standard_normal(4000))
     magnitude = scale[:, None] * sample  # Gaussian weights of each layer
@@ -103,7 +108,7 @@ def _pruning(model: _Model, iterations: int, draw: np.random.Generator) -> list[
     return costs
 
 
-def _freezing(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerCost]:
+def _freezing(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerSeconds]:
     costs = []
     for at in np.linspace(0, 1, iterations):
         share = 0.75 * np.floor(np.clip((at - 0.1) / 0.8, 0, 1) * 12) / 12
@@ -112,7 +117,7 @@ def _freezing(model: _Model, iterations: int, draw: np.random.Generator) -> list
     return costs
 
 
-def _sparse(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerCost]:
+def _sparse(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerSeconds]:
     kept = 0.15 * np.exp(0.8 * draw.standard_normal(model.layers))
     costs = []
     for at in np.linspace(0, 1, iterations):
@@ -121,7 +126,7 @@ def _sparse(model: _Model, iterations: int, draw: np.random.Generator) -> list[L
     return costs
 
 
-def _exit(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerCost]:
+def _exit(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerSeconds]:
     depth = np.arange(model.layers + 1) // 2 * 2 / model.layers
     costs = []
     for at in np.linspace(0, 1, iterations):
@@ -133,7 +138,7 @@ def _exit(model: _Model, iterations: int, draw: np.random.Generator) -> list[Lay
     return costs
 
 
-def _depths(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerCost]:
+def _depths(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerSeconds]:
     share = np.where(np.arange(model.layers) % 2 == 0, 1.0, 0.125)
     return [
         model.cost(noise * share, noise * share**2)
@@ -141,7 +146,7 @@ def _depths(model: _Model, iterations: int, draw: np.random.Generator) -> list[L
     ]
 
 
-TRACES: dict[str, tuple[Callable[[_Model, int, np.random.Generator], list[LayerCost]], float]] = {
+TRACES: dict[str, tuple[Callable[[_Model, int, np.random.Generator], list[LayerSeconds]], float]] = {
     "mixture of experts": (_experts, 1.23),
     "gradual pruning": (_pruning, 3.18),
     "layer freezing": (_freezing, 2.23),

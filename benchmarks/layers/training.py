@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from balancing.layers import LayerCost, StagePlan
+from balancing.layers import LayerSeconds, StagePlan
 from balancing.report import read_history
 from benchmarks.pinned import prepare_corpus, step_milliseconds
 
@@ -61,17 +61,17 @@ def _losses(folder: Path) -> list[float]:
     return [each.value for each in events.Scalars("lm loss")]
 
 
-def _costs(report: Path) -> LayerCost:
+def _costs(report: Path) -> LayerSeconds:
     """Medians over the iterations of a run after its model has changed."""
     lines = [line for at, line in read_history(report).layers.items() if at > _CHANGE + 1]
     forward, backward = (np.median([line[name] for line in lines], axis=0) for name in ("forward_s", "backward_s"))
     at = {name: number for number, name in enumerate(lines[0]["layers"])}
     layers = [at[number] for number in range(_LAYERS)]
     ends = [(float(forward[at[end]]), float(backward[at[end]])) for end in ("embedding", "head")]
-    return LayerCost(forward[layers], backward[layers], 0.0, *ends)
+    return LayerSeconds(forward[layers], backward[layers], 0.0, *ends)
 
 
-def bound(cost: LayerCost, micro_batches: int) -> tuple[float, int]:
+def bound(cost: LayerSeconds, micro_batches: int) -> tuple[float, int]:
     """The largest speedup over equal halves that a cut between two layers gives, and the layers before that cut."""
     seconds = {
         first: cost.simulate(StagePlan.from_counts(((first,), (cost.layers - first,))), micro_batches).step_time

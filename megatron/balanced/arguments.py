@@ -25,9 +25,8 @@ from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.checks import check_folders, check_layout, check_megatron
+from megatron.balanced.checks import check_data, check_folders, check_layout, check_megatron
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
-from megatron.balanced.data_checks import check_data
 from megatron.balanced.dynamics.checks import check_dynamics
 from megatron.balanced.experts.checks import check_experts
 from megatron.balanced.layers.checks import check_layers
@@ -204,7 +203,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
     if config.fp64 and device != "cpu":
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
-        raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
+        raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
     if config.balance_report is not None or config.balances:
         detect_launch()  # who shares a node with whom must be known
     machine_of(config, args.world_size)

@@ -1,27 +1,36 @@
-"""Bad input found before anything is built, while one clear line can still be said about it.
+"""Checks of the installation, the parallel layout, folders and data, before anything is built.
 
-Megatron-LM meets most of it minutes later, on one of many ranks, as an assertion in a data loader or a process group.
+Megatron-LM finds most of these faults minutes later and on one rank only, as an assertion in a data loader or a process
+group. Here each is a ValueError of one line with the value and the way out.
 """
 
 import argparse
+import importlib.util
 import math
 import os
+import re
+import struct
 import tempfile
 from pathlib import Path
 
 from balancing.doctor.installed import find_megatron
 
-__all__ = ["MEGATRON_VERSIONS", "OnThisMachine", "check_folders", "check_layout", "check_megatron"]
+__all__ = ["MEGATRON_VERSIONS", "LocalError", "check_data", "check_folders", "check_layout", "check_megatron"]
 
 MEGATRON_VERSIONS = ("0.19.2",)
 
+# The head of an .idx file: a magic word, the format's version, the code of the token type, sequences, documents + 1.
+_INDEX_HEAD = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
 
-class OnThisMachine(ValueError):
-    """Bad input that may be bad on this machine alone, such as a missing file."""
+
+class LocalError(ValueError):
+    """Bad input that other machines of the job may not have, such as a missing file."""
 
 
 def check_megatron() -> None:
-    """Raise ValueError unless the Megatron-LM that an import would take is one that this package was written for."""
+    """Raise ValueError unless the Megatron-LM that Python would import has a supported version."""
     found = find_megatron()
     wanted = f"pip install megatron-core=={MEGATRON_VERSIONS[-1]}"
     if found["version"] is None:
@@ -36,12 +45,12 @@ def check_megatron() -> None:
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Raise ValueError when ranks or batch do not divide into the groups asked for, or two precisions are asked for.
+    """Raise ValueError when ranks or batch do not divide into the groups that the flags ask for, or for two precisions.
 
-    Before Megatron validates `args`, for it does not name the values.
+    Called before Megatron validates `args`, whose errors do not name the values.
     """
     if args.bf16 and args.fp16:
-        raise ValueError("--bf16 contradicts --fp16; drop one of them")
+        raise ValueError("--bf16 is incompatible with --fp16: a run has one precision; drop one of them")
     tensor = args.tensor_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or tensor
     pipeline = ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size)
@@ -87,7 +96,7 @@ def check_layout(args: argparse.Namespace) -> None:
 
 
 def check_folders(args: argparse.Namespace) -> None:
-    """Raise ValueError for a folder that cannot be written to. Makes those that are not there."""
+    """Raise ValueError for a folder that cannot be written to. Creates missing ones."""
     for name in ("balance_report", "save", "tensorboard_dir", "data_cache_path"):
         if getattr(args, name):
             _check_writable(f"--{name.replace('_', '-')} {getattr(args, name)}", getattr(args, name))
@@ -101,4 +110,117 @@ def _check_writable(what: str, folder: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise OnThisMachine(f"{what} cannot be written to ({error.strerror}); name a folder that can") from error
+        raise LocalError(f"{what} cannot be written to ({error.strerror}); name a folder that can") from error
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Raise ValueError for data that is missing, truncated, empty, or empty after the split.
+
+    Called before Megatron validates `args`.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, per_split = get_blend_and_blend_per_split(args)
+    blends = [part for part in (blend, *(per_split or ())) if part]
+    if args.mock_data and blends:
+        raise ValueError(
+            f"--mock-data is incompatible with the data path {blends[0][0][0]}: it replaces real data; drop one of them"
+        )
+    if not args.mock_data and not blends:
+        raise ValueError("there is no data to train on: give --data-path PREFIX, or --mock-data to try without")
+    if args.sft:
+        missing = [name for name in ("datasets", "transformers") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(f"--sft needs {' and '.join(missing)}; pip install {' '.join(missing)}")
+    shares = _check_split(args, args.split or _DEFAULT_SPLIT) if blend else None
+    for paths, _ in blends:
+        for path in paths:
+            if "://" in path:  # in an object store, which Megatron reads by itself
+                continue
+            if args.sft:
+                _check_file(Path(path), "one conversation a line, as JSON")
+            else:
+                sequences = _check_indexed(path)
+                if shares:
+                    _check_shares(path, sequences, shares, args.split or _DEFAULT_SPLIT)
+
+
+def _check_split(args: argparse.Namespace, split: str) -> list[tuple[float, float] | None]:
+    """Begin and end of the train, validation and test set as fractions of the documents; None for an empty set."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    numbers = [float(number) for number in re.findall(r"[.0-9]+", split)]
+    if not 1 <= len(numbers) <= 3 or sum(numbers) == 0:
+        raise ValueError(f"--split {split} is not the weights of train, validation and test set; try --split 98,2,0")
+    train, validation, test = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    if train is None and not args.skip_train:
+        raise ValueError(f"--split {split} leaves nothing to train on; give the first number a weight")
+    if validation is None and args.eval_iters and not args.full_validation:
+        raise ValueError(
+            f"--split {split} has no validation set, and --eval-iters {args.eval_iters} validates; use --eval-iters 0 "
+            "or give the second number a weight"
+        )
+    return [train, validation, test]
+
+
+def _check_shares(prefix: str, documents: int, shares: list[tuple[float, float] | None], split: str) -> None:
+    """Refuse a set that rounds to no documents, in which Megatron would look for samples forever."""
+    for name, share in zip(("training", "validation", "test"), shares, strict=True):
+        if share and round(share[0] * documents) == round(share[1] * documents):
+            raise LocalError(
+                f"{prefix} has {documents} document(s), and --split {split} leaves its {name} set without any; give it "
+                f"a larger weight or none in --split, or train on more documents"
+            )
+
+
+def _check_file(path: Path, content: str) -> int:
+    """Return the size in bytes. Raises LocalError for a missing or an empty file."""
+    if not path.is_file():
+        hint = "; --data-path takes the name without .bin or .idx" if path.stem.endswith((".bin", ".idx")) else ""
+        raise LocalError(f"{path} does not exist: it should hold {content}{hint}")
+    size = path.stat().st_size
+    if size == 0:
+        raise LocalError(f"{path} is empty: it should hold {content}")
+    return size
+
+
+def _check_indexed(prefix: str) -> int:
+    """Check that a pair of .bin and .idx is complete and belongs together, from the ends of the files alone.
+
+    Returns the number of sequences, which Megatron splits as documents.
+    """
+    from megatron.core.datasets.indexed_dataset import DType
+
+    index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    again = "write the pair again with scripts/prepare_data.py"
+    index_size = _check_file(index, "the index of a tokenized corpus (scripts/prepare_data.py writes it)")
+    with index.open("rb") as file:
+        head = file.read(_INDEX_HEAD.size)
+        if not head.startswith(_MAGIC[: len(head)]):
+            raise LocalError(f"{index} is not an index of tokenized data; {again}")
+        if len(head) < _INDEX_HEAD.size:
+            raise LocalError(f"{index} is truncated: it has {index_size} bytes; {again}")
+        _, version, code, sequences, documents = _INDEX_HEAD.unpack(head)
+        if version != 1 or code not in {kind.value for kind in DType}:
+            raise LocalError(f"{index} has format version {version} and token type {code}, which are unknown; {again}")
+        lengths_end = _INDEX_HEAD.size + 4 * sequences
+        pointers_end = lengths_end + 8 * sequences
+        needed = pointers_end + 8 * documents
+        if index_size < needed:
+            raise LocalError(f"{index} is truncated: it has {index_size} bytes of {needed}; {again}")
+        if sequences == 0:
+            raise LocalError(f"{prefix} is an empty corpus: its index counts no documents; train on another")
+        file.seek(lengths_end - 4)
+        (last_length,) = struct.unpack("<i", file.read(4))
+        file.seek(pointers_end - 8)
+        (last_start,) = struct.unpack("<q", file.read(8))
+    needed = last_start + last_length * DType.size(code)
+    if needed == 0:
+        raise LocalError(f"{prefix} is an empty corpus: its {sequences} documents have no tokens; train on another")
+    size = _check_file(tokens, "the tokens of a corpus (scripts/prepare_data.py writes them)")
+    if size < needed:
+        raise LocalError(f"{tokens} is truncated or belongs to another index: it has {size} bytes of {needed}; {again}")
+    return sequences

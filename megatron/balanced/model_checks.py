@@ -1,12 +1,12 @@
-"""Flags of the model and its training that Megatron-LM would ignore, or would refuse late and in other words."""
+"""Checks of flags of the model that Megatron-LM would ignore, or would refuse late and without their names."""
 
 import argparse
 
-from megatron.balanced.contradictions import shown
+from megatron.balanced.incompatible import shown
 
 __all__ = ["check_model"]
 
-# Flags of the hybrid model, which only another entry of Megatron-LM builds, and what they are when they are not given.
+# Flags of the hybrid model, which only another entry point of Megatron-LM builds, and their defaults.
 _HYBRID: dict[str, object] = {
     "hybrid_layer_pattern": None,
     "hybrid_override_pattern": None,
@@ -20,11 +20,14 @@ _HYBRID: dict[str, object] = {
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """To be called before Megatron validates `args`. Raises ValueError for what would not train as asked."""
+    """Raise ValueError for a model that cannot be trained as the flags say. Called before Megatron validates `args`."""
     _check_hybrid(args)
     for one, other in (("quick_geglu", "swiglu"), ("squared_relu", "swiglu"), ("squared_relu", "quick_geglu")):
         if getattr(args, one) and getattr(args, other):
-            raise ValueError(f"{shown(one, True)} contradicts {shown(other, True)}; drop one of them")
+            raise ValueError(
+                f"{shown(one, True)} is incompatible with {shown(other, True)}: a model has one activation; "
+                "drop one of them"
+            )
     if args.experimental_attention_variant is not None and args.transformer_impl != "transformer_engine":
         raise ValueError(
             f"{shown('experimental_attention_variant', args.experimental_attention_variant)} needs Transformer Engine, "
@@ -32,7 +35,7 @@ def check_model(args: argparse.Namespace) -> None:
         )
     if args.train_iters and not args.eval_interval and not args.full_validation and not args.skip_train:
         raise ValueError(
-            f"--train-iters {args.train_iters} needs to know when to validate, but there is no --eval-interval; add "
+            f"--train-iters {args.train_iters} needs an interval of validation, and --eval-interval is not given; add "
             "--eval-interval 1000, with --eval-iters 0 to leave validation out"
         )
     if args.overlap_moe_expert_parallel_comm:
@@ -60,7 +63,8 @@ def _check_batch_overlap(args: argparse.Namespace) -> None:
         )
     if args.moe_token_dispatcher_type not in ("alltoall", "flex"):
         raise ValueError(
-            f"{flag} contradicts --moe-token-dispatcher-type {args.moe_token_dispatcher_type}; use alltoall, or drop it"
+            f"{flag} is incompatible with --moe-token-dispatcher-type {args.moe_token_dispatcher_type}: it overlaps "
+            "all-to-all messages; use alltoall, or drop it"
         )
     if not (args.bf16 or args.fp16):
         raise ValueError(f"{flag} works in half precision only; add --bf16 or --fp16, or drop it")

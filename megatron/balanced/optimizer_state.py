@@ -1,9 +1,9 @@
-"""Where each of Megatron-LM's optimizers keeps the state of a parameter, and how it is taken out and put back.
+"""Access to the state that Megatron-LM's optimizers keep for a parameter: find it, take it out, put it back.
 
-The FP32 optimizer keeps moments for the parameter itself, the mixed-precision one for a main parameter in float32, and
-the distributed one for the piece of either that this data-parallel rank got when flat buckets were cut. Taken out, all
-three look alike: flat tensors that cover elements start to stop of a parameter. A parameter that does not require a
-gradient any more is in no new optimizer, and its state is dropped.
+The FP32 optimizer keeps moments for the parameter itself, the mixed-precision optimizer for a main parameter in
+float32, and the distributed optimizer for the shard of either that this data-parallel rank owns. Here all three have
+one form: flat tensors that cover elements start to stop of a parameter. New optimizers leave out parameters that no
+longer require a gradient, so their state is dropped.
 """
 
 import copy
@@ -20,25 +20,29 @@ from megatron.core.optimizer.param_layout import FullParamLayout
 
 __all__ = [
     "ParameterState",
+    "Part",
     "Taken",
     "bucket_layout",
     "future_ranges",
-    "park",
+    "optimizer_of",
+    "parts",
     "put_back",
+    "stash_in_gradients",
     "state_bytes",
     "states_of",
     "take",
 ]
 
-MAIN = "main"  # the main parameter; all other kinds of state are named as torch's optimizer names them
+MAIN = "main"  # the main parameter; the other kinds of state have the names of torch's optimizer
 
 
 @dataclass
 class ParameterState:
-    """What this rank's optimizer knows of one parameter.
+    """The state that this rank's optimizer keeps for one parameter.
 
-    start, stop: the elements of the flat parameter that it covers. tensors: kind -> flat tensor of these elements.
-    scalars: kind -> a single number, such as the count of steps, as torch's optimizer keeps it.
+    start, stop: the elements of the flat parameter that it covers.
+    tensors: kind -> flat tensor [stop - start].
+    scalars: kind -> one number, such as the number of steps, as torch's optimizer keeps it.
     """
 
     start: int
@@ -47,45 +51,59 @@ class ParameterState:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
-class _Share(NamedTuple):
-    """The elements start to stop of `parameter`, for which torch's optimizer `inner` knows `holder`."""
+class Part(NamedTuple):
+    """The part of a parameter that this rank's optimizer steps.
+
+    parameter: of the model. main: the tensor that torch's `optimizer` steps in its place. start, stop: the elements of
+    the flat parameter that it covers.
+    """
 
     parameter: torch.nn.Parameter
-    holder: torch.Tensor
+    main: torch.Tensor
     start: int
     stop: int
-    inner: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.optimizer.state[self.main]
 
 
-def _shares(optimizer: ChainedOptimizer) -> Iterator[_Share]:
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
+def optimizer_of(config: Any) -> ChainedOptimizer:
+    """The optimizer of the training loop, found through the bound method that Megatron-LM puts into `config`."""
+    return config.grad_scale_func.__self__
+
+
+def parts(optimizer: ChainedOptimizer) -> Iterator[Part]:
+    """The parts of all parameters that `optimizer` steps on this rank."""
+    for each in optimizer.chained_optimizers:
+        if each.is_stub_optimizer:
             continue
-        for parameter, holder in _holders(part):
+        for parameter, main in _main_parameters(each):
             start, stop = 0, parameter.numel()
-            if isinstance(part, DistributedOptimizer):
-                covered = part._get_model_param_range_map(parameter)["param"]
+            if isinstance(each, DistributedOptimizer):
+                covered = each._get_model_param_range_map(parameter)["param"]
                 start, stop = covered.start, covered.end
-            yield _Share(parameter, holder, start, stop, part.optimizer)
+            yield Part(parameter, main, start, stop, each.optimizer)
 
 
-def _holders(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Each parameter of one optimizer of the chain, with what torch's optimizer knows in its place."""
-    if isinstance(part, DistributedOptimizer):
+def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Each parameter of one optimizer of the chain, with the tensor that torch's optimizer steps in its place."""
+    if isinstance(optimizer, DistributedOptimizer):
         pairs = [
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-            (part.model_fp32_groups, part.shard_fp32_groups),
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         ]
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         pairs = [
-            (part.float16_groups, part.fp32_from_float16_groups),
-            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
+            (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+            (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
         ]
     else:
-        groups = [group["params"] for group in part.optimizer.param_groups]
+        groups = [group["params"] for group in optimizer.optimizer.param_groups]
         pairs = [(groups, groups)]
-    for parameters, holders in pairs:
-        for own, held in zip(parameters, holders, strict=True):
+    for parameters, mains in pairs:
+        for own, held in zip(parameters, mains, strict=True):
             yield from zip(own, held, strict=True)
 
 
@@ -94,7 +112,12 @@ def _has_main(parameter: torch.Tensor) -> bool:
 
 
 class Taken(NamedTuple):
-    """All that an optimizer knew. groups: the step that some optimizers count once a group, None for others."""
+    """The state taken out of an optimizer.
+
+    states: parameter -> its state on this rank.
+    scalers: the gradient scaler of each chained optimizer, or None.
+    group_step: the number of steps where the optimizer counts them once a group, else None.
+    """
 
     states: dict[torch.nn.Parameter, ParameterState]
     scalers: list[Any]
@@ -102,8 +125,11 @@ class Taken(NamedTuple):
 
 
 def state_bytes(ddp: DistributedDataParallel, dtype: torch.dtype, *, of_expert: bool = False) -> float:
-    """Bytes that Adam keeps on this rank for an element of a parameter of `ddp`: a main parameter if weights are of a
-    smaller type than float32, and two moments, shared among data-parallel ranks by a distributed optimizer."""
+    """Bytes that Adam keeps on this rank for each element of a parameter of `ddp`.
+
+    Two moments, and a main parameter if weights have fewer bits than float32; a distributed optimizer shards them over
+    data-parallel ranks.
+    """
     whole = 2 * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)
     if not ddp.ddp_config.use_distributed_optimizer:
         return whole
@@ -111,23 +137,23 @@ def state_bytes(ddp: DistributedDataParallel, dtype: torch.dtype, *, of_expert: 
 
 
 def states_of(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, ParameterState]:
-    """What `optimizer` knows of each parameter that this rank has a part in. The tensors are the optimizer's own."""
+    """The state of each parameter that this rank steps a part of. The tensors are the optimizer's own, not copies."""
     states = {}
-    for share in _shares(optimizer):
-        state = ParameterState(share.start, share.stop)
-        if _has_main(share.parameter):
-            state.tensors[MAIN] = share.holder.detach().view(-1)
-        for kind, value in share.inner.state.get(share.holder, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == share.holder.shape:
+    for part in parts(optimizer):
+        state = ParameterState(part.start, part.stop)
+        if _has_main(part.parameter):
+            state.tensors[MAIN] = part.main.detach().view(-1)
+        for kind, value in part.optimizer.state.get(part.main, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == part.main.shape:
                 state.tensors[kind] = value.view(-1)
             else:
                 state.scalars[kind] = value
-        states[share.parameter] = state
+        states[part.parameter] = state
     return states
 
 
 def take(optimizer: ChainedOptimizer) -> Taken:
-    """Take the state out of `optimizer`, which is empty afterwards and lets go of all memory."""
+    """Take the state out of `optimizer`, which is empty afterwards and holds no memory."""
     steps = [group["step"] for group in optimizer.param_groups if "step" in group]
     scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
     states = states_of(optimizer)
@@ -143,10 +169,11 @@ def take(optimizer: ChainedOptimizer) -> Taken:
     return Taken(states, scalers, max(steps, default=None))
 
 
-def park(states: Mapping[torch.nn.Parameter, ParameterState]) -> None:
-    """Have main parameters wait in the gradients' memory, which is of no use between two steps.
+def stash_in_gradients(states: Mapping[torch.nn.Parameter, ParameterState]) -> None:
+    """Store main parameters in the memory of gradients, which is unused between two steps.
 
-    A new optimizer makes main parameters of its own before they can be put back, which would be as many again.
+    The new optimizer allocates its own main parameters before the old ones can be copied there, so both would be in
+    memory together.
     """
     for parameter, state in states.items():
         main, gradient = state.tensors.get(MAIN), getattr(parameter, "main_grad", None)
@@ -162,17 +189,20 @@ def put_back(
     scalers: list[Any],
     group_step: int | None,
 ) -> None:
-    """Make `optimizer`, which others hold on to, what `new` is, with the given state in it. Gradients are undefined."""
-    for share in _shares(new):
-        state = states[share.parameter]
-        assert (state.start, state.stop) == (share.start, share.stop), "a bucket was cut in another way than planned"
+    """Fill `new` with the given state and make `optimizer`, which others refer to, equal to it.
+
+    Gradients are undefined afterwards.
+    """
+    for part in parts(new):
+        state = states[part.parameter]
+        assert (state.start, state.stop) == (part.start, part.stop), "a bucket was sharded in another way than planned"
         kinds = dict(state.tensors)
-        if _has_main(share.parameter):
-            share.holder.data.copy_(kinds.pop(MAIN).view(share.holder.shape))
+        if _has_main(part.parameter):
+            part.main.data.copy_(kinds.pop(MAIN).view(part.main.shape))
         if kinds or state.scalars:
-            share.inner.state[share.holder] = {
+            part.optimizer.state[part.main] = {
                 **{kind: _own(value) for kind, value in state.scalars.items()},
-                **{kind: tensor.view(share.holder.shape) for kind, tensor in kinds.items()},
+                **{kind: tensor.view(part.main.shape) for kind, tensor in kinds.items()},
             }
     for number, part in enumerate(new.chained_optimizers):
         scaler = scalers[number] if number < len(scalers) else copy.deepcopy(scalers[0])
@@ -185,14 +215,14 @@ def put_back(
 
 
 def _own(value: Any) -> Any:
-    """torch's optimizers count up in the very tensor that they are given."""
+    """A copy: torch's optimizers increment the tensor that they are given."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def bucket_layout(ddp: DistributedDataParallel, chunk: int) -> FullParamLayout | None:
-    """How the flat buffers of `ddp`, the `chunk`-th model chunk of the rank, will be laid out; None for the default.
+    """The layout that Megatron-LM will give the flat buffers of `ddp` when it wraps the model anew.
 
-    As Megatron-LM lays them out when it wraps a new model.
+    chunk: the number of this model chunk on the rank. Returns None for the default layout.
     """
     if not ddp.ddp_config.use_distributed_optimizer:
         return None
@@ -209,7 +239,7 @@ def bucket_layout(ddp: DistributedDataParallel, chunk: int) -> FullParamLayout |
 def future_ranges(
     ddp: DistributedDataParallel, layout: FullParamLayout | None
 ) -> dict[torch.nn.Parameter, tuple[int, int]]:
-    """Parameter -> the elements of it, start and stop, whose state this rank will hold. Those it holds none of lack."""
+    """Parameter -> the elements, start and stop, whose state this rank will hold; parameters without any are absent."""
     if layout is None:
         return {p: (0, p.numel()) for p in ddp.module.parameters() if p.requires_grad}
     ranges = {}

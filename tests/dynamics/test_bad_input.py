@@ -34,7 +34,12 @@ COMBINATIONS = {
         "--mixture-of-depths-every 5",
         "--num-layers 4",
     ),
-    "context parallel": (SPARSE, {"context_parallel_size": 2}, "--context-parallel-size 2", "use 1"),
+    "context parallel": (
+        SPARSE,
+        {"context_parallel_size": 2},
+        "--context-parallel-size 2",
+        "use --context-parallel-size 1",
+    ),
     "Transformer Engine": (SPARSE, {"transformer_impl": "transformer_engine"}, "use --transformer-impl local"),
     "FSDP": (DEPTH, {"use_megatron_fsdp": True}, "--use-megatron-fsdp", "use --use-distributed-optimizer"),
 }

@@ -42,7 +42,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_contradictions(case):
+def test_incompatible_flags(case):
     given, *words = REFUSED[case]
     check_layers(_args(**given), LayerConfig())  # which is fine as long as layers stay
     with pytest.raises(ValueError) as refused:
@@ -59,7 +59,7 @@ def test_contradictions(case):
         ({}, LayerConfig(balance_layers=True, balance_layers_once=True), "--balance-layers-once"),
     ],
 )
-def test_settings_that_contradict_each_other(given, layers, words):
+def test_incompatible_settings(given, layers, words):
     with pytest.raises(ValueError, match=words):
         check_layers(_args(num_layers=8, **given), layers)
 

@@ -20,11 +20,11 @@ BALANCE = "--layer-cost parameters --layer-balance-interval 3".split()
 
 
 def _train_willing(argv: list[str]) -> RankRun:
-    """As the command line does, but moves are thought to be free, for runs that are too short to pay for any."""
-    from megatron.balanced.layers import balancer as layers
+    """As the command line does, but moves are assumed to be free, since these runs are too short to pay for any."""
+    from megatron.balanced.layers import planning
 
-    layers._BANDWIDTH, layers._FIXED_SECONDS = 1e18, 0.0
-    layers._device_memory = lambda: 1e12  # as on a GPU, whose memory plans have to keep to
+    planning._BANDWIDTH, planning._FIXED_SECONDS = 1e18, 0.0
+    planning._device_memory = lambda: 1e12  # as on a GPU, whose memory plans have to keep to
     return train_rank(argv, True)
 
 

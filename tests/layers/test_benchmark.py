@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balancing.layers import LayerCost, plan_stages
+from balancing.layers import LayerSeconds, plan_stages
 from benchmarks.layers.plans import _MICRO_BATCHES, _STAGES, _Run, main
 from benchmarks.layers.record import replay
 from benchmarks.layers.traces import TRACES, trace
@@ -76,7 +76,7 @@ def test_a_recording_of_nothing_known_is_said(tmp_path, capsys):
 
 
 def test_the_bound_of_training_is_the_best_cut():
-    cost = LayerCost(np.ones(6), np.array([0.0, 0, 0, 2, 2, 2]))
+    cost = LayerSeconds(np.ones(6), np.array([0.0, 0, 0, 2, 2, 2]))
     speedup, first = bound(cost, 1000)
     assert first == 4 and speedup == pytest.approx(9 / 6, rel=0.01)
 

@@ -64,15 +64,15 @@ def _dies_in_a_move(argv: list[str], victim: int) -> None:
     """Layers move before the fourth iteration, and the victim kills itself when it has sent what it gives away."""
     from megatron.balanced.layers import state as layer_state
 
-    exchange = layer_state.exchange
+    run_transfers = layer_state.run_transfers
 
-    def exchange_and_die(transfers: list, *args: Any) -> int:
-        sent = exchange(transfers, *args)
+    def transfer_and_die(transfers: list, *args: Any) -> int:
+        sent = run_transfers(transfers, *args)
         if transfers and int(os.environ["RANK"]) == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return sent
 
-    layer_state.exchange = exchange_and_die
+    layer_state.run_transfers = transfer_and_die
     move_at({3: ((3,), (1,))})
     train_rank(argv, False)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.layers import (
-    LayerCost,
     LayerMemory,
+    LayerSeconds,
     StagePlan,
     choose_repack,
     first_fit,
@@ -80,7 +80,7 @@ def test_bad_layouts(text, stages, message):
 
 def early_exit(layers=32):
     forward = np.where(np.arange(layers) < layers // 2, 1.0, 0.2)
-    return LayerCost(forward, forward, forward)
+    return LayerSeconds(forward, forward, forward)
 
 
 def test_repack_options_are_simulated_and_fit():

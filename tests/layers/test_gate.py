@@ -7,11 +7,10 @@ from balancing.layers import (
     CostAverage,
     Gate,
     GateConfig,
-    LayerCost,
+    LayerSeconds,
     StagePlan,
-    migration_bytes,
+    layer_moves,
     migration_seconds,
-    moves,
     over_ranks,
     plan_stages,
     refine_plan,
@@ -125,13 +124,12 @@ def test_bad_configuration(bad):
 
 def test_what_a_move_carries():
     old, new = StagePlan.from_counts(((4,), (4,), (4,))), StagePlan.from_counts(((3,), (3,), (6,)))
-    assert [tuple(move) for move in moves(old, new)] == [(3, 0, 1), (6, 1, 2), (7, 1, 2)]
+    assert [tuple(move) for move in layer_moves(old, new)] == [(3, 0, 1), (6, 1, 2), (7, 1, 2)]
     weight = np.arange(12.0)
-    assert migration_bytes(old, new, weight) == 3 + 6 + 7
     assert migration_seconds(old, new, weight, 10.0, fixed=0.5) == pytest.approx(0.5 + 13 / 10)
     assert migration_seconds(old, old, weight, 10.0, fixed=0.5) == 0
     with pytest.raises(ValueError, match="has 12 layers, the new one 8"):
-        moves(old, OLD)
+        layer_moves(old, OLD)
     with pytest.raises(ValueError, match="bandwidth is 0"):
         migration_seconds(old, new, weight, 0)
 
@@ -141,7 +139,7 @@ def test_what_a_move_carries():
 
 def cost(scale=1.0, layers=8):
     forward = np.linspace(1, 2, layers) * scale
-    return LayerCost(forward, forward, 0.5 * forward, (0.1, 0.2), (0.3, 0.6))
+    return LayerSeconds(forward, forward, 0.5 * forward, (0.1, 0.2), (0.3, 0.6))
 
 
 def test_stage_seconds_by_hand():
@@ -158,7 +156,7 @@ def test_stage_seconds_by_hand():
 
 def test_a_frozen_front_is_seen_in_backward_only():
     front = np.arange(8) < 4
-    frozen = LayerCost(np.ones(8), np.where(front, 0, 1.0), np.where(front, 0, 1.0))
+    frozen = LayerSeconds(np.ones(8), np.where(front, 0, 1.0), np.where(front, 0, 1.0))
     assert frozen.total.tolist() == [1] * 4 + [3] * 4
     assert plan_stages(frozen.total, 2).counts == ((5,), (3,))
     assert plan_stages(frozen.forward, 2).counts == ((4,), (4,))
@@ -177,7 +175,7 @@ def test_over_ranks():
 def noisy(draw, scale=1.0, noise=0.05):
     each = cost(scale)
     factor = 1 + noise * draw.standard_normal(each.layers)
-    return LayerCost(
+    return LayerSeconds(
         each.forward * factor, each.input_gradient * factor, each.weight_gradient, each.embedding, each.head
     )
 
@@ -222,7 +220,7 @@ def test_a_slow_drift_is_followed():
 )
 def test_bad_costs(bad, message):
     with pytest.raises(ValueError, match=message):
-        LayerCost(**({"forward": [1.0, 1.0], "input_gradient": [1.0, 1.0]} | bad))
+        LayerSeconds(**({"forward": [1.0, 1.0], "input_gradient": [1.0, 1.0]} | bad))
     with pytest.raises(ValueError, match="no iteration was measured yet"):
         _ = CostAverage().cost
 
@@ -232,7 +230,7 @@ def test_refinement_never_slows_a_step_and_keeps_to_what_fits():
     better = 0
     for _ in range(8):
         forward = draw.lognormal(0, 0.5, 24)
-        model = LayerCost(forward, forward * np.where(np.arange(24) < 12, 0, 2), head=(1.0, 2.0))  # a frozen front
+        model = LayerSeconds(forward, forward * np.where(np.arange(24) < 12, 0, 2), head=(1.0, 2.0))  # a frozen front
         plan = plan_stages(model.total, 6, head=3.0)
         for fits in (lambda plan: True, lambda plan: max(plan.counts) <= (6,)):
             refined = refine_plan(plan, model, 8, transfer=0.1, fits=fits)

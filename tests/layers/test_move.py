@@ -161,7 +161,7 @@ def _peeks_at_buffers(argv: list[str]) -> list[bool]:
     gone: list[bool] = []
     move_at({2: ((1,), (3,))})
     old: list[weakref.ref] = []
-    free, exchange = mover.LayerMover._free_buffers, layer_state.exchange
+    free, run_transfers = mover.LayerMover._free_buffers, layer_state.run_transfers
 
     def watched(self: Any) -> None:
         old.extend(weakref.ref(buffer.grad_data) for ddp in self._chunks for buffer in ddp.buffers)
@@ -169,9 +169,9 @@ def _peeks_at_buffers(argv: list[str]) -> list[bool]:
 
     def peek(*args: Any) -> int:
         gone.extend(reference() is None for reference in old)
-        return exchange(*args)
+        return run_transfers(*args)
 
-    mover.LayerMover._free_buffers, layer_state.exchange = watched, peek
+    mover.LayerMover._free_buffers, layer_state.run_transfers = watched, peek
     train_rank(argv, False)
     return gone
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing.layers import LayerMemory, StagePlan, in_flight, moves, operations, plan_stages, stage_memory
+from balancing.layers import LayerMemory, StagePlan, in_flight, layer_moves, operations, plan_stages, stage_memory
 from balancing.layers.plan import METHODS
-from balancing.layers.planners.diffusion import flows
+from balancing.layers.planners.diffusion import neighbour_flows
 
 
 def loads(plan: StagePlan, cost, embedding=0.0, head=0.0) -> np.ndarray:
@@ -63,7 +63,7 @@ def test_of_the_best_plans_the_one_that_moves_least(seed):
     found = plan_stages(cost, stages, memory=weight, current=current)
 
     def moved(plan):
-        return sum(weight[move.layer] for move in moves(current, plan))
+        return sum(weight[move.layer] for move in layer_moves(current, plan))
 
     assert moved(found) == min(map(moved, ties))
     assert plan_stages(cost, stages, current=found) == found, "a plan that is the best already stays"
@@ -122,7 +122,7 @@ def test_diffusion_keeps_what_its_docstring_promises(cost, data):
 
 def test_flows_level_loads_through_neighbours_alone():
     load = np.array([9.0, 0, 0, 3, 0, 6])
-    carried = flows(load)
+    carried = neighbour_flows(load)
     assert carried == pytest.approx(np.cumsum(load - load.mean())[:-1], abs=1e-3)
 
 
@@ -131,7 +131,7 @@ def test_diffusion_walks_down_a_staircase():
     staircase = StagePlan.from_counts(tuple((count,) for count in range(8, 0, -1)))
     plan = plan_stages(np.ones(36), 8, method="diffusion", current=staircase)
     assert loads(plan, np.ones(36)).max() == 5
-    assert {abs(move.source - move.target) for move in moves(staircase, plan)} <= {1, 2}
+    assert {abs(move.source - move.target) for move in layer_moves(staircase, plan)} <= {1, 2}
 
 
 def test_a_stage_keeps_its_layers_where_memory_ends():

@@ -211,7 +211,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
         if rebuilding:
             mover.LayerMover._wrap = die
         else:
-            layer_state.exchange = die
+            layer_state.run_transfers = die
     ended = "the end"
     try:
         with failures_told_once():
@@ -271,7 +271,7 @@ def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
     """What is left of four stages of which only the first and the last have much to do, now and in later iterations."""
     from argparse import Namespace
 
-    from balancing.layers import LayerCost, StagePlan
+    from balancing.layers import LayerSeconds, StagePlan
     from balancing.layers.config import LayerConfig
     from megatron.balanced.layers import repack
 
@@ -280,7 +280,7 @@ def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
     repacker = repack.Repacker(Namespace(world_size=4, log_interval=10), config)
     seconds = np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 1.0, 1.0])
     plan = StagePlan.from_counts(((2,),) * 4)
-    ask = LayerCost(seconds, seconds), plan, np.full(4, peak)
+    ask = LayerSeconds(seconds, seconds), plan, np.full(4, peak)
     if not repacker.consider(*ask):
         return [None, None, None]
     assert not repacker.consider(*ask)  # one choice at a time

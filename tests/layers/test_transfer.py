@@ -1,4 +1,4 @@
-"""Who sends what to whom: everybody gets exactly what it shall hold, and from where it is cheap."""
+"""Transfers of a move: every rank receives exactly what it requests, from itself or from the nearest replica."""
 
 import datetime
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from balancing.layers import LayerMemory, StagePlan, stage_memory
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
-from balancing.layers.transfer import Piece, Transfer, exchange, plan_transfers
+from balancing.layers.transfer import Piece, Transfer, plan_transfers, run_transfers
 from balancing.report import RankRecord, Span
 from tests.support.patience import PATIENCE
 
@@ -77,7 +77,7 @@ def _shuffle() -> tuple[int, bool]:
     held = [piece for name, size in sizes.items() for piece in _cut(name, size, [size // 2], [0, 1])]
     wanted = [Piece(name, target, 0, size) for name, size in sizes.items() for target in (1, 2)]
     got = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-    sent = exchange(
+    sent = run_transfers(
         plan_transfers(held, wanted),
         lambda t: whole[t.tensor][t.start : t.stop],
         lambda t: got[t.tensor][t.start : t.stop],
@@ -87,7 +87,7 @@ def _shuffle() -> tuple[int, bool]:
     return sent, rank == 0 or all(torch.equal(got[name], whole[name]) for name in whole)
 
 
-def test_exchange_brings_what_was_planned(pool):
+def test_transfers_deliver_what_was_planned(pool):
     told = pool.run(3, _shuffle)
     assert all(right for _, right in told)
     first, second = [3 * 8, 2 * 2, 1 * 4, 4 * 1], [4 * 8, 3 * 2, 2 * 4, 5 * 1]

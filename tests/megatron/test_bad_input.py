@@ -89,7 +89,7 @@ FLAGS = {
     "hybrid prediction": ("--mtp-hybrid-override-pattern MM", "--mtp-hybrid-override-pattern MM", "drop it"),
     "Mamba": ("--mamba-state-dim 64", "--mamba-state-dim 64", "hybrid", "drop it"),
     "Mamba's memory": ("--disable-mamba-mem-eff-path", "--disable-mamba-mem-eff-path", "drop it"),
-    "two activations": ("--swiglu --quick-geglu", "--quick-geglu contradicts --swiglu", "drop one"),
+    "two activations": ("--swiglu --quick-geglu", "--quick-geglu is incompatible with --swiglu", "drop one"),
     "linear attention": (
         "--experimental-attention-variant gated_delta_net",
         "--experimental-attention-variant gated_delta_net",

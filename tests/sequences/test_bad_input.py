@@ -34,7 +34,7 @@ REFUSED = {
         "--sequence-planner hybrid",
     ),
     "positions": (f"{BALANCE} --position-embedding-type mrope", "mrope", "--position-embedding-type rope"),
-    "loader": (f"{BALANCE} --dataloader-type external", "--dataloader-type external", "drop it"),
+    "loader": (f"{BALANCE} --dataloader-type external", "--dataloader-type external", "use --dataloader-type single"),
     "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "planner": (f"{BALANCE} --sequence-planner best", "best", "zones"),

@@ -321,20 +321,6 @@ def test_the_emulated_cluster_names_its_own_nics():
         detect_nics({"EMULATED_NICS_PER_NODE": "many"})
 
 
-def test_a_launch_relabels_the_speeds_of_a_known_machine():
-    environ = {
-        "WORLD_SIZE": "16",
-        "LOCAL_WORLD_SIZE": "4",
-        "EMULATED_NICS_PER_NODE": "2",
-        "EMULATED_NIC_BYTES_PER_SECOND": "25000000",
-    }
-    cluster = Cluster.detect("h200-8x400g", environ)
-    assert (cluster.nodes, cluster.ranks_per_node, cluster.nics_per_node) == (4, 4, 2)
-    assert 0.9 * 25e6 < cluster.nic_bandwidth < 25e6
-    assert cluster.flops == Cluster.preset("h200-8x400g").flops
-    assert Cluster.detect(cluster, environ) == cluster
-
-
 def _set_clock(step: float) -> None:
     """Have everything that is measured take `step` seconds."""
     readings = itertools.count()

@@ -33,14 +33,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["diffuse", "flows"]
+__all__ = ["diffuse", "neighbour_flows"]
 
 FloatArray = NDArray[np.float64]
 _LEFT = 1e-4  # of the first deviation, times the number of stages, when flows are taken as found
 _STRICT = 1 - 1e-9  # rounding must not make a move and its reverse both look like gains
 
 
-def flows(load: FloatArray) -> FloatArray:
+def neighbour_flows(load: FloatArray) -> FloatArray:
     """What each link (s, s + 1) must carry to the right to make all loads equal, [stage - 1], by neighbours alone."""
     load = np.array(load, dtype=float)
     stages = len(load)
@@ -73,7 +73,7 @@ def diffuse(
     bounds, stages = list(bounds), len(fixed)
     prefix = np.concatenate([[0.0], np.cumsum(cost)])
     load = fixed + np.diff(prefix[np.asarray(bounds)])
-    remaining = flows(load)
+    remaining = neighbour_flows(load)
     layer_cost = np.asarray(cost, dtype=float).tolist()
 
     def boundary(link: int, rightwards: bool) -> tuple[int, float]:

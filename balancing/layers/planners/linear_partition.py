@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Room", "cut", "least_over"]
+__all__ = ["Room", "least_over", "linear_partition"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -83,7 +83,7 @@ def _cheapest(price: FloatArray, first: IntArray) -> list[int]:
     return bounds[::-1]
 
 
-def cut(
+def linear_partition(
     cost: FloatArray, fixed: FloatArray, *, home: IntArray, weight: FloatArray, least: int = 1, room: Room | None = None
 ) -> list[int]:
     """The borders [stages + 1] of the cut whose slowest stage is fastest; [] if no cut fits.

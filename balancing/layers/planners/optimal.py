@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancing.layers.memory import LayerMemory, in_flight
-from balancing.layers.planners.linear_partition import Room, cut, least_over
+from balancing.layers.planners.linear_partition import Room, least_over, linear_partition
 
 __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 
@@ -115,7 +115,7 @@ def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
     first, last = bounds[group * stages], bounds[(group + 1) * stages]
     others = np.arange(problem.virtual) != group
     fixed = problem.fixed() + _by_chunk(problem.cost, problem, bounds)[others].sum(0)
-    inner = cut(
+    inner = linear_partition(
         problem.cost[first:last],
         fixed,
         home=problem.home[first:last],
@@ -133,7 +133,7 @@ def _even_chunks(problem: Problem) -> list[int]:
     fixed = np.zeros(problem.stages * problem.virtual)
     fixed[[0, -1]] += problem.embedding, problem.head
     nowhere = np.full(problem.layers, -1)
-    return cut(problem.cost, fixed, home=nowhere, weight=problem.weight, least=problem.least)
+    return linear_partition(problem.cost, fixed, home=nowhere, weight=problem.weight, least=problem.least)
 
 
 def _even_numbers(problem: Problem) -> Iterator[list[int]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from numpy.typing import ArrayLike
 
-from balancing.layers.cost import LayerCost
+from balancing.layers.cost import LayerSeconds
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["refine_plan"]
@@ -18,7 +18,7 @@ __all__ = ["refine_plan"]
 
 def refine_plan(
     plan: StagePlan,
-    cost: LayerCost,
+    cost: LayerSeconds,
     micro_batches: int,
     *,
     transfer: ArrayLike = 0.0,

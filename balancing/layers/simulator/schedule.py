@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-__all__ = ["Message", "Operation", "Step", "operations", "program"]
+__all__ = ["Action", "Operation", "PipelineMessage", "operations", "program"]
 
 Kind = Literal["forward", "backward"]
 
@@ -36,8 +36,8 @@ class Operation(NamedTuple):
     micro_batch: int
 
 
-class Message(NamedTuple):
-    """The tensor that an operation on rank `source` hands on: an activation to the next stage, or a gradient back."""
+class PipelineMessage(NamedTuple):
+    """The output of an operation on rank `source`: an activation for the next stage or a gradient for the previous."""
 
     kind: Kind
     source: int
@@ -45,13 +45,13 @@ class Message(NamedTuple):
     micro_batch: int
 
 
-class Step(NamedTuple):
-    """One step of a rank's program: run an operation, post messages, or wait for messages; the rest is empty."""
+class Action(NamedTuple):
+    """One entry of a rank's program: run an operation, post messages, or wait for messages; other fields are empty."""
 
     compute: Operation | None = None
-    send: tuple[Message, ...] = ()
-    receive: tuple[Message, ...] = ()
-    wait: tuple[Message, ...] = ()
+    send: tuple[PipelineMessage, ...] = ()
+    receive: tuple[PipelineMessage, ...] = ()
+    wait: tuple[PipelineMessage, ...] = ()
 
 
 def operations(
@@ -81,7 +81,7 @@ def program(
     chunks: int = 1,
     group: int | None = None,
     overlap: bool | None = None,
-) -> tuple[Step, ...]:
+) -> tuple[Action, ...]:
     """Everything that pipeline rank `rank` of `ranks` does in one step, in order.
 
     overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm); None takes Megatron's default, which
@@ -97,8 +97,8 @@ def program(
     _check(ranks, micro_batches, chunks, group, overlap)
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
     if ranks == 1:
-        alone = (Step(Operation(kind, 0, batch)) for batch in range(micro_batches) for kind in ("forward", "backward"))
-        return tuple(alone)
+        kinds: tuple[Kind, ...] = ("forward", "backward")
+        return tuple(Action(Operation(kind, 0, batch)) for batch in range(micro_batches) for kind in kinds)
     if chunks == 1:
         return tuple(_plain(rank, ranks, micro_batches))
     return tuple(_interleaved(_Interleaving(rank, ranks, micro_batches, chunks, group), overlap))
@@ -130,45 +130,45 @@ def _check(ranks: int, micro_batches: int, chunks: int, group: int, overlap: boo
         )
 
 
-def _exchange(send: tuple[Message, ...], receive: tuple[Message, ...]) -> Iterator[Step]:
+def _exchange(send: tuple[PipelineMessage, ...], receive: tuple[PipelineMessage, ...]) -> Iterator[Action]:
     """Post messages and wait for all of them."""
     if send or receive:
-        yield Step(send=send, receive=receive)
-        yield Step(wait=send + receive)
+        yield Action(send=send, receive=receive)
+        yield Action(wait=send + receive)
 
 
-def _plain(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
+def _plain(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
     """1F1B without interleaving, on at least two ranks."""
     warm_up = min(ranks - rank - 1, micro_batches)
     steady = micro_batches - warm_up
 
-    def activation_in(batch: int) -> tuple[Message, ...]:
-        return (Message("forward", rank - 1, 0, batch),) if rank > 0 else ()
+    def activation_in(batch: int) -> tuple[PipelineMessage, ...]:
+        return (PipelineMessage("forward", rank - 1, 0, batch),) if rank > 0 else ()
 
-    def activation_out(batch: int) -> tuple[Message, ...]:
-        return (Message("forward", rank, 0, batch),) if rank < ranks - 1 else ()
+    def activation_out(batch: int) -> tuple[PipelineMessage, ...]:
+        return (PipelineMessage("forward", rank, 0, batch),) if rank < ranks - 1 else ()
 
-    def gradient_in(batch: int) -> tuple[Message, ...]:
-        return (Message("backward", rank + 1, 0, batch),) if rank < ranks - 1 else ()
+    def gradient_in(batch: int) -> tuple[PipelineMessage, ...]:
+        return (PipelineMessage("backward", rank + 1, 0, batch),) if rank < ranks - 1 else ()
 
-    def gradient_out(batch: int) -> tuple[Message, ...]:
-        return (Message("backward", rank, 0, batch),) if rank > 0 else ()
+    def gradient_out(batch: int) -> tuple[PipelineMessage, ...]:
+        return (PipelineMessage("backward", rank, 0, batch),) if rank > 0 else ()
 
     for batch in range(warm_up):
         yield from _exchange((), activation_in(batch))
-        yield Step(Operation("forward", 0, batch))
+        yield Action(Operation("forward", 0, batch))
         yield from _exchange(activation_out(batch), ())
     if steady:
         yield from _exchange((), activation_in(warm_up))
     for batch in range(steady):
-        yield Step(Operation("forward", 0, warm_up + batch))
+        yield Action(Operation("forward", 0, warm_up + batch))
         yield from _exchange(activation_out(warm_up + batch), gradient_in(batch))
-        yield Step(Operation("backward", 0, batch))
+        yield Action(Operation("backward", 0, batch))
         more = activation_in(warm_up + batch + 1) if batch < steady - 1 else ()
         yield from _exchange(gradient_out(batch), more)
     for batch in range(steady, micro_batches):
         yield from _exchange((), gradient_in(batch))
-        yield Step(Operation("backward", 0, batch))
+        yield Action(Operation("backward", 0, batch))
         yield from _exchange(gradient_out(batch), ())
 
 
@@ -193,15 +193,15 @@ class _Interleaving:
     def _first_rank(self, kind: Kind) -> int:
         return 0 if kind == "forward" else self.ranks - 1
 
-    def sent(self, k: int, kind: Kind) -> tuple[Message, ...]:
+    def sent(self, k: int, kind: Kind) -> tuple[PipelineMessage, ...]:
         """What leaves after operation k: nothing from the last virtual stage (of the first, for gradients)."""
         operation = self.operation(k, kind)
         final = self.chunks - 1 if kind == "forward" else 0
         if self.rank == self.ranks - 1 - self._first_rank(kind) and operation.chunk == final:
             return ()
-        return (Message(kind, self.rank, operation.chunk, operation.micro_batch),)
+        return (PipelineMessage(kind, self.rank, operation.chunk, operation.micro_batch),)
 
-    def received(self, k: int, kind: Kind) -> tuple[Message, ...]:
+    def received(self, k: int, kind: Kind) -> tuple[PipelineMessage, ...]:
         """The receive that goes with operation k: the input of operation k + 1; k = -1 is the receive before the first.
 
         The rank where a pass begins gets its inputs from the rank where it ends, which runs ranks - 1 operations
@@ -212,13 +212,13 @@ class _Interleaving:
                 return ()
             operation = self.operation(k + 1, kind)
             source = self.rank - 1 if kind == "forward" else self.rank + 1
-            return (Message(kind, source, operation.chunk, operation.micro_batch),)
+            return (PipelineMessage(kind, source, operation.chunk, operation.micro_batch),)
         if k == self.total - 1 or k < self.ranks - 1:
             return ()
         operation = self.operation(k - (self.ranks - 1), kind)
         if operation.chunk == (self.chunks - 1 if kind == "forward" else 0):
             return ()
-        return (Message(kind, self.ranks - 1 - self.rank, operation.chunk, operation.micro_batch),)
+        return (PipelineMessage(kind, self.ranks - 1 - self.rank, operation.chunk, operation.micro_batch),)
 
     def has_input(self, k: int, kind: Kind) -> bool:
         """Whether operation k takes a tensor from another rank."""
@@ -226,23 +226,23 @@ class _Interleaving:
         return self.rank != self._first_rank(kind) or self.operation(k, kind).chunk != first
 
 
-def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Step]:
+def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Action]:
     """Interleaved 1F1B. The k-th backward of the steady phase follows forward warm_up + k."""
     steady = at.total - at.warm_up
-    activations: list[Message] = []  # receives posted ahead, oldest first
-    gradients: list[Message] = []
-    gradient_sent: tuple[Message, ...] = ()  # overlapped send that nobody has waited for yet
+    activations: list[PipelineMessage] = []  # receives posted ahead, oldest first
+    gradients: list[PipelineMessage] = []
+    gradient_sent: tuple[PipelineMessage, ...] = ()  # overlapped send that nobody has waited for yet
 
     yield from _exchange((), at.received(-1, "forward"))
     for k in range(at.warm_up):
-        yield Step(at.operation(k, "forward"))
+        yield Action(at.operation(k, "forward"))
         receive = at.received(k, "forward")
         last = k == at.warm_up - 1 and steady > 0
         if last and not overlap:
             receive += at.received(-1, "backward")
         yield from _exchange(at.sent(k, "forward"), receive)
         if last and overlap and (ahead := at.received(-1, "backward")):
-            yield Step(receive=ahead)
+            yield Action(receive=ahead)
             gradients += ahead
 
     for k in range(steady):
@@ -250,37 +250,37 @@ def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Step]:
         activation = at.received(forward, "forward") if k < steady - 1 else ()
         gradient = at.received(k, "backward")
         if not overlap:
-            yield Step(at.operation(forward, "forward"))
-            yield Step(at.operation(k, "backward"))
+            yield Action(at.operation(forward, "forward"))
+            yield Action(at.operation(k, "backward"))
             yield from _exchange(at.sent(forward, "forward") + at.sent(k, "backward"), activation + gradient)
             continue
         if at.has_input(forward, "forward") and activations:
-            yield Step(wait=(activations.pop(0),))
-        yield Step(at.operation(forward, "forward"))
+            yield Action(wait=(activations.pop(0),))
+        yield Action(at.operation(forward, "forward"))
         send = at.sent(forward, "forward")
         if send or activation:
-            yield Step(send=send, receive=activation)
+            yield Action(send=send, receive=activation)
         activations += activation
         if send:
-            yield Step(wait=send)
+            yield Action(wait=send)
         if at.has_input(k, "backward") and gradients:
-            yield Step(wait=(gradients.pop(0),))
-        yield Step(at.operation(k, "backward"))
+            yield Action(wait=(gradients.pop(0),))
+        yield Action(at.operation(k, "backward"))
         send = at.sent(k, "backward")
         if send or gradient:
-            yield Step(send=send, receive=gradient)
+            yield Action(send=send, receive=gradient)
         gradients += gradient
         if gradient_sent:
-            yield Step(wait=gradient_sent)
+            yield Action(wait=gradient_sent)
         gradient_sent = send
 
     if not steady:
         yield from _exchange((), at.received(-1, "backward"))
     for k in range(steady, at.total):
         if at.has_input(k, "backward") and gradients:
-            yield Step(wait=(gradients.pop(0),))
-        yield Step(at.operation(k, "backward"))
+            yield Action(wait=(gradients.pop(0),))
+        yield Action(at.operation(k, "backward"))
         yield from _exchange(at.sent(k, "backward"), at.received(k, "backward"))
     if gradient_sent:
-        yield Step(wait=gradient_sent)
+        yield Action(wait=gradient_sent)
     assert not activations and not gradients, "a receive was posted that no operation waited for"

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.simulator.schedule import Message, Operation, program
+from balancing.layers.simulator.schedule import Operation, PipelineMessage, program
 
 __all__ = ["Span", "Timeline", "simulate_schedule", "simulate_steps"]
 
@@ -233,12 +233,12 @@ class _Graph:
 
 @lru_cache(maxsize=16)
 def _graph(ranks: int, micro_batches: int, chunks: int, group: int | None, overlap: bool | None) -> _Graph:
-    nodes: dict[tuple[int, Operation] | Message, int] = {}  # number in order of appearance
+    nodes: dict[tuple[int, Operation] | PipelineMessage, int] = {}  # number in order of appearance
     before: list[set[int]] = []
     source: list[int] = []
-    posts: dict[Message, list[int]] = {}  # the ranks that have posted a message: sender and receiver, once each
+    posts: dict[PipelineMessage, list[int]] = {}  # the ranks that have posted a message: sender and receiver, once each
 
-    def node(key: tuple[int, Operation] | Message, index: int) -> int:
+    def node(key: tuple[int, Operation] | PipelineMessage, index: int) -> int:
         if key not in nodes:
             nodes[key] = len(before)
             before.append(set())
@@ -249,7 +249,7 @@ def _graph(ranks: int, micro_batches: int, chunks: int, group: int | None, overl
         kind = 0 if operation.kind == "forward" else 1
         return ((kind * ranks + rank) * chunks + operation.chunk) * micro_batches + operation.micro_batch
 
-    def link_of(message: Message) -> int:
+    def link_of(message: PipelineMessage) -> int:
         step = 0 if message.kind == "forward" else -1
         return 2 * ranks * chunks * micro_batches + (message.source + step) % ranks
 
@@ -258,7 +258,7 @@ def _graph(ranks: int, micro_batches: int, chunks: int, group: int | None, overl
     ]
     for rank, steps in enumerate(programs):
         now: set[int] = set()  # nodes whose latest end is the rank's present
-        at_post: dict[Message, set[int]] = {}
+        at_post: dict[PipelineMessage, set[int]] = {}
         for step in steps:
             if step.compute is not None:
                 this = node((rank, step.compute), seconds_of(rank, step.compute))

@@ -30,7 +30,7 @@ from balancing.report import event
 from megatron.balanced.dynamics.layer import DynamicLayer
 from megatron.balanced.dynamics.plasticity import Plasticity
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
-from megatron.balanced.optimizer_parts import Part, optimizer_of, parts
+from megatron.balanced.optimizer_state import Part, optimizer_of, parts
 
 __all__ = ["Freezing"]
 
@@ -166,7 +166,8 @@ class Freezing:
         """Take what is frozen out of the optimizer, until it has stepped."""
         if self._taken_out or not self.frozen:
             return
-        held = [part for parameter in self._frozen_parameters() for part in parts(self._optimizer, parameter)]
+        frozen = set(self._frozen_parameters())
+        held = [part for part in parts(self._optimizer) if part.parameter in frozen]
         self._fill_empty_state()
         out = {id(part.main) for part in held}
         for each in {id(part.optimizer): part.optimizer for part in held}.values():

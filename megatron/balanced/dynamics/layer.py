@@ -9,9 +9,9 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from balancing.dynamics.config import DynamicsConfig
-from balancing.dynamics.depth import choose_tokens, gate, is_routed
 from balancing.dynamics.early_exit import exits, saturation
-from balancing.dynamics.tokens import put_back, take, tokens_of
+from balancing.dynamics.gather_tokens import put_back, take, tokens_of
+from balancing.dynamics.mixture_of_depths import choose_tokens, gate, is_routed
 
 __all__ = ["DynamicLayer", "TokenFlow", "dynamic_layer"]
 

@@ -21,7 +21,7 @@ from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
 from balancing.dynamics.sparse_linear import SparsePattern, sparse_linear
 from balancing.report import event, imbalance
-from megatron.balanced.optimizer_parts import optimizer_of, parts
+from megatron.balanced.optimizer_state import optimizer_of, parts
 
 __all__ = ["Pruning"]
 
@@ -100,11 +100,12 @@ class Pruning:
         self._set_masks(module.weight.abs().float() > threshold for _, module in self._linears())
         for parameter, mask in self.masks.items():
             parameter.masked_fill_(~mask, 0)
-            for part in parts(self._optimizer, parameter):
-                gone = ~mask.view(-1)[part.start : part.stop]
+        for part in parts(self._optimizer):
+            if part.parameter in self.masks:
+                pruned = ~self.masks[part.parameter].view(-1)[part.start : part.stop]
                 held = [part.main, *(part.state[name] for name in ("exp_avg", "exp_avg_sq") if name in part.state)]
                 for tensor in held:
-                    tensor.view(-1).masked_fill_(gone, 0)
+                    tensor.view(-1).masked_fill_(pruned, 0)
         self._report_densities(iteration, threshold)
 
     def _set_masks(self, left: Iterator[torch.Tensor]) -> None:

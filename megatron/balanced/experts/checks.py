@@ -1,7 +1,8 @@
-"""Experts that cannot be balanced or grouped as asked, found on the command line, with what would work instead.
+"""Checks of the flags of expert balancing and of grouped experts, at start-up.
 
-Replicas are run by Megatron-LM's own modules and dispatchers. Options that replace these, or that move an expert's
-gradient past the place where its replicas' gradients join it, would give wrong numbers or a hang; they are refused.
+Megatron-LM's own modules and dispatchers run the replicas. Flags that replace these, or that reduce an expert's
+gradient before those of its replicas were added, would give wrong numbers or a hang, so they are refused
+(`megatron.balanced.incompatible`).
 """
 
 import argparse
@@ -9,57 +10,16 @@ import dataclasses
 import importlib.util
 
 from balancing.experts.config import ExpertConfig
-from megatron.balanced.contradictions import Contradiction, refuse
+from megatron.balanced.incompatible import EXPERTS, check_compatible
 
 __all__ = ["check_experts"]
 
-_CONTRADICTIONS: tuple[Contradiction, ...] = (
-    ("spec", None, "puts another model in the place of the one that has replicas", "drop it"),
-    (
-        "transformer_impl",
-        ("local", "transformer_engine"),
-        "has experts of its own",
-        "use --transformer-impl local, with --moe-grouped-gemm for grouped experts",
-    ),
-    ("use_te_activation_func", False, "is not known to experts that can have replicas", "drop it"),
-    ("use_transformer_engine_op_fuser", False, "fuses experts that cannot have replicas", "drop it"),
-    ("moe_mlp_glu_interleave_size", None, "orders weights in a way that replicas do not have", "drop it"),
-    (
-        "moe_pad_expert_input_to_capacity",
-        False,
-        "pads by logical experts, which replicas would see as tokens",
-        "use --moe-expert-capacity-factor without it",
-    ),
-    ("moe_router_padding_for_quantization", False, "adds tokens that no replica is planned for", "drop it"),
-    ("moe_router_padding_for_fp8", False, "adds tokens that no replica is planned for", "drop it"),
-    ("moe_apply_probs_on_input", False, "is not done by experts with replicas", "drop it"),
-    ("moe_latent_size", None, "needs Transformer Engine's experts, which cannot have replicas yet", "drop it"),
-    ("moe_permute_fusion", False, "orders tokens in a way that replicas cannot undo", "drop it"),
-    ("fp8", None, "needs Transformer Engine's experts, which cannot have replicas yet", "use --bf16"),
-    ("fp4", None, "needs Transformer Engine's experts, which cannot have replicas yet", "use --bf16"),
-    ("cuda_graph_impl", "none", "would replay the transfers of another plan", "use --cuda-graph-impl none"),
-    ("enable_cuda_graph", False, "would replay the transfers of another plan", "drop it"),
-    ("external_cuda_graph", False, "would replay the transfers of another plan", "drop it"),
-    ("overlap_moe_expert_parallel_comm", False, "runs a layer in parts that replicas do not know", "drop it"),
-    ("delay_wgrad_compute", False, "computes gradients after those of replicas were sent", "drop it"),
-    ("overlap_dispatch_backward_with_experts_wgrad", False, "computes gradients after replicas were sent", "drop it"),
-    (
-        "overlap_param_gather_with_optimizer_step",
-        False,
-        "leaves weights unfinished that replicas are made of",
-        "use --overlap-param-gather alone",
-    ),
-    ("fine_grained_activation_offloading", False, "is not done by experts with replicas", "drop it"),
-    ("use_megatron_fsdp", False, "splits experts over ranks", "use --use-distributed-optimizer"),
-    ("use_torch_fsdp2", False, "splits experts over ranks", "use --use-distributed-optimizer"),
-)
-
 
 def check_experts(args: argparse.Namespace, experts: ExpertConfig, *, device: str) -> tuple[ExpertConfig, list[str]]:
-    """How experts will be balanced, and what the user should know of it, one line each.
+    """Return the settings of expert balancing in force, and notes for the user, one line each.
 
-    To be called before Megatron validates `args`. Where there is nothing to balance, balancing is switched off. Raises
-    ValueError for what cannot be done.
+    Called before Megatron validates `args`. Balancing is switched off where there is nothing to balance. Raises
+    ValueError for flags that cannot work.
     """
     _check_numbers(args)
     if (args.transformer_impl == "local" or experts.balance_experts) and args.num_experts and args.moe_grouped_gemm:
@@ -68,7 +28,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig, *, device: st
         return experts, []
     if why := _nothing_to_balance(args):
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
-    _check_contradictions(args, device)
+    _check_compatible(args, device)
     notes = []
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
@@ -90,7 +50,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_grouped(args: argparse.Namespace) -> None:
-    """What our grouped GEMM experts, which stand in for Transformer Engine's, cannot do."""
+    """Check the limits of our grouped GEMM experts, which replace Transformer Engine's."""
     alone = "drop --moe-grouped-gemm"
     if args.add_bias_linear:
         raise ValueError(
@@ -125,8 +85,8 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _check_contradictions(args: argparse.Namespace, device: str) -> None:
-    refuse(args, "--balance-experts", _CONTRADICTIONS)
+def _check_compatible(args: argparse.Namespace, device: str) -> None:
+    check_compatible(args, EXPERTS, "--balance-experts")
     if args.moe_token_dispatcher_type == "flex":
         has_backend = args.moe_flex_dispatcher_backend == "deepep" and importlib.util.find_spec("deep_ep") is not None
         if device == "cpu" or not has_backend:

@@ -1,7 +1,7 @@
-"""Layers built while training runs, as Megatron-LM builds them at its start, and the layout that says which.
+"""Construction of layers while training runs, as Megatron-LM constructs them at its start.
 
-A new layer has no content: its weights and buffers come from another rank. What Megatron's builder decides, where a
-layer stands, whether it has experts, its precision, is decided here by the same functions.
+A new layer is uninitialized: its weights and buffers come from another rank. Its position, whether it has experts, and
+its precision are decided by the functions that Megatron's builder uses.
 """
 
 import argparse
@@ -22,12 +22,19 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, defaul
 
 from balancing.layers.layout import to_layout
 from balancing.layers.stage_plan import StagePlan
-from megatron.balanced.layers.state import Told, layer_of, named_parameters
+from megatron.balanced.layers.state import Inventory, layer_of, named_parameters
 
 __all__ = ["change_layers", "complete_ends", "set_layout"]
 
-# What train() hangs on the model's config once the model is built. Some layers keep a copy of their config.
-_HUNG = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
+# Attributes that train() sets on the model's config after the model is built. Some layers copy their config.
+_SET_LATER = (
+    "grad_scale_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "finalize_model_grads_func",
+    "timers",
+)
 
 
 _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "config"}
@@ -36,7 +43,7 @@ _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "config"}
 def set_layout(
     plan: StagePlan, chunks: Iterable[torch.nn.Module], spec: GPTModelConfig, args: argparse.Namespace
 ) -> None:
-    """Tell everybody who asks which layers stand where: the configs of all modules, and what checkpoints record."""
+    """Write the layout of `plan` to the configs of all modules, and to the arguments that checkpoints record."""
     text = to_layout(plan)
     layout = PipelineParallelLayerLayout(text, plan.stages)
     layout.validate_layer_layout(plan.layers, None)
@@ -50,12 +57,16 @@ def set_layout(
 
 
 def change_layers(
-    plan: StagePlan, models: Sequence[torch.nn.Module], spec: GPTModelConfig, everyone: Sequence[Told]
+    plan: StagePlan, models: Sequence[torch.nn.Module], spec: GPTModelConfig, inventories: Sequence[Inventory]
 ) -> list[tuple[torch.nn.Module, int]]:
-    """Put `plan`'s layers into this rank's model chunks, after the layout was set.
+    """Give this rank's model chunks the layers of `plan`, after `set_layout`.
 
-    spec: what the model was built from. everyone: what ranks told of the layers they held. Returns the new layers,
-    still without content, each with the number of its chunk.
+    plan: the layers of all chunks after the move.
+    models: the chunks of this rank.
+    spec: the config that the model was built from.
+    inventories: of all ranks.
+
+    Returns the new layers, uninitialized, each with the number of its chunk.
     """
     arrived = []
     stage = mpu.get_pipeline_model_parallel_rank()
@@ -73,16 +84,16 @@ def change_layers(
             layers.append(layer)
         block.layers = torch.nn.ModuleList(layers)
         block.num_layers_per_pipeline_rank = len(layers)
-    frozen = set().union(*(told.frozen for told in everyone))
+    frozen = set().union(*(inventory.frozen for inventory in inventories))
     for name, parameter in named_parameters(models):
         if name in frozen:
             parameter.requires_grad_(False)
-    _register_buffers({layer.layer_number - 1: layer for layer, _ in arrived}, everyone)
+    _register_buffers({layer.layer_number - 1: layer for layer, _ in arrived}, inventories)
     return arrived
 
 
 def _layer_spec(model: torch.nn.Module, config: GPTModelConfig) -> Any:
-    """The spec of the layers of a chunk under the layout that is set, found as Megatron-LM's builder finds it."""
+    """The spec of the layers of a chunk in the present layout, as Megatron-LM's builder determines it."""
     spec = config.transformer_layer_spec
     if spec is None:
         spec = default_layer_spec(config, model.vp_stage)
@@ -95,9 +106,9 @@ def _layer_spec(model: torch.nn.Module, config: GPTModelConfig) -> Any:
 
 
 def _build(block: torch.nn.Module, position: int) -> torch.nn.Module:
-    """A layer of `block` as Megatron-LM would build and cast it, uninitialized, without drawing a random number."""
+    """Build a layer of `block` as Megatron-LM does, uninitialized and without drawing random numbers."""
     config = block.config
-    with _quietly(config):
+    with _uninitialized(config):
         layer = build_module(
             block.submodules.layer_specs[position],
             config=config,
@@ -109,16 +120,16 @@ def _build(block: torch.nn.Module, position: int) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def _quietly(config: Any) -> Iterator[None]:
-    """Build modules in this without values, random numbers, and copies of what train() hangs on `config`."""
-    hung = {name: getattr(config, name) for name in _HUNG} | {"perform_initialization": config.perform_initialization}
+def _uninitialized(config: Any) -> Iterator[None]:
+    """A context to build modules without initial values, random numbers, and copies of what train() set on `config`."""
+    saved = {name: getattr(config, name) for name in (*_SET_LATER, "perform_initialization")}
     states = torch.get_rng_state(), torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()
-    for name in hung:
+    for name in saved:
         setattr(config, name, None)
     try:
         yield
     finally:
-        for name, value in hung.items():
+        for name, value in saved.items():
             setattr(config, name, value)
         torch.set_rng_state(states[0])
         torch.cuda.set_rng_state(states[1])
@@ -126,7 +137,7 @@ def _quietly(config: Any) -> Iterator[None]:
 
 
 def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
-    """`module` with the attributes, device and precision that Megatron-LM gives a model once it is built."""
+    """Give `module` the attributes, device and precision that Megatron-LM gives a model after building it."""
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module.cuda(torch.cuda.current_device())
@@ -141,20 +152,20 @@ def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
 def complete_ends(stages: int, model: torch.nn.Module, spec: GPTModelConfig) -> list[torch.nn.Module]:
     """Make `model` the chunk of its stage in a pipeline of `stages` stages, which was longer before.
 
-    The stage may have become the last one: then it gets the final norm and the head. They are taken from a model
-    without layers that Megatron-LM builds for this stage. All ranks that stay call it together, after their groups are
-    set. Returns the new modules, still without content.
+    A stage that has become the last one gets the final norm and the head, from a model without layers that Megatron-LM
+    builds for this stage. All ranks that stay call it together, after their process groups are set. Returns the new
+    modules, uninitialized.
     """
     config = model.config
     before = config.pipeline_model_parallel_layout
     config.pipeline_model_parallel_layout = PipelineParallelLayerLayout("E" + "|" * (stages - 1) + "L", stages)
     try:
-        with _quietly(config):
+        with _uninitialized(config):
             fresh = GPTModelBuilder(spec).build_model(model.pg_collection)
     finally:
         config.pipeline_model_parallel_layout = before
     _finished(fresh, config)
-    if fresh.pre_process:  # which of its weights are tied to a copy on another stage has changed
+    if fresh.pre_process:  # its weights may no longer be tied to a copy on another stage, or now be
         weight, example = model.embedding.word_embeddings.weight, fresh.embedding.word_embeddings.weight
         for name in ("shared_embedding", "zero_out_wgrad"):
             if hasattr(weight, name):
@@ -172,10 +183,10 @@ def complete_ends(stages: int, model: torch.nn.Module, spec: GPTModelConfig) -> 
     return arrived
 
 
-def _register_buffers(layers: dict[int, torch.nn.Module], everyone: Sequence[Told]) -> None:
-    """Have every buffer that a layer had where it was, also those that others registered on it later."""
-    for told in everyone:
-        for name, (shape, dtype, persistent) in told.buffers.items():
+def _register_buffers(layers: dict[int, torch.nn.Module], inventories: Sequence[Inventory]) -> None:
+    """Register every buffer that the layer had on its old rank, also those that other code added later."""
+    for inventory in inventories:
+        for name, (shape, dtype, persistent) in inventory.buffers.items():
             layer = layers.get(layer_of(name))
             if layer is not None:
                 path = name.rpartition("@")[0].partition(".")[2]

@@ -1,14 +1,19 @@
-"""A layer moves to another pipeline stage while training goes on: everything of it, between two steps.
+"""Moves of layers between pipeline stages, with their whole state, between two training steps.
 
-`train()` of Megatron-LM holds on to the model chunks, the optimizer, the scheduler and bound methods of them, so these
-objects stay and are filled anew. In this order: parameters are gathered if that is under way, the optimizer's state is
-taken out, the new layout is set and missing layers are built (`megatron.balanced.layers.build`), every rank tells what
-it holds and what it shall hold, tensors travel (`megatron.balanced.layers.state`), data parallelism and optimizer are
-built around the new layers, and state is put back. Gradient buffers go first and come back last, which makes room for
-what travels; then main parameters wait in them while the new optimizer makes its own. So a rank never holds more than
-the larger of before and after, and one layer; only a distributed optimizer's weights are there twice for a moment, when
-they are laid into a new buffer. Embedding, final norm and head stay where they are, unless stages get fewer: then the
-ranks of the last ones give all they have away and leave the job (`megatron.balanced.layers.release`).
+`train()` of Megatron-LM keeps references to the model chunks, the optimizer, the scheduler and their bound methods, so
+a move keeps these objects and replaces their contents:
+
+1. Finish an all-gather of parameters that is in flight, and take the state out of the optimizer.
+2. Free the gradient buffers, which makes room for tensors that arrive.
+3. Set the new layout and build missing layers (`megatron.balanced.layers.build`).
+4. Exchange inventories and requests of tensors, and transfer the tensors (`megatron.balanced.layers.state`).
+5. Wrap the layers for data parallelism anew, build a new optimizer, and put the state back. Meanwhile main parameters
+   are stashed in the new gradient buffers.
+
+So the peak memory of a rank is the larger of before and after the move, plus one layer; the weights of a distributed
+optimizer are briefly in memory twice, when they are copied to a new buffer. Embedding, final norm and head stay on
+their stages unless the pipeline gets shorter: then the last stages send everything away and their ranks leave the job
+(`megatron.balanced.layers.release`).
 """
 
 import argparse
@@ -35,14 +40,14 @@ from balancing.layers.stage_plan import StagePlan
 from megatron.balanced import callbacks
 from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
 from megatron.balanced.layers.release import Departure
-from megatron.balanced.layers.state import Told, Wanted, bring, inventory, wanted
+from megatron.balanced.layers.state import Inventory, Request, make_request, take_inventory, transfer
 from megatron.balanced.optimizer_state import (
     ParameterState,
     Taken,
     bucket_layout,
     future_ranges,
-    park,
     put_back,
+    stash_in_gradients,
     state_bytes,
     take,
 )
@@ -52,7 +57,11 @@ __all__ = ["LayerMover", "Moved"]
 
 
 class Moved(NamedTuple):
-    """What a move took. moved_bytes: sent to other ranks, by all ranks together. The rest: of the slowest rank."""
+    """The cost of a move.
+
+    moved_bytes: bytes that all ranks together sent to other ranks.
+    move_ms, rebuild_ms: milliseconds of the slowest rank to transfer tensors, and to rebuild buffers and optimizer.
+    """
 
     moved_bytes: int
     move_ms: float
@@ -86,8 +95,8 @@ class LayerMover:
         self._make_groups()
         self._remember_nodes()
         mine = [tuple(layer.layer_number - 1 for layer in model.decoder.layers) for model in self.models()]
-        told = self.gather((mpu.get_pipeline_model_parallel_rank(), mine))
-        stages = {stage: tuple(layers) for stage, layers in told}
+        every = self.gather((mpu.get_pipeline_model_parallel_rank(), mine))
+        stages = {stage: tuple(layers) for stage, layers in every}
         self.plan = StagePlan(tuple(stages[stage] for stage in sorted(stages)))
         return chunks
 
@@ -96,13 +105,13 @@ class LayerMover:
         self._tensors = dist.new_group(timeout=self._timeout)
 
     def models(self) -> list[torch.nn.Module]:
-        """The model chunks of this rank, without what wraps them."""
+        """The model chunks of this rank, unwrapped."""
         return unwrap_model(self._chunks)
 
-    def gather(self, told: Any) -> list[Any]:
-        """What every rank of the job tells, in the order of ranks."""
+    def gather(self, own: Any) -> list[Any]:
+        """All-gather an object over the ranks of the job. Returns the objects in the order of ranks."""
         every: list[Any] = [None] * dist.get_world_size(self._objects)
-        dist.all_gather_object(every, told, group=self._objects)
+        dist.all_gather_object(every, own, group=self._objects)
         return every
 
     def parameters(self) -> np.ndarray:
@@ -117,43 +126,43 @@ class LayerMover:
         return np.max(self.gather(counts), axis=0)
 
     def travelling_bytes(self) -> float:
-        """What a rank holds of a parameter and gives away with it: weight, main parameter, two moments."""
+        """Bytes that a move transfers for each element of a parameter: weight, main parameter, two moments."""
         dtype = self._args.params_dtype
         return dtype.itemsize + state_bytes(self._chunks[0], dtype)
 
     def resting_bytes(self) -> float:
-        """What a rank holds of a parameter between steps: what travels, and the gradient."""
+        """Bytes that a rank holds for each element of a parameter between steps: those of a move, and the gradient."""
         weight = self._args.params_dtype.itemsize
         return self.travelling_bytes() + max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
 
     def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
-        """Have the layers as `plan` says, which may have fewer stages. To be called between two steps.
+        """Move layers to where `plan`, which may have fewer stages, has them. All ranks call it, between two steps.
 
-        Raises RuntimeError, before anything has changed, when ranks want different plans, and Released on ranks that
-        leave the job, when nobody needs them any more.
+        Raises RuntimeError, before anything has changed, when ranks have different plans, and Released on ranks that
+        leave the job, once no other rank needs them.
         """
         self._agree(plan)
         begin = time.perf_counter()
         hooked = [_finish_gathering(ddp) for ddp in self._chunks]
         taken = take(optimizer)
-        held, told = inventory(self.models(), taken.states)
-        everyone = self.gather(told)
+        held, inventory = take_inventory(self.models(), taken.states)
+        inventories = self.gather(inventory)
         taken.states.clear()
         self._free_buffers()
         departure = self._depart(plan) if plan.stages < self.plan.stages else None
         arrived: list[tuple[torch.nn.Module, int]] = []
         ends: list[torch.nn.Module] = []
         layouts: list[Any] = []
-        missing = Wanted([], {}, {})
+        request = Request([], {}, {})
         if departure is None or not departure.leaves:
             if departure is not None:
                 ends = complete_ends(plan.stages, self.models()[0], self._spec)
-            arrived, layouts, missing = self._change(plan, ends, everyone)
-        everybody = [piece for pieces in self.gather(missing.pieces) for piece in pieces]
-        sent = bring(self.models(), held, missing, everyone, everybody, self._tensors, self._timeout)
-        missing.targets.clear()
+            arrived, layouts, request = self._change(plan, ends, inventories)
+        requests = [piece for pieces in self.gather(request.pieces) for piece in pieces]
+        sent = transfer(self.models(), held, request, inventories, requests, self._tensors, self._timeout)
+        request.targets.clear()
         if departure is not None:
-            self.gather(None)  # a death until here breaks this at once; of one after it only timeouts would tell
+            self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
             departure.finish([self._objects, self._tensors])
             self._make_groups()
             callbacks.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
@@ -161,7 +170,7 @@ class LayerMover:
         for chunk, ddp in enumerate(self._chunks):
             self._wrap(ddp, chunk, layouts[chunk], hooked[chunk])
         self._remember_nodes()
-        self._renew(optimizer, scheduler, missing.states, taken)
+        self._renew(optimizer, scheduler, request.states, taken)
         for layer, chunk in arrived:
             for tell in self.built:
                 tell(layer, chunk)
@@ -182,25 +191,25 @@ class LayerMover:
         )
 
     def _change(
-        self, plan: StagePlan, ends: list[torch.nn.Module], everyone: list[Told]
-    ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], Wanted]:
-        """Have the modules of `plan`. Returns new layers with their chunks, the layouts of buffers, what is missing."""
+        self, plan: StagePlan, ends: list[torch.nn.Module], inventories: list[Inventory]
+    ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], Request]:
+        """Build the modules of `plan`. Returns new layers with their chunks, layouts of buffers, and the request."""
         set_layout(plan, self._chunks, self._spec, self._args)
-        arrived = change_layers(plan, self.models(), self._spec, everyone)
+        arrived = change_layers(plan, self.models(), self._spec, inventories)
         layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
         ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
         new = [*ends, *(layer for layer, _ in arrived)]
-        return arrived, layouts, wanted(self.models(), new, ranges, everyone)
+        return arrived, layouts, make_request(self.models(), new, ranges, inventories)
 
     def _agree(self, plan: StagePlan) -> None:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()
         if len(set(self.gather(digest))) > 1:
             raise RuntimeError("ranks made different plans for the same layers")
-        # Messages between two ranks of a group presuppose that all of its ranks have met.
+        # NCCL connects a group on its first use, which must involve all of its ranks.
         meet(self._tensors)
 
     def _free_buffers(self) -> None:
-        """Let go of Megatron's flat buffers. Weights that lie in one keep it until the new one is there."""
+        """Free Megatron's flat buffers. One that holds weights is freed once these are in the new one."""
         for ddp in self._chunks:
             for parameter in ddp.module.parameters():
                 if hasattr(parameter, "main_grad"):
@@ -212,10 +221,10 @@ class LayerMover:
     # Data parallelism and the optimizer.
 
     def _wrap(self, ddp: DistributedDataParallel, chunk: int, layout: Any, hooked: bool) -> None:
-        """Give `ddp` buffers, buckets and hooks for the layers that it has now.
+        """Make buffers, buckets and hooks of `ddp` for its present layers.
 
-        A hook on a parameter's gradient cannot be taken off, and a second one would count the gradient twice. So
-        parameters that have one keep it: it is the same object's, and looks up buckets when it fires.
+        A hook on a parameter's gradient cannot be removed, and a second one would count the gradient twice. So
+        parameters keep the hook that they have: it belongs to `ddp`, and looks up buckets when it fires.
         """
         nodes, training = self._nodes, ddp.training
 
@@ -240,7 +249,7 @@ class LayerMover:
             ddp.disable_forward_pre_hook(param_sync=False)
 
     def _remember_nodes(self) -> None:
-        """Keep the nodes of the graph that have Megatron's gradient hooks for as long as their parameters are here."""
+        """Keep references to the graph nodes that hold Megatron's gradient hooks while their parameters are here."""
         present = {parameter for ddp in self._chunks for parameter in ddp.parameters()}
         seen = {node.variable: node for ddp in self._chunks for node in ddp.grad_accs}
         self._nodes = {parameter: node for parameter, node in (self._nodes | seen).items() if parameter in present}
@@ -253,7 +262,7 @@ class LayerMover:
         taken: Taken,
     ) -> None:
         _, overrides = get_megatron_optimizer_config(self._args)
-        park(states)
+        stash_in_gradients(states)
         new = get_megatron_optimizer(
             optimizer.config,
             self._chunks,
@@ -267,11 +276,11 @@ class LayerMover:
 
 
 def _do_nothing(*unused: Any) -> None:
-    """In the place of a hook that is there already."""
+    """Replaces a hook that exists already."""
 
 
 def _finish_gathering(ddp: DistributedDataParallel) -> bool:
-    """Have all weights on all ranks of a distributed optimizer. True if they are gathered under forward passes."""
+    """Complete the all-gather of weights of a distributed optimizer. Returns whether forward passes overlap with it."""
     hooked = bool(ddp.remove_forward_pre_hook_handles)
     if hooked:
         ddp.disable_forward_pre_hook(param_sync=True)

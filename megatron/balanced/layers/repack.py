@@ -11,7 +11,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from balancing.launch import detect_launch
-from balancing.layers import LayerCost, StagePlan, choose_repack, repack_options
+from balancing.layers import LayerSeconds, StagePlan, choose_repack, repack_options
 from balancing.layers.config import LayerConfig
 from balancing.layers.from_report import RecordedRun, estimate_memory
 from megatron.balanced.cpu.device import is_cpu
@@ -38,7 +38,7 @@ class Repacker:
         plan, self._plan = self._plan, None
         return plan
 
-    def consider(self, cost: LayerCost, plan: StagePlan, peaks: np.ndarray) -> bool:
+    def consider(self, cost: LayerSeconds, plan: StagePlan, peaks: np.ndarray) -> bool:
         """Choose a number of stages, if the user asks for it. A choice is made once, and stands until `due` has given
         it out. peaks: the most bytes that a rank of each stage has held. Returns whether there are to be fewer."""
         if not self._config.repacks or self._plan is not None or plan.stages <= self._config.repack_min_stages:

@@ -1,7 +1,7 @@
-"""All that a rank holds of layers, by names that do not depend on who holds it, and how it gets to where it belongs.
+"""The tensors of layers on this rank, under names that all ranks share, and their transfer when layers move.
 
-Weights, every buffer (masks, expert bias, and what others hang on a layer), and the optimizer's state. Tensors travel
-one layer after the other, so that a rank that gives layers away has their memory back before the next ones come.
+These are weights, buffers (masks, expert bias, and those that others register on a layer), and optimizer state. Layers
+are transferred one after the other, so a rank frees the memory of a layer that it sent before the next one arrives.
 """
 
 import datetime
@@ -14,22 +14,35 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from balancing.layers.transfer import Piece, Transfer, exchange, plan_transfers
+from balancing.layers.transfer import Piece, Transfer, plan_transfers, run_transfers
 from megatron.balanced.optimizer_state import ParameterState
 
-__all__ = ["Held", "Told", "bring", "inventory", "named_buffers", "named_parameters", "wanted"]
+__all__ = [
+    "Held",
+    "Inventory",
+    "Request",
+    "make_request",
+    "named_buffers",
+    "named_parameters",
+    "take_inventory",
+    "transfer",
+]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _WEIGHT, _BUFFER = "weight", "buffer"
 
-Held = dict[str, tuple[int, torch.Tensor]]  # tensor -> the first element of it that is here, and those that are
+Held = dict[str, tuple[int, torch.Tensor]]  # name of a tensor -> first element on this rank, and the elements
 
 
 @dataclass
-class Told:
-    """What one rank tells the others before a move.
+class Inventory:
+    """The tensors of one rank, which it sends to all others before a move.
 
-    scalars: of parameters, by kind. frozen: parameters. buffers: shape, dtype, and whether checkpoints have them.
+    pieces: the elements that it holds.
+    dtypes: name of a tensor -> its type.
+    scalars: name of a parameter -> scalars of its optimizer state, by kind.
+    frozen: names of parameters without gradients.
+    buffers: name -> shape, type, and whether checkpoints contain it.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -40,7 +53,7 @@ class Told:
 
 
 class Buffer(NamedTuple):
-    """A buffer of a layer: its name among all ranks, and its module with its name there."""
+    """A buffer of a layer: its name on all ranks, its module, and its name in the module."""
 
     name: str
     module: torch.nn.Module
@@ -49,9 +62,9 @@ class Buffer(NamedTuple):
 
 
 def named_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this rank's chunks, each by the name that any rank has for it that could hold the same.
+    """The parameters of this rank's chunks with names that all ranks share.
 
-    Those of the layers begin with the number of their layer; embedding, final norm and head are there once anyway.
+    Names of layers' parameters begin with the global number of the layer; embedding, final norm and head exist once.
     """
     for model in models:
         for name, parameter in model.named_parameters():
@@ -65,14 +78,14 @@ def named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[Buffer]:
     for model in models:
         for layer in model.decoder.layers:
             for path, module in layer.named_modules():
-                beside = next(module.parameters(recurse=False), None)  # which are sharded alike
+                beside = next(module.parameters(recurse=False), None)  # sharded in the same way
                 for own, buffer in module.named_buffers(recurse=False):
                     whole = f"{path}.{own}" if path else own
                     yield Buffer(f"{layer.layer_number - 1}.{whole}@{_coordinates(beside)}", module, own, buffer)
 
 
 def _coordinates(parameter: torch.Tensor | None) -> str:
-    """Which part of a sharded tensor this rank holds: ranks of one stage with the same answer hold the same."""
+    """The shard of `parameter` that this rank holds: ranks of one stage with equal coordinates hold equal tensors."""
     if parameter is not None and not getattr(parameter, "allreduce", True):
         return f"{mpu.get_expert_tensor_parallel_rank()},{mpu.get_expert_model_parallel_rank()}"
     return str(mpu.get_tensor_model_parallel_rank())
@@ -84,35 +97,37 @@ def layer_of(name: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def inventory(
+def take_inventory(
     models: Sequence[torch.nn.Module], states: Mapping[torch.nn.Parameter, ParameterState]
-) -> tuple[Held, Told]:
-    """What this rank holds, and what the others need to know of it. states: what the optimizer knew."""
+) -> tuple[Held, Inventory]:
+    """The tensors of this rank, and the inventory of them. states: taken out of the optimizer."""
     held: Held = {}
-    told = Told()
+    inventory = Inventory()
     for name, parameter in named_parameters(models):
         held[f"{name}:{_WEIGHT}"] = (0, parameter.data.view(-1))
         if not parameter.requires_grad:
-            told.frozen.add(name)
+            inventory.frozen.add(name)
         state = states.get(parameter)
         if state is not None:
-            told.scalars[name] = state.scalars
+            inventory.scalars[name] = state.scalars
             for kind, tensor in state.tensors.items():
                 held[f"{name}:{kind}"] = (state.start, tensor)
     for buffer in named_buffers(models):
         held[f"{buffer.name}:{_BUFFER}"] = (0, buffer.tensor.data.reshape(-1))
         persistent = buffer.own not in buffer.module._non_persistent_buffers_set
-        told.buffers[buffer.name] = (buffer.tensor.shape, buffer.tensor.dtype, persistent)
+        inventory.buffers[buffer.name] = (buffer.tensor.shape, buffer.tensor.dtype, persistent)
     for name, (start, tensor) in held.items():
-        told.pieces.append(Piece(name, dist.get_rank(), start, start + tensor.numel()))
-        told.dtypes[name] = tensor.dtype
-    return held, told
+        inventory.pieces.append(Piece(name, dist.get_rank(), start, start + tensor.numel()))
+        inventory.dtypes[name] = tensor.dtype
+    return held, inventory
 
 
-class Wanted(NamedTuple):
-    """What this rank shall hold. targets: where it is to be written, for what has its memory already.
+class Request(NamedTuple):
+    """The tensors that this rank needs after a move.
 
-    states: what the optimizer will know of each parameter, its tensors still missing.
+    pieces: the elements.
+    targets: the tensors to write to, where memory is allocated already.
+    states: parameter -> its optimizer state, whose tensors `transfer` fills in.
     """
 
     pieces: list[Piece]
@@ -120,68 +135,80 @@ class Wanted(NamedTuple):
     states: dict[torch.nn.Parameter, ParameterState]
 
 
-def wanted(
+def make_request(
     models: Sequence[torch.nn.Module],
     arrived: Iterable[torch.nn.Module],
     ranges: Mapping[torch.nn.Parameter, tuple[int, int]],
-    everyone: Sequence[Told],
-) -> Wanted:
-    """What is missing in the modules that `arrived`, and the optimizer's state of the elements in `ranges`."""
+    inventories: Sequence[Inventory],
+) -> Request:
+    """Request the tensors of modules that `arrived`, and optimizer state.
+
+    models: the chunks of this rank, with the layers that they have after the move.
+    arrived: the modules among them whose tensors have no content yet.
+    ranges: parameter -> elements, start and stop, whose optimizer state this rank keeps after the move.
+    inventories: of all ranks.
+    """
     rank = dist.get_rank()
-    scalars = {name: numbers for told in everyone for name, numbers in told.scalars.items()}
+    scalars = {name: numbers for inventory in inventories for name, numbers in inventory.scalars.items()}
     kinds: dict[str, set[str]] = {}
-    for told in everyone:
-        for tensor in told.dtypes:
+    for inventory in inventories:
+        for tensor in inventory.dtypes:
             name, _, kind = tensor.rpartition(":")
             kinds.setdefault(name, set()).add(kind)
     empty = {id(tensor) for module in arrived for tensor in (*module.parameters(), *module.buffers())}
-    missing = Wanted([], {}, {})
+    request = Request([], {}, {})
     tensors = [(f"{name}:{_WEIGHT}", parameter) for name, parameter in named_parameters(models)]
     tensors += [(f"{buffer.name}:{_BUFFER}", buffer.tensor) for buffer in named_buffers(models)]
     for name, tensor in tensors:
         if id(tensor) in empty:
-            missing.targets[name] = (0, tensor.data.view(-1))
-            missing.pieces.append(Piece(name, rank, 0, tensor.numel()))
+            request.targets[name] = (0, tensor.data.view(-1))
+            request.pieces.append(Piece(name, rank, 0, tensor.numel()))
     for name, parameter in named_parameters(models):
         if parameter in ranges:
             start, stop = ranges[parameter]
-            missing.states[parameter] = ParameterState(start, stop, scalars=scalars.get(name, {}))
+            request.states[parameter] = ParameterState(start, stop, scalars=scalars.get(name, {}))
             for kind in sorted(kinds[name] - {_WEIGHT, _BUFFER}):
-                missing.pieces.append(Piece(f"{name}:{kind}", rank, start, stop))
-    return missing
+                request.pieces.append(Piece(f"{name}:{kind}", rank, start, stop))
+    return request
 
 
-def bring(
+def transfer(
     models: Sequence[torch.nn.Module],
     held: Held,
-    missing: Wanted,
-    everyone: Sequence[Told],
-    everybody: Sequence[Piece],
+    request: Request,
+    inventories: Sequence[Inventory],
+    requests: Sequence[Piece],
     group: dist.ProcessGroup,
     timeout: datetime.timedelta,
 ) -> int:
-    """Bring everything to where it belongs, and fill in `missing`. `held` is empty afterwards.
+    """Send and receive the tensors of all layers that move, and fill in `request`.
 
-    everyone, everybody: what all ranks have, and want. Returns the bytes that this rank sent to others.
+    models: the chunks of this rank.
+    held: the tensors of this rank; empty afterwards.
+    inventories, requests: of all ranks.
+    group: all ranks of the job, connected by an earlier collective.
+    timeout: of each wait.
+
+    Returns the bytes that this rank sent to others.
     """
-    dtypes = {name: dtype for told in everyone for name, dtype in told.dtypes.items()}
-    mine = {*held, *(piece.tensor for piece in missing.pieces)}  # nothing else comes from here or goes here
+    dtypes = {name: dtype for inventory in inventories for name, dtype in inventory.dtypes.items()}
+    mine = {*held, *(piece.tensor for piece in request.pieces)}  # no other tensor leaves or reaches this rank
     rounds: dict[int, list[Transfer]] = {}
-    for transfer in plan_transfers(
-        (piece for told in everyone for piece in told.pieces if piece.tensor in mine),
-        (piece for piece in everybody if piece.tensor in mine),
+    for each in plan_transfers(
+        (piece for inventory in inventories for piece in inventory.pieces if piece.tensor in mine),
+        (piece for piece in requests if piece.tensor in mine),
     ):
-        rounds.setdefault(layer_of(transfer.tensor), []).append(transfer)
-    targets = missing.targets
+        rounds.setdefault(layer_of(each.tensor), []).append(each)
+    targets = request.targets
     sent = 0
     for number in sorted(rounds):
-        for piece in missing.pieces:
+        for piece in request.pieces:
             if layer_of(piece.tensor) == number and piece.tensor not in targets:
-                targets[piece.tensor] = _place(piece, held, dtypes[piece.tensor])
-        sent += exchange(
-            [transfer for transfer in rounds[number] if not _lies_there(transfer, held, targets)],
-            lambda transfer: _part(held[transfer.tensor], transfer),
-            lambda transfer: _part(targets[transfer.tensor], transfer),
+                targets[piece.tensor] = _memory_for(piece, held, dtypes[piece.tensor])
+        sent += run_transfers(
+            [each for each in rounds[number] if not _is_in_place(each, held, targets)],
+            lambda each: _elements(held[each.tensor], each),
+            lambda each: _elements(targets[each.tensor], each),
             group,
             timeout,
         )
@@ -189,28 +216,28 @@ def bring(
             del held[name]
     held.clear()
     own = dict(named_parameters(models))
-    for piece in missing.pieces:
+    for piece in request.pieces:
         name, _, kind = piece.tensor.rpartition(":")
         if kind not in (_WEIGHT, _BUFFER):
-            missing.states[own[name]].tensors[kind] = targets[piece.tensor][1]
+            request.states[own[name]].tensors[kind] = targets[piece.tensor][1]
     return sent
 
 
-def _place(piece: Piece, held: Held, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-    """Memory for `piece`: where it lies already, if exactly these elements lie on this rank."""
+def _memory_for(piece: Piece, held: Held, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+    """Memory for `piece`: the tensor in `held` if it has exactly these elements, else a new one."""
     start, tensor = held.get(piece.tensor, (0, None))
     if tensor is not None and (start, start + tensor.numel()) == (piece.start, piece.stop):
         return start, tensor
     return piece.start, torch.empty(piece.stop - piece.start, dtype=dtype, device=torch.cuda.current_device())
 
 
-def _lies_there(transfer: Transfer, held: Held, targets: Held) -> bool:
-    """Whether a transfer of this rank to itself ends where it begins."""
+def _is_in_place(transfer: Transfer, held: Held, targets: Held) -> bool:
+    """Whether a transfer of this rank to itself has one tensor as source and target."""
     if not transfer.source == transfer.target == dist.get_rank():
         return False
     return held[transfer.tensor][1] is targets[transfer.tensor][1]
 
 
-def _part(tensor: tuple[int, torch.Tensor], transfer: Transfer) -> torch.Tensor:
+def _elements(tensor: tuple[int, torch.Tensor], transfer: Transfer) -> torch.Tensor:
     start, flat = tensor
     return flat[transfer.start - start : transfer.stop - start]

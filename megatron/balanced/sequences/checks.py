@@ -1,60 +1,24 @@
-"""Sequences that cannot be balanced as asked, found on the command line, with what would work instead.
+"""Checks of the flags of sequence balancing, at start-up.
 
-Attention, its positions and the cutting of batches are ours then. Options that assume another layout of tokens, or
-another attention, would give wrong numbers or a hang; they are refused.
+The balancer replaces attention, its positions and the way batches are split over ranks. Flags that assume another
+layout of tokens or another attention would give wrong numbers or a hang, so they are refused
+(`megatron.balanced.incompatible`).
 """
 
 import argparse
 import dataclasses
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.contradictions import Contradiction, refuse
+from megatron.balanced.incompatible import SEQUENCES, check_compatible
 
 __all__ = ["check_sequences", "why_of_one_size"]
 
-_ATTENTION = "is an attention that cannot be spread over ranks yet"
-_GRAPHS = "would replay the transfers of another plan"
-_CONTRADICTIONS: tuple[Contradiction, ...] = (
-    ("spec", (None,), "puts another model in the place of the one that follows plans", "drop it"),
-    (
-        "transformer_impl",
-        ("local", "transformer_engine"),
-        "has an attention of its own",
-        "use --transformer-impl local",
-    ),
-    ("attention_dropout", (0,), "would drop other scores than a run on one rank", "use --attention-dropout 0"),
-    ("multi_latent_attention", (False,), _ATTENTION, "drop it"),
-    ("window_size", (None,), _ATTENTION, "drop it"),
-    ("experimental_attention_variant", (None,), _ATTENTION, "drop it"),
-    ("linear_attention_freq", (None,), _ATTENTION, "drop it"),
-    ("softmax_type", ("vanilla",), _ATTENTION, "use --softmax-type vanilla"),
-    ("qk_clip", (False,), "reads scores that no rank has as a whole", "drop it"),
-    ("log_max_attention_logit", (False,), "reads scores that no rank has as a whole", "drop it"),
-    (
-        "position_embedding_type",
-        ("learned_absolute", "rope", "yarn", "none"),
-        "does not count positions from the beginning of a document",
-        "use --position-embedding-type rope",
-    ),
-    ("reset_attention_mask", (False,), "is a dense mask", "use --dataloader-inter-document-masking instead"),
-    ("mtp_num_layers", (None, 0), "shifts tokens once more after they were cut", "drop it"),
-    ("hybrid_context_parallel", (False,), "cuts batches in its own way", "drop it, or use --sequence-planner hybrid"),
-    ("dataloader_type", (None, "single", "cyclic"), "does not read Megatron-LM's datasets", "drop it"),
-    ("cuda_graph_impl", ("none",), _GRAPHS, "use --cuda-graph-impl none"),
-    ("enable_cuda_graph", (False,), _GRAPHS, "drop it"),
-    ("external_cuda_graph", (False,), _GRAPHS, "drop it"),
-    ("overlap_moe_expert_parallel_comm", (False,), "runs a layer in parts that plans do not know", "drop it"),
-    ("fine_grained_activation_offloading", (False,), "is not done by attention over ranks", "drop it"),
-    ("use_megatron_fsdp", (False,), "has not been tried with it", "use --use-distributed-optimizer"),
-    ("use_torch_fsdp2", (False,), "has not been tried with it", "use --use-distributed-optimizer"),
-)
-
 
 def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tuple[SequenceConfig, list[str]]:
-    """How sequences will be balanced, and what the user should know of it, one line each.
+    """Return the settings of sequence balancing in force, and notes for the user, one line each.
 
-    To be called before Megatron validates `args`, which are set to what balancing needs. Where there is nothing to
-    balance, balancing is switched off. Raises ValueError for what cannot be done.
+    Called before Megatron validates `args`, and sets those that balancing needs. Balancing is switched off where there
+    is nothing to balance. Raises ValueError for flags that cannot work.
     """
     if not sequences.balance_sequences:
         _check_left_alone(sequences)
@@ -63,11 +27,11 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         args.balance_sequences = False
         note = "--balance-sequences has nothing to balance: with --context-parallel-size 1 every rank has whole batches"
         return dataclasses.replace(sequences, balance_sequences=False), [note]
-    refuse(args, "--balance-sequences", _CONTRADICTIONS)
+    check_compatible(args, SEQUENCES, "--balance-sequences")
     if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
         raise ValueError(
-            "--balance-sequences contradicts --moe-router-load-balancing-type sinkhorn, which routes a token by the "
-            "others on its rank; use aux_loss"
+            "--balance-sequences is incompatible with --moe-router-load-balancing-type sinkhorn: it routes a token by "
+            "the others on its rank; use aux_loss"
         )
     _check_sizes(args, sequences)
     notes = []
@@ -86,7 +50,7 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
 
 
 def _check_left_alone(sequences: SequenceConfig) -> None:
-    """Options of a balancer that is off would be taken for granted and do nothing."""
+    """Refuse settings of the balancer while it is off: the user would take them to be in force."""
     for field in dataclasses.fields(sequences):
         value = getattr(sequences, field.name)
         if value != field.default:
@@ -119,9 +83,9 @@ def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
 
 
 def why_of_one_size(args: argparse.Namespace) -> str | None:
-    """Why Megatron counts on all micro-batches having as many rows on each rank; None where it does not.
+    """Why every micro-batch must have the same number of rows on each rank; None where it need not.
 
-    Then padding that a data loader made stays in linear layers and is seen by routers, if not by attention.
+    Where it must, the padding of a data loader stays in linear layers, and routers see it; attention does not.
     """
     if args.pipeline_model_parallel_size > 1:
         return "messages between pipeline stages have one size"

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron.balanced.checks import OnThisMachine
+from megatron.balanced.checks import LocalError
 from megatron.balanced.refusal import explain, refused_by_megatron
 
 __all__ = ["failures_told_once", "stop"]
@@ -276,7 +276,7 @@ def stop(error: Exception) -> NoReturn:
 
     Exit code 2, as argparse's own.
     """
-    by_machine = isinstance(error, OnThisMachine | OSError | ImportError | RuntimeError)
+    by_machine = isinstance(error, LocalError | OSError | ImportError | RuntimeError)
     line = explain(error)
     if by_machine and _world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", _world_size())):
         line += f" (on {socket.gethostname()})"

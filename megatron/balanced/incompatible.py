@@ -1,0 +1,194 @@
+"""Flags of Megatron-LM that are incompatible with a feature: one table for all balancers and dynamic schemes.
+
+Most of these flags would make numbers wrong or hang without a word, because they replace a module that the feature
+replaces, keep state in places that it does not read, or replay work that it changes. They are refused at start-up.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+__all__ = ["INCOMPATIBLE", "Incompatible", "check_compatible", "shown"]
+
+# Features. A dynamic scheme is checked as DYNAMICS and by its own name; those that leave tokens out as SKIP, too.
+EXPERTS, SEQUENCES, LAYERS, RELEASE = "experts", "sequences", "layers", "release"
+DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
+
+
+@dataclass(frozen=True)
+class Incompatible:
+    """One row of the table.
+
+    flag: the name among the arguments.
+    allowed: the values that work. None, False, 0 and "" count as one value: the flag is off.
+    features: what the other values are incompatible with.
+    why: a clause for the user; "it" is the flag.
+    instead: the way out.
+    """
+
+    flag: str
+    allowed: tuple[object, ...]
+    features: tuple[str, ...]
+    why: str
+    instead: str = "drop it"
+
+
+def check_compatible(args: argparse.Namespace, feature: str, given: str) -> None:
+    """Raise ValueError for the first value in `args` that is incompatible with `feature`.
+
+    given: the flag that switched the feature on, as the user gave it.
+    """
+    for row in INCOMPATIBLE:
+        if feature not in row.features:
+            continue
+        value = getattr(args, row.flag, row.allowed[0])
+        if value not in row.allowed and (value or all(row.allowed)):
+            raise ValueError(f"{given} is incompatible with {shown(row.flag, value)}: {row.why}; {row.instead}")
+
+
+def shown(name: str, value: object) -> str:
+    """A flag as a user gives it."""
+    given = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return "--" + name.replace("_", "-") + ("" if value is True else f" {given}")
+
+
+_OFF = (None,)
+_BALANCERS = (EXPERTS, SEQUENCES, LAYERS)
+_GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ"
+_TE_EXPERTS = "it needs Transformer Engine's experts, which cannot have replicas yet"
+_PADDING = "it adds tokens that the plan of replicas does not count"
+_MODULES = "our modules, which replace Megatron-LM's, do not support it"
+_ATTENTION = "this attention cannot be spread over ranks yet"
+_LOGITS = "it reads attention scores, of which each rank has only a part"
+_BUILDS = "it builds layers that cannot move yet"
+_COUNTS = "it counts the layers of a stage in advance"
+_LEAVE = "it takes ranks that leave for failed ones"
+_PACKS = "packed documents must not attend to each other, and the scheme ignores their boundaries"
+_MASK = "only the causal mask is supported"
+_TOKENS = "each rank has only a part of the tokens to choose from"
+_POSITIONS = "it assumes that no token is left out before a given position"
+_IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
+
+INCOMPATIBLE: tuple[Incompatible, ...] = (
+    # The model
+    Incompatible("spec", _OFF, (*_BALANCERS, DYNAMICS), "it builds a model without our modules"),
+    Incompatible("transformer_impl", ("local", "transformer_engine"), (EXPERTS, SEQUENCES),
+                 "its experts and its attention cannot be replaced", "use --transformer-impl local"),
+    Incompatible("transformer_impl", ("local",), (PRUNE, SPARSE),
+                 "its linear layers are not masked and its attention cannot be replaced",
+                 "use --transformer-impl local"),
+    Incompatible("hybrid_layer_pattern", _OFF, (LAYERS,), _BUILDS),
+    Incompatible("heterogeneous_layers_config_path", _OFF, (LAYERS,), _BUILDS),
+    Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (LAYERS,), _BUILDS),
+    Incompatible("init_model_with_meta_device", _OFF, (LAYERS,), "layers that arrive are built on the device"),
+    Incompatible("moe_use_upcycling", _OFF, (LAYERS,), "it builds the model twice", "upcycle in a separate run"),
+    Incompatible("mtp_num_layers", _OFF, (SEQUENCES,), "it shifts tokens by one after they were split over ranks"),
+    Incompatible("mtp_num_layers", _OFF, (LAYERS,), "layers of multi-token prediction cannot move"),
+    Incompatible("mtp_num_layers", _OFF, (FREEZE,), "it trains the embedding from the last stage"),
+    Incompatible("mtp_num_layers", _OFF, (SKIP,), "its layers expect all tokens"),
+    Incompatible("use_mup", _OFF, (LAYERS,), "it gives parameters learning rates that a move does not restore"),
+    Incompatible("mixture_of_depths", _OFF, (EXIT,), "both choose the tokens of a layer", "use one of the two"),
+    Incompatible("balance_experts", _OFF, (PRUNE,), "replicas of experts are made without their masks"),
+    # Experts
+    Incompatible("use_te_activation_func", _OFF, (EXPERTS,), _MODULES),
+    Incompatible("use_transformer_engine_op_fuser", _OFF, (EXPERTS,), "fused experts cannot have replicas"),
+    Incompatible("moe_mlp_glu_interleave_size", _OFF, (EXPERTS,), "replicas do not interleave weights"),
+    Incompatible("moe_pad_expert_input_to_capacity", _OFF, (EXPERTS,),
+                 "it pads logical experts, and replicas would take the padding for tokens",
+                 "use --moe-expert-capacity-factor without it"),
+    Incompatible("moe_router_padding_for_quantization", _OFF, (EXPERTS,), _PADDING),
+    Incompatible("moe_router_padding_for_fp8", _OFF, (EXPERTS,), _PADDING),
+    Incompatible("moe_apply_probs_on_input", _OFF, (EXPERTS,), _MODULES),
+    Incompatible("moe_latent_size", _OFF, (EXPERTS,), _TE_EXPERTS),
+    Incompatible("moe_permute_fusion", _OFF, (EXPERTS,), "it orders tokens in a way that replicas cannot undo"),
+    Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
+                 "use --balance-report"),
+    # Attention, positions and data
+    Incompatible("attention_dropout", _OFF, (SEQUENCES,),
+                 "it drops other attention scores than a run on one rank", "use --attention-dropout 0"),
+    Incompatible("multi_latent_attention", _OFF, (SEQUENCES,), _ATTENTION),
+    Incompatible("multi_latent_attention", _OFF, (SKIP,), _POSITIONS),
+    Incompatible("multi_latent_attention", _OFF, (SPARSE,), "its keys are compressed"),
+    Incompatible("window_size", _OFF, (SEQUENCES,), _ATTENTION),
+    Incompatible("window_size", _OFF, (SPARSE,), "both choose the keys of a query", "use one of the two"),
+    Incompatible("experimental_attention_variant", _OFF, (SEQUENCES,), _ATTENTION),
+    Incompatible("linear_attention_freq", _OFF, (SEQUENCES,), _ATTENTION),
+    Incompatible("softmax_type", ("vanilla",), (SEQUENCES, SPARSE),
+                 "only the plain softmax is computed block by block", "use --softmax-type vanilla"),
+    Incompatible("qk_clip", _OFF, (SEQUENCES,), _LOGITS),
+    Incompatible("log_max_attention_logit", _OFF, (SEQUENCES,), _LOGITS),
+    Incompatible("position_embedding_type", ("learned_absolute", "rope", "yarn", "none"), (SEQUENCES,),
+                 "it does not count positions from the beginning of a document",
+                 "use --position-embedding-type rope"),
+    Incompatible("apply_rope_fusion", _OFF, (SKIP,), _POSITIONS, "add --no-rope-fusion"),
+    Incompatible("reset_attention_mask", _OFF, (SEQUENCES,), "it makes a dense mask",
+                 "use --dataloader-inter-document-masking instead"),
+    Incompatible("reset_attention_mask", _OFF, (SKIP, SPARSE), _MASK),
+    Incompatible("sft", _OFF, (SKIP, SPARSE), _PACKS),
+    Incompatible("dataloader_inter_document_masking", _OFF, (SKIP, SPARSE), _PACKS),
+    Incompatible("dataloader_type", ("single", "cyclic", None), (SEQUENCES, RELEASE),
+                 "it need not read Megatron-LM's datasets on every rank", "use --dataloader-type single"),
+    Incompatible("hybrid_context_parallel", _OFF, (SEQUENCES,), "it splits batches in its own way",
+                 "drop it, or use --sequence-planner hybrid"),
+    Incompatible("hybrid_context_parallel", _OFF, (RELEASE,), "its process groups cannot shrink yet"),
+    # Parallelism and overlaps
+    Incompatible("sequence_parallel", _OFF, (SKIP,), _TOKENS),
+    Incompatible("context_parallel_size", (1,), (SKIP, SPARSE), _TOKENS, "use --context-parallel-size 1"),
+    Incompatible("virtual_pipeline_model_parallel_size", _OFF, (EXIT,),
+                 "messages about exits of the chunks of a stage could be mixed up"),
+    Incompatible("use_tp_pp_dp_mapping", _OFF, (RELEASE,), "it spreads each stage over all nodes, so none gets free"),
+    Incompatible("use_megatron_fsdp", _OFF, (EXPERTS, LAYERS, DYNAMICS),
+                 "it shards the parameters of a layer over ranks", "use --use-distributed-optimizer"),
+    Incompatible("use_torch_fsdp2", _OFF, (EXPERTS, LAYERS, DYNAMICS),
+                 "it shards the parameters of a layer over ranks", "use --use-distributed-optimizer"),
+    Incompatible("use_megatron_fsdp", _OFF, (SEQUENCES,), "the two were never tested together",
+                 "use --use-distributed-optimizer"),
+    Incompatible("use_torch_fsdp2", _OFF, (SEQUENCES,), "the two were never tested together",
+                 "use --use-distributed-optimizer"),
+    Incompatible("gtp_weight_remat_size", (1, None), (LAYERS,), "it shards weights in a way that a move does not know"),
+    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (*_BALANCERS, DYNAMICS),
+                 "it runs a layer in parts, and the layer must run as a whole"),
+    Incompatible("delay_wgrad_compute", _OFF, (EXPERTS, PRUNE),
+                 "it computes weight gradients after they were added up or masked"),
+    Incompatible("delay_wgrad_compute", _OFF, (LAYERS,), "it stores gradients on modules that a move replaces"),
+    Incompatible("delay_wgrad_compute", _OFF, (FREEZE,), "frozen layers have no weight gradients to compute later"),
+    Incompatible("overlap_dispatch_backward_with_experts_wgrad", _OFF, (EXPERTS,),
+                 "it computes weight gradients after those of replicas were sent"),
+    Incompatible("overlap_param_gather_with_optimizer_step", _OFF, (EXPERTS, LAYERS, FREEZE, PRUNE), _IN_PARTS,
+                 "use --overlap-param-gather alone"),
+    Incompatible("nccl_ub", _OFF, (LAYERS,), "it registers buffers that a move replaces"),
+    # Memory, precision and graphs
+    Incompatible("fp8", _OFF, (EXPERTS,), _TE_EXPERTS, "use --bf16"),
+    Incompatible("fp4", _OFF, (EXPERTS,), _TE_EXPERTS, "use --bf16"),
+    Incompatible("fp8", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
+    Incompatible("fp4", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
+    Incompatible("recompute_granularity", (None, "selective"), (FREEZE,), "it runs frozen layers twice for nothing",
+                 "use --recompute-granularity selective"),
+    Incompatible("recompute_granularity", (None, "selective"), (EXIT,),
+                 "it runs layers again when it is no longer known which tokens had exited",
+                 "use --recompute-granularity selective"),
+    Incompatible("fine_grained_activation_offloading", _OFF, (EXPERTS, SEQUENCES), _MODULES),
+    Incompatible("fine_grained_activation_offloading", _OFF, (LAYERS,), _COUNTS),
+    Incompatible("cpu_offloading_num_layers", _OFF, (LAYERS,), _COUNTS),
+    Incompatible("cuda_graph_impl", ("none",), (*_BALANCERS, DYNAMICS), _GRAPH, "use --cuda-graph-impl none"),
+    Incompatible("enable_cuda_graph", _OFF, _BALANCERS, _GRAPH),
+    Incompatible("external_cuda_graph", _OFF, _BALANCERS, _GRAPH),
+    Incompatible("optimizer_cuda_graph", _OFF, (LAYERS,), "the graph belongs to an optimizer that a move replaces"),
+    # The optimizer, checkpoints and the job
+    Incompatible("optimizer", ("adam", "sgd"), (LAYERS,), "a move does not know its state", "use --optimizer adam"),
+    Incompatible("optimizer", ("adam",), (FREEZE, PRUNE), "the scheme edits the moments of Adam",
+                 "use --optimizer adam"),
+    Incompatible("use_precision_aware_optimizer", _OFF, (LAYERS, DYNAMICS),
+                 "its main parameters and moments cannot be read"),
+    Incompatible("optimizer_cpu_offload", _OFF, (LAYERS, DYNAMICS), "it keeps optimizer state on the host",
+                 "use --use-distributed-optimizer to save memory"),
+    Incompatible("num_distributed_optimizer_instances", (1, None), (RELEASE,),
+                 "the optimizer's groups cannot shrink yet"),
+    Incompatible("non_persistent_ckpt_type", (None, "global", "in_memory"), (LAYERS,),
+                 "it saves state by rank, and layers change ranks", "use --non-persistent-ckpt-type global"),
+    Incompatible("async_save", _OFF, (RELEASE,), "ranks may leave before a checkpoint is complete"),
+    Incompatible("ckpt_assume_constant_structure", _OFF, (RELEASE,), "the set of ranks that save changes"),
+    Incompatible("wandb_project", _OFF, (RELEASE,), "the rank that writes it leaves", "use --tensorboard-dir"),
+    Incompatible("log_straggler", _OFF, (RELEASE,), "it counts ranks that have left", "use --balance-report"),
+    Incompatible("enable_ft_package", _OFF, (RELEASE,), _LEAVE),
+    Incompatible("inprocess_restart", _OFF, (RELEASE,), _LEAVE),
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""Events of the report about decisions to move layers, and about ranks that were released."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from balancing.layers import StagePlan
+from balancing.layers.config import LayerConfig
+from balancing.layers.layout import to_layout
+from balancing.report import event, imbalance
+from megatron.balanced.layers.mover import Moved
+from megatron.balanced.layers.planning import Choice
+
+__all__ = ["decision_event", "release_event"]
+
+
+def decision_event(
+    iteration: int, config: LayerConfig, choice: Choice, before: StagePlan, moved: Moved | None
+) -> dict[str, Any]:
+    """The event of one decision, before `iteration` (from 0).
+
+    before: the plan in force until then. moved: the times of the move, None if no layer moved.
+    """
+    loads = [choice.cost.stage_loads(plan) for plan in (before, choice.plan)]
+    took = {} if moved is None else {"move_ms": moved.move_ms, "rebuild_ms": moved.rebuild_ms}
+    return event(
+        iteration + 1,
+        "layers",
+        "stage",
+        imbalance_before=imbalance(loads[0]),
+        imbalance_after=imbalance(loads[1]),
+        plan_ms=choice.profile_ms + choice.plan_ms,
+        apply_ms=sum(took.values()),
+        moved_bytes=0 if moved is None else moved.moved_bytes,
+        action=choice.action,
+        reason=choice.reason,
+        planner=config.layer_planner,
+        cost=config.layer_cost,
+        layout_before=to_layout(before),
+        layout_after=to_layout(choice.plan),
+        stage_cost_before=loads[0],
+        stage_cost_after=loads[1],
+        predicted_step_before=choice.predicted[0],
+        predicted_step_after=choice.predicted[1],
+        profile_ms=choice.profile_ms,
+        **took,
+    )
+
+
+def release_event(
+    iteration: int,
+    before: StagePlan,
+    plan: StagePlan,
+    loads: Sequence[Any],
+    moved: Moved,
+    *,
+    ranks_freed: int,
+    reason: str,
+) -> dict[str, Any]:
+    """The event of a pipeline that got shorter, before `iteration` (from 0).
+
+    before, plan: the layers before and after.
+    loads: two arrays [stage], the cost of the stages of each.
+    moved: bytes and times of the move.
+    ranks_freed: the number of ranks that left.
+    """
+    return event(
+        iteration + 1,
+        "layers",
+        "stage",
+        imbalance_before=imbalance(loads[0]),
+        imbalance_after=imbalance(loads[1]),
+        plan_ms=0.0,
+        apply_ms=moved.move_ms + moved.rebuild_ms,
+        moved_bytes=moved.moved_bytes,
+        action="release",
+        reason=reason,
+        layout_before=to_layout(before),
+        layout_after=to_layout(plan),
+        stages_left=plan.stages,
+        ranks_freed=ranks_freed,
+        move_ms=moved.move_ms,
+        rebuild_ms=moved.rebuild_ms,
+    )

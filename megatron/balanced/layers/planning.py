@@ -1,0 +1,204 @@
+"""The decisions of layer balancing: measured costs in, a plan and the reason for it out.
+
+Every rank adds what it measured. At a decision all ranks exchange their measurements, average them
+(`balancing.layers.CostAverage`), make the same plan and ask the same gate whether the plan is worth its move.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training.utils import print_rank_0
+
+from balancing.layers import (
+    CostAverage,
+    Gate,
+    GateConfig,
+    LayerMemory,
+    LayerSeconds,
+    StagePlan,
+    migration_seconds,
+    plan_stages,
+    stage_memory,
+)
+from balancing.layers.config import LayerConfig
+from balancing.layers.load import fit_activations, join_ranks, layer_seconds
+from balancing.report import RankRecord
+from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.layers.mover import LayerMover, Moved
+
+__all__ = ["Choice", "LayerPlanner"]
+
+# The assumed bandwidth (bytes/s) and fixed seconds of a move until one was measured: slow, so that the first one needs
+# a clear gain.
+_BANDWIDTH, _FIXED_SECONDS = 1e9, 1.0
+_SPARE = 0.05  # fraction of a device's memory that plans leave free
+
+
+class Choice(NamedTuple):
+    """A decision of the gate and its inputs.
+
+    plan: the plan to have from now on, which may be the one in force.
+    action: "keep", "move" or "rollback". reason: for the log.
+    cost: the averaged cost of layers, in seconds, or in parameters with --layer-cost parameters.
+    peaks: float array [stage], the most bytes that a rank of each stage held.
+    predicted: seconds of a step under the plan in force, and under `plan`.
+    profile_ms, plan_ms: host milliseconds to exchange measurements, and to plan.
+    """
+
+    plan: StagePlan
+    action: str
+    reason: str
+    cost: LayerSeconds
+    peaks: np.ndarray
+    predicted: tuple[float, float]
+    profile_ms: float
+    plan_ms: float
+
+
+class LayerPlanner:
+    """Measurements of this rank since the last decision, and the gate. All ranks call `choose` together.
+
+    costs: the average over all decisions since layers last changed their cost.
+    """
+
+    def __init__(self, args: argparse.Namespace, config: LayerConfig, mover: LayerMover) -> None:
+        self.costs = CostAverage(window=config.layer_balance_interval)
+        self._args, self._config, self._mover = args, config, mover
+        self._gate: Gate | None = None
+        self._seconds: list[np.ndarray] = []  # an iteration: [layers + 2, 2]
+        self._steps: list[tuple[int, float]] = []  # iteration, seconds
+        self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
+
+    def restart(self) -> None:
+        """Begin with a new gate: at the start of training, and when the number of stages has changed."""
+        gate = GateConfig(min_gain=self._config.layer_min_gain, interval=self._config.layer_balance_interval, confirm=1)
+        if self._config.balance_layers_once:  # the one move pays off until training ends
+            gate = replace(gate, horizon=self._args.train_iters or gate.horizon)
+        self._gate = Gate(gate, self._mover.plan)
+
+    def add(self, iteration: int, record: RankRecord) -> None:
+        """Add what this rank measured in `iteration`."""
+        self._seconds.append(layer_seconds(record, self._mover.plan.layers))
+        self._steps.append((iteration, record.step_seconds))
+
+    def forget(self) -> None:
+        """Drop measurements that no decision has used, before layers move."""
+        self._seconds, self._steps = [], []
+
+    @property
+    def has_measurements(self) -> bool:
+        return bool(self._seconds)
+
+    def learn_speed(self, before: StagePlan, moved: Moved) -> None:
+        """Predict later moves by the speed of the one from `before` to the plan in force."""
+        busiest = migration_seconds(before, self._mover.plan, self._layer_bytes(), 1.0)  # bytes, at 1 byte/s
+        self._fixed = moved.rebuild_ms / 1e3
+        self._bandwidth = max(busiest / max(moved.move_ms / 1e3, 1e-9), 1.0)
+
+    def choose(self, iteration: int) -> Choice:
+        """Plan from all measurements and decide, before `iteration`, whether layers move."""
+        assert self._gate is not None
+        begin = time.perf_counter()
+        steps, peaks = self._exchange()
+        cost = self.costs.cost
+        profiled = time.perf_counter()
+        plan = self._mover.plan
+        weights = self._parameters() if self._config.layer_cost == "parameters" else cost
+        candidate = self._plan(weights, peaks)
+        gate = self._gate
+        for measured, seconds in steps:
+            gate = gate.measured(measured, seconds)
+        now, then = _step_seconds(weights, plan), _step_seconds(weights, candidate)
+        scale = 1.0
+        if self._config.layer_cost == "parameters":  # these give the ratio of stages, not seconds
+            scale = float(np.median([seconds for _, seconds in steps])) / now
+        self._gate, decision = gate.check(
+            iteration,
+            candidate,
+            now * scale,
+            then * scale,
+            migration_seconds(plan, candidate, self._layer_bytes(), self._bandwidth, fixed=self._fixed),
+            left=self._args.train_iters - iteration,
+            previous_now=_step_seconds(weights, gate.watching) * scale if gate.watching else None,
+        )
+        return Choice(
+            decision.plan,
+            decision.action,
+            decision.reason,
+            weights,
+            peaks,
+            (now, _step_seconds(weights, decision.plan)),
+            profile_ms=(profiled - begin) * 1e3,
+            plan_ms=(time.perf_counter() - profiled) * 1e3,
+        )
+
+    def _exchange(self) -> tuple[list[tuple[int, float]], np.ndarray]:
+        """Add the measurements of all ranks since the last decision to the average.
+
+        Returns the iterations with the seconds that each took, and the most bytes that a rank of each stage held.
+        """
+        place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
+        every = self._mover.gather((place, np.stack(self._seconds), self._steps, torch.cuda.max_memory_allocated()))
+        for cost in join_ranks([seconds for _, seconds, _, _ in every], [group for (_, group), *_ in every]):
+            self.costs.add(cost)
+        steps = [
+            (iterations[0][0], max(seconds for _, seconds in iterations))
+            for iterations in zip(*(steps for _, _, steps, _ in every), strict=True)
+        ]
+        peaks = np.zeros(self._mover.plan.stages)
+        for (stage, _), _, _, peak in every:
+            peaks[stage] = max(peaks[stage], peak)
+        self.forget()
+        return steps, peaks
+
+    def _plan(self, cost: LayerSeconds, peaks: np.ndarray) -> StagePlan:
+        plan, micro_batches = self._mover.plan, get_num_microbatches()
+        limit = min(self._mover.gather(_device_memory()))
+        memory = None
+        if limit < np.inf:
+            counts = self._mover.parameters() * self._mover.resting_bytes()
+            resting = LayerMemory(counts[:-2], embedding=counts[-2], head=counts[-1])
+            memory = fit_activations(resting, peaks, plan, micro_batches)
+        try:
+            return plan_stages(
+                cost.total,
+                plan.stages,
+                embedding=sum(cost.embedding),
+                head=sum(cost.head),
+                memory=memory,
+                memory_limit=None if memory is None else np.maximum(limit, stage_memory(plan, memory, micro_batches)),
+                virtual=plan.virtual,
+                current=plan,
+                method=self._config.layer_planner,  # type: ignore[arg-type]
+                micro_batches=micro_batches,
+            )
+        except ValueError as error:
+            if memory is None:
+                raise
+            # The plan in force fits, so there is always one to go on with.
+            print_rank_0(f"> layers stay where they are: {error}")
+            return plan
+
+    def _parameters(self) -> LayerSeconds:
+        """Numbers of parameters in place of seconds."""
+        counts = self._mover.parameters()
+        layers = counts[:-2]
+        return LayerSeconds(layers, np.zeros_like(layers), embedding=(counts[-2], 0.0), head=(counts[-1], 0.0))
+
+    def _layer_bytes(self) -> np.ndarray:
+        return self._mover.parameters()[:-2] * self._mover.travelling_bytes()
+
+
+def _step_seconds(cost: LayerSeconds, plan: StagePlan) -> float:
+    return cost.simulate(plan, get_num_microbatches()).step_time
+
+
+def _device_memory() -> float:
+    """Bytes that a plan may use on this rank; infinite on a CPU, whose ranks share the memory of the machine."""
+    return np.inf if is_cpu() else (1 - _SPARE) * torch.cuda.mem_get_info()[1]
