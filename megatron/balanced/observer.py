@@ -13,7 +13,6 @@ its input when it ends.
 import argparse
 import datetime
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from balancing.launch import detect_launch
 from balancing.report import EventLog, IterationRecord, RankRecord, Span, TraceLog, observe, scalars
 from balancing.sequences import SequencePlan, causal_area, zigzag_area
 from megatron.balanced.arguments import BalanceConfig
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.data import is_packed
 from megatron.balanced.recompute import Replays
 
@@ -118,17 +118,18 @@ class _TappedTimers:
         return getattr(self.timers, name)
 
 
-class Observer:
+class Observer(StepCallback):
     """Collects one `RankRecord` an iteration on every rank, and writes the job's records on the last one.
 
-    Without --balance-report nothing is gathered or written. `listeners` are told each iteration, from 0, and this
-    rank's record of it, one step later. A `megatron.balanced.callbacks.StepCallback`. Raises ValueError if the
-    directory cannot be written to.
+    Without --balance-report nothing is gathered or written. measured: where layers are balanced, the last iteration
+    (from 0) that the device has finished, and this rank's record of it. Raises ValueError if the directory cannot be
+    written to.
     """
 
     def __init__(self, args: argparse.Namespace, config: BalanceConfig) -> None:
         self.args = args
-        self.listeners: list[Callable[[int, RankRecord], None]] = []
+        self.measured: tuple[int, RankRecord] | None = None
+        self._measures = config.layers.on
         self._writes = config.balance_report is not None
         self.interval = config.balance_report_interval
         self.clock: DeviceClock = CpuClock() if config.device == "cpu" else CudaClock()
@@ -154,25 +155,28 @@ class Observer:
 
     # What is watched.
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Put the hooks on the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Put the hooks on the model chunks of this rank."""
         for number, model in enumerate(unwrap_model(chunks)):
             for layer in model.decoder.layers:
-                self.watch_layer(layer, number)
+                self.layer_arrived(layer, number)
             if getattr(model, "embedding", None) is not None:
                 self._watch_embedding(model.embedding, number)
             if model.post_process:
-                self.watch_head(model, number)
-        return chunks
+                self._watch_head(model, number)
 
-    def stayed(self, headed: torch.nn.Module | None) -> None:
-        """Go on in a job that ranks have left, after `close` on all of them. headed: the model that got the head."""
+    def before_release(self) -> None:
+        """Write what has not been written yet, while all ranks are there."""
+        self._close()
+
+    def after_release(self, headed: torch.nn.Module | None) -> None:
+        """Go on with the ranks that are left."""
         self._group = None
         self._open_logs()
         if headed is not None:
-            self.watch_head(headed, 0)
+            self._watch_head(headed, 0)
 
-    def watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
+    def layer_arrived(self, layer: torch.nn.Module, chunk: int) -> None:
         """Put the hooks on a layer of model chunk `chunk`."""
         part = _Part(self, layer.layer_number - 1, chunk)
 
@@ -208,7 +212,7 @@ class Observer:
         embedding.register_forward_pre_hook(part.enter)
         embedding.register_forward_hook(lambda module, args, output: part.leave(None, output))
 
-    def watch_head(self, model: torch.nn.Module, chunk: int) -> None:
+    def _watch_head(self, model: torch.nn.Module, chunk: int) -> None:
         """The head: from the output layer's beginning to the end of the model's loss, and back."""
         part = _Part(self, "head", chunk)
         hidden_in: list[torch.Tensor] = []
@@ -286,7 +290,7 @@ class Observer:
     # The step, and what is made of it.
 
     def begin_step(self, iteration: int, config: Any) -> None:
-        if not (self._writes or self.listeners):  # nobody wants to know any more
+        if not (self._writes or self._measures):
             return
         self._config = config
         config.timers = _TappedTimers(config.timers, self)
@@ -307,19 +311,27 @@ class Observer:
         self.step = None
         self._config.timers = self._config.timers.timers
         # The step that just ended may still be running on the device; the ones before it are not.
-        if self.listeners and len(self._steps) > 1:
+        self.measured = None
+        if self._measures and len(self._steps) > 1:
             before = self._steps[-2]
             before.record = self._record(before)
-            for listen in self.listeners:
-                listen(before.iteration, before.record)
+            self.measured = before.iteration, before.record
         if not self._writes:
             del self._steps[:-1]
         elif len(self._steps) > self.interval:
             self._write(self._steps[:-1])
             del self._steps[:-1]
 
-    def close(self) -> None:
-        """Write what has not been written yet. Every rank calls it, after training."""
+    def stop_measuring(self) -> None:
+        """From now on, measure for the report alone."""
+        self._measures = False
+
+    def end_training(self) -> None:
+        """Write what has not been written yet."""
+        self._close()
+
+    def _close(self) -> None:
+        """Write what has not been written yet. Collective."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if self._writes:

@@ -21,7 +21,7 @@ import megatron.core
 import torch
 
 from megatron.balanced.arguments import BalanceConfig
-from megatron.balanced.callbacks import with_callbacks
+from megatron.balanced.callbacks import registered, with_callbacks
 from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.model import replaces_in_prediction
@@ -105,7 +105,7 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.balance_report is not None or config.balances or config.dynamics.any
+    return config.balance_report is not None or config.balances or config.dynamics.any or bool(registered)
 
 
 def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:

@@ -19,24 +19,18 @@ STOPPED_AT = 2  # iteration
 
 def _stops(argv: list[str], folder: Path) -> RankRun:
     """Rank 1 does nothing in an iteration until somebody has told that the job stands still."""
-    from megatron.balanced import callbacks
+    from megatron.balanced.callbacks import StepCallback
     from megatron.balanced.watchdog import operations, stall
 
     stopped, told = folder / "stopped", folder / "stall.txt"
     main = threading.get_ident()
 
-    class Stop:
+    class Stop(StepCallback):
         def begin_step(self, iteration: int, config: Any) -> None:
             if iteration == STOPPED_AT and os.environ["RANK"] == "1":
                 stopped.touch()
                 while not told.exists():
                     time.sleep(0.05)
-
-        def begin_schedule(self) -> None: ...
-
-        def end_schedule(self) -> None: ...
-
-        def end_step(self) -> None: ...
 
     def limit(watch: Any) -> float:
         """As if its step took too long, once rank 0 waits for the one that stopped."""
@@ -45,8 +39,7 @@ def _stops(argv: list[str], folder: Path) -> RankRun:
 
     stall._LOOK_SECONDS = 0.05
     stall._Watch._limit = limit  # type: ignore[method-assign]
-    callbacks.callbacks.append(Stop())
-    return train_rank(argv, False)
+    return train_rank(argv, False, callbacks=[Stop()])
 
 
 def test_a_rank_that_stops_is_told(pool, tmp_path):

@@ -30,6 +30,7 @@ from balancing.experts.engine.slots import ReplicaSlots
 from balancing.experts.planners import repair
 from balancing.launch import detect_launch
 from balancing.report import event, imbalance
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
@@ -65,8 +66,8 @@ class DoesNotFit(ValueError):
     """The slots need more memory than is free. Raised on all ranks together."""
 
 
-class ExpertBalancer:
-    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; ranks of an expert-parallel group plan alike.
+class ExpertBalancer(StepCallback):
+    """One on each rank; ranks of an expert-parallel group plan alike.
 
     machine: what transfers and computation take, for plans to weigh; without it they balance load alone. report: is
     given the events of a step; without it there are none.
@@ -93,8 +94,8 @@ class ExpertBalancer:
         self._model_config: Any = None
         self._finalize: Callable | None = None
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Make the slots of a model that is complete and wrapped. Returns `chunks`, as Megatron's model hooks must.
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Make the slots of a model that is complete and wrapped.
 
         Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
         """
@@ -105,8 +106,7 @@ class ExpertBalancer:
         for position, ddp in enumerate(chunks):
             if ddp.ddp_config.overlap_grad_reduce:
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
-        self.renew()
-        return chunks
+        self.layers_moved()
 
     def _after_backward(self, position: int, start_grad_sync: Callable) -> Callable:
         """With pipeline stages gradients are not reduced parameter by parameter, but all together at a moment that the
@@ -120,9 +120,9 @@ class ExpertBalancer:
 
         return start
 
-    def renew(self) -> None:
-        """Make the slots of the layers that are here now. To be called again when layers have come, gone or been
-        wrapped anew, between two steps; replicas of a layer that stays are kept, those of one that moved are not."""
+    def layers_moved(self) -> None:
+        """Make the slots of the layers that are here now. Replicas of a layer that stays are kept, those of one that
+        moved are not."""
         before, self._replicas, self._chunk_at = self._replicas, {}, {}
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:

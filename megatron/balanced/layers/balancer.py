@@ -9,7 +9,6 @@ when that saves GPU-hours: the last stages give their layers away and leave (`me
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,9 +36,12 @@ from balancing.layers.layout import to_layout
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
 from balancing.report import RankRecord, event, imbalance
 from megatron.balanced import callbacks
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
+from megatron.balanced.layers.release import hand_over_tensorboard
 from megatron.balanced.layers.repack import Repacker
+from megatron.balanced.observer import Observer
 
 __all__ = ["LayerBalancer"]
 
@@ -62,11 +64,10 @@ class _Choice(NamedTuple):
     plan_ms: float
 
 
-class LayerBalancer:
-    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; all ranks decide alike.
+class LayerBalancer(StepCallback):
+    """One on each rank; all ranks decide alike.
 
-    report: is given the events. `measured` has to be told what each iteration cost this rank. settled: is called when
-    nothing more will be decided.
+    observer: measures what each iteration costs this rank, and is given the events.
     """
 
     def __init__(
@@ -74,12 +75,11 @@ class LayerBalancer:
         args: argparse.Namespace,
         config: LayerConfig,
         spec: GPTModelConfig,
-        report: Callable[[dict[str, Any]], None],
+        observer: Observer,
     ) -> None:
         self.mover = LayerMover(args, spec)
-        self.settled: Callable[[], None] = lambda: None
         self.iteration = 0
-        self._args, self._config, self._report = args, config, report
+        self._args, self._config, self._observer, self._report = args, config, observer, observer.note
         self._first: int | None = None
         self._warm = 0  # the last iteration that began with new layers
         self._settled = False
@@ -90,11 +90,10 @@ class LayerBalancer:
         self._steps: list[tuple[int, float]] = []
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """To be called with the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Remember the wrapped model chunks of this rank."""
         self.mover.attach(chunks)
         self._gate = self._new_gate()
-        return chunks
 
     def _new_gate(self) -> Gate:
         usual = GateConfig(
@@ -108,8 +107,8 @@ class LayerBalancer:
         )
         return Gate(gate, self.mover.plan)
 
-    def measured(self, iteration: int, record: RankRecord) -> None:
-        """What this rank measured in an iteration that is over."""
+    def _take_in(self, iteration: int, record: RankRecord) -> None:
+        """Note what this rank measured in an iteration that is over."""
         # The first one, and the first after a move, warms everything up: its seconds say nothing of those that follow.
         if iteration > self._warm and not self._settled:
             self._seconds.append(layer_seconds(record, self.mover.plan.layers))
@@ -119,6 +118,8 @@ class LayerBalancer:
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self.iteration = iteration
+        if self._observer.measured is not None:
+            self._take_in(*self._observer.measured)
         if self._first is None:
             self._first = self._warm = iteration
         shorter = self._repacker.due(iteration)
@@ -130,19 +131,13 @@ class LayerBalancer:
         if shorter is not None:
             self.move(shorter)
 
-    def begin_schedule(self) -> None:
-        pass
-
-    def end_schedule(self) -> None:
-        pass
-
-    def end_step(self) -> None:
-        pass
+    def after_release(self, headed: torch.nn.Module | None) -> None:
+        hand_over_tensorboard(self._args)
 
     def _carry_out(self, choice: _Choice) -> None:
         if self._config.balance_layers_once:
             self._settled = True
-            self.settled()
+            self._observer.stop_measuring()
             now, then = choice.predicted
             print_rank_0(
                 f"> layers settle as --pipeline-model-parallel-layout '{to_layout(choice.plan)}', which takes "

@@ -29,6 +29,7 @@ from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.rank_program import Widths, find_way, keep_way
 from balancing.sequences.load import zigzag_areas
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.process_groups import cluster_of, meet
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequences.checks import why_of_one_size
@@ -51,8 +52,8 @@ class _Batch(NamedTuple):
     waited_ms: float
 
 
-class SequenceBalancer:
-    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; ranks of a context-parallel group plan alike.
+class SequenceBalancer(StepCallback):
+    """One on each rank; ranks of a context-parallel group plan alike.
 
     machine: what transfers and computation take, for plans to weigh. report: is given the events of a step.
     """
@@ -72,13 +73,12 @@ class SequenceBalancer:
 
     # The model and the data, as they are built.
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Have positions follow documents. Returns `chunks`, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Have positions follow documents."""
         meet(mpu.get_context_parallel_group())
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
                 model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb, self._args.seq_length)
-        return chunks
 
     def datasets(self, provider: Callable) -> Callable:
         """Megatron's dataset provider with planned datasets in the place of its own."""
