@@ -30,8 +30,9 @@ class StepCallback:
     """
 
     def attach(self, chunks: list[Any]) -> None:
-        """The model has been built. `chunks`: this rank's model chunks, wrapped for data parallelism; the list and the
-        wrappers stay the same for the whole run. The optimizer is built afterwards."""
+        """The model has been built. `chunks`: this rank's model chunks, wrapped for data parallelism, which presupposes
+        that no module is replaced from now on; the list and the wrappers stay the same for the whole run. The optimizer
+        is built afterwards."""
 
     def begin_step(self, iteration: int, config: Any) -> None:
         """Before iteration `iteration` (from 0). `config` is the model's config, which the schedule reads."""

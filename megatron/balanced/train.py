@@ -82,6 +82,7 @@ def _features(
     if config.sequences.balance_sequences:
         sequences = SequenceBalancer(args, config.sequences, cluster, report)
         features.append(sequences)
+        model.pre_wrap_hooks.append(sequences.before_wrapping)
     if config.experts.balance_experts:
         features.append(ExpertBalancer(args, config.experts, cluster, None if observer is None else observer.note))
     if config.layers.on:

@@ -73,12 +73,14 @@ class SequenceBalancer(StepCallback):
 
     # The model and the data, as they are built.
 
-    def attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Have positions follow documents."""
+    def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Have positions follow documents. Data parallelism keeps a table of the modules that it wraps, so a module is
+        replaced before. Returns `chunks`, as Megatron's model hooks must."""
         meet(mpu.get_context_parallel_group())
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
                 model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb, self._args.seq_length)
+        return chunks
 
     def datasets(self, provider: Callable) -> Callable:
         """Megatron's dataset provider with planned datasets in the place of its own."""
