@@ -14,11 +14,10 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-from balancing.cluster import PRESETS, Cluster
 from balancing.doctor.installed import find_apex
 from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
@@ -26,6 +25,7 @@ from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import check_folders, check_layout, check_megatron
+from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.data_checks import check_data
 from megatron.balanced.dynamics.checks import check_dynamics
@@ -36,61 +36,7 @@ from megatron.balanced.refusal import know_flags, know_values
 from megatron.balanced.sequences.checks import check_sequences
 from megatron.balanced.watchdog.heartbeat import stop
 
-__all__ = ["BalanceConfig", "machine_of", "parse_arguments"]
-
-
-@dataclasses.dataclass(frozen=True)
-class BalanceConfig:
-    """What a user can set beyond Megatron-LM's own flags. Each field is one flag, or the flags of one balancer."""
-
-    device: str = dataclasses.field(
-        default="auto",
-        metadata={
-            "choices": ["auto", "cuda", "cpu"],
-            "help": "Where to train. auto takes CUDA when there is one. On cpu, Megatron-LM runs over gloo.",
-        },
-    )
-    fp64: bool = dataclasses.field(
-        default=False,
-        metadata={"help": "Train in float64, as an exact reference to compare other runs with (cpu only)."},
-    )
-    balance_report: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "metavar": "DIR",
-            "help": "Measure who is slow, why and by how much, and write events.jsonl and trace.json into DIR. "
-            "Works with every balancer off. Read it with: python -m balancing.report DIR",
-        },
-    )
-    balance_report_interval: int = dataclasses.field(
-        default=10,
-        metadata={
-            "metavar": "N",
-            "help": "Gather and write the report's measurements of N iterations at a time. None is left out: N only "
-            "says how many may be lost when the job is killed.",
-        },
-    )
-    cluster: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "metavar": "PRESET|FILE",
-            "help": "Compute and link speeds for the planners' cost model: "
-            f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it plans "
-            "balance load and leave costs out.",
-        },
-    )
-    balance_dry_run: bool = dataclasses.field(
-        default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
-    )
-    experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
-    sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)
-    layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
-    dynamics: DynamicsConfig = dataclasses.field(default_factory=DynamicsConfig)
-
-    @property
-    def balances(self) -> bool:
-        """Whether any balancer is on."""
-        return self.experts.balance_experts or self.sequences.balance_sequences or self.layers.on
+__all__ = ["parse_arguments"]
 
 
 def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -133,10 +79,6 @@ def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     near = difflib.get_close_matches(unknown[1], parser._option_string_actions, n=1) if unknown else []
     raise ValueError(f"{message}; {f'did you mean {near[0]}?' if near else 'see --help'}")
-
-
-def _config_from(args: argparse.Namespace, cls: type) -> Any:
-    return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls) if field.metadata})
 
 
 def _defaults_of_this_machine() -> dict[str, object]:
@@ -207,7 +149,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
     if config.balance_report is not None or config.balances:
         detect_launch()  # who shares a node with whom must be known
-    machine_of(config, args.world_size)
+    cluster_from_flags(config, args.world_size)
     if config.balance_report_interval < 1:
         raise ValueError(f"--balance-report-interval {config.balance_report_interval} must be at least 1")
     if args.transformer_impl == "local" and args.context_parallel_size > 1 and not args.balance_sequences:
@@ -222,13 +164,6 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         )
     if device == "cpu" and args.moe_token_dispatcher_type == "flex":
         raise ValueError("--moe-token-dispatcher-type flex needs DeepEP on GPUs; use alltoall or allgather")
-
-
-def machine_of(config: BalanceConfig, world_size: int) -> Cluster | None:
-    """What `--cluster` says of the machine this job runs on. Raises ValueError where the two do not fit."""
-    if config.cluster is None:
-        return None
-    return Cluster.from_spec(config.cluster, world_size, ranks_per_node=detect_launch().ranks_per_node)
 
 
 def _use_float64(args: argparse.Namespace) -> None:
@@ -256,15 +191,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         from megatron.balanced import patches
 
         args = parse_args(_add_balance_flags)
-        config = _config_from(args, BalanceConfig)
-        config = dataclasses.replace(
-            config,
-            device=device,
-            experts=_config_from(args, ExpertConfig),
-            sequences=_config_from(args, SequenceConfig),
-            layers=_config_from(args, LayerConfig),
-            dynamics=_config_from(args, DynamicsConfig),
-        )
+        config = config_from_flags(args, device)
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 

@@ -17,8 +17,8 @@ from balancing.clock import CpuClock, CudaClock
 from balancing.launch import detect_launch
 from balancing.report import RankRecord, Span
 from balancing.sequences import SequencePlan, causal_area, zigzag_area
-from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.callbacks import StepCallback
+from megatron.balanced.config import BalanceConfig
 from megatron.balanced.data import is_packed
 from megatron.balanced.report_writer import ReportWriter
 from megatron.balanced.timing_hooks import Step, TimingHooks

@@ -20,8 +20,8 @@ from typing import Any
 import megatron.core
 import torch
 
-from megatron.balanced.arguments import BalanceConfig
 from megatron.balanced.callbacks import registered, with_callbacks
+from megatron.balanced.config import BalanceConfig
 from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.model import replaces_in_prediction

@@ -14,8 +14,8 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
 from megatron.balanced import patches
-from megatron.balanced.arguments import BalanceConfig, machine_of
 from megatron.balanced.callbacks import StepCallback, attach, end_training, registered, use_schedule
+from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.dynamics.schemes import dynamics_callbacks
 from megatron.balanced.experts.balancer import DoesNotFit, ExpertBalancer
@@ -70,7 +70,7 @@ def _features(
 ) -> tuple[list[StepCallback], Callable, Callable]:
     """The callbacks of the features that are on, in the order in which their steps begin; the provider of datasets;
     the forward step."""
-    cluster = machine_of(config, args.world_size)
+    cluster = cluster_from_flags(config, args.world_size)
     features: list[StepCallback] = []
     observer = sequences = None
     if config.balance_report is not None or config.layers.on:

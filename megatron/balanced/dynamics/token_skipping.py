@@ -20,7 +20,7 @@ from balancing.dynamics.early_exit import weigh_loss
 from balancing.report import event, imbalance
 from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.dynamics.layer import DynamicLayer, TokenFlow
-from megatron.balanced.process_groups import twin_of
+from megatron.balanced.process_groups import duplicate_group
 
 __all__ = ["Tokens"]
 
@@ -67,7 +67,9 @@ class Tokens(StepCallback):
                 dist.destroy_process_group(self._group)
                 self._group = None
             if stages > 1:
-                self._group = twin_of(mpu.get_pipeline_model_parallel_group(), self._args.distributed_timeout_minutes)
+                self._group = duplicate_group(
+                    mpu.get_pipeline_model_parallel_group(), self._args.distributed_timeout_minutes
+                )
             self._stages = stages
 
     def _layers(self) -> list[DynamicLayer]:

@@ -35,7 +35,7 @@ from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.optimizer_state import state_bytes
-from megatron.balanced.process_groups import cluster_of, twin_of
+from megatron.balanced.process_groups import cluster_of, duplicate_group
 
 __all__ = ["DoesNotFit", "ExpertBalancer"]
 
@@ -100,7 +100,9 @@ class ExpertBalancer(StepCallback):
         Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
         """
         self._model = chunks
-        self._process_group = twin_of(mpu.get_expert_model_parallel_group(), self._args.distributed_timeout_minutes)
+        self._process_group = duplicate_group(
+            mpu.get_expert_model_parallel_group(), self._args.distributed_timeout_minutes
+        )
         self._group = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
         self._shared = self._agree_on_mode([layer for own in self._layers_of_model() for layer in own])
         for position, ddp in enumerate(chunks):

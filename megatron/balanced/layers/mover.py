@@ -32,6 +32,7 @@ from megatron.training.training import get_megatron_optimizer_config
 from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
 from balancing.layers.stage_plan import StagePlan
+from balancing.messages import connect
 from megatron.balanced import callbacks
 from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
 from megatron.balanced.layers.release import Departure
@@ -46,7 +47,6 @@ from megatron.balanced.optimizer_state import (
     state_bytes,
     take,
 )
-from megatron.balanced.process_groups import meet
 
 __all__ = ["LayerMover", "Moved"]
 
@@ -190,8 +190,7 @@ class LayerMover:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()
         if len(set(self.gather(digest))) > 1:
             raise RuntimeError("ranks made different plans for the same layers")
-        # Messages between two ranks of a group presuppose that all of its ranks have met.
-        meet(self._tensors)
+        connect(self._tensors)
 
     def _free_buffers(self) -> None:
         """Let go of Megatron's flat buffers. Weights that lie in one keep it until the new one is there."""

@@ -23,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
+from balancing.messages import connect
 from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
@@ -30,7 +31,7 @@ from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.rank_program import Widths, find_way, keep_way
 from balancing.sequences.load import zigzag_areas
 from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.process_groups import cluster_of, meet
+from megatron.balanced.process_groups import cluster_of
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequences.checks import why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive
@@ -76,7 +77,7 @@ class SequenceBalancer(StepCallback):
     def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Have positions follow documents. Data parallelism keeps a table of the modules that it wraps, so a module is
         replaced before. Returns `chunks`, as Megatron's model hooks must."""
-        meet(mpu.get_context_parallel_group())
+        connect(mpu.get_context_parallel_group())
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
                 model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb, self._args.seq_length)
