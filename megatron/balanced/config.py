@@ -67,7 +67,7 @@ class BalanceConfig:
     @property
     def balances(self) -> bool:
         """Whether any balancer is on."""
-        return self.experts.balance_experts or self.sequences.balance_sequences or self.layers.on
+        return self.experts.balance_experts or self.sequences.balance_sequences or self.layers.enabled
 
 
 def config_from_flags(args: argparse.Namespace, device: str) -> BalanceConfig:

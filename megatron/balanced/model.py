@@ -165,7 +165,7 @@ def _replacements(
             replicated[SequentialMLP] = _on_own_linears(ReplicatedSequentialMLP)
             replicated[TEGroupedMLP] = _on_own_linears(GroupedMLP)
     dynamic: dict[Any, Any] = {}
-    if dynamics.any:
+    if dynamics.enabled:
         dynamic[TransformerLayer] = dynamic_layer(dynamics)
         if dynamics.sparse_attention != "none":
             dynamic[DotProductAttention] = sparse_attention(dynamics)

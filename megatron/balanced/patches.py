@@ -105,7 +105,7 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.balance_report is not None or config.balances or config.dynamics.any or bool(registered)
+    return config.balance_report is not None or config.balances or config.dynamics.enabled or bool(registered)
 
 
 def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:

@@ -18,7 +18,7 @@ from megatron.balanced.callbacks import StepCallback, attach, end_training, regi
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.dynamics.schemes import dynamics_callbacks
-from megatron.balanced.experts.balancer import DoesNotFit, ExpertBalancer
+from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.dropout import DropoutStreams
 from megatron.balanced.layers.release import Released
@@ -26,7 +26,7 @@ from megatron.balanced.model import model_config
 from megatron.balanced.observer import Observer
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.watchdog.heartbeat import stop
-from megatron.balanced.watchdog.stall import stalls_told
+from megatron.balanced.watchdog.stall import report_stalls
 
 __all__ = ["train"]
 
@@ -50,7 +50,7 @@ def train(args: argparse.Namespace, config: BalanceConfig, callbacks: Sequence[S
         registered[:] = [*features, *callbacks]
         model.post_wrap_hooks.append(attach)
         folder = None if config.balance_report is None else Path(config.balance_report)
-        with stalls_told(args, folder):
+        with report_stalls(args, folder):
             _pretrain(args, model, datasets, forward)
     finally:
         registered.clear()
@@ -73,11 +73,11 @@ def _features(
     cluster = cluster_from_flags(config, args.world_size)
     features: list[StepCallback] = []
     observer = sequences = None
-    if config.balance_report is not None or config.layers.on:
+    if config.balance_report is not None or config.layers.enabled:
         observer = Observer(args, config)
         features.append(observer)
     report = _no_report if observer is None else observer.note
-    if config.dynamics.any:
+    if config.dynamics.enabled:
         features += dynamics_callbacks(args, config.dynamics, report)
     if config.sequences.balance_sequences:
         sequences = SequenceBalancer(args, config.sequences, cluster, report)
@@ -85,7 +85,7 @@ def _features(
         model.pre_wrap_hooks.append(sequences.before_wrapping)
     if config.experts.balance_experts:
         features.append(ExpertBalancer(args, config.experts, cluster, None if observer is None else observer.note))
-    if config.layers.on:
+    if config.layers.enabled:
         assert observer is not None
         features.append(LayerBalancer(args, config.layers, model, observer))
         if args.attention_dropout or args.hidden_dropout:
@@ -104,7 +104,7 @@ def _pretrain(args: argparse.Namespace, model: GPTModelConfig, datasets: Callabl
     container = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(container, datasets, ModelType.encoder_or_decoder, forward)
-    except DoesNotFit as error:
+    except ReplicaMemoryError as error:
         stop(error)
     except Released:
         sys.stdout.flush()

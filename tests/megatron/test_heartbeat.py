@@ -164,7 +164,7 @@ def _with_store(fault: str) -> tuple[str, bool]:
     heartbeat._open_store = open_store  # type: ignore[assignment]
     heartbeat._MOST_SECONDS = 0.5
     stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, heartbeat.failures_told_once():
+    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, heartbeat.report_failures_once():
         raise KeyError("a part")
     return stderr.getvalue(), stopped.value.code == 1
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.balanced.watchdog.operations import COLLECTIVE, key_of
-from megatron.balanced.watchdog.waiting import Answer, Group, Started, who_waits
+from megatron.balanced.watchdog.waiting import Answer, Group, Started, explain_stall
 from tests.support.training import MOCK_DATA, MODEL, RankRun, train_rank
 
 STOPPED_AT = 2  # iteration
@@ -86,7 +86,7 @@ def test_the_chain_ends_at_who_waits_for_nobody():
         2: _at(12, {"d": _group(data, before), "p": _group(pipe, receive, name="PIPELINE")}),
         3: _at(13, {"d": _group(data, before, gather)}, ("d", gather)),
     }
-    assert who_waits(answers, range(4), 3) == (
+    assert explain_stall(answers, range(4), 3) == (
         "rank 3 waits in allgather #412 of DATA (ranks 1, 2, 3), called at y/z/allgather.py:412; rank 1 has started "
         "it, rank 2 has not: its last operation there is allreduce #411, called at y/z/allreduce.py:411; "
         "rank 2 waits in recv #7 of PIPELINE (ranks 0, 2), called at y/z/recv.py:7; rank 0 has not started it: "
@@ -101,9 +101,9 @@ def test_messages_meet_by_rank_and_tag():
         0: _at(10, {"p": _group([0, 1], _one("send", 1, key_of("send", 1, 6)))}),
         1: _at(11, {"p": _group([0, 1], receive)}, ("p", receive)),
     }
-    assert "rank 0 has not started it" in who_waits(answers, range(2), 0)
+    assert "rank 0 has not started it" in explain_stall(answers, range(2), 0)
     answers[0] = _at(10, {"p": _group([0, 1], _one("send", 1, key_of("send", 1, 5)))})
-    assert who_waits(answers, range(2), 1).startswith("no rank waits for an operation that another has not started")
+    assert explain_stall(answers, range(2), 1).startswith("no rank waits for an operation that another has not started")
 
 
 def test_a_circle():
@@ -112,14 +112,14 @@ def test_a_circle():
         0: _at(10, {"a": _group([0, 1], one, name="A")}, ("a", one)),
         1: _at(11, {"b": _group([0, 1], other, name="B")}, ("b", other)),
     }
-    told = who_waits(answers, range(2), 0)
+    told = explain_stall(answers, range(2), 0)
     assert "it has started none there; rank 1 waits in broadcast #1 of B" in told
     assert told.endswith("rank 0 again: a circle")
 
 
 def test_a_rank_without_an_answer():
     reduce = _one("allreduce", 3)
-    told = who_waits({0: _at(10, {"a": _group([0, 1], reduce)})}, range(2), 0)
+    told = explain_stall({0: _at(10, {"a": _group([0, 1], reduce)})}, range(2), 0)
     assert told.endswith("rank 1 has not started it: it does not answer")
 
 
@@ -128,7 +128,7 @@ def test_different_operations_met(change):
     reduce = _one("allreduce", 3)
     other = reduce._replace(**change)
     answers = {0: _at(10, {"a": _group([0, 1], reduce)}), 1: _at(11, {"a": _group([0, 1], other)})}
-    told = who_waits(answers, range(2), 0)
+    told = explain_stall(answers, range(2), 0)
     assert told.startswith("on DATA (ranks 0, 1) rank 0 started allreduce #3") and "where rank 1 started" in told
 
 
@@ -139,7 +139,7 @@ def test_pieces_of_different_length_may_meet():
         0: _at(10, {"a": _group([0, 1], exchange)}),
         1: _at(11, {"a": _group([0, 1], exchange._replace(sizes=((9,),)))}),
     }
-    assert who_waits(answers, range(2), 0).endswith("rank 0: at.py:10; rank 1: at.py:11")
+    assert explain_stall(answers, range(2), 0).endswith("rank 0: at.py:10; rank 1: at.py:11")
 
 
 def test_on_a_gpu_the_first_that_others_have_not_started_counts():
@@ -150,4 +150,4 @@ def test_on_a_gpu_the_first_that_others_have_not_started_counts():
         1: _at(11, {}),
         2: _at(12, {}),
     }
-    assert who_waits(answers, range(3), 2).startswith("rank 0 waits in allreduce #1 of A (ranks 0, 1)")
+    assert explain_stall(answers, range(3), 2).startswith("rank 0 waits in allreduce #1 of A (ranks 0, 1)")

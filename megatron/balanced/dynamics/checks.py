@@ -89,7 +89,7 @@ _SPARSE_ATTENTION: tuple[Contradiction, ...] = (
 
 def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
     """To be called after Megatron has validated `args`. Raises ValueError for what cannot be done."""
-    if not config.any:
+    if not config.enabled:
         return
     refuse(args, "a dynamic model", _ANY)
     if config.freeze_layers:

@@ -37,7 +37,7 @@ from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.optimizer_state import state_bytes
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 
-__all__ = ["DoesNotFit", "ExpertBalancer"]
+__all__ = ["ExpertBalancer", "ReplicaMemoryError"]
 
 _DRIFT = 0.05  # part of all tokens that may go to other experts until replicas are placed anew, if that decides
 
@@ -62,7 +62,7 @@ class _Replicas:
     due: int = 0
 
 
-class DoesNotFit(ValueError):
+class ReplicaMemoryError(ValueError):
     """The slots need more memory than is free. Raised on all ranks together."""
 
 
@@ -97,7 +97,7 @@ class ExpertBalancer(StepCallback):
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         """Make the slots of a model that is complete and wrapped.
 
-        Raises DoesNotFit, on all ranks of the job, when the slots do not fit into the memory of one.
+        Raises ReplicaMemoryError, on all ranks of the job, when the slots do not fit into the memory of one.
         """
         self._model = chunks
         self._process_group = duplicate_group(
@@ -158,7 +158,7 @@ class ExpertBalancer(StepCallback):
         dist.all_gather_object(told, complaint)
         for text in told:
             if text is not None:
-                raise DoesNotFit(text)
+                raise ReplicaMemoryError(text)
         return shared
 
     def _mode(self, layers: list[BalancedMoELayer], free: int) -> tuple[bool, str | None]:
