@@ -1,8 +1,8 @@
-"""The command line: Megatron-LM's own flags plus ours, checked before anything is built.
+"""The command line: Megatron-LM's flags and those of this package, checked before anything is built.
 
-The device must be known before `megatron.core` is imported (see `megatron.balanced.cpu.device`), and what this machine
-has decides some of Megatron's defaults: without Transformer Engine and Apex its shipped defaults do not run. Flags the
-user gives always win.
+The device is chosen before `megatron.core` is imported (see `megatron.balanced.cpu.device`). Some of Megatron-LM's
+defaults need Transformer Engine or Apex; where these are missing, other defaults take their place. Flags that the user
+gives always win.
 """
 
 import argparse
@@ -56,9 +56,9 @@ def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
                     "default": field.default,
                 } | options
             group.add_argument("--" + field.name.replace("_", "-"), **options)
-    for action in parser._actions:  # Megatron makes help of docstrings, where argparse takes a lone % for a format
+    for action in parser._actions:  # from docstrings of Megatron, in which argparse reads a single % as a format
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
-    parser.set_defaults(**_defaults_of_this_machine())
+    parser.set_defaults(**_defaults_of_this_host())
     _mend_help(parser)
     know_flags(parser)
     parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]
@@ -66,7 +66,7 @@ def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Some of Megatron's help has bare per cent signs, at which argparse would fail when it prints it."""
+    """Escape bare per cent signs in Megatron's help, at which argparse fails when it prints the help."""
     for action in parser._actions:
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -75,14 +75,14 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Instead of argparse's own, which would print the usage of some six hundred flags on each rank."""
+    """Replace argparse's error, which prints the usage of some six hundred flags on each rank."""
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     near = difflib.get_close_matches(unknown[1], parser._option_string_actions, n=1) if unknown else []
     raise ValueError(f"{message}; {f'did you mean {near[0]}?' if near else 'see --help'}")
 
 
-def _defaults_of_this_machine() -> dict[str, object]:
-    """Megatron-LM's own defaults assume Transformer Engine, Apex and a GPU. What runs here without them."""
+def _defaults_of_this_host() -> dict[str, object]:
+    """Replacements for defaults of Megatron-LM that need Transformer Engine, Apex or a GPU, where these are missing."""
     defaults: dict[str, object] = {}
     has_apex = find_apex()["state"] == "ok"
     if is_cpu() or importlib.util.find_spec("transformer_engine") is None:
@@ -99,7 +99,7 @@ def _defaults_of_this_machine() -> dict[str, object]:
 
 
 def _join_world() -> None:
-    """Started without a launcher, this process is the only rank. Raises ValueError when a launcher told half of it."""
+    """Without a launcher, set the environment of a single rank. Raises ValueError if it is only partly set."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if "WORLD_SIZE" in os.environ and missing:
@@ -109,7 +109,7 @@ def _join_world() -> None:
         )
     if "WORLD_SIZE" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port, for nobody else needs to know it
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port, since no other rank connects to it
 
 
 def _is_first_rank() -> bool:
@@ -117,7 +117,7 @@ def _is_first_rank() -> bool:
 
 
 def _quiet(device: str) -> None:
-    """What is missing on this machine is the doctor's to say, once; not a warning of each module on each rank."""
+    """Silence warnings of modules about missing packages, which `python -m balancing.doctor` reports once."""
     for message in (
         ".*(Transformer Engine|Apex|transformer-engine).*(not installed|Falling back|Use local).*",
         ".*is deprecated and will be removed in future NCCL.*",
@@ -142,13 +142,13 @@ def _start_device(argv: Sequence[str]) -> str:
 
 
 def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> None:
-    """Combinations that would go wrong later, refused now. Raises ValueError."""
+    """Raise ValueError for combinations of flags that would fail later."""
     if config.fp64 and device != "cpu":
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
     if config.balance_report is not None or config.balances:
-        detect_launch()  # who shares a node with whom must be known
+        detect_launch()  # raises ValueError if it is unknown which ranks share a node
     cluster_from_flags(config, args.world_size)
     if config.balance_report_interval < 1:
         raise ValueError(f"--balance-report-interval {config.balance_report_interval} must be at least 1")
@@ -175,11 +175,13 @@ def _use_float64(args: argparse.Namespace) -> None:
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, BalanceConfig]:
     """Choose the device, parse and check the command line, and set up Megatron's globals: tokenizer, writers, timers.
 
-    `argv` is the command line without the program's name, `sys.argv[1:]` by default. Bad input ends the process with
-    one line on the first rank's stderr and exit code 2.
+    argv: the command line without the program's name, by default `sys.argv[1:]`.
+
+    Returns Megatron-LM's arguments and the flags of this package. Bad input ends the process with one line on stderr
+    and exit code 2.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    sys.argv[1:] = argv  # Megatron's parser reads sys.argv
+    sys.argv[1:] = argv  # Megatron's parser reads it
     try:
         check_megatron()
         _join_world()
@@ -207,12 +209,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         config = dataclasses.replace(config, experts=experts, sequences=sequences, layers=layers)
         if _is_first_rank():
             print(*(f"> {note}\n" for note in notes + of_sequences + of_layers), sep="", end="", flush=True)
-        if args.sft:  # its dataset makes none, and asserts that none is asked for
+        if args.sft:  # its dataset has no mask, and asserts that none is requested
             args.create_attention_mask_in_dataloader = False
         validate_args(args)
         _refuse(args, config, device)
         check_dynamics(args, config.dynamics)
-        if not config.balance_dry_run:  # which shows what does not fit instead
+        if not config.balance_dry_run:  # a dry run shows what does not fit
             check_folders(args)
             patches.check_needed(args, config)
         if config.fp64:

@@ -1,4 +1,4 @@
-"""The CPU as Megatron's CUDA device: it answers as one, its memory figures are real, and it can be undone."""
+"""The CPU as Megatron's CUDA device: the API works, memory figures are real, and everything can be restored."""
 
 import json
 import re

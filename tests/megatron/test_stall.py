@@ -1,4 +1,4 @@
-"""A job that stands still: every rank says what it does, and one line says who waits for whom."""
+"""A stalled job: every rank reports its state, and one line explains which rank waits for which."""
 
 import math
 import os
@@ -18,22 +18,22 @@ STOPPED_AT = 2  # iteration
 
 
 def _stops(argv: list[str], folder: Path) -> RankRun:
-    """Rank 1 does nothing in an iteration until somebody has told that the job stands still."""
+    """Rank 1 does nothing in an iteration until the stall is reported."""
     from megatron.balanced.callbacks import StepCallback
     from megatron.balanced.watchdog import operations, stall
 
-    stopped, told = folder / "stopped", folder / "stall.txt"
+    stopped, report = folder / "stopped", folder / "stall.txt"
     main = threading.get_ident()
 
     class Stop(StepCallback):
         def begin_step(self, iteration: int, config: Any) -> None:
             if iteration == STOPPED_AT and os.environ["RANK"] == "1":
                 stopped.touch()
-                while not told.exists():
+                while not report.exists():
                     time.sleep(0.05)
 
     def limit(watch: Any) -> float:
-        """As if its step took too long, once rank 0 waits for the one that stopped."""
+        """Rank 0 counts its step as stalled once it waits for the rank that stopped."""
         waits = watch._moment == (STOPPED_AT, True) and operations.waiting_for(main) is not None
         return 0.0 if os.environ["RANK"] == "0" and stopped.exists() and waits else math.inf
 
@@ -53,11 +53,11 @@ def test_a_rank_that_stops_is_told(pool, tmp_path):
     assert re.search(r"rank 1 waits for no other: it is at \S*test_stall.py:\d+ in begin_step$", line)
     assert line in pool.output[0]
     for rank in range(2):
-        told = (tmp_path / f"stall-rank{rank}.txt").read_text()
-        assert told.startswith(f"> rank {rank} in iteration 3, at ")
-        assert "thread MainThread:" in told and "in train_step" in told
-        assert "last operations on " in told and "s ago, at " in told
-        assert told in pool.output[rank]
+        report = (tmp_path / f"stall-rank{rank}.txt").read_text()
+        assert report.startswith(f"> rank {rank} in iteration 3, at ")
+        assert "thread MainThread:" in report and "in train_step" in report
+        assert "last operations on " in report and "s ago, at " in report
+        assert report in pool.output[rank]
     assert "in begin_step" in (tmp_path / "stall-rank1.txt").read_text()
 
 
@@ -112,15 +112,15 @@ def test_a_circle():
         0: _at(10, {"a": _group([0, 1], one, name="A")}, ("a", one)),
         1: _at(11, {"b": _group([0, 1], other, name="B")}, ("b", other)),
     }
-    told = explain_stall(answers, range(2), 0)
-    assert "it has started none there; rank 1 waits in broadcast #1 of B" in told
-    assert told.endswith("rank 0 again: a circle")
+    report = explain_stall(answers, range(2), 0)
+    assert "it has started none there; rank 1 waits in broadcast #1 of B" in report
+    assert report.endswith("rank 0 again: a circle")
 
 
 def test_a_rank_without_an_answer():
     reduce = _one("allreduce", 3)
-    told = explain_stall({0: _at(10, {"a": _group([0, 1], reduce)})}, range(2), 0)
-    assert told.endswith("rank 1 has not started it: it does not answer")
+    report = explain_stall({0: _at(10, {"a": _group([0, 1], reduce)})}, range(2), 0)
+    assert report.endswith("rank 1 has not started it: it does not answer")
 
 
 @pytest.mark.parametrize("change", [{"kind": "broadcast"}, {"sizes": ((5,),)}])
@@ -128,8 +128,8 @@ def test_different_operations_met(change):
     reduce = _one("allreduce", 3)
     other = reduce._replace(**change)
     answers = {0: _at(10, {"a": _group([0, 1], reduce)}), 1: _at(11, {"a": _group([0, 1], other)})}
-    told = explain_stall(answers, range(2), 0)
-    assert told.startswith("on DATA (ranks 0, 1) rank 0 started allreduce #3") and "where rank 1 started" in told
+    report = explain_stall(answers, range(2), 0)
+    assert report.startswith("on DATA (ranks 0, 1) rank 0 started allreduce #3") and "where rank 1 started" in report
 
 
 def test_pieces_of_different_length_may_meet():
