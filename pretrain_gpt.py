@@ -1,11 +1,11 @@
 """Pretrain GPT with Megatron-LM and load balancing. Takes Megatron-LM's own flags and ours: see --help."""
 
 from megatron.balanced.arguments import parse_arguments
-from megatron.balanced.watchdog.heartbeat import failures_told_once
+from megatron.balanced.watchdog.heartbeat import report_failures_once
 
 
 def main() -> None:
-    with failures_told_once():
+    with report_failures_once():
         args, config = parse_arguments()  # chooses the device, which must happen before megatron.core is imported
 
         from megatron.balanced.train import train

@@ -164,7 +164,7 @@ class DynamicsConfig:
         return layers
 
     @property
-    def any(self) -> bool:
+    def enabled(self) -> bool:
         """True when a scheme is on."""
         return bool(
             self.freeze_layers

@@ -86,7 +86,7 @@ class LayerConfig:
             raise ValueError(f"--repack-min-stages {self.repack_min_stages} must be at least 1")
 
     @property
-    def on(self) -> bool:
+    def enabled(self) -> bool:
         """Whether layers are to be balanced at all."""
         return self.balance_layers or self.balance_layers_once
 

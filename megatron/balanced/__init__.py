@@ -1,4 +1,5 @@
-"""Megatron-LM with load balancing inside: the wiring, and nothing but the wiring.
+"""Load balancing inside Megatron-LM: the wiring of the algorithms in `balancing`, which never imports Megatron.
 
-One file for each part of Megatron that changes. The algorithms are in `balancing`, which never imports Megatron.
+Each balancer has a folder (`experts`, `sequences`, `layers`), as have dynamic models (`dynamics`), the CPU as a device
+(`cpu`) and the reports of failures and stalls (`watchdog`). The files of this folder are common to them.
 """

@@ -1,8 +1,8 @@
-"""The command line: Megatron-LM's own flags plus ours, checked before anything is built.
+"""The command line: Megatron-LM's flags and those of this package, checked before anything is built.
 
-The device must be known before `megatron.core` is imported (see `megatron.balanced.cpu.device`), and what this machine
-has decides some of Megatron's defaults: without Transformer Engine and Apex its shipped defaults do not run. Flags the
-user gives always win.
+The device is chosen before `megatron.core` is imported (see `megatron.balanced.cpu.device`). Some of Megatron-LM's
+defaults need Transformer Engine or Apex; where these are missing, other defaults take their place. Flags that the user
+gives always win.
 """
 
 import argparse
@@ -14,11 +14,10 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-from balancing.cluster import PRESETS, Cluster
 from balancing.doctor.installed import find_apex
 from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
@@ -26,6 +25,7 @@ from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import check_data, check_folders, check_layout, check_megatron
+from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dynamics.checks import check_dynamics
 from megatron.balanced.experts.checks import check_experts
@@ -35,61 +35,7 @@ from megatron.balanced.refusal import know_flags, know_values
 from megatron.balanced.sequences.checks import check_sequences
 from megatron.balanced.watchdog.heartbeat import stop
 
-__all__ = ["BalanceConfig", "machine_of", "parse_arguments"]
-
-
-@dataclasses.dataclass(frozen=True)
-class BalanceConfig:
-    """What a user can set beyond Megatron-LM's own flags. Each field is one flag, or the flags of one balancer."""
-
-    device: str = dataclasses.field(
-        default="auto",
-        metadata={
-            "choices": ["auto", "cuda", "cpu"],
-            "help": "Where to train. auto takes CUDA when there is one. On cpu, Megatron-LM runs over gloo.",
-        },
-    )
-    fp64: bool = dataclasses.field(
-        default=False,
-        metadata={"help": "Train in float64, as an exact reference to compare other runs with (cpu only)."},
-    )
-    balance_report: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "metavar": "DIR",
-            "help": "Measure who is slow, why and by how much, and write events.jsonl and trace.json into DIR. "
-            "Works with every balancer off. Read it with: python -m balancing.report DIR",
-        },
-    )
-    balance_report_interval: int = dataclasses.field(
-        default=10,
-        metadata={
-            "metavar": "N",
-            "help": "Gather and write the report's measurements of N iterations at a time. None is left out: N only "
-            "says how many may be lost when the job is killed.",
-        },
-    )
-    cluster: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "metavar": "PRESET|FILE",
-            "help": "Compute and link speeds for the planners' cost model: "
-            f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it plans "
-            "balance load and leave costs out.",
-        },
-    )
-    balance_dry_run: bool = dataclasses.field(
-        default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
-    )
-    experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
-    sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)
-    layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
-    dynamics: DynamicsConfig = dataclasses.field(default_factory=DynamicsConfig)
-
-    @property
-    def balances(self) -> bool:
-        """Whether any balancer is on."""
-        return self.experts.balance_experts or self.sequences.balance_sequences or self.layers.on
+__all__ = ["parse_arguments"]
 
 
 def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -109,9 +55,9 @@ def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
                     "default": field.default,
                 } | options
             group.add_argument("--" + field.name.replace("_", "-"), **options)
-    for action in parser._actions:  # Megatron makes help of docstrings, where argparse takes a lone % for a format
+    for action in parser._actions:  # from docstrings of Megatron, in which argparse reads a single % as a format
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
-    parser.set_defaults(**_defaults_of_this_machine())
+    parser.set_defaults(**_defaults_of_this_host())
     _mend_help(parser)
     know_flags(parser)
     parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]
@@ -119,7 +65,7 @@ def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Some of Megatron's help has bare per cent signs, at which argparse would fail when it prints it."""
+    """Escape bare per cent signs in Megatron's help, at which argparse fails when it prints the help."""
     for action in parser._actions:
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -128,18 +74,14 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Instead of argparse's own, which would print the usage of some six hundred flags on each rank."""
+    """Replace argparse's error, which prints the usage of some six hundred flags on each rank."""
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
     near = difflib.get_close_matches(unknown[1], parser._option_string_actions, n=1) if unknown else []
     raise ValueError(f"{message}; {f'did you mean {near[0]}?' if near else 'see --help'}")
 
 
-def _config_from(args: argparse.Namespace, cls: type) -> Any:
-    return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls) if field.metadata})
-
-
-def _defaults_of_this_machine() -> dict[str, object]:
-    """Megatron-LM's own defaults assume Transformer Engine, Apex and a GPU. What runs here without them."""
+def _defaults_of_this_host() -> dict[str, object]:
+    """Replacements for defaults of Megatron-LM that need Transformer Engine, Apex or a GPU, where these are missing."""
     defaults: dict[str, object] = {}
     has_apex = find_apex()["state"] == "ok"
     if is_cpu() or importlib.util.find_spec("transformer_engine") is None:
@@ -156,7 +98,7 @@ def _defaults_of_this_machine() -> dict[str, object]:
 
 
 def _join_world() -> None:
-    """Started without a launcher, this process is the only rank. Raises ValueError when a launcher told half of it."""
+    """Without a launcher, set the environment of a single rank. Raises ValueError if it is only partly set."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if "WORLD_SIZE" in os.environ and missing:
@@ -166,7 +108,7 @@ def _join_world() -> None:
         )
     if "WORLD_SIZE" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port, for nobody else needs to know it
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port, since no other rank connects to it
 
 
 def _is_first_rank() -> bool:
@@ -174,7 +116,7 @@ def _is_first_rank() -> bool:
 
 
 def _quiet(device: str) -> None:
-    """What is missing on this machine is the doctor's to say, once; not a warning of each module on each rank."""
+    """Silence warnings of modules about missing packages, which `python -m balancing.doctor` reports once."""
     for message in (
         ".*(Transformer Engine|Apex|transformer-engine).*(not installed|Falling back|Use local).*",
         ".*is deprecated and will be removed in future NCCL.*",
@@ -199,14 +141,14 @@ def _start_device(argv: Sequence[str]) -> str:
 
 
 def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> None:
-    """Combinations that would go wrong later, refused now. Raises ValueError."""
+    """Raise ValueError for combinations of flags that would fail later."""
     if config.fp64 and device != "cpu":
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
     if config.balance_report is not None or config.balances:
-        detect_launch()  # who shares a node with whom must be known
-    machine_of(config, args.world_size)
+        detect_launch()  # raises ValueError if it is unknown which ranks share a node
+    cluster_from_flags(config, args.world_size)
     if config.balance_report_interval < 1:
         raise ValueError(f"--balance-report-interval {config.balance_report_interval} must be at least 1")
     if args.transformer_impl == "local" and args.context_parallel_size > 1 and not args.balance_sequences:
@@ -223,13 +165,6 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--moe-token-dispatcher-type flex needs DeepEP on GPUs; use alltoall or allgather")
 
 
-def machine_of(config: BalanceConfig, world_size: int) -> Cluster | None:
-    """What `--cluster` says of the machine this job runs on. Raises ValueError where the two do not fit."""
-    if config.cluster is None:
-        return None
-    return Cluster.from_spec(config.cluster, world_size, ranks_per_node=detect_launch().ranks_per_node)
-
-
 def _use_float64(args: argparse.Namespace) -> None:
     torch.set_default_dtype(torch.float64)
     args.params_dtype = torch.float64
@@ -239,11 +174,13 @@ def _use_float64(args: argparse.Namespace) -> None:
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, BalanceConfig]:
     """Choose the device, parse and check the command line, and set up Megatron's globals: tokenizer, writers, timers.
 
-    `argv` is the command line without the program's name, `sys.argv[1:]` by default. Bad input ends the process with
-    one line on the first rank's stderr and exit code 2.
+    argv: the command line without the program's name, by default `sys.argv[1:]`.
+
+    Returns Megatron-LM's arguments and the flags of this package. Bad input ends the process with one line on stderr
+    and exit code 2.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    sys.argv[1:] = argv  # Megatron's parser reads sys.argv
+    sys.argv[1:] = argv  # Megatron's parser reads it
     try:
         check_megatron()
         _join_world()
@@ -255,15 +192,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         from megatron.balanced import patches
 
         args = parse_args(_add_balance_flags)
-        config = _config_from(args, BalanceConfig)
-        config = dataclasses.replace(
-            config,
-            device=device,
-            experts=_config_from(args, ExpertConfig),
-            sequences=_config_from(args, SequenceConfig),
-            layers=_config_from(args, LayerConfig),
-            dynamics=_config_from(args, DynamicsConfig),
-        )
+        config = config_from_flags(args, device)
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 
@@ -279,12 +208,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         config = dataclasses.replace(config, experts=experts, sequences=sequences, layers=layers)
         if _is_first_rank():
             print(*(f"> {note}\n" for note in notes + of_sequences + of_layers), sep="", end="", flush=True)
-        if args.sft:  # its dataset makes none, and asserts that none is asked for
+        if args.sft:  # its dataset has no mask, and asserts that none is requested
             args.create_attention_mask_in_dataloader = False
         validate_args(args)
         _refuse(args, config, device)
         check_dynamics(args, config.dynamics)
-        if not config.balance_dry_run:  # which shows what does not fit instead
+        if not config.balance_dry_run:  # a dry run shows what does not fit
             check_folders(args)
             patches.check_needed(args, config)
         if config.fp64:

@@ -1,32 +1,70 @@
-"""What happens around each training step, and around the schedule inside it.
+"""Callbacks of a training run: around each step, around the schedule inside it, and when layers move or ranks leave.
 
-Megatron-LM has no callbacks. `train_step` is the one place that knows the iteration, the model, the optimizer and the
-schedule at a moment when no micro-batch is in flight, so whoever watches or moves something registers here. One row of
-the patch table puts `with_callbacks` in its place.
+Megatron-LM has no callbacks. Its `train_step` is the one function that knows the iteration, the model, the optimizer
+and the schedule while no micro-batch is in flight, so one row of the patch table replaces it by `with_callbacks`. The
+report, the balancers and the dynamic schemes are callbacks; users pass theirs to `megatron.balanced.train.train`.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-__all__ = ["StepCallback", "Trained", "callbacks", "trained", "use_schedule", "with_callbacks"]
+__all__ = [
+    "StepCallback",
+    "Trained",
+    "attach",
+    "end_training",
+    "registered",
+    "trained",
+    "use_schedule",
+    "with_callbacks",
+]
 
 
-class StepCallback(Protocol):
-    """Called on every rank, in the order of registration; the end in reverse order."""
+class StepCallback:
+    """Base class of all callbacks. Every method does nothing; override those you need.
+
+    Every rank has its own instance. All methods but `layer_arrived` are called on all ranks of the job, so they may
+    communicate. Callbacks are called in the order of registration; `end_schedule` and `end_step` in reverse order. An
+    exception in a callback ends the run.
+    """
+
+    def attach(self, chunks: list[Any]) -> None:
+        """The model has been built. `chunks`: this rank's model chunks, wrapped for data parallelism, which presupposes
+        that no module is replaced from now on; the list and the wrappers stay the same for the whole run. The optimizer
+        is built afterwards."""
 
     def begin_step(self, iteration: int, config: Any) -> None:
         """Before iteration `iteration` (from 0). `config` is the model's config, which the schedule reads."""
 
     def begin_schedule(self) -> None:
-        """Before the first forward pass. When a loss looks wrong, Megatron runs the iteration's schedule a second time
-        to see whether it was the machine; then the schedule begins and ends twice within the step."""
+        """Before the first forward pass. If a loss looks wrong, Megatron-LM runs the schedule of the iteration again to
+        tell a faulty device from a faulty model; the schedule then begins and ends twice within the step."""
 
     def end_schedule(self) -> None:
         """After the last backward pass and gradient reduction, before the optimizer's step."""
 
     def end_step(self) -> None:
         """After the optimizer's step."""
+
+    def layer_arrived(self, layer: Any, chunk: int) -> None:
+        """`layer` has moved to model chunk `chunk` of this rank, with its weights, buffers and optimizer state. The
+        module is a new one: hooks on the module that the layer was on its old rank have not come with it."""
+
+    def layers_moved(self) -> None:
+        """Layers have moved, perhaps not to or from this rank. Gradient buffers, buckets and optimizer have been
+        rebuilt on every rank. Called after `layer_arrived` and `after_release`, before the step goes on."""
+
+    def before_release(self) -> None:
+        """Before the ranks of the last pipeline stages leave the job: the last call on those ranks."""
+
+    def after_release(self, headed: Any | None) -> None:
+        """The ranks of the last stages have left, and process groups and world size are those of the others. `headed`:
+        this rank's model if it has got the final norm and the head, else None."""
+
+    def end_training(self) -> None:
+        """After the last step, also when Megatron-LM ends the run early, for instance at --exit-interval. Not called
+        when an exception ends it."""
 
 
 class Trained(NamedTuple):
@@ -37,23 +75,36 @@ class Trained(NamedTuple):
     scheduler: Any
 
 
-callbacks: list[StepCallback] = []
+registered: list[StepCallback] = []  # of the run in progress
 _trained: list[Trained] = []
 _schedule: list[Callable] = []
 
 
 def use_schedule(schedule: Callable | None) -> None:
-    """Have steps run `schedule` from now on, instead of the one that the training loop chose; None for that one."""
+    """Run `schedule` in the following steps instead of the one that the training loop chose; None restores that one."""
     _schedule[:] = [schedule] if schedule is not None else []
 
 
 def trained() -> Trained:
-    """What the step at hand trains. To be asked within a step."""
+    """The model, optimizer and scheduler of the step in progress. Valid only within a step."""
     return _trained[-1]
 
 
+def attach(chunks: list[Any]) -> list[Any]:
+    """Attach all callbacks to a model. Returns `chunks`, as Megatron's model hooks must."""
+    for callback in registered:
+        callback.attach(chunks)
+    return chunks
+
+
+def end_training() -> None:
+    """Tell all callbacks that the training loop has ended."""
+    for callback in registered:
+        callback.end_training()
+
+
 def with_callbacks(original: Callable) -> Callable:
-    """Megatron's `train_step` with all registered callbacks around it. An error in a callback ends the run."""
+    """Megatron's `train_step` with all registered callbacks around it."""
 
     @functools.wraps(original)
     def train_step(
@@ -68,15 +119,15 @@ def with_callbacks(original: Callable) -> Callable:
         **groups: Any,
     ) -> Any:
         def schedule(*args: Any, **kwargs: Any) -> Any:
-            for callback in callbacks:
+            for callback in registered:
                 callback.begin_schedule()
             losses = (_schedule or [forward_backward_func])[0](*args, **kwargs)
-            for callback in reversed(callbacks):
+            for callback in reversed(registered):
                 callback.end_schedule()
             return losses
 
         _trained[:] = [Trained(model, optimizer, opt_param_scheduler)]
-        for callback in callbacks:
+        for callback in registered:
             callback.begin_step(iteration or 0, config)
         result = original(
             forward_step_func,
@@ -89,7 +140,7 @@ def with_callbacks(original: Callable) -> Callable:
             iteration=iteration,
             **groups,
         )
-        for callback in reversed(callbacks):
+        for callback in reversed(registered):
             callback.end_step()
         _trained.clear()
         return result

@@ -1,8 +1,8 @@
-"""Batches for GPT: Megatron-LM's datasets and collation, one micro-batch at a time, and the loss.
+"""Datasets, micro-batches and the loss of GPT: the part of training that Megatron-LM leaves to an entry script.
 
-The datasets, their caches and the broadcast over tensor-parallel ranks are Megatron's. What stands here is what
-Megatron-LM leaves to an entry script, with one difference: with packed or balanced documents every pipeline stage reads
-the data, since every layer's attention needs the document boundaries, and stages in the middle would have none.
+The datasets, their caches and the broadcast over tensor-parallel ranks are Megatron-LM's. Its own entry script differs
+in one point: with packed or balanced documents every pipeline stage reads the data here, since the attention of every
+layer needs the boundaries of documents.
 """
 
 import argparse
@@ -54,7 +54,7 @@ DocumentObserver = Callable[[list[int], int, SequencePlan | None], None]
 
 
 def is_packed(args: argparse.Namespace) -> bool:
-    """True when a sequence holds several documents that do not attend to each other."""
+    """Whether a sequence holds several documents that do not attend to each other."""
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
@@ -76,7 +76,7 @@ def _stage_reads_data(args: argparse.Namespace, vp_stage: int | None) -> bool:
 
 
 def releases(args: argparse.Namespace) -> bool:
-    """Whether ranks may leave the job, so that any stage may become the last one and read data."""
+    """Whether ranks may leave the job, so that any stage may become the last one, which reads data."""
     return args.repack_throughput_floor is not None or args.repack_memory_limit is not None
 
 
@@ -104,7 +104,7 @@ def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
-        "context_parallel_size": 1 if args.balance_sequences else args.context_parallel_size,  # what it pads to
+        "context_parallel_size": 1 if args.balance_sequences else args.context_parallel_size,  # for padding
         "data_parallel_size": args.data_parallel_size,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
         "hybrid_context_parallel": args.hybrid_context_parallel,
@@ -138,7 +138,7 @@ def _dataset_class(args: argparse.Namespace) -> type:
 
 
 def train_valid_test_datasets(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build the train, validation and test sets on the ranks that read them. `sizes`: samples, None for an epoch."""
+    """Build train, validation and test sets on the ranks that read them. sizes: samples of each, None for an epoch."""
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
 
@@ -149,15 +149,15 @@ def train_valid_test_datasets(sizes: list[int | None], vp_stage: int | None = No
     return BlendedMegatronDatasetBuilder(_dataset_class(args), sizes, reads_data, _dataset_config(args)).build()
 
 
-train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]  # read by Megatron: every rank may call it
+train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
 
 
 def _next_batch(data_iterator: Iterator | None, vp_stage: int | None) -> dict[str, Any] | None:
-    """The next micro-batch of this rank, or None on a stage that needs none of it."""
+    """The next micro-batch of this rank, or None on a stage that does not read data."""
     args = get_args()
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     if not _stage_reads_data(args, vp_stage):
-        if releases(args) and tensor_rank == 0:  # it may become the last stage, and shall be at the right sample then
+        if releases(args) and tensor_rank == 0:  # it may become the last stage, so it keeps pace
             assert data_iterator is not None, "a stage that may have to read data has no data iterator"
             next(data_iterator)
         return None
@@ -215,7 +215,7 @@ def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def _document_lengths(args: argparse.Namespace, packed: PackedSeqParams | None, plan: SequencePlan | None) -> list[int]:
-    """Tokens of each stretch that attends to itself alone, in the micro-batch at hand."""
+    """Tokens of each document of the current micro-batch, or of each sample if they are not packed."""
     if plan is not None:
         return list(plan.lengths)
     if packed is None:
@@ -224,9 +224,10 @@ def _document_lengths(args: argparse.Namespace, packed: PackedSeqParams | None, 
 
 
 def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses over unmasked tokens, their number, and both as Megatron reports them.
+    """The sum of the losses over unmasked tokens, the number of these tokens, and both as Megatron reports them.
 
-    output: loss of each token, any shape; loss_mask: as many elements, 1 where a token counts.
+    loss_mask: 1 where a token counts, as many elements as `output`.
+    output: the loss of each token, any shape.
     """
     args = get_args()
     mask = loss_mask.reshape(-1).float()
@@ -260,10 +261,12 @@ def forward_step(
     on_documents: DocumentObserver | None = None,
     sequences: "SequenceBalancer | None" = None,
 ) -> tuple[torch.Tensor, Callable]:
-    """Run one micro-batch forward. Returns the output tensor and the loss function, as Megatron's schedules ask.
+    """Run the forward pass of one micro-batch. Returns the output tensor and the loss function, as schedules expect.
 
-    `on_documents` is told the document lengths, the model chunk and the plan of each micro-batch on this rank. With
-    `sequences` the documents are spread over context-parallel ranks as it plans.
+    data_iterator: of this rank; None on ranks without data.
+    model: the model chunk.
+    on_documents: called with the document lengths, the model chunk and the plan of each micro-batch on this rank.
+    sequences: plans how documents are spread over context-parallel ranks; None for Megatron-LM's own layout.
     """
     args = get_args()
     timers = get_timers()

@@ -1,8 +1,8 @@
-"""The GPT model as Megatron-LM builds it, with the modules it lacks where Transformer Engine is not there.
+"""The GPT model as Megatron-LM builds it, with our modules in its layer spec.
 
-Megatron's local spec (its own modules, no Transformer Engine) refuses sequence parallelism, for want of a norm, and
-packed documents, for want of an attention, and runs `--moe-grouped-gemm` one expert after the other. What lacks is
-filled in through the layer spec, as are experts with replicas; nothing is patched.
+Megatron's local spec (its own modules, no Transformer Engine) has no norm for sequence parallelism and no attention for
+packed documents, and runs the experts of `--moe-grouped-gemm` one after the other. The layer spec fills in the missing
+modules, and those of the balancers and dynamic schemes; nothing is patched.
 """
 
 import argparse
@@ -43,9 +43,8 @@ __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "m
 class SequenceParallelNorm:
     """torch's LayerNorm or RMSNorm under sequence parallelism.
 
-    The norm itself is local to a token. Only its weights need care: every tensor-parallel rank sees a part of the
-    tokens, so their gradients must be summed over the group, which Megatron does for parameters marked
-    `sequence_parallel`.
+    The norm itself is local to a token. Every tensor-parallel rank sees a part of the tokens, so gradients of its
+    weights must be summed over the group, which Megatron does for parameters marked `sequence_parallel`.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
@@ -58,7 +57,7 @@ class SequenceParallelNorm:
 
 
 class PackedDotProductAttention(DotProductAttention):
-    """Megatron's own attention for several documents packed into one sequence: each attends to itself alone."""
+    """Megatron's own attention over documents packed into one sequence. Each document attends only to itself."""
 
     def forward(
         self,
@@ -87,7 +86,7 @@ class PackedDotProductAttention(DotProductAttention):
 
 
 def _fill_in(value: Any, replacements: dict[Any, Any]) -> Any:
-    """`value`, a part of a layer spec, with modules replaced everywhere inside it. Specs are changed in place."""
+    """Replace modules everywhere in `value`, a part of a layer spec. Specs are changed in place."""
     if isinstance(value, type):
         return replacements.get(value, value)
     if isinstance(value, partial):
@@ -100,16 +99,19 @@ def _fill_in(value: Any, replacements: dict[Any, Any]) -> Any:
 
 
 class LayerSpecs:
-    """The layer specs Megatron would choose, with `replacements` (module -> module) in them. A layer spec of a model
-    config, to be called with it. `of_prediction` are the replacements in layers of multi-token prediction."""
+    """The layer specs that Megatron would choose, with modules replaced. Used as the layer spec of a model config.
+
+    replacements: module -> module, in the layers of the model.
+    of_prediction: the same for the layers of multi-token prediction.
+    """
 
     def __init__(self, replacements: dict[Any, Any], of_prediction: dict[Any, Any]) -> None:
         self._replacements, self._of_prediction = replacements, of_prediction
 
-    def __call__(self, config: GPTModelConfig, vp_stage: int | None) -> Any:  # by these names, for Megatron looks
+    def __call__(self, config: GPTModelConfig, vp_stage: int | None) -> Any:  # Megatron inspects the names
         block = default_layer_spec(config, vp_stage)
         if isinstance(block, ModuleSpec) and config.transformer.transformer_impl == "local":
-            # One spec for all layers of a dense model. Spell out the block, which also names its final norm.
+            # One spec for all layers of a dense model. The spec of the block names its final norm as well.
             layers = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
             block = TransformerBlockSubmodules(layer_specs=[block] * layers, layer_norm=WrappedTorchNorm)
         if isinstance(block, TransformerBlockSubmodules):
@@ -125,8 +127,8 @@ class LayerSpecs:
 
 
 def _on_own_linears(experts: type[SequentialMLP]) -> Callable[..., SequentialMLP]:
-    """`experts` made of Megatron's own linear layers, whatever the spec has in their place. A replica runs a home
-    expert's modules on other weights, which those of Transformer Engine, tied to their own, may not be used for."""
+    """`experts` made of Megatron's own linear layers, whatever the spec has. A replica runs the modules of a home
+    expert with other weights, which modules of Transformer Engine do not allow."""
 
     def build(*args: Any, submodules: Any, **kwargs: Any) -> SequentialMLP:
         own = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -147,8 +149,8 @@ def _core_attention(args: argparse.Namespace) -> type:
 def _replacements(
     args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """What stands in the place of Megatron's modules in layers of the model, and in those of multi-token prediction."""
-    fitting: dict[Any, Any] = {}  # does the same as the module it replaces, in every layer
+    """Replacements of Megatron's modules in layers of the model, and in those of multi-token prediction."""
+    fitting: dict[Any, Any] = {}  # equivalent to the modules that they replace, in every layer
     if sequences.balance_sequences:
         fitting[_core_attention(args)] = SequenceCoreAttention
     elif args.transformer_impl == "local" and (args.sft or args.dataloader_inter_document_masking):
@@ -165,11 +167,11 @@ def _replacements(
             replicated[SequentialMLP] = _on_own_linears(ReplicatedSequentialMLP)
             replicated[TEGroupedMLP] = _on_own_linears(GroupedMLP)
     dynamic: dict[Any, Any] = {}
-    if dynamics.any:
+    if dynamics.enabled:
         dynamic[TransformerLayer] = dynamic_layer(dynamics)
         if dynamics.sparse_attention != "none":
             dynamic[DotProductAttention] = sparse_attention(dynamics)
-    # A layer of prediction that is run several times has no replicas.
+    # A layer of prediction that runs several times has no replicas.
     of_prediction = fitting if args.mtp_use_repeated_layer else fitting | replicated
     return fitting | replicated | dynamic, of_prediction
 
@@ -177,7 +179,7 @@ def _replacements(
 def replaces_in_prediction(
     args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
 ) -> bool:
-    """Whether layers of multi-token prediction have other modules than Megatron's."""
+    """Whether layers of multi-token prediction have other modules than Megatron's. Parameters as in `model_config`."""
     return (
         bool(args.mtp_num_layers) and args.spec is None and bool(_replacements(args, experts, sequences, dynamics)[1])
     )
@@ -186,7 +188,11 @@ def replaces_in_prediction(
 def model_config(
     args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
 ) -> GPTModelConfig:
-    """The model that the flags describe, as a config that `megatron.training.pretrain` builds from."""
+    """The model that the flags describe, as the config from which `megatron.training.pretrain` builds it.
+
+    args: Megatron-LM's arguments.
+    experts, sequences, dynamics: the flags of these features.
+    """
     config = gpt_config_from_args(args)
     replacements, of_prediction = _replacements(args, experts, sequences, dynamics)
     if dynamics.mixture_of_depths:  # layers with and without a router

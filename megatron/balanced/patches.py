@@ -1,9 +1,9 @@
-"""Every place where Megatron-LM's own code is replaced, in one table.
+"""The table of all patches: every attribute of Megatron-LM that is replaced.
 
-A patch is the last resort (docs/overlay.md lists what comes first). Each row names its target, the replacement, why it
-is there, which versions of megatron-core it was written for and the signature it expects. `install` applies the rows
-that this run needs and prints one line a row. A missing target, another signature or another version stops the run: a
-patch that silently does nothing is worse than none.
+A patch is the last resort (docs/overlay.md lists the alternatives). Each row has the target, the replacement, the
+reason, the versions of megatron-core it was written for and the signature it expects. `install` applies the rows that a
+run needs. A missing target, another signature or another version stops the run, since a patch that silently does
+nothing is worse than none.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from typing import Any
 import megatron.core
 import torch
 
-from megatron.balanced.arguments import BalanceConfig
-from megatron.balanced.callbacks import with_callbacks
+from megatron.balanced.callbacks import registered, with_callbacks
+from megatron.balanced.config import BalanceConfig
 from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.model import replaces_in_prediction
@@ -34,7 +34,7 @@ Condition = Callable[[argparse.Namespace, BalanceConfig], bool]
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced attribute of Megatron-LM. `replacement` is given the original and returns what replaces it."""
+    """One replaced attribute of Megatron-LM. `replacement` maps the original to its replacement."""
 
     target: str  # "package.module:attribute" or "package.module:Class.attribute"
     replacement: Callable[[Callable], Callable]
@@ -44,7 +44,7 @@ class Patch:
     needed: Condition
 
     def owner(self) -> tuple[Any, str]:
-        """The object that holds the target, and the target's name. Raises LookupError when it is not there."""
+        """The object that has the target, and the target's name. Raises LookupError when it does not exist."""
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
         try:
@@ -58,7 +58,7 @@ class Patch:
 def _keep_shipped_helper(original: Callable) -> Callable:
     @functools.wraps(original)
     def compile_helpers() -> None:
-        """The wheel ships the compiled helper and no Makefile, so there is nothing to compile."""
+        """Do nothing: the wheel has the compiled helper and no Makefile."""
 
     return compile_helpers
 
@@ -74,7 +74,7 @@ def _helper_is_shipped(args: argparse.Namespace, config: BalanceConfig) -> bool:
 def _with_filled_state(original: Callable) -> Callable:
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
-        """A new optimizer has no state yet, and torch's has no common step to read until it has: give it one."""
+        """Fill in the state of a new optimizer first: without state, torch's has no common step to read."""
         if self.optimizer is not None and not self.optimizer.state:
             self._init_optimizer_states_with_dummy_values()
         return original(self)
@@ -85,9 +85,9 @@ def _with_filled_state(original: Callable) -> Callable:
 def _with_own_step(original: Callable) -> Callable:
     @functools.wraps(original)
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        """Upstream has just given all parameters one and the same tensor to count their steps in, and each step of
-        torch's Adam would count in it once for each. Not every format has the step again, and float32 parameters are
-        leaves of the graph."""
+        """Give the parameter a step counter of its own. Upstream has just given all parameters the same tensor, in
+        which each step of torch's Adam would count once for every parameter. Not every checkpoint format has the step a
+        second time. Float32 parameters are leaves of the graph, so they are set without gradients."""
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         if "step" in state:
@@ -105,7 +105,7 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.balance_report is not None or config.balances or config.dynamics.any
+    return config.balance_report is not None or config.balances or config.dynamics.enabled or bool(registered)
 
 
 def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:
@@ -195,8 +195,8 @@ _installed: list[tuple[Any, str, Any]] = []
 
 
 def check(patch: Patch) -> None:
-    """Raise ValueError unless the installed Megatron-LM is what this patch was written for."""
-    # Megatron adds "+COMMIT" where it lies in a git repository, be it only an environment inside of one.
+    """Raise ValueError unless this patch fits the installed Megatron-LM."""
+    # Megatron appends "+COMMIT" if it is inside a git repository, which may only hold the environment.
     if megatron.core.__version__.partition("+")[0] not in patch.versions:
         raise ValueError(
             f"megatron-core {megatron.core.__version__} is installed, but the patch of {patch.target} was written for "
@@ -214,7 +214,7 @@ def check(patch: Patch) -> None:
 
 
 def rows(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
-    """One line for each row of the table: whether this run needs it, why it is there, and what stands against it."""
+    """One line for each row of the table: whether this run needs it, its reason, and the error if it does not fit."""
     lines = []
     for patch in PATCHES:
         line = f"{'patch' if patch.needed(args, config) else 'no   '}  {patch.target}: {patch.why}"
@@ -227,7 +227,7 @@ def rows(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
 
 
 def check_needed(args: argparse.Namespace, config: BalanceConfig) -> list[Patch]:
-    """The patches that this run needs. Raises ValueError when Megatron-LM is not what one of them was written for."""
+    """The patches that this run needs. Raises ValueError when one does not fit the installed Megatron-LM."""
     wanted = [patch for patch in PATCHES if patch.needed(args, config)]
     for patch in wanted:
         check(patch)
@@ -235,9 +235,9 @@ def check_needed(args: argparse.Namespace, config: BalanceConfig) -> list[Patch]
 
 
 def install(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
-    """Apply the patches that this run needs, after checking all of them. Returns one line for each. Idempotent.
+    """Check all patches that this run needs, then apply them. Returns one line for each. Idempotent.
 
-    Raises ValueError when Megatron-LM is not what a patch was written for; nothing is applied then.
+    Raises ValueError, without applying any, when one does not fit the installed Megatron-LM.
     """
     if _installed:
         return []
@@ -251,7 +251,7 @@ def install(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
 
 
 def uninstall() -> None:
-    """Put back every original that `install` replaced."""
+    """Restore every original that `install` replaced."""
     while _installed:
         owner, name, original = _installed.pop()
         setattr(owner, name, original)

@@ -1,7 +1,7 @@
-"""Tells a recomputation from a first pass.
+"""Recognition of recomputed forward passes.
 
-Where activations are recomputed, a module first runs without gradients and later again with them, in the order of the
-micro-batches. What must be counted or decided once per micro-batch is counted in the first pass and recalled in the
+Under activation recompute a module runs without gradients first and with gradients later, in the same order of
+micro-batches. Decisions and counts that must be made once per micro-batch are made in the first pass and reused in the
 second.
 """
 
@@ -14,13 +14,13 @@ __all__ = ["Replays"]
 
 
 class Replays[T]:
-    """What the first passes of one module decided, until the passes that repeat them."""
+    """The decisions of the first passes of one module, kept until these passes are recomputed."""
 
     def __init__(self) -> None:
         self._waiting: deque[T] = deque()
 
     def decide(self, decide: Callable[[], T]) -> tuple[T, bool]:
-        """What `decide` gives in a first pass or gave in the one that this pass repeats, and whether it repeats one."""
+        """The result of `decide` in a first pass, or the one of the pass that is recomputed; and whether it is."""
         if torch.is_grad_enabled() and self._waiting:
             return self._waiting.popleft(), True
         decided = decide()

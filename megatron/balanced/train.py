@@ -1,10 +1,11 @@
-"""Training, from checked flags to the last checkpoint: everything ours is put in place, then Megatron takes over."""
+"""Training with checked flags: build the callbacks of all features, install the patches, call Megatron-LM."""
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
@@ -12,98 +13,103 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
-from megatron.balanced import callbacks, patches
-from megatron.balanced.arguments import BalanceConfig, machine_of
+from megatron.balanced import patches
+from megatron.balanced.callbacks import StepCallback, attach, end_training, registered, use_schedule
+from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.data import forward_step, train_valid_test_datasets
-from megatron.balanced.dynamics.schemes import add_dynamics
-from megatron.balanced.experts.balancer import DoesNotFit, ExpertBalancer
+from megatron.balanced.dynamics.schemes import dynamics_callbacks
+from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.dropout import DropoutStreams
-from megatron.balanced.layers.release import Released, hand_over_tensorboard
+from megatron.balanced.layers.release import Released
 from megatron.balanced.model import model_config
 from megatron.balanced.observer import Observer
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.watchdog.heartbeat import stop
-from megatron.balanced.watchdog.stall import stalls_told
+from megatron.balanced.watchdog.stall import report_stalls
 
 __all__ = ["train"]
 
 
-def train(args: argparse.Namespace, config: BalanceConfig) -> None:
-    """Train as the flags say. `parse_arguments` made both arguments."""
-    if config.balance_dry_run:
-        print_rank_0("\n".join(patches.rows(args, config)))
-        return
-    for line in patches.install(args, config):
-        print_rank_0(f"> {line}")
+def train(args: argparse.Namespace, config: BalanceConfig, callbacks: Sequence[StepCallback] = ()) -> None:
+    """Train as the flags say, until the last checkpoint.
+
+    args: Megatron-LM's arguments; `parse_arguments` makes them and `config`.
+    config: this package's flags.
+    callbacks: the caller's own. Their steps begin after those of all features, and end before them.
+    """
+    registered[:] = callbacks  # whether there are any decides what is patched
     try:
-        model = model_config(args, config.experts, config.sequences, config.dynamics)
-    except (ValueError, AssertionError) as error:  # what Megatron finds wrong with the model, the same on all ranks
-        stop(error)
-    forward: Callable = forward_step
-    datasets: Callable = train_valid_test_datasets
-    observer = None
-    if config.balance_report is not None or config.layers.on:
-        observer = Observer(args, config)
-        model.post_wrap_hooks.append(observer.attach)
-        callbacks.callbacks.append(observer)
-        forward = partial(forward_step, on_documents=observer.documents)
-    machine = machine_of(config, args.world_size)
-    renew: list[Callable[[], None]] = []  # when layers have moved
-    report = observer.note if observer is not None else lambda event: None
-    if config.dynamics.any:
-        renew += add_dynamics(args, config.dynamics, model, report)
-    if config.sequences.balance_sequences:
-        sequences = SequenceBalancer(args, config.sequences, machine, report)
-        model.pre_wrap_hooks.append(sequences.attach)
-        callbacks.callbacks.append(sequences)
-        forward = partial(forward, sequences=sequences)
-        datasets = sequences.datasets(datasets)
-    if config.experts.balance_experts:
-        balancer = ExpertBalancer(args, config.experts, machine, observer.note if observer is not None else None)
-        model.post_wrap_hooks.append(balancer.attach)
-        callbacks.callbacks.append(balancer)
-        renew.append(balancer.renew)
-    if config.layers.on:
-        assert observer is not None
-        layers = LayerBalancer(args, config.layers, model, observer.note)
-        observer.listeners.append(layers.measured)
-        layers.settled = partial(observer.listeners.remove, layers.measured)
-        layers.mover.built.append(observer.watch_layer)
-        layers.mover.moved += renew
-        layers.mover.leaving.append(observer.close)
-        layers.mover.stayed += [observer.stayed, lambda headed: hand_over_tensorboard(args)]
-        model.post_wrap_hooks.append(layers.attach)
-        callbacks.callbacks.append(layers)
-        if args.attention_dropout or args.hidden_dropout:
-            streams = DropoutStreams(args)
-            layers.mover.built.append(streams.watch_layer)
-            model.post_wrap_hooks.append(streams.attach)
-            callbacks.callbacks.append(streams)
-    try:
+        if config.balance_dry_run:
+            print_rank_0("\n".join(patches.rows(args, config)))
+            return
+        for line in patches.install(args, config):
+            print_rank_0(f"> {line}")
+        model = _model(args, config)
+        features, datasets, forward = _features(args, config, model)
+        registered[:] = [*features, *callbacks]
+        model.post_wrap_hooks.append(attach)
         folder = None if config.balance_report is None else Path(config.balance_report)
-        with stalls_told(args, folder):
-            _pretrain(args, model, datasets, forward, observer)
+        with report_stalls(args, folder):
+            _pretrain(args, model, datasets, forward)
     finally:
-        callbacks.callbacks.clear()
-        callbacks.use_schedule(None)
+        registered.clear()
+        use_schedule(None)
         patches.uninstall()
 
 
-def _pretrain(
-    args: argparse.Namespace, model: GPTModelConfig, datasets: Callable, forward: Callable, observer: Observer | None
-) -> None:
+def _model(args: argparse.Namespace, config: BalanceConfig) -> GPTModelConfig:
+    try:
+        return model_config(args, config.experts, config.sequences, config.dynamics)
+    except (ValueError, AssertionError) as error:  # Megatron-LM rejects the model, on all ranks alike
+        stop(error)
+
+
+def _features(
+    args: argparse.Namespace, config: BalanceConfig, model: GPTModelConfig
+) -> tuple[list[StepCallback], Callable, Callable]:
+    """The callbacks of the features that are on, in the order in which their steps begin; the provider of datasets;
+    the forward step."""
+    cluster = cluster_from_flags(config, args.world_size)
+    features: list[StepCallback] = []
+    observer = sequences = None
+    if config.balance_report is not None or config.layers.enabled:
+        observer = Observer(args, config)
+        features.append(observer)
+    report = _no_report if observer is None else observer.note
+    if config.dynamics.enabled:
+        features += dynamics_callbacks(args, config.dynamics, report)
+    if config.sequences.balance_sequences:
+        sequences = SequenceBalancer(args, config.sequences, cluster, report)
+        features.append(sequences)
+        model.pre_wrap_hooks.append(sequences.before_wrapping)
+    if config.experts.balance_experts:
+        features.append(ExpertBalancer(args, config.experts, cluster, None if observer is None else observer.note))
+    if config.layers.enabled:
+        assert observer is not None
+        features.append(LayerBalancer(args, config.layers, model, observer))
+        if args.attention_dropout or args.hidden_dropout:
+            features.append(DropoutStreams(args))
+    on_documents = None if observer is None else observer.documents
+    forward = partial(forward_step, on_documents=on_documents, sequences=sequences)
+    datasets = train_valid_test_datasets
+    return features, datasets if sequences is None else sequences.datasets(datasets), forward
+
+
+def _no_report(event: dict[str, Any]) -> None:
+    """Drop an event of a run without a report."""
+
+
+def _pretrain(args: argparse.Namespace, model: GPTModelConfig, datasets: Callable, forward: Callable) -> None:
     container = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(container, datasets, ModelType.encoder_or_decoder, forward)
-    except DoesNotFit as error:
+    except ReplicaMemoryError as error:
         stop(error)
     except Released:
         sys.stdout.flush()
         raise
-    except SystemExit:  # how Megatron ends early, on all ranks together: at --exit-interval, on a signal, ...
-        if observer is not None:
-            observer.close()
+    except SystemExit:  # Megatron-LM ends early, on all ranks together: at --exit-interval, on a signal, ...
+        end_training()
         raise
-    if observer is not None:
-        observer.close()
+    end_training()

@@ -139,7 +139,7 @@ def _killed_in_transfer(argv: list[str], method: str, iteration: int, victim: in
     Returns what ended the training of this rank. The victim is a process of its own: of a rank that ended badly, the
     pool would not wait for what the others have to say.
     """
-    from megatron.balanced.watchdog.heartbeat import failures_told_once
+    from megatron.balanced.watchdog.heartbeat import report_failures_once
 
     if int(os.environ["RANK"]) == victim:
         if (process := os.fork()) != 0:
@@ -147,7 +147,7 @@ def _killed_in_transfer(argv: list[str], method: str, iteration: int, victim: in
         _plant_death(method, iteration)
     ended = "the end"
     try:
-        with failures_told_once():
+        with report_failures_once():
             train_rank(argv, False)
     except SystemExit as error:
         ended = f"{type(error).__name__}: {error}"

@@ -198,7 +198,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
     """
     from megatron.balanced.layers import mover
     from megatron.balanced.layers import state as layer_state
-    from megatron.balanced.watchdog.heartbeat import failures_told_once
+    from megatron.balanced.watchdog.heartbeat import report_failures_once
 
     def die(*unused: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -214,7 +214,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
             layer_state.run_transfers = die
     ended = "the end"
     try:
-        with failures_told_once():
+        with report_failures_once():
             train_rank(argv, False)
     except SystemExit as error:
         ended = f"{type(error).__name__}: {error}"

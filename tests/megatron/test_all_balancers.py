@@ -1,5 +1,5 @@
-"""Three balancers and a model that freezes in one run: documents over ranks, replicas of hot experts, layers that move,
-of which the first two train no more from the fourth iteration on, and ranks that leave. No number changes."""
+"""All balancers and freezing in one run equal one rank: documents spread over ranks, replicas of hot experts, layers
+that move, ranks that leave, and two layers frozen from the fourth iteration on."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_all_at_once_equal_one_rank(pool, tmp_path):
     run, _ = _train(pool, 4, 2, "", {2: ((3,), (1,)), 4: ((1,), (3,)), 5: ((4,),)}, argv)
     assert max(differences(run, reference)) <= TOLERANCE
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    for balancer in ("experts", "sequences"):  # layers were told to move, and did not decide to
+    for balancer in ("experts", "sequences"):  # layers move by the test's plans, not by decision
         assert {line["iteration"] for line in lines if line["balancer"] == balancer} == set(range(1, 7))
     later = [line for line in lines if line["balancer"] == "experts" and line["iteration"] > 4]
     assert {line["layer"] for line in later if line["reason"] == "frozen"} == {0, 1}

@@ -1,4 +1,4 @@
-"""Runs in which everything is late at random end as they do on a quiet machine, and no message is given up on the way.
+"""Runs with random delays everywhere have the same results as without, and no message is dropped.
 
 A sample of what `python -m tests.support.chaos_runs` does with many seeds.
 """

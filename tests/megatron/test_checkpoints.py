@@ -1,4 +1,4 @@
-"""A checkpoint resumes the run it came from bit for bit, and knows nothing of our package or of the layout."""
+"""A checkpoint resumes its run bit for bit, and depends neither on this package nor on the layout."""
 
 from dataclasses import replace
 

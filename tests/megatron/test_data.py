@@ -1,4 +1,4 @@
-"""What a run reads: blends in their proportions, each sample once, validation, and mock data."""
+"""The data of a run: blends in their proportions, each sample once, validation, and mock data."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The collectives that gloo lacks, against what they should give, on three ranks."""
+"""The collectives that gloo lacks, compared with their definitions, on three ranks."""
 
 from collections.abc import Callable
 from typing import Any

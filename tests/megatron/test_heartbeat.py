@@ -1,4 +1,4 @@
-"""A job that fails says so once: a rank that dies or freezes is named, and what all ranks say is said once."""
+"""A failed job reports once: a rank that dies or freezes is named, and an error of all ranks is printed once."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ WORLD_SIZE = 3
 
 
 class Job:
-    """Ranks started by hand: a launcher would stop the others itself, before they can speak."""
+    """Ranks without a launcher, which would stop the other ranks before they can report."""
 
     def __init__(self, directory: Path) -> None:
         with socket.socket() as probe:
@@ -65,9 +65,9 @@ def test_the_rank_that_died_is_named(job: Job) -> None:
     survivors = [rank for rank in range(WORLD_SIZE) if rank != victim]
     codes = [job.ranks[rank].wait(timeout=90) for rank in survivors]
     assert all(codes), f"exit codes {codes} of ranks that could not go on"
-    told = "".join(job.logs[rank].read_text() for rank in survivors)
-    assert told.count("pretrain_gpt.py: error:") == 1
-    assert f"rank {victim} died or stopped answering" in told
+    report = "".join(job.logs[rank].read_text() for rank in survivors)
+    assert report.count("pretrain_gpt.py: error:") == 1
+    assert f"rank {victim} died or stopped answering" in report
 
 
 def _fail(argv: list[str], fault: str) -> tuple[object, str]:
@@ -105,7 +105,7 @@ def _fail(argv: list[str], fault: str) -> tuple[object, str]:
     return "none", stderr.getvalue()
 
 
-def _told(pool, world_size: int, fault: str, *flags: str) -> tuple[list[object], list[str]]:
+def _reports(pool, world_size: int, fault: str, *flags: str) -> tuple[list[object], list[str]]:
     """Exit codes, and what was said of failures on all ranks together."""
     results = pool.run(world_size, _fail, [*MODEL, *MOCK_DATA, *flags], fault)
     return [code for code, _ in results], [text for _, text in results]
@@ -114,7 +114,7 @@ def _told(pool, world_size: int, fault: str, *flags: str) -> tuple[list[object],
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_megatron_refuses_on_all_ranks_is_one_line(pool, world_size):
     """It is found when the optimizer is built."""
-    codes, said = _told(pool, world_size, "none", "--optimizer", "muon", "--global-batch-size", str(world_size))
+    codes, said = _reports(pool, world_size, "none", "--optimizer", "muon", "--global-batch-size", str(world_size))
     assert codes == [2] * world_size
     everything = "".join(said)
     assert "Traceback" not in everything
@@ -126,7 +126,7 @@ def test_what_megatron_refuses_on_all_ranks_is_one_line(pool, world_size):
 @pytest.mark.parametrize("fault, error", [("all build", "KeyError: 'a part of rank"), ("all step", "a step of rank")])
 def test_any_other_error_keeps_its_traceback_once(pool, fault, error):
     """Although each rank's message has its own number."""
-    codes, said = _told(pool, 2, fault)
+    codes, said = _reports(pool, 2, fault)
     assert codes == [1, 1]
     everything = "".join(said)
     assert everything.count("Traceback") == 1
@@ -135,7 +135,7 @@ def test_any_other_error_keeps_its_traceback_once(pool, fault, error):
 
 
 def test_each_kind_of_error_keeps_its_traceback(pool):
-    codes, said = _told(pool, 2, "each builds")
+    codes, said = _reports(pool, 2, "each builds")
     assert codes == [1, 1]
     everything = "".join(said)
     assert everything.count("Traceback") == 2
@@ -145,7 +145,7 @@ def test_each_kind_of_error_keeps_its_traceback(pool):
 
 def test_what_fails_on_one_rank_alone(pool):
     """The other rank waits for it in a collective, and says no more than one line."""
-    codes, (other, said) = _told(pool, 2, "one builds")
+    codes, (other, said) = _reports(pool, 2, "one builds")
     assert codes[1] == 1
     assert "pretrain_gpt.py: rank 1 of 2 failed:\n" in said
     assert said.count("Traceback") == 1 and "KeyError: 'a part'" in said
@@ -164,7 +164,7 @@ def _with_store(fault: str) -> tuple[str, bool]:
     heartbeat._open_store = open_store  # type: ignore[assignment]
     heartbeat._MOST_SECONDS = 0.5
     stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, heartbeat.failures_told_once():
+    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, heartbeat.report_failures_once():
         raise KeyError("a part")
     return stderr.getvalue(), stopped.value.code == 1
 

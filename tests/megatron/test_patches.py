@@ -1,5 +1,5 @@
-"""The patch table: each row fits the installed Megatron-LM, goes on and comes off, and does not go on where it does not
-fit."""
+"""The patch table: each row fits the installed Megatron-LM, can be applied and removed, and is rejected where it does
+not fit."""
 
 import contextlib
 import dataclasses

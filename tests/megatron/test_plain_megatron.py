@@ -1,4 +1,4 @@
-"""With no flag of ours a run is Megatron-LM's own, bit for bit, dropout included."""
+"""Without flags of this package a run equals Megatron-LM's bit for bit, including dropout."""
 
 import pytest
 

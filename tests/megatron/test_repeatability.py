@@ -1,4 +1,4 @@
-"""The same command twice is the same run, bit for bit, in every precision, with dropout."""
+"""The same command gives the same run bit for bit, in every precision, with dropout."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A job that stands still: every rank says what it does, and one line says who waits for whom."""
+"""A stalled job: every rank reports its state, and one line explains which rank waits for which."""
 
 import math
 import os
@@ -11,42 +11,35 @@ from typing import Any
 import pytest
 
 from megatron.balanced.watchdog.operations import COLLECTIVE, key_of
-from megatron.balanced.watchdog.waiting import Answer, Group, Started, who_waits
+from megatron.balanced.watchdog.waiting import Answer, Group, Started, explain_stall
 from tests.support.training import MOCK_DATA, MODEL, RankRun, train_rank
 
 STOPPED_AT = 2  # iteration
 
 
 def _stops(argv: list[str], folder: Path) -> RankRun:
-    """Rank 1 does nothing in an iteration until somebody has told that the job stands still."""
-    from megatron.balanced import callbacks
+    """Rank 1 does nothing in an iteration until the stall is reported."""
+    from megatron.balanced.callbacks import StepCallback
     from megatron.balanced.watchdog import operations, stall
 
-    stopped, told = folder / "stopped", folder / "stall.txt"
+    stopped, report = folder / "stopped", folder / "stall.txt"
     main = threading.get_ident()
 
-    class Stop:
+    class Stop(StepCallback):
         def begin_step(self, iteration: int, config: Any) -> None:
             if iteration == STOPPED_AT and os.environ["RANK"] == "1":
                 stopped.touch()
-                while not told.exists():
+                while not report.exists():
                     time.sleep(0.05)
 
-        def begin_schedule(self) -> None: ...
-
-        def end_schedule(self) -> None: ...
-
-        def end_step(self) -> None: ...
-
     def limit(watch: Any) -> float:
-        """As if its step took too long, once rank 0 waits for the one that stopped."""
+        """Rank 0 counts its step as stalled once it waits for the rank that stopped."""
         waits = watch._moment == (STOPPED_AT, True) and operations.waiting_for(main) is not None
         return 0.0 if os.environ["RANK"] == "0" and stopped.exists() and waits else math.inf
 
     stall._LOOK_SECONDS = 0.05
     stall._Watch._limit = limit  # type: ignore[method-assign]
-    callbacks.callbacks.append(Stop())
-    return train_rank(argv, False)
+    return train_rank(argv, False, callbacks=[Stop()])
 
 
 def test_a_rank_that_stops_is_told(pool, tmp_path):
@@ -60,11 +53,11 @@ def test_a_rank_that_stops_is_told(pool, tmp_path):
     assert re.search(r"rank 1 waits for no other: it is at \S*test_stall.py:\d+ in begin_step$", line)
     assert line in pool.output[0]
     for rank in range(2):
-        told = (tmp_path / f"stall-rank{rank}.txt").read_text()
-        assert told.startswith(f"> rank {rank} in iteration 3, at ")
-        assert "thread MainThread:" in told and "in train_step" in told
-        assert "last operations on " in told and "s ago, at " in told
-        assert told in pool.output[rank]
+        report = (tmp_path / f"stall-rank{rank}.txt").read_text()
+        assert report.startswith(f"> rank {rank} in iteration 3, at ")
+        assert "thread MainThread:" in report and "in train_step" in report
+        assert "last operations on " in report and "s ago, at " in report
+        assert report in pool.output[rank]
     assert "in begin_step" in (tmp_path / "stall-rank1.txt").read_text()
 
 
@@ -93,7 +86,7 @@ def test_the_chain_ends_at_who_waits_for_nobody():
         2: _at(12, {"d": _group(data, before), "p": _group(pipe, receive, name="PIPELINE")}),
         3: _at(13, {"d": _group(data, before, gather)}, ("d", gather)),
     }
-    assert who_waits(answers, range(4), 3) == (
+    assert explain_stall(answers, range(4), 3) == (
         "rank 3 waits in allgather #412 of DATA (ranks 1, 2, 3), called at y/z/allgather.py:412; rank 1 has started "
         "it, rank 2 has not: its last operation there is allreduce #411, called at y/z/allreduce.py:411; "
         "rank 2 waits in recv #7 of PIPELINE (ranks 0, 2), called at y/z/recv.py:7; rank 0 has not started it: "
@@ -108,9 +101,9 @@ def test_messages_meet_by_rank_and_tag():
         0: _at(10, {"p": _group([0, 1], _one("send", 1, key_of("send", 1, 6)))}),
         1: _at(11, {"p": _group([0, 1], receive)}, ("p", receive)),
     }
-    assert "rank 0 has not started it" in who_waits(answers, range(2), 0)
+    assert "rank 0 has not started it" in explain_stall(answers, range(2), 0)
     answers[0] = _at(10, {"p": _group([0, 1], _one("send", 1, key_of("send", 1, 5)))})
-    assert who_waits(answers, range(2), 1).startswith("no rank waits for an operation that another has not started")
+    assert explain_stall(answers, range(2), 1).startswith("no rank waits for an operation that another has not started")
 
 
 def test_a_circle():
@@ -119,15 +112,15 @@ def test_a_circle():
         0: _at(10, {"a": _group([0, 1], one, name="A")}, ("a", one)),
         1: _at(11, {"b": _group([0, 1], other, name="B")}, ("b", other)),
     }
-    told = who_waits(answers, range(2), 0)
-    assert "it has started none there; rank 1 waits in broadcast #1 of B" in told
-    assert told.endswith("rank 0 again: a circle")
+    report = explain_stall(answers, range(2), 0)
+    assert "it has started none there; rank 1 waits in broadcast #1 of B" in report
+    assert report.endswith("rank 0 again: a circle")
 
 
 def test_a_rank_without_an_answer():
     reduce = _one("allreduce", 3)
-    told = who_waits({0: _at(10, {"a": _group([0, 1], reduce)})}, range(2), 0)
-    assert told.endswith("rank 1 has not started it: it does not answer")
+    report = explain_stall({0: _at(10, {"a": _group([0, 1], reduce)})}, range(2), 0)
+    assert report.endswith("rank 1 has not started it: it does not answer")
 
 
 @pytest.mark.parametrize("change", [{"kind": "broadcast"}, {"sizes": ((5,),)}])
@@ -135,8 +128,8 @@ def test_different_operations_met(change):
     reduce = _one("allreduce", 3)
     other = reduce._replace(**change)
     answers = {0: _at(10, {"a": _group([0, 1], reduce)}), 1: _at(11, {"a": _group([0, 1], other)})}
-    told = who_waits(answers, range(2), 0)
-    assert told.startswith("on DATA (ranks 0, 1) rank 0 started allreduce #3") and "where rank 1 started" in told
+    report = explain_stall(answers, range(2), 0)
+    assert report.startswith("on DATA (ranks 0, 1) rank 0 started allreduce #3") and "where rank 1 started" in report
 
 
 def test_pieces_of_different_length_may_meet():
@@ -146,7 +139,7 @@ def test_pieces_of_different_length_may_meet():
         0: _at(10, {"a": _group([0, 1], exchange)}),
         1: _at(11, {"a": _group([0, 1], exchange._replace(sizes=((9,),)))}),
     }
-    assert who_waits(answers, range(2), 0).endswith("rank 0: at.py:10; rank 1: at.py:11")
+    assert explain_stall(answers, range(2), 0).endswith("rank 0: at.py:10; rank 1: at.py:11")
 
 
 def test_on_a_gpu_the_first_that_others_have_not_started_counts():
@@ -157,4 +150,4 @@ def test_on_a_gpu_the_first_that_others_have_not_started_counts():
         1: _at(11, {}),
         2: _at(12, {}),
     }
-    assert who_waits(answers, range(3), 2).startswith("rank 0 waits in allreduce #1 of A (ranks 0, 1)")
+    assert explain_stall(answers, range(3), 2).startswith("rank 0 waits in allreduce #1 of A (ranks 0, 1)")

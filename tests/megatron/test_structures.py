@@ -1,4 +1,4 @@
-"""Balanced training in the structures that real jobs have equals one rank, in float64: losses, parameters, moments.
+"""Balanced training with the parallel layouts of real jobs equals one rank in float64: losses, parameters, moments.
 
 A row of `structures` is one run, with every balancer that applies to it: replicas that differ from group to group and
 iteration to iteration, documents spread over ranks, layers that move once.

@@ -1,4 +1,4 @@
-"""What only a fault planted on purpose showed to be untested (`tests/mutants`), a test each."""
+"""Tests of wiring that only mutants (`tests/mutants`) showed to be untested."""
 
 import json
 from pathlib import Path

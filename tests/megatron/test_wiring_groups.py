@@ -1,4 +1,4 @@
-"""Groups smaller than the job, and ranks inside a chain: where tests of a whole world see no difference."""
+"""Groups smaller than the job, and ranks inside a chain: faults there do not show with a group of the whole world."""
 
 import time
 

@@ -55,12 +55,12 @@ def _train_with(plant: str, argv: list[str]) -> list[list[int]]:
     seen: list[list[int]] = []
     attach, documents = observer.Observer.attach, observer.Observer.documents
 
-    def plant_in(self: Any, chunks: list[Any]) -> list[Any]:
+    def plant_in(self: Any, chunks: list[Any]) -> None:
         for model in chunks:
             for module in model.modules():
                 if plant == "hot expert" and type(module).__name__ == "TopKRouter" and module.layer_number == 2:
                     module.gating = _prefer(module.gating, expert=1)
-        return attach(self, chunks)
+        attach(self, chunks)
 
     def see(self: Any, lengths: list[int], chunk: int, plan: Any) -> None:
         if chunk == 0 and self.step is not None:

@@ -1,7 +1,7 @@
-"""A device clock that a test sets, for everything that is decided by what work costs.
+"""A device clock that a test sets, for tests of decisions that depend on measured time.
 
-What a second of a real clock holds depends on what else the machine does. In a rank with this clock the device works
-for exactly as long as the test plants, so that costs, plans and decisions are the same in every run.
+A real clock measures the load of the machine as well. In a rank with this clock, the device works for exactly as long
+as the test says, so that costs, plans and decisions are the same in every run.
 """
 
 import functools
@@ -16,10 +16,10 @@ __all__ = ["SetClock", "slow_layers"]
 
 
 class SetClock:
-    """A `balancing.clock.DeviceClock`: the device works while `work` says so, and at no other time.
+    """A `balancing.clock.DeviceClock` on which the device works only during calls of `work`.
 
-    waits: ranks do wait for one another, since work takes as long on the wall. Without it no time passes but the
-    planted, and a rank's wall-clock is its own work.
+    waits: work also takes wall-clock time, so that ranks wait for each other. Without it the wall-clock time of a rank
+    is its own work.
     """
 
     def __init__(self, waits: bool = False) -> None:
@@ -34,13 +34,13 @@ class SetClock:
         return self
 
     def work(self, seconds: float) -> None:
-        """Have the device work for `seconds`, of the pass that is at hand."""
+        """The device works for `seconds`."""
         self._worked += seconds
         if self._waits:
             time.sleep(seconds)
 
     def count_operations(self, seconds: float) -> "SetClock":
-        """Have each of torch's operations take `seconds` from now on. Returns itself."""
+        """From now on each operation of torch takes `seconds`. Returns itself."""
         _Counting(self, seconds).__enter__()
         return self
 
@@ -54,7 +54,7 @@ class SetClock:
 
 
 class _Counting(TorchDispatchMode):
-    """Work of equal length for every operation that reaches the device, those of backward passes included."""
+    """The same time for every operation on the device, including those of backward passes."""
 
     def __init__(self, clock: SetClock, seconds: float) -> None:
         super().__init__()
@@ -78,10 +78,7 @@ class _Backward(torch.autograd.Function):
 
 
 def slow_layers(clock: SetClock, seconds: Callable[[int], tuple[float, float]]) -> None:
-    """Have layers take what `seconds` gives for their number from 0: forward, and backward where they have such a pass.
-
-    They take it wherever they move.
-    """
+    """Give each layer the forward and backward time that `seconds` returns for its number (from 0), on any rank."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     original = TransformerLayer.forward

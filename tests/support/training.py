@@ -6,7 +6,7 @@ compared tensor by tensor.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,9 @@ def _moments(model: list[Any], optimizer: Any) -> dict[str, list[Piece]]:
     return pieces
 
 
-def train_rank(argv: list[str], keep_parameters: bool, keep_moments: bool = False) -> RankRun:
+def train_rank(
+    argv: list[str], keep_parameters: bool, keep_moments: bool = False, callbacks: Sequence[Any] = ()
+) -> RankRun:
     """The body of one rank. Runs in a process of its own, so what it replaces in Megatron needs no undoing."""
     from megatron.balanced.arguments import parse_arguments
 
@@ -114,7 +116,7 @@ def train_rank(argv: list[str], keep_parameters: bool, keep_moments: bool = Fals
     from megatron.balanced.train import train
 
     finish = watch(keep_parameters, keep_moments)
-    train(args, config)
+    train(args, config, callbacks)
     return finish()
 
 

@@ -9,14 +9,13 @@ transfers on the communicator's stream. Elsewhere a thread relays; it sleeps unt
 """
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from balancing.messages import start_message
+from balancing.messages import connect, start_message
 from balancing.sequences.engine.program import Messages, PeerRows
 from balancing.sequences.engine.routing import Slice
 
@@ -87,7 +86,7 @@ class Transport:
         assert self.group is not None, "torch.distributed is initialized"
         self.rank = dist.get_rank(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
-        _connect(self.group)
+        connect(self.group)
 
     def start(
         self,
@@ -207,17 +206,6 @@ class Transport:
 def dtype_of(piece: Slice, dtypes: Dtypes) -> torch.dtype:
     """The type of a slice, on any rank of its path: what goes to another node is of the smaller type."""
     return min((dtypes[end] for end in piece.flow), key=lambda dtype: dtype.itemsize)
-
-
-_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def _connect(group: dist.ProcessGroup) -> None:
-    """NCCL builds a communicator at its first use, by all ranks together; not all have a message in every messages."""
-    if group not in _connected:
-        if dist.get_backend(group) == "nccl":
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        _connected.add(group)
 
 
 def _packed(rows: torch.Tensor, message: PeerRows) -> torch.Tensor:

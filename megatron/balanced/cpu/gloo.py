@@ -1,7 +1,8 @@
-"""The collectives that Megatron-LM expects of NCCL and gloo lacks, made of those gloo has.
+"""Collectives that Megatron-LM uses and gloo lacks, built from those that gloo has.
 
-Average reductions, all-gathers and reduce-scatters of uneven pieces, and split sizes that are tensors. Each function
-takes the original of `torch.distributed` and returns one with the same signature and the same result on every rank.
+These are reductions to the average, all-gathers and reduce-scatters of pieces of different length, and split sizes
+given as tensors. Each function takes a function of `torch.distributed` and returns one with the same signature, and
+with the result that NCCL would give.
 """
 
 import functools
@@ -26,7 +27,7 @@ class _Done:
 
 
 def make_group(original: Callable) -> Callable:
-    """`init_process_group` or `new_group` on gloo: NCCL's options and device binding are dropped."""
+    """`init_process_group` or `new_group` on gloo, without NCCL's options and device binding."""
     parameters = inspect.signature(original)
 
     @functools.wraps(original)
@@ -46,7 +47,7 @@ def _is_average(op: Any) -> bool:
 
 
 def all_reduce(original: Callable) -> Callable:
-    """Average as well: each rank divides what it contributes, so that the work can stay asynchronous."""
+    """`all_reduce` with averages: each rank divides its contribution, so that the work can stay asynchronous."""
 
     @functools.wraps(original)
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -59,7 +60,8 @@ def all_reduce(original: Callable) -> Callable:
 
 
 def reduce_scatter_tensor(original: Callable) -> Callable:
-    """Average as well. The output may be a part of the input, as in Megatron's gradient buffers: no copy then."""
+    """`reduce_scatter_tensor` with averages. If the output is part of the input, as in Megatron's gradient buffers, it
+    makes no copy."""
 
     @functools.wraps(original)
     def reduce_scatter_tensor(
@@ -80,7 +82,7 @@ def reduce_scatter_tensor(original: Callable) -> Callable:
 
 
 def all_gather(original: Callable) -> Callable:
-    """Pieces of different length along the first dimension as well."""
+    """`all_gather` of pieces that may differ in length along the first dimension."""
 
     @functools.wraps(original)
     def all_gather(
@@ -101,7 +103,7 @@ def all_gather(original: Callable) -> Callable:
 
 
 def reduce_scatter(original: Callable) -> Callable:
-    """Pieces of different length along the first dimension, which gloo's all_reduce carries whole."""
+    """`reduce_scatter` of pieces that may differ in length along the first dimension, by one all-reduce."""
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -121,7 +123,7 @@ def reduce_scatter(original: Callable) -> Callable:
 
 
 def all_to_all_single(original: Callable) -> Callable:
-    """Split sizes may be tensors, as Megatron's dispatchers hold them on the device."""
+    """`all_to_all_single` with split sizes that may be tensors, as Megatron's dispatchers keep them on the device."""
 
     def listed(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes

@@ -10,7 +10,7 @@ __all__ = ["check_dynamics"]
 
 def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
     """Raise ValueError for schemes that cannot work. Called after Megatron has validated `args`."""
-    if not config.any:
+    if not config.enabled:
         return
     check_compatible(args, DYNAMICS, "a dynamic model")
     if config.freeze_layers:

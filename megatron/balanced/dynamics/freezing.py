@@ -27,6 +27,7 @@ from megatron.core.utils import make_viewless_tensor, unwrap_model
 from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.freezing import PlasticityFreezer, scheduled_prefix
 from balancing.report import event
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.dynamics.layer import DynamicLayer
 from megatron.balanced.dynamics.plasticity import Plasticity
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
@@ -49,8 +50,8 @@ class _Link(torch.autograd.Function):
         return gradients[0], torch.zeros(shape, dtype=dtype, device=device)
 
 
-class Freezing:
-    """A `megatron.balanced.callbacks.StepCallback`. All ranks freeze the same layers at the same iteration.
+class Freezing(StepCallback):
+    """All ranks freeze the same layers at the same iteration.
 
     saved: what `state_dict` gave when the checkpoint was written that this run goes on from.
     """
@@ -78,13 +79,12 @@ class Freezing:
                 freezer.load_state_dict(saved)
             self._plasticity = Plasticity(args, config.freeze_layers_interval, freezer)
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Watch the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Watch the model chunks of this rank."""
         self._chunks = chunks
         for model in unwrap_model(chunks):
             if not model.pre_process:
                 model.decoder.register_forward_hook(_keep_link)
-        return chunks
 
     def state_dict(self) -> dict[str, Any] | None:
         """What no iteration number tells: what plasticity has decided so far."""
@@ -121,7 +121,7 @@ class Freezing:
 
     def _freeze(self, frozen: int) -> None:
         before, self.frozen = self.frozen, frozen
-        self.renew()
+        self.layers_moved()
         if dist.get_rank() == dist.get_world_size() - 1:
             self._report(
                 event(
@@ -136,8 +136,8 @@ class Freezing:
                 )
             )
 
-    def renew(self) -> None:
-        """Freeze and thaw the layers that are here now. To be called again when layers have come or gone."""
+    def layers_moved(self) -> None:
+        """Freeze and thaw the layers that are here now."""
         for layer in self._layers():
             layer.frozen = layer.layer_number <= self.frozen
             for module in layer.modules():

@@ -21,13 +21,14 @@ from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
 from balancing.dynamics.sparse_linear import SparsePattern, sparse_linear
 from balancing.report import event, imbalance
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.optimizer_state import optimizer_of, parts
 
 __all__ = ["Pruning"]
 
 
-class Pruning:
-    """A `megatron.balanced.callbacks.StepCallback`. Every rank prunes what it holds, at one threshold for all."""
+class Pruning(StepCallback):
+    """Every rank prunes what it holds, at one threshold for all."""
 
     def __init__(
         self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
@@ -38,14 +39,13 @@ class Pruning:
         self._schedule = {"start": config.prune_start, "end": config.prune_end, "interval": config.prune_interval}
         self._optimizer: Any = None
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Remember the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Remember the model chunks of this rank."""
         self._chunks = chunks
-        return chunks
 
-    def renew(self) -> None:
-        """Mask the layers that are here now. To be called again when layers have come or gone. Pruned weights stay
-        zero on their way, so that masks of new layers are where their weights are not."""
+    def layers_moved(self) -> None:
+        """Mask the layers that are here now. Pruned weights stay zero on their way, so that masks of new layers are
+        where their weights are not."""
         if not self.masks:
             return
         before, self.masks = self.masks, {}
@@ -149,16 +149,10 @@ class Pruning:
                 )
             )
 
-    def begin_schedule(self) -> None:
-        """Nothing to do."""
-
     def end_schedule(self) -> None:
         """No gradient for what is pruned."""
         for parameter, mask in self.masks.items():
             parameter.main_grad.mul_(mask)
-
-    def end_step(self) -> None:
-        """Nothing to do: what has no gradient and no moments has not moved."""
 
     def state_dict(self) -> None:
         """Nothing to keep: the schedule is a function of the iteration, and masks are where weights are zero."""

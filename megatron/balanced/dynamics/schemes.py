@@ -10,43 +10,30 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron.training.models.gpt import GPTModelConfig
-
 from balancing.dynamics.config import DynamicsConfig
-from megatron.balanced import callbacks
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.dynamics.freezing import Freezing
 from megatron.balanced.dynamics.pruning import Pruning
 from megatron.balanced.dynamics.token_skipping import Tokens
 
-__all__ = ["add_dynamics"]
+__all__ = ["dynamics_callbacks"]
 
 
-class _Saved:
-    """A `StepCallback` that puts the schemes' state where the next checkpoint takes it from."""
+class _Saved(StepCallback):
+    """Puts the schemes' state where the next checkpoint takes it from."""
 
     def __init__(self, args: argparse.Namespace, schemes: dict[str, Any]) -> None:
         self._args, self._schemes = args, schemes
-
-    def begin_step(self, iteration: int, config: Any) -> None:
-        """Nothing to do: `end_step` does it all."""
-
-    begin_schedule = end_schedule = lambda self: None
 
     def end_step(self) -> None:
         states = {name: scheme.state_dict() for name, scheme in self._schemes.items()}
         self._args.dynamics_state = {name: state for name, state in states.items() if state is not None}
 
 
-def add_dynamics(
-    args: argparse.Namespace,
-    config: DynamicsConfig,
-    model: GPTModelConfig,
-    report: Callable[[dict[str, Any]], None],
-) -> list[Callable[[], None]]:
-    """Put the schemes of `config` around the training steps of `model`. report: is given the events of a step.
-
-    Returns what has to be called when layers have moved to or from a rank.
-    """
+def dynamics_callbacks(
+    args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
+) -> list[StepCallback]:
+    """The callbacks of the schemes that `config` switches on. report: is given the events of a step."""
     saved = _load(args)
     schemes: dict[str, Any] = {}
     if config.freeze_layers:
@@ -55,11 +42,7 @@ def add_dynamics(
         schemes["pruning"] = Pruning(args, config, report)
     if config.mixture_of_depths or config.exits():
         schemes["tokens"] = Tokens(args, config, report)
-    callbacks.callbacks.append(_Saved(args, schemes))  # whose step ends last
-    for scheme in schemes.values():
-        model.post_wrap_hooks.append(scheme.attach)
-        callbacks.callbacks.append(scheme)
-    return [scheme.renew for scheme in schemes.values()]
+    return [_Saved(args, schemes), *schemes.values()]  # the first one's step ends last
 
 
 def _load(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,14 +18,15 @@ from megatron.core.utils import unwrap_model
 from balancing.dynamics.config import DynamicsConfig
 from balancing.dynamics.early_exit import weigh_loss
 from balancing.report import event, imbalance
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.dynamics.layer import DynamicLayer, TokenFlow
-from megatron.balanced.process_groups import twin_of
+from megatron.balanced.process_groups import duplicate_group
 
 __all__ = ["Tokens"]
 
 
-class Tokens:
-    """A `megatron.balanced.callbacks.StepCallback`."""
+class Tokens(StepCallback):
+    """Counts the tokens that each layer runs, and carries exits from stage to stage."""
 
     def __init__(
         self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
@@ -39,20 +40,19 @@ class Tokens:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they have arrived
         self._iteration = 0
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Watch the model chunks of this rank. Returns `chunks`, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Watch the model chunks of this rank."""
         self._models = unwrap_model(chunks)
         if self.config.exits():
             assert len(self._models) == 1, "early exit with several model chunks a stage is refused"
             decoder = self._models[0].decoder
             decoder.register_forward_pre_hook(self._begin_chunk, with_kwargs=True)
             decoder.register_forward_hook(self._end_chunk)
-        self.renew()
-        return chunks
+        self.layers_moved()
 
-    def renew(self) -> None:
-        """Tell the layers that are here now about exits. To be called again when layers have come or gone, on all ranks
-        of the job: of those that stay when others have left, one may have got the head."""
+    def layers_moved(self) -> None:
+        """Tell the layers that are here now about exits. Of the ranks that stay when others have left, one may have got
+        the head."""
         if not self.config.exits():
             return
         for layer in self._layers():
@@ -67,7 +67,9 @@ class Tokens:
                 dist.destroy_process_group(self._group)
                 self._group = None
             if stages > 1:
-                self._group = twin_of(mpu.get_pipeline_model_parallel_group(), self._args.distributed_timeout_minutes)
+                self._group = duplicate_group(
+                    mpu.get_pipeline_model_parallel_group(), self._args.distributed_timeout_minutes
+                )
             self._stages = stages
 
     def _layers(self) -> list[DynamicLayer]:
@@ -116,9 +118,6 @@ class Tokens:
         self._iteration = iteration
         for layer in self._layers():
             layer.tokens_run = layer.tokens_seen = 0
-
-    def begin_schedule(self) -> None:
-        """Nothing to do."""
 
     def end_schedule(self) -> None:
         for work, _ in self._sent:

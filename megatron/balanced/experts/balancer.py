@@ -23,23 +23,24 @@ from balancing.experts import ReplicaPlacement
 from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans
 from megatron.balanced.optimizer_state import state_bytes
-from megatron.balanced.process_groups import cluster_of, twin_of
+from megatron.balanced.process_groups import cluster_of, duplicate_group
 
-__all__ = ["DoesNotFit", "ExpertBalancer"]
+__all__ = ["ExpertBalancer", "ReplicaMemoryError"]
 
 
-class DoesNotFit(ValueError):
+class ReplicaMemoryError(ValueError):
     """Replica slots need more memory than is free. Raised on all ranks together."""
 
 
-class ExpertBalancer:
-    """A `megatron.balanced.callbacks.StepCallback`. One on each rank; ranks of an expert-parallel group plan alike.
+class ExpertBalancer(StepCallback):
+    """One on each rank; ranks of an expert-parallel group plan alike.
 
     args: Megatron-LM's arguments.
     config: the expert flags.
@@ -66,21 +67,22 @@ class ExpertBalancer:
         self._model_config: Any = None
         self._finalize: Callable | None = None
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Allocate the slots of a model that is complete and wrapped. Returns `chunks`, as Megatron's model hooks must.
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Allocate the slots of a model that is complete and wrapped.
 
-        Raises DoesNotFit on all ranks of the job if the slots do not fit into the memory of some rank.
+        Raises ReplicaMemoryError on all ranks of the job if the slots do not fit into the memory of some rank.
         """
         self._model = chunks
-        self._process_group = twin_of(mpu.get_expert_model_parallel_group(), self._args.distributed_timeout_minutes)
+        self._process_group = duplicate_group(
+            mpu.get_expert_model_parallel_group(), self._args.distributed_timeout_minutes
+        )
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
         self._shared = self._agree_on_mode([layer for own in self._layers_of_model() for layer in own])
         self._planner = ReplicaPlanner(self._args, self.config, self._machine, self._cluster, self._shared)
         for position, ddp in enumerate(chunks):
             if ddp.ddp_config.overlap_grad_reduce:
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
-        self.renew()
-        return chunks
+        self.layers_moved()
 
     def _after_backward(self, position: int, start_grad_sync: Callable) -> Callable:
         """`start_grad_sync` of the model chunk at `position`, which waits for the replicas' gradients first.
@@ -96,7 +98,7 @@ class ExpertBalancer:
 
         return start
 
-    def renew(self) -> None:
+    def layers_moved(self) -> None:
         """Allocate the slots of the layers on this rank. Called again between two steps when layers have moved or have
         been wrapped again; layers that stay keep their placement and history, layers that arrive start without."""
         before, self._plans, self._chunk_at = self._plans, {}, {}
@@ -131,7 +133,7 @@ class ExpertBalancer:
         dist.all_gather_object(gathered, error)
         for text in gathered:
             if text is not None:
-                raise DoesNotFit(text)
+                raise ReplicaMemoryError(text)
         return shared
 
     def _mode(self, layers: list[BalancedMoELayer], free: int) -> tuple[bool, str | None]:

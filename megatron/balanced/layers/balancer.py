@@ -9,7 +9,6 @@ pipeline gets shorter if that saves GPU-hours: the last stages send their layers
 """
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,19 +21,21 @@ from balancing.layers.config import LayerConfig
 from balancing.layers.layout import to_layout
 from balancing.report import RankRecord
 from megatron.balanced import callbacks
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.layers.events import decision_event, release_event
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.planning import Choice, LayerPlanner
+from megatron.balanced.layers.release import hand_over_tensorboard
 from megatron.balanced.layers.repack import Repacker
+from megatron.balanced.observer import Observer
 
 __all__ = ["LayerBalancer"]
 
 
-class LayerBalancer:
-    """A `megatron.balanced.callbacks.StepCallback`, one on each rank; all ranks make the same decisions.
+class LayerBalancer(StepCallback):
+    """One on each rank; all ranks make the same decisions.
 
-    report: called with each event. `measured` must be called with the record of each iteration. settled: called once no
-    further decision follows.
+    observer: measures what each iteration costs this rank, and is given the events.
     """
 
     def __init__(
@@ -42,25 +43,23 @@ class LayerBalancer:
         args: argparse.Namespace,
         config: LayerConfig,
         spec: GPTModelConfig,
-        report: Callable[[dict[str, Any]], None],
+        observer: Observer,
     ) -> None:
         self.mover = LayerMover(args, spec)
-        self.settled: Callable[[], None] = lambda: None
         self.iteration = 0
-        self._args, self._config, self._report = args, config, report
+        self._args, self._config, self._observer, self._report = args, config, observer, observer.note
         self._first: int | None = None
         self._warm = 0  # the last iteration that began with new layers
         self._settled = False
         self._planner = LayerPlanner(args, config, self.mover)
         self._repacker = Repacker(args, config)
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Called with the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Remember the wrapped model chunks of this rank."""
         self.mover.attach(chunks)
         self._planner.restart()
-        return chunks
 
-    def measured(self, iteration: int, record: RankRecord) -> None:
+    def _take_in(self, iteration: int, record: RankRecord) -> None:
         """Add the record of an iteration of this rank."""
         # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
         if iteration > self._warm and not self._settled:
@@ -70,6 +69,8 @@ class LayerBalancer:
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self.iteration = iteration
+        if self._observer.measured is not None:
+            self._take_in(*self._observer.measured)
         if self._first is None:
             self._first = self._warm = iteration
         shorter = self._repacker.due(iteration)
@@ -81,19 +82,13 @@ class LayerBalancer:
         if shorter is not None:
             self.move(shorter)
 
-    def begin_schedule(self) -> None:
-        pass
-
-    def end_schedule(self) -> None:
-        pass
-
-    def end_step(self) -> None:
-        pass
+    def after_release(self, headed: torch.nn.Module | None) -> None:
+        hand_over_tensorboard(self._args)
 
     def _carry_out(self, choice: Choice) -> None:
         if self._config.balance_layers_once:
             self._settled = True
-            self.settled()
+            self._observer.stop_measuring()
             now, then = choice.predicted
             print_rank_0(
                 f"> layers settle as --pipeline-model-parallel-layout '{to_layout(choice.plan)}', which takes "

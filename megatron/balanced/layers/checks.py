@@ -24,7 +24,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     """
     if layers.repacks or layers.repack_min_stages > 1:
         _check_release(args, layers)
-    if not layers.on:
+    if not layers.enabled:
         return layers, []
     if layers.balance_layers and layers.balance_layers_once:
         raise ValueError(

@@ -16,26 +16,26 @@ from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.recompute import Replays
 
 __all__ = ["DropoutStreams"]
 
 
-class DropoutStreams:
-    """A `megatron.balanced.callbacks.StepCallback`. One on each rank."""
+class DropoutStreams(StepCallback):
+    """One on each rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._seed, self._iteration = args.seed, 0
         self._passes: dict[int, int] = {}  # layer -> first passes in this schedule
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Give each layer its stream. Returns `chunks`, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Give each layer its stream."""
         for number, model in enumerate(unwrap_model(chunks)):
             for layer in model.decoder.layers:
-                self.watch_layer(layer, number)
-        return chunks
+                self.layer_arrived(layer, number)
 
-    def watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
+    def layer_arrived(self, layer: torch.nn.Module, chunk: int) -> None:
         """Have `layer` draw from its stream. Which model chunk it is in makes no difference."""
         replays: Replays[int] = Replays()
         before: list[Any] = []
@@ -75,12 +75,6 @@ class DropoutStreams:
 
     def begin_schedule(self) -> None:
         self._passes.clear()
-
-    def end_schedule(self) -> None:
-        pass
-
-    def end_step(self) -> None:
-        pass
 
 
 def _seed_of(*key: int | str) -> int:

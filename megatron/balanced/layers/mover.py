@@ -37,6 +37,7 @@ from megatron.training.training import get_megatron_optimizer_config
 from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
 from balancing.layers.stage_plan import StagePlan
+from balancing.messages import connect
 from megatron.balanced import callbacks
 from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
 from megatron.balanced.layers.release import Departure
@@ -51,7 +52,6 @@ from megatron.balanced.optimizer_state import (
     state_bytes,
     take,
 )
-from megatron.balanced.process_groups import meet
 
 __all__ = ["LayerMover", "Moved"]
 
@@ -71,16 +71,11 @@ class Moved(NamedTuple):
 class LayerMover:
     """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
 
-    spec: what the model was built from. built: each is called with a layer that came to this rank and the number of its
-    model chunk, once it is complete. moved: each is called after a move, when everything is in its place, to do again
-    what it has done to model, buckets or optimizer. plan: who has which layers now.
+    spec: what the model was built from. plan: who has which layers now. Every move and release is reported to the
+    registered callbacks (`megatron.balanced.callbacks`).
     """
 
     def __init__(self, args: argparse.Namespace, spec: GPTModelConfig) -> None:
-        self.built: list[Callable[[torch.nn.Module, int], None]] = []
-        self.moved: list[Callable[[], None]] = []
-        self.leaving: list[Callable[[], None]] = []
-        self.stayed: list[Callable[[torch.nn.Module | None], None]] = []
         self.plan: StagePlan
         self._args, self._spec = args, spec
         self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
@@ -89,8 +84,8 @@ class LayerMover:
         self._objects: Any = None
         self._tensors: Any = None
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Remember the wrapped model chunks of this rank. Returns them, as Megatron's model hooks must."""
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Remember the wrapped model chunks of this rank."""
         self._chunks = chunks
         self._make_groups()
         self._remember_nodes()
@@ -98,7 +93,6 @@ class LayerMover:
         every = self.gather((mpu.get_pipeline_model_parallel_rank(), mine))
         stages = {stage: tuple(layers) for stage, layers in every}
         self.plan = StagePlan(tuple(stages[stage] for stage in sorted(stages)))
-        return chunks
 
     def _make_groups(self) -> None:
         self._objects = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -172,19 +166,19 @@ class LayerMover:
         self._remember_nodes()
         self._renew(optimizer, scheduler, request.states, taken)
         for layer, chunk in arrived:
-            for tell in self.built:
-                tell(layer, chunk)
-        for stay in self.stayed if departure is not None else []:
-            stay(self.models()[0] if ends else None)
-        for again in self.moved:
-            again()
+            for callback in callbacks.registered:
+                callback.layer_arrived(layer, chunk)
+        for callback in callbacks.registered if departure is not None else []:
+            callback.after_release(self.models()[0] if ends else None)
+        for callback in callbacks.registered:
+            callback.layers_moved()
         self.plan = plan
         took = self.gather((sent, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3))
         return Moved(sum(bytes for bytes, _, _ in took), max(ms for _, ms, _ in took), max(ms for _, _, ms in took))
 
     def _depart(self, plan: StagePlan) -> Departure:
-        for tell in self.leaving:
-            tell()
+        for callback in callbacks.registered:
+            callback.before_release()
         per_node = detect_launch().ranks_per_node
         return Departure(
             self._args, release_of(self._args.world_size, self.plan.stages, plan.stages, per_node), self._chunks
@@ -205,8 +199,7 @@ class LayerMover:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()
         if len(set(self.gather(digest))) > 1:
             raise RuntimeError("ranks made different plans for the same layers")
-        # NCCL connects a group on its first use, which must involve all of its ranks.
-        meet(self._tensors)
+        connect(self._tensors)
 
     def _free_buffers(self) -> None:
         """Free Megatron's flat buffers. One that holds weights is freed once these are in the new one."""

@@ -23,13 +23,15 @@ from megatron.core.utils import unwrap_model
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
+from balancing.messages import connect
 from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.load import zigzag_areas
-from megatron.balanced.process_groups import cluster_of, meet
+from megatron.balanced.callbacks import StepCallback
+from megatron.balanced.process_groups import cluster_of
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequences.checks import why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive
@@ -51,8 +53,8 @@ class _Batch(NamedTuple):
     waited_ms: float
 
 
-class SequenceBalancer:
-    """A `megatron.balanced.callbacks.StepCallback`, one on each rank.
+class SequenceBalancer(StepCallback):
+    """One on each rank; ranks of a context-parallel group plan alike.
 
     args: of Megatron.
     config: of this balancer.
@@ -76,9 +78,12 @@ class SequenceBalancer:
 
     # Building the model and the data.
 
-    def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Let rotary positions follow documents. Returns `chunks`, as Megatron's model hooks must."""
-        meet(mpu.get_context_parallel_group())
+    def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Let rotary positions follow documents. Returns `chunks`, as Megatron's model hooks must.
+
+        Data parallelism keeps a table of the modules that it wraps, so a module is replaced before.
+        """
+        connect(mpu.get_context_parallel_group())
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
                 model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb, self._args.seq_length)

@@ -1,17 +1,16 @@
-"""When a job fails, it says so once: what was wrong, and with which ranks.
+"""One report per failed job: the error, the ranks that had it, and the ranks that are silent.
 
-Every rank that fails posts what it has to say in the job's key-value store. The first one collects: it waits until all
-have posted, or for a bounded time, and writes one report. What Megatron-LM refuses before the first step is a single
-line where all ranks met the same; any other error keeps its traceback, once, with the ranks that had it. The lowest of
-the ranks that failed prints.
+Every rank that fails posts its error to the job's key-value store. The first one collects: it waits until all ranks
+have posted, at most for a bounded time, and writes one report. An input that Megatron-LM rejects before the first step
+is reported in a single line if all ranks reject it; any other error keeps its traceback, once, with the ranks that had
+it. The lowest of the ranks that failed prints.
 
-A collective that fails tells that some connection broke, not whose. So every rank leaves a sign of life in the store
-every few seconds, from a thread of its own that goes on while the rank waits in a collective, and the report names the
-ranks that were silent. Launchers that end a job at the first failure, as torchrun does, may be quicker; then they name
-the rank.
+A failed collective shows that some connection broke, but not whose. Therefore a thread of every rank writes a heartbeat
+to the store every few seconds, also while the rank waits in a collective, and the report names the ranks without one.
+Launchers that end a job at the first failure, such as torchrun, may be faster; then they name the rank.
 
-The store is torchrun's where there is one, from the start; else that of the process groups, once they exist. Without
-one, each rank speaks for itself.
+The store is torchrun's, if there is one, from the start; otherwise that of the process groups, once they exist. Without
+a store each rank reports for itself.
 """
 
 import contextlib
@@ -34,30 +33,36 @@ import torch.distributed as dist
 from megatron.balanced.checks import LocalError
 from megatron.balanced.refusal import explain, refused_by_megatron
 
-__all__ = ["failures_told_once", "stop"]
+__all__ = ["report_failures_once", "stop"]
 
 _BEAT_SECONDS = 2.0
-_SILENT_SECONDS = 7.0  # of a rank that is taken for dead
-_REFUSAL_SECONDS = 10.0  # for other ranks to refuse the same command line
-_START_SECONDS = 30.0  # for other ranks to fail as well before the first step, when they may be far apart
+_SILENT_SECONDS = 7.0  # without a heartbeat, after which a rank counts as dead
+_REFUSAL_SECONDS = 10.0  # for other ranks to reject the same command line
+_START_SECONDS = 30.0  # for other ranks to fail before the first step, which they may reach at different times
 _STORE_SECONDS = 10.0  # for one answer of the store
-_MOST_SECONDS = 75.0  # for all of it, whatever the store does
-_LINGER_SECONDS = 5.0  # of the rank that holds the store, for others to read it
+_MOST_SECONDS = 75.0  # for the whole report, even if the store hangs
+_LINGER_SECONDS = 5.0  # that the rank with the store stays, so that others can read it
 _NAME = "pretrain_gpt.py"
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What one rank has to say. `line` is None where only the traceback tells what happened."""
+    """The failure of one rank.
+
+    line: the error in one line; None where only the traceback explains it.
+    traceback: of the exception.
+    is_refusal: whether the line is enough even if not all ranks have this failure.
+    patience: seconds to wait for other ranks.
+    """
 
     line: str | None
     traceback: str
-    is_refusal: bool  # the line is enough even where not all ranks say it
-    patience: float  # seconds to wait for other ranks
+    is_refusal: bool
+    patience: float
 
     @property
     def kind(self) -> str:
-        """The same on ranks that say the same but for numbers: their own, a port, an address."""
+        """A hash that is the same for failures that differ only in numbers, such as a rank, a port or an address."""
         said = self.line if self.is_refusal and self.line else self.traceback
         return hashlib.sha256(re.sub(r"0x[0-9a-f]+|\d+", "#", said).encode()).hexdigest()[:16]
 
@@ -75,7 +80,7 @@ def _has_launchers_store() -> bool:
 
 
 def _open_store() -> dist.Store | None:
-    """A connection of its own to the job's key-value store: a rank that waits in the store must not stop others."""
+    """A new connection to the job's key-value store, so that a thread that waits in the store does not block others."""
     store: dist.Store
     if _has_launchers_store():
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -90,13 +95,13 @@ def _open_store() -> dist.Store | None:
     return store
 
 
-class _Vigil:
-    """This rank's signs of life."""
+class _Heartbeat:
+    """The thread that writes this rank's heartbeat to the store."""
 
     def __init__(self) -> None:
         self.store: dist.Store | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
@@ -147,14 +152,14 @@ def _in_full(failure: _Failure, ranks: list[int], world_size: int) -> str:
 
 
 class _Report:
-    """What the ranks that failed agree on in the store."""
+    """The report of a failed job, on which the ranks that failed agree in the store."""
 
     def __init__(self, store: dist.Store, failure: _Failure) -> None:
         self._store, self._failure = store, failure
         self._rank, self._world_size = _rank(), _world_size()
 
-    def tell(self) -> int:
-        """Post, agree, and print if it is this rank's turn. Returns the exit code."""
+    def publish(self) -> int:
+        """Post this rank's failure, agree on the report, and print it if this rank is to. Returns the exit code."""
         store = self._store
         store.set(f"said/{self._failure.kind}", json.dumps(vars(self._failure)))
         store.append("failed", f"{self._rank} {self._failure.kind}\n")
@@ -164,20 +169,20 @@ class _Report:
             store.wait(["verdict"], timedelta(seconds=_START_SECONDS + _LINGER_SECONDS))
         verdict = json.loads(store.get("verdict"))
         if self._rank not in verdict["ranks"]:
-            self._come_late(verdict["kinds"])
+            self._report_late(verdict["kinds"])
         elif self._rank == verdict["printer"]:
             print(verdict["text"], file=sys.stderr, flush=True)
-            store.set("told", "")
+            store.set("printed", "")
         else:
-            store.wait(["told"], timedelta(seconds=_LINGER_SECONDS))
+            store.wait(["printed"], timedelta(seconds=_LINGER_SECONDS))
         self._linger()
         return verdict["code"]
 
     def _collect(self) -> None:
-        """Write the verdict of all ranks that have failed by the time that the others are not waited for any longer."""
+        """Wait for the other ranks, at most for this failure's patience, and write the verdict on those that failed."""
         store = self._store
         deadline = time.monotonic() + self._failure.patience
-        before = self._signs_of_life()
+        before = self._heartbeats()
         while True:
             failed = {int(rank): kind for rank, kind in _listed(store, "failed")}
             left = {int(rank) for (rank,) in _listed(store, "left")}
@@ -186,8 +191,8 @@ class _Report:
             time.sleep(0.1)
         others = set(range(self._world_size)) - failed.keys() - left
         silent = []
-        if others:  # waited for long enough to tell silence from life
-            after = self._signs_of_life()
+        if others:  # a living rank has written a heartbeat in the time that passed
+            after = self._heartbeats()
             silent = sorted(rank for rank in others if rank in before and before[rank] == after[rank])
         kinds: dict[str, list[int]] = {}
         for rank, kind in failed.items():
@@ -196,7 +201,7 @@ class _Report:
         verdict = {"ranks": list(failed), "kinds": list(kinds), "printer": min(failed), "text": text, "code": code}
         store.set("verdict", json.dumps(verdict))
 
-    def _signs_of_life(self) -> dict[int, bytes]:
+    def _heartbeats(self) -> dict[int, bytes]:
         keys = {rank: f"alive/{rank}" for rank in range(self._world_size)}
         return {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
 
@@ -214,15 +219,16 @@ class _Report:
             )
         return "\n".join(texts), 2 if all(failure.is_refusal for failure in said.values()) else 1
 
-    def _come_late(self, kinds: list[str]) -> None:
-        """The others have told their failure. This rank's is the same, or most likely comes of it: one line."""
+    def _report_late(self, kinds: list[str]) -> None:
+        """Print one line after the report of other ranks, whose failure most likely caused this one; nothing if it is
+        the same failure."""
         kind = self._failure.kind
         if kind not in kinds and self._store.add(f"late/{kind}", 1) == 1:
             last = self._failure.line or self._failure.traceback.strip().splitlines()[-1]
             print(f"{_NAME}: rank {self._rank} stops after the failure of others: {last}", file=sys.stderr, flush=True)
 
     def _linger(self) -> None:
-        """Where this rank holds the store, others may still have to read it."""
+        """If this rank holds the store, stay until the other ranks have read it."""
         self._store.append("gone", f"{self._rank}\n")
         deadline = time.monotonic() + _LINGER_SECONDS
         while self._rank == 0 and not _has_launchers_store() and time.monotonic() < deadline:
@@ -233,8 +239,8 @@ class _Report:
 
 
 def _within(seconds: float, function: Callable[[], int]) -> int | None:
-    """What `function` returns, or None if it fails for want of the store or takes longer: the host of the store may be
-    frozen, which no timeout of a socket notices."""
+    """The result of `function`, or None if the store fails or it takes longer than `seconds`: the host of the store may
+    be frozen, which no timeout of a socket detects."""
     result: list[Any] = []
 
     def run() -> None:
@@ -247,10 +253,10 @@ def _within(seconds: float, function: Callable[[], int]) -> int | None:
     return result[0] if result else None
 
 
-def _tell(failure: _Failure, *, anywhere: bool = False) -> int:
-    """Say `failure` once for all ranks. Returns the exit code.
+def _report(failure: _Failure, *, anywhere: bool = False) -> int:
+    """Report `failure` once for all ranks. Returns the exit code.
 
-    anywhere: without a store, a refusal may be this rank's alone, and is said once a machine.
+    anywhere: whether a rejected input may be wrong on this host alone; without a store it is then reported once a host.
     """
     if _world_size() > 1:
 
@@ -258,7 +264,7 @@ def _tell(failure: _Failure, *, anywhere: bool = False) -> int:
             store = _open_store()
             if store is None:
                 raise RuntimeError("there is no store yet")
-            return _Report(store, failure).tell()
+            return _Report(store, failure).publish()
 
         if (code := _within(_MOST_SECONDS, agree)) is not None:
             return code
@@ -272,21 +278,21 @@ def _tell(failure: _Failure, *, anywhere: bool = False) -> int:
 
 
 def stop(error: Exception) -> NoReturn:
-    """End the process because of bad input, with one clear line, said once for all ranks that have the same.
+    """End the process because of bad input, with one line for all ranks that have the same error.
 
-    Exit code 2, as argparse's own.
+    The exit code is 2, as argparse's.
     """
     by_machine = isinstance(error, LocalError | OSError | ImportError | RuntimeError)
     line = explain(error)
     if by_machine and _world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", _world_size())):
         line += f" (on {socket.gethostname()})"
     failure = _Failure(line=line, traceback="", is_refusal=True, patience=_REFUSAL_SECONDS)
-    _tell(failure, anywhere=by_machine)
+    _report(failure, anywhere=by_machine)
     raise SystemExit(2)
 
 
 def _is_before_training() -> bool:
-    """Whether Megatron has not come to its training loop yet, which counts iterations in its arguments."""
+    """Whether Megatron's training loop, which counts iterations in its arguments, has not begun."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     args = getattr(global_vars, "_GLOBAL_ARGS", None)
     return getattr(args, "curr_iteration", None) is None
@@ -304,20 +310,20 @@ def _failure_of(error: Exception) -> _Failure:
 
 
 @contextlib.contextmanager
-def failures_told_once() -> Iterator[None]:
-    """Run a job inside this. An exception is told once for all ranks, with the ranks, and ends the process.
+def report_failures_once() -> Iterator[None]:
+    """Run a job in this context. An exception is reported once, with the ranks that had it, and ends the process.
 
-    A rank that leaves with SystemExit is not missed.
+    A rank that leaves with SystemExit does not count as silent.
     """
-    vigil = _Vigil()
+    heartbeat = _Heartbeat()
     try:
         yield
     except SystemExit:
-        with contextlib.suppress(RuntimeError):  # the store died with the rank that held it: nobody can miss this one
-            if vigil.store is not None:
-                vigil.store.append("left", f"{_rank()}\n")
+        with contextlib.suppress(RuntimeError):  # the store ended with its rank, so no rank waits for this one
+            if heartbeat.store is not None:
+                heartbeat.store.append("left", f"{_rank()}\n")
         raise
     except Exception as error:
-        raise SystemExit(_tell(_failure_of(error))) from None
+        raise SystemExit(_report(_failure_of(error))) from None
     finally:
-        vigil.end()
+        heartbeat.end()

@@ -1,12 +1,12 @@
-"""The last operations that this rank started on each process group, for the moment when a job stands still.
+"""A record of the last operations that this rank started on each process group, for the report of a stall.
 
-Everything that `torch.distributed` starts, on a GPU or on a CPU, ends in a method of `ProcessGroup`, so these are where
-operations are noted: what, the how-manieth of its kind on this group, on which tensors, from which line. That costs the
-host a few microseconds an operation and never waits for the device. torch's own flight recorder does not replace it: on
-gloo it leaves out messages, which is what pipelines wait for.
+Every operation of `torch.distributed`, on a GPU or on a CPU, ends in a method of `ProcessGroup`, so these methods are
+wrapped. Recorded are the kind of the operation, its number on the group, the shapes of its tensors, and the line that
+called it. That costs the host a few microseconds an operation and never waits for the device. torch's flight recorder
+is no replacement: on gloo it omits point-to-point messages, which pipelines wait for.
 
-Operations that must meet have one key and one number on all ranks: a collective is the n-th of its group, a message the
-n-th from one rank to another with its tag.
+Operations that belong together have the same key and number on all ranks: a collective is the n-th of its group, a
+message the n-th from one rank to another with its tag.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["BETWEEN", "COLLECTIVE", "GroupLog", "Operation", "key_of", "logs", "noted_operations", "waiting_for"]
+__all__ = ["BETWEEN", "COLLECTIVE", "GroupLog", "Operation", "key_of", "logs", "record_operations", "waiting_for"]
 
 COLLECTIVE = "collective"
 _KEPT = 16  # operations of each group
 _MESSAGES = ("send", "recv")
-# Methods of ProcessGroup. Their names differ between versions of torch; those that it has are noted.
+# Methods of ProcessGroup. Names differ between versions of torch; those that exist are wrapped.
 _COLLECTIVES = (
     "_allgather_base",
     "_reduce_scatter_base",
@@ -53,7 +53,7 @@ _COLLECTIVES = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
 )
-# What stands between an operation and the line that asked for it.
+# Files whose frames lie between an operation and the line that called it.
 _ROOT = Path(__file__).parents[3]
 BETWEEN = (
     __file__,
@@ -65,7 +65,7 @@ BETWEEN = (
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One operation as this rank started it. key: what it is counted under; number: from 1, among those."""
+    """One operation that this rank started. number: from 1, among the operations with the same `key` on the group."""
 
     kind: str
     key: str
@@ -77,13 +77,13 @@ class Operation:
 
 
 class GroupLog:
-    """What this rank started on one group. ranks: global."""
+    """The operations that this rank started on one group. ranks: global."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.description = group.group_desc
         try:
             self.ranks: list[int] = dist.get_process_group_ranks(group)
-        except KeyError:  # made without torch.distributed's knowledge
+        except KeyError:  # a group that torch.distributed does not know
             self.ranks = list(range(group.size()))
         self.started: dict[str, int] = defaultdict(int)
         self.last: deque[Operation] = deque(maxlen=_KEPT)
@@ -96,12 +96,12 @@ _is_between: dict[str, bool] = {}  # by file
 
 
 def key_of(kind: str, peer: int, tag: int) -> str:
-    """The key of messages of this rank: `kind` is "send" or "recv", `peer` the global rank at the other end."""
+    """The key of a message of this rank. kind: "send" or "recv". peer: the global rank at the other end."""
     return f"{kind} {peer} {tag}"
 
 
 def waiting_for(thread: int) -> tuple[str, Operation] | None:
-    """The group and the operation whose end the host waits for in a thread, by its ident."""
+    """The group and the operation for whose end a host thread waits. thread: its ident."""
     work = _waiting.get(thread)
     if work is None:
         return None
@@ -113,7 +113,7 @@ def waiting_for(thread: int) -> tuple[str, Operation] | None:
 
 
 def _line() -> str:
-    """The innermost line outside of torch and what is like it."""
+    """The innermost line outside of torch and the other files of `BETWEEN`."""
     frame: Any = sys._getframe(2)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
@@ -127,7 +127,7 @@ def _line() -> str:
 
 
 def _sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Shapes of tensors, of lists of them that of the first one, and split sizes."""
+    """Shapes of tensors, for a list that of its first tensor, and split sizes."""
     sizes: list[Any] = []
     for arg in args:
         while isinstance(arg, (list, tuple)) and arg and not isinstance(arg[0], int):
@@ -139,7 +139,7 @@ def _sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(sizes)
 
 
-def _noted(kind: str, original: Callable) -> Callable:
+def _recorded(kind: str, original: Callable) -> Callable:
     is_message = kind in _MESSAGES
 
     @functools.wraps(original)
@@ -151,7 +151,7 @@ def _noted(kind: str, original: Callable) -> Callable:
         with _counting:
             log.started[key] = number = log.started[key] + 1
         operation = Operation(kind, key, number, _sizes(args), _line(), time.time())
-        log.last.append(operation)  # before it starts, which may be where it stays
+        log.last.append(operation)  # before it starts, since it may never return
         work = original(group, *args, **kwargs)
         if work is not None:
             operation.work = weakref.ref(work)
@@ -160,7 +160,7 @@ def _noted(kind: str, original: Callable) -> Callable:
     return start
 
 
-def _noted_wait(original: Callable) -> Callable:
+def _recorded_wait(original: Callable) -> Callable:
     @functools.wraps(original)
     def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()
@@ -174,13 +174,13 @@ def _noted_wait(original: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def noted_operations() -> Iterator[None]:
-    """Note what is started within."""
+def record_operations() -> Iterator[None]:
+    """Record the operations that are started in this context."""
     owner: Any
     before = []
     for owner, names, replacement in (
-        (dist.ProcessGroup, (*_COLLECTIVES, *_MESSAGES), _noted),
-        (dist.Work, ("wait",), lambda name, original: _noted_wait(original)),
+        (dist.ProcessGroup, (*_COLLECTIVES, *_MESSAGES), _recorded),
+        (dist.Work, ("wait",), lambda name, original: _recorded_wait(original)),
     ):
         for name in names:
             if (original := getattr(owner, name, None)) is not None:

@@ -1,10 +1,10 @@
-"""When a step takes far longer than steps take, every rank says what it does, and one line says who waits for whom.
+"""Detection of stalls: a step that takes far longer than usual is reported with the state of every rank.
 
-A job that stands still says nothing until a process group's timeout ends it, ten minutes later, and then it blames
-whoever waited. So a thread of every rank looks once a second which iteration Megatron-LM is in. When that stands still
-for too long, it asks all ranks through the job's key-value store: each writes the stacks of its threads and the last
-operations it started on each group, and the one that asked puts together who waits for whom. The job goes on
-undisturbed: it may only be slow.
+A stalled job is silent until the timeout of a process group ends it, ten minutes later, with an error on the ranks that
+waited. Therefore a thread of every rank checks the iteration of Megatron-LM once a second. If it has not changed for
+too long, the thread asks all ranks through the job's key-value store: each writes the stacks of its threads and the
+last operations that it started on each group, and the asking rank derives which rank waits for which. The job is not
+interrupted, since it may only be slow.
 """
 
 import argparse
@@ -23,22 +23,22 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.balanced.watchdog import operations
-from megatron.balanced.watchdog.waiting import Answer, Group, Started, who_waits
+from megatron.balanced.watchdog.waiting import Answer, Group, Started, explain_stall
 
-__all__ = ["stalls_told"]
+__all__ = ["report_stalls"]
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 10.0  # that others have to answer in
+_ANSWER_SECONDS = 10.0  # for the other ranks to answer
 _MULTIPLE = 10.0  # of the median of recent steps
-_LEAST_SECONDS = 60.0  # of a step that stands still
+_LEAST_SECONDS = 60.0  # that a step must take to count as stalled
 _RECENT = 20  # steps
-_MOST_REPORTS = 5  # of one run: what stands still again and again has been told
+_MOST_REPORTS = 5  # of one run
 
 Moment = tuple[Any, bool]  # the iteration, and whether it is in its training step
 
 
 class _Watch:
-    """The thread of one rank. folder: where files go, None for stderr alone."""
+    """The thread of one rank. folder: for the files of a report; None for stderr alone."""
 
     def __init__(self, args: argparse.Namespace, folder: Path | None) -> None:
         self._args, self._folder = args, folder
@@ -46,7 +46,7 @@ class _Watch:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._moment: Moment = (None, False)
         self._since = time.monotonic()
-        self._told = False  # of this moment
+        self._reported = False  # this moment
         self._reports = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stalls", daemon=True)
@@ -60,9 +60,9 @@ class _Watch:
         while not dist.is_initialized():
             if self._over.wait(_LOOK_SECONDS):
                 return
-        # A connection of its own: a rank that waits in the store still answers.
+        # A separate connection, so that a rank that waits in the store still answers.
         store = dist.PrefixStore("stall", dist.distributed_c10d._get_default_store().clone())
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the job
+        with contextlib.suppress(RuntimeError):  # the store has ended with the job
             while self._reports < _MOST_REPORTS and not self._over.wait(_LOOK_SECONDS):
                 self._look(store)
 
@@ -71,36 +71,36 @@ class _Watch:
         if moment != self._moment:
             if self._moment[1]:
                 self._recent.append(now - self._since)
-            if self._told:
+            if self._reported:
                 _say([f"rank {self._args.rank}: {_name(self._moment)} went on after {now - self._since:.0f} s"])
-            self._moment, self._since, self._told = moment, now, False
+            self._moment, self._since, self._reported = moment, now, False
         asked = f"{self._reports}/asked"
         if store.check([asked]):
             self._answer(store)
-        elif not self._told and (waited := now - self._since) > (limit := self._limit()):
-            asks = store.add(asked, 1) == 1  # else another rank was quicker
+        elif not self._reported and (waited := now - self._since) > (limit := self._limit()):
+            asks = store.add(asked, 1) == 1  # else another rank was first
             self._answer(store)
             if asks:
-                self._tell(store, waited, limit)
+                self._report(store, waited, limit)
 
     def _is_in_step(self) -> bool:
-        """True where the main thread runs Megatron's training step, and not a checkpoint, say."""
+        """Whether the main thread is in Megatron's training step, as opposed to, for instance, a checkpoint."""
         frame = sys._current_frames().get(self._main or 0)
         while frame is not None and frame.f_code.co_name != "train_step":
             frame = frame.f_back
         return frame is not None
 
     def _limit(self) -> float:
-        """Seconds. Half of what a process group waits, at most, so that the job is there to answer."""
+        """Seconds until a step counts as stalled: at most half the timeout of process groups, which ends the job."""
         most = self._args.distributed_timeout_minutes * 60 / 2
         if not self._recent or not self._moment[1]:
             return most
         return min(most, max(_LEAST_SECONDS, _MULTIPLE * statistics.median(self._recent)))
 
     def _answer(self, store: dist.Store) -> None:
-        """Write what this rank does, and tell the store what others need to know of it."""
+        """Write the state of this rank, and post to the store what the asking rank needs of it."""
         number, rank = self._reports, self._args.rank
-        self._reports, self._told = number + 1, True
+        self._reports, self._reported = number + 1, True
         answer = _own_answer(self._main)
         lines = [f"rank {rank} in {_name(self._moment)}, at {answer.place}", *_stacks()]
         for group in answer.groups.values():
@@ -109,7 +109,7 @@ class _Watch:
         _say(lines, self._folder, f"stall-rank{rank}.txt")
         store.set(f"{number}/answer/{rank}", json.dumps(answer))
 
-    def _tell(self, store: dist.Store, waited: float, limit: float) -> None:
+    def _report(self, store: dist.Store, waited: float, limit: float) -> None:
         number, world = self._reports - 1, range(self._args.world_size)
         keys = {rank: f"{number}/answer/{rank}" for rank in world}
         deadline = time.monotonic() + _ANSWER_SECONDS
@@ -118,7 +118,7 @@ class _Watch:
         answers = {rank: _read(store.get(key)) for rank, key in keys.items() if store.check([key])}
         usual = f", usually {statistics.median(self._recent):.1f} s" if self._recent else ""
         what = f"{_name(self._moment)} stands still for {waited:.0f} s{usual} (limit {limit:.0f} s)"
-        _say([f"{what}: {who_waits(answers, world, self._args.rank)}"], self._folder, "stall.txt")
+        _say([f"{what}: {explain_stall(answers, world, self._args.rank)}"], self._folder, "stall.txt")
 
 
 def _name(moment: Moment) -> str:
@@ -138,7 +138,7 @@ def _say(lines: list[str], folder: Path | None = None, file: str = "") -> None:
 
 
 def _stacks() -> list[str]:
-    """All threads of this process, the main one first."""
+    """The stacks of all threads of this process, the main one first."""
     frames = sys._current_frames()
     lines = []
     for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread()):
@@ -151,12 +151,12 @@ def _stacks() -> list[str]:
 def _own_answer(main: int | None) -> Answer:
     now = time.time()
 
-    def told(operation: operations.Operation) -> Started:
+    def started(operation: operations.Operation) -> Started:
         age = now - operation.at
         return Started(operation.kind, operation.key, operation.number, operation.sizes, operation.line, age)
 
     groups = {
-        name: Group(log.description or name, log.ranks, dict(log.started), [told(one) for one in [*log.last]])
+        name: Group(log.description or name, log.ranks, dict(log.started), [started(one) for one in [*log.last]])
         for name, log in [*operations.logs.items()]
     }
     threads = [main, *(thread.ident for thread in threading.enumerate() if thread.ident != main)]
@@ -170,7 +170,7 @@ def _own_answer(main: int | None) -> Answer:
         if not entry.filename.startswith(operations.BETWEEN) and Path(entry.filename).parent != library
     ]
     place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "no line of Python"
-    return Answer(place, None if waits is None else (waits[0], told(waits[1])), groups)
+    return Answer(place, None if waits is None else (waits[0], started(waits[1])), groups)
 
 
 def _read(text: bytes) -> Answer:
@@ -187,9 +187,9 @@ def _read(text: bytes) -> Answer:
 
 
 @contextlib.contextmanager
-def stalls_told(args: argparse.Namespace, folder: Path | None) -> Iterator[None]:
-    """Run a job's training inside this. Steps that stand still are told on stderr, and in files of `folder`."""
-    with operations.noted_operations():
+def report_stalls(args: argparse.Namespace, folder: Path | None) -> Iterator[None]:
+    """Run a job's training in this context. Stalled steps are reported on stderr, and in files of `folder`."""
+    with operations.record_operations():
         watch = _Watch(args, folder)
         try:
             yield

@@ -1,7 +1,7 @@
-"""Who waits for whom, from what every rank of a job that stands still says of itself.
+"""The chain of waits in a stalled job, from the answers of its ranks: which rank waits for which, and in what.
 
-A rank waits in an operation until all that take part in it have started it. Whoever has not is asked next: what does it
-wait for? The chain ends at a rank that waits for nobody, or that does not answer, or it closes to a circle.
+A rank waits in an operation until all of its participants have started it. The chain continues at a participant that
+has not. It ends at a rank that waits for no other or does not answer, or it is a cycle.
 """
 
 import os
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from megatron.balanced.watchdog.operations import COLLECTIVE, key_of
 
-__all__ = ["Answer", "Group", "Started", "who_waits"]
+__all__ = ["Answer", "Group", "Started", "explain_stall"]
 
-# Of these, all ranks give tensors of the same shapes.
+# Collectives in which all ranks pass tensors of the same shapes.
 _ALIKE = ("allreduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single", "_allgather_base")
 
 
 class Started(NamedTuple):
-    """One operation that a rank started, as in `operations.Operation`; `age` is in seconds."""
+    """One operation that a rank started, as in `operations.Operation`. age: seconds since it started."""
 
     kind: str
     key: str
@@ -32,7 +32,7 @@ class Started(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What a rank says of one group: operations by key, and the last ones in the order in which they started."""
+    """The operations of a rank on one group: their number by key, and the last ones in the order of their start."""
 
     description: str
     ranks: Sequence[int]
@@ -44,8 +44,12 @@ class Group(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a rank says of itself. place: where its main thread is. waits: the group and the operation that it waits in,
-    where that is known."""
+    """The answer of a rank.
+
+    place: the line that its main thread is at.
+    waits: the group and the operation that it waits in, if known.
+    groups: its operations, by name of the group.
+    """
 
     place: str
     waits: tuple[str, Started] | None
@@ -63,7 +67,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _short(line: str) -> str:
-    """A place in the code, from its package on."""
+    """The last three parts of a path."""
     parts = line.split(os.sep)
     return os.sep.join(parts[-3:])
 
@@ -74,7 +78,7 @@ def _started(answers: Mapping[int, Answer], rank: int, group: str, key: str) -> 
 
 
 def _missing(answers: Mapping[int, Answer], rank: int, name: str, operation: Started) -> list[int]:
-    """The ranks that have not started `operation` of `rank`, as far as it needs them."""
+    """The participants of `operation` of `rank` that have not started it."""
     group = answers[rank].groups[name]
     if operation.key == COLLECTIVE:
         needed = {other: COLLECTIVE for other in group.ranks}
@@ -85,8 +89,8 @@ def _missing(answers: Mapping[int, Answer], rank: int, name: str, operation: Sta
 
 
 def _wait(answers: Mapping[int, Answer], rank: int) -> _Wait | None:
-    """What a rank waits in: what it says itself, else the first that others have not started. On a GPU the host does
-    not know which one its device is at."""
+    """The operation that a rank waits in: the one it names, else the oldest that others have not started. On a GPU the
+    host does not know which operation its device has reached."""
     answer = answers[rank]
     candidates = [(name, operation) for name, group in answer.groups.items() for operation in group.last]
     candidates.sort(key=lambda candidate: -candidate[1].age)
@@ -99,7 +103,7 @@ def _wait(answers: Mapping[int, Answer], rank: int) -> _Wait | None:
 
 
 def _last(answers: Mapping[int, Answer], rank: int, group: str) -> str:
-    """The last operation of a rank on a group, in words."""
+    """Text on the last operation of a rank on a group."""
     known = answers[rank].groups.get(group)
     if known is None or not known.last:
         return "it has started none there"
@@ -107,7 +111,7 @@ def _last(answers: Mapping[int, Answer], rank: int, group: str) -> str:
 
 
 def _mismatch(answers: Mapping[int, Answer]) -> str | None:
-    """Two ranks whose collectives with one number are not the same one."""
+    """Text on two ranks whose collectives with the same number differ; None if there are none."""
     first: dict[tuple[str, int], tuple[int, Started]] = {}
     for rank, answer in answers.items():
         for name, group in answer.groups.items():
@@ -125,8 +129,13 @@ def _mismatch(answers: Mapping[int, Answer]) -> str | None:
     return None
 
 
-def who_waits(answers: Mapping[int, Answer], world: Sequence[int], first: int) -> str:
-    """One line. first: the rank that is asked first."""
+def explain_stall(answers: Mapping[int, Answer], world: Sequence[int], first: int) -> str:
+    """The chain of waits in one line.
+
+    answers: by rank, of those that answered.
+    world: all ranks.
+    first: the rank at which the chain begins, if it waits.
+    """
     if (mismatch := _mismatch(answers)) is not None:
         return mismatch
     asked = [first, *(rank for rank in world if rank != first)]
@@ -135,8 +144,8 @@ def who_waits(answers: Mapping[int, Answer], world: Sequence[int], first: int) -
         places: dict[str, list[int]] = defaultdict(list)
         for rank in world:
             places[answers[rank].place if rank in answers else "does not answer"].append(rank)
-        told = "; ".join(f"{_ranks(ranks)}: {place}" for place, ranks in places.items())
-        return f"no rank waits for an operation that another has not started: {told}"
+        text = "; ".join(f"{_ranks(ranks)}: {place}" for place, ranks in places.items())
+        return f"no rank waits for an operation that another has not started: {text}"
     rank, words, seen = next(iter(waits)), [], set()
     while rank in waits and rank not in seen:
         seen.add(rank)

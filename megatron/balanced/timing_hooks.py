@@ -1,0 +1,242 @@
+"""Hooks that mark when each part of a model begins and ends, forward and backward, in every micro-batch.
+
+Parts are the layers, the embedding and the head; router hooks count tokens per expert. Megatron-LM's own timers of the
+schedule, wrapped, mark the calls of a whole stage. No mark waits for the device.
+
+Module-level backward hooks do not serve: under recompute they fire early, and they keep a stage from freeing its
+outputs. Hooks on hidden states do: the gradient of a layer's output is there when its backward pass begins, that of its
+input when it ends.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+from balancing.clock import DeviceClock
+from balancing.report import RankRecord
+from megatron.balanced.recompute import Replays
+
+__all__ = ["Step", "TimingHooks"]
+
+Mark = Any
+
+
+@dataclass
+class Step:
+    """One iteration on this rank, in marks that are read once the device has passed them.
+
+    iteration: from 0.
+    began: seconds since the epoch.
+    origin, end: marks.
+    spans: kind, layer or part, model chunk, micro-batch, begin, end.
+    tokens: of this rank in all micro-batches.
+    area: query-key pairs that attention computes on this rank.
+    longest: tokens of the longest document.
+    expert_tokens: by layer, int64 [experts].
+    events: lines of balancers.
+    record: made of the marks when they are read.
+    """
+
+    iteration: int
+    began: float
+    origin: Mark
+    end: Mark = None
+    spans: list[tuple[str, int | str, int, int, Mark, Mark]] = field(default_factory=list)
+    tokens: int = 0
+    area: int = 0
+    longest: int = 0
+    expert_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    record: RankRecord | None = None
+
+
+class TimingHooks:
+    """Fills in the spans and the expert tokens of `step`, the iteration in progress; None when nothing is measured."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self.clock = clock
+        self.step: Step | None = None
+        self.micro_batch: dict[int, int] = {}  # chunk -> micro-batch in its forward pass
+        self._chunk = 0  # in its forward pass
+        self._backward_of = (0, 0)  # chunk and micro-batch
+        self._open: dict[_Part, tuple[int, Mark]] = {}  # in their backward pass
+        self._call_begin: Mark = None
+        self._config: Any = None
+
+    # The model.
+
+    def watch_model(self, model: torch.nn.Module, chunk: int) -> None:
+        """Put hooks on everything in model chunk `chunk`."""
+        for layer in model.decoder.layers:
+            self.watch_layer(layer, chunk)
+        if getattr(model, "embedding", None) is not None:
+            self._watch_embedding(model.embedding, chunk)
+        if model.post_process:
+            self.watch_head(model, chunk)
+
+    def watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
+        """Put hooks on a layer of model chunk `chunk`."""
+        part = _Part(self, layer.layer_number - 1, chunk)
+
+        def leave(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            hidden_in = args[0] if args else kwargs["hidden_states"]
+            part.leave(hidden_in, output[0] if isinstance(output, tuple) else output)
+
+        layer.register_forward_pre_hook(part.enter)
+        layer.register_forward_hook(leave, with_kwargs=True)
+        for module in layer.modules():
+            if isinstance(module, TopKRouter):
+                self._watch_router(module, part, layer)
+
+    def _watch_router(self, router: TopKRouter, part: "_Part", layer: torch.nn.Module) -> None:
+        assert isinstance(part.layer, int)
+        number = part.layer
+        replays: Replays[None] = Replays()
+
+        def count(module: torch.nn.Module, args: tuple, output: Any) -> None:
+            if self.step is None or not module.training:
+                return
+            # A frozen layer runs without gradients as well, but is not recomputed.
+            if not getattr(layer, "frozen", False) and replays.decide(lambda: None)[1]:
+                return
+            tokens = output[1].detach().sum(dim=0, dtype=torch.int64)
+            counted = self.step.expert_tokens.get(number)
+            self.step.expert_tokens[number] = tokens if counted is None else counted.add_(tokens)
+
+        router.register_forward_hook(count)
+
+    def _watch_embedding(self, embedding: torch.nn.Module, chunk: int) -> None:
+        part = _Part(self, "embedding", chunk)
+        embedding.register_forward_pre_hook(part.enter)
+        embedding.register_forward_hook(lambda module, args, output: part.leave(None, output))
+
+    def watch_head(self, model: torch.nn.Module, chunk: int) -> None:
+        """Put hooks on the head: from the input of the output layer to the end of the model's loss, and back."""
+        part = _Part(self, "head", chunk)
+        hidden_in: list[torch.Tensor] = []
+
+        def enter(module: torch.nn.Module, args: tuple) -> None:
+            part.enter(module)
+            hidden_in[:] = args[:1]
+
+        def leave(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+            part.leave(hidden_in.pop() if hidden_in else None, output)
+
+        model.output_layer.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave)
+
+    # The step and its schedule.
+
+    def begin_step(self, step: Step, config: Any) -> None:
+        """Measure `step`. config: the model's config, from which the schedule takes its timers."""
+        self._config, self.step = config, step
+        config.timers = _StageTimers(config.timers, self)
+
+    def begin_schedule(self) -> None:
+        self.micro_batch.clear()
+
+    def begin_micro_batch(self, chunk: int) -> None:
+        """The next micro-batch enters its forward pass in model chunk `chunk`."""
+        self._chunk = chunk
+        self.micro_batch[chunk] = self.micro_batch.get(chunk, -1) + 1
+
+    def begin_call(self) -> None:
+        """A stage begins a forward or backward call, or the optimizer its step."""
+        self._call_begin = self.clock.mark()
+
+    def end_forward_call(self) -> None:
+        self._end_call("forward-step", self._chunk, self.micro_batch.get(self._chunk, 0))
+
+    def end_backward_call(self) -> None:
+        for part in list(self._open):  # parts whose input has no gradient, such as the embedding
+            self.close_backward(part)
+        self._end_call("backward-step", *self._backward_of)
+
+    def _end_call(self, kind: str, chunk: int, micro_batch: int) -> None:
+        if self.step is not None and self._call_begin is not None:
+            self.step.spans.append((kind, "", chunk, micro_batch, self._call_begin, self.clock.mark()))
+            self._call_begin = None
+
+    def end_step(self) -> Step:
+        """End the step in progress and the optimizer's part of it. Returns the step."""
+        assert self.step is not None
+        self._end_call("optimizer", 0, 0)
+        self.step.end = self.clock.mark()
+        step, self.step = self.step, None
+        self._config.timers = self._config.timers.timers
+        return step
+
+    def open_backward(self, part: "_Part", micro_batch: int) -> None:
+        """The backward pass of `part` begins."""
+        self._backward_of = (part.chunk, micro_batch)
+        self._open[part] = (micro_batch, self.clock.mark())
+
+    def close_backward(self, part: "_Part") -> None:
+        """The backward pass of `part` ends."""
+        micro_batch, begin = self._open.pop(part, (0, None))
+        if begin is not None and self.step is not None:
+            self.step.spans.append(("backward", part.layer, part.chunk, micro_batch, begin, self.clock.mark()))
+
+
+class _Part:
+    """A layer, the embedding or the head of one model chunk, as it is timed."""
+
+    def __init__(self, hooks: TimingHooks, layer: int | str, chunk: int) -> None:
+        self.hooks, self.layer, self.chunk = hooks, layer, chunk
+        self.replays: Replays[int] = Replays()
+        self.begin: Mark = None
+
+    def enter(self, module: torch.nn.Module, *unused: Any) -> None:
+        if module.training and self.hooks.step is not None:
+            self.begin = self.hooks.clock.mark()
+
+    def leave(self, hidden_in: torch.Tensor | None, hidden_out: torch.Tensor) -> None:
+        """End a forward pass, and mark its backward pass by the gradients of `hidden_out` and `hidden_in` (None for a
+        part without input)."""
+        hooks = self.hooks
+        step, begin = hooks.step, self.begin
+        if step is None or begin is None:
+            return
+        self.begin = None
+        micro_batch, is_replay = self.replays.decide(lambda: hooks.micro_batch.get(self.chunk, 0))
+        kind = "recompute" if is_replay else "forward"
+        step.spans.append((kind, self.layer, self.chunk, micro_batch, begin, hooks.clock.mark()))
+        if hidden_out.requires_grad:
+            hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch))
+        if hidden_in is not None and hidden_in.requires_grad:
+            hidden_in.register_hook(lambda gradient: hooks.close_backward(self))
+
+
+class _StageTimer:
+    """One of Megatron-LM's timers that also calls `start` and `stop`."""
+
+    def __init__(self, timer: Any, start: Any, stop: Any) -> None:
+        self._timer, self._start, self._stop = timer, start, stop
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        self._timer.start(*args, **kwargs)
+        self._start()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        self._stop()
+        self._timer.stop(*args, **kwargs)
+
+
+class _StageTimers:
+    """Megatron-LM's timers as the schedule sees them: those of whole stages call the hooks as well."""
+
+    def __init__(self, timers: Any, hooks: TimingHooks) -> None:
+        self.timers, self._hooks = timers, hooks
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        timer = self.timers(name, log_level=log_level)
+        if name == "forward-compute":
+            return _StageTimer(timer, self._hooks.begin_call, self._hooks.end_forward_call)
+        if name == "backward-compute":
+            return _StageTimer(timer, self._hooks.begin_call, self._hooks.end_backward_call)
+        return timer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.timers, name)
