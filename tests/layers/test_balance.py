@@ -57,8 +57,12 @@ def _train_with_slow_layers(argv: list[str]) -> RankRun:
 
 
 def test_settled_once_by_measured_time(pool, tmp_path):
-    flags = "--pipeline-model-parallel-size 2 --balance-layers-once --layer-balance-interval 3 --balance-report"
-    pool.run(2, _train_with_slow_layers, [*MODEL, *MOCK_DATA, "--train-iters", "5", *flags.split(), str(tmp_path)])
+    flags = "--pipeline-model-parallel-size 2 --global-batch-size 8 --balance-layers-once --layer-balance-interval 3"
+    pool.run(
+        2,
+        _train_with_slow_layers,
+        [*MODEL, *MOCK_DATA, "--train-iters", "5", *flags.split(), "--balance-report", str(tmp_path)],
+    )
     (decision,) = _decisions(tmp_path)
     assert (decision["iteration"], decision["action"]) == (4, "move")
     assert (decision["layout_before"], decision["layout_after"]) == ("Ett|ttL", "Et|tttL")
