@@ -5,8 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import training
 from tests.support.corpus import heavy_tailed, write_documents
-from tests.support.training import MODEL, train, train_rank
+from tests.support.training import train, train_rank
+
+MODEL = [*training.MODEL, *"--global-batch-size 8".split()]
 
 
 def _tokens(argv: list[str]) -> np.ndarray:

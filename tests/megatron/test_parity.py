@@ -67,7 +67,7 @@ MODELS = {
 def _flags(model: str, layout: str) -> str:
     tensor_ranks = 2 if TP2 in layout else 1
     # Weights far from zero: attention that prefers some tokens, experts that differ.
-    common = f"{MODELS[model]} --init-method-std 0.1 --make-vocab-size-divisible-by {128 // tensor_ranks}"
+    common = f"{MODELS[model]} --init-method-std 0.1 --lr 2e-3 --make-vocab-size-divisible-by {128 // tensor_ranks}"
     return f"{' '.join(EXACT)} {common} {layout}"
 
 

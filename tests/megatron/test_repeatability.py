@@ -28,7 +28,9 @@ def test_runs_repeat(pool, corpus, name):
     world_size, flags = RUNS[name]
 
     def run():
-        return train(pool, world_size, f"--init-method-std 0.1 {flags}", base=[*MODEL, *corpus], parameters=True)
+        return train(
+            pool, world_size, f"--init-method-std 0.1 --lr 3e-3 {flags}", base=[*MODEL, *corpus], parameters=True
+        )
 
     first = run()
     assert first.losses[-1] < first.losses[0] - 0.05, "it does not learn"

@@ -11,8 +11,11 @@ import pytest
 
 from balancing.clock import CpuClock, pace
 from balancing.report import read_history, read_trace, summarize
+from tests.support import training
 from tests.support.set_clock import SetClock, slow_layers
-from tests.support.training import MOCK_DATA, MODEL, MOE, RankRun, join, train, train_rank
+from tests.support.training import MOCK_DATA, MOE, RankRun, join, train, train_rank
+
+MODEL = [*training.MODEL, *"--global-batch-size 8".split()]
 
 PASSES = ("forward_s", "backward_s")
 
