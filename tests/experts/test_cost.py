@@ -1,4 +1,4 @@
-"""The cost model: the paper's equations by hand, links of two speeds, and when a copy pays."""
+"""The cost model: the paper's equations by hand, links of two speeds, and the load from which a replica pays."""
 
 import math
 from typing import ClassVar
@@ -182,7 +182,7 @@ class TestEquations:
 
 
 def test_hidden_transfers_hold_up_tokens():
-    """Tokens travel in half of the time: a transfer of 1 s takes 4/3 s, two thirds of a second beside tokens."""
+    """All-to-alls take half of the time: a transfer of 1 s takes 4/3 s and shares the link for 2/3 s of them."""
     placement = ReplicaPlacement(np.arange(2), [[-1], [0]])
     cluster, tokens = nodes(1, 2, inside=9e6), np.array([[50, 50], [50, 50]])
     cost = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=10.0)

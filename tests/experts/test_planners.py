@@ -1,4 +1,4 @@
-"""Each planner by hand: the paper's and its peers', ours when copies cost time, and late repairs."""
+"""Each planner by hand: the baselines, the default planner with a cost model, and late replicas."""
 
 import numpy as np
 import pytest
@@ -162,7 +162,7 @@ class TestCosts:
         often = plan_replicas(load, machine(8), slots=2, shape=SHAPE, micro_batches=64)
         assert once.replicas < often.replicas
 
-    def test_what_is_uneven_within_nodes_is_levelled_within_nodes(self):
+    def test_what_is_imbalanced_within_nodes_is_balanced_within_nodes(self):
         load = np.full((16, 64), 5000)
         for node in (0, 1):  # each has a hot expert, which only its own ranks send to
             load[:, 32 * node] = 0
