@@ -218,7 +218,7 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
 
         def accumulate_gradients(self, layer: int) -> None:
             super().accumulate_gradients(layer)
-            self._bring_home(layer)
+            self._finish_reduction(layer)
 
     homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
     slots = (ReplicaSlots if variant.overlap else Exposed)(

@@ -49,7 +49,7 @@ class TestBreakEven:
         assert self.tokens(same_node=True, backward=False) == pytest.approx(1750, rel=0.01)
 
     def test_training_over_nvlink(self):
-        """Weights travel twice, gradients once in float32."""
+        """Weights are sent twice, gradients once in float32."""
         assert self.tokens(same_node=True) == pytest.approx(2340, rel=0.01)
 
     def test_between_nodes(self):
@@ -174,7 +174,7 @@ class TestEquations:
         assert hidden.trans_exposed == pytest.approx(trans - forward - 1.0)
         assert hidden.agg_exposed == pytest.approx(agg - 2 * forward - 2.0)
         assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).exposed == 0
-        assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).slowed == 0, "no token travels"
+        assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).slowed == 0, "no token is sent"
         first = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=1.0, first=True)
         assert (first.trans_exposed, first.agg_exposed) == (pytest.approx(trans - 1.0), pytest.approx(agg - 2.0))
         shared = layer_cost(tokens, placement, cluster, SHAPE, micro_batches=4)

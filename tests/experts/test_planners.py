@@ -66,7 +66,7 @@ class TestProphet:
 
 class TestShadow:
     def test_by_hand(self):
-        """Expert 0 everywhere: from 120 tokens to 70. Expert 1 too: to 44. Expert 2 would bring rank 3 to 45: no."""
+        """Expert 0 everywhere: from 120 tokens to 70. Expert 1 too: to 44. With expert 2, rank 3 would have 45: no."""
         load = np.array([[30, 10, 1, 1]] * 4)
         placement = plan_replicas(load, machine(4), slots=3, method="shadow")
         assert placement.ranks(0) == (0, 1, 2, 3) and placement.ranks(1) == (1, 0, 2, 3)

@@ -108,7 +108,7 @@ def test_counts_whose_proportions_would_overflow_are_refused():
 
 
 def test_a_replicated_expert_is_served_at_home_everywhere():
-    """Everybody has it and everybody sends it equally much: nothing needs to travel."""
+    """All ranks have an instance and the same number of tokens: no token needs to be sent."""
     placement = ReplicaPlacement(np.arange(4), [[-1], [0], [0], [0]])
     load = np.zeros((4, 4), dtype=int)
     load[:, 0] = 100
