@@ -16,7 +16,7 @@ from megatron.balanced import callbacks, patches
 from megatron.balanced.arguments import BalanceConfig, machine_of
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.dynamics.schemes import add_dynamics
-from megatron.balanced.experts.balancer import DoesNotFit, ExpertBalancer
+from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.dropout import DropoutStreams
 from megatron.balanced.layers.release import Released, hand_over_tensorboard
@@ -96,7 +96,7 @@ def _pretrain(
     container = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(container, datasets, ModelType.encoder_or_decoder, forward)
-    except DoesNotFit as error:
+    except ReplicaMemoryError as error:
         stop(error)
     except Released:
         sys.stdout.flush()

@@ -31,10 +31,10 @@ from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanne
 from megatron.balanced.optimizer_state import state_bytes
 from megatron.balanced.process_groups import cluster_of, twin_of
 
-__all__ = ["DoesNotFit", "ExpertBalancer"]
+__all__ = ["ExpertBalancer", "ReplicaMemoryError"]
 
 
-class DoesNotFit(ValueError):
+class ReplicaMemoryError(ValueError):
     """Replica slots need more memory than is free. Raised on all ranks together."""
 
 
@@ -69,7 +69,7 @@ class ExpertBalancer:
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Allocate the slots of a model that is complete and wrapped. Returns `chunks`, as Megatron's model hooks must.
 
-        Raises DoesNotFit on all ranks of the job if the slots do not fit into the memory of some rank.
+        Raises ReplicaMemoryError on all ranks of the job if the slots do not fit into the memory of some rank.
         """
         self._model = chunks
         self._process_group = twin_of(mpu.get_expert_model_parallel_group(), self._args.distributed_timeout_minutes)
@@ -131,7 +131,7 @@ class ExpertBalancer:
         dist.all_gather_object(gathered, error)
         for text in gathered:
             if text is not None:
-                raise DoesNotFit(text)
+                raise ReplicaMemoryError(text)
         return shared
 
     def _mode(self, layers: list[BalancedMoELayer], free: int) -> tuple[bool, str | None]:
