@@ -1,24 +1,26 @@
-"""How long does a training step take with hot experts, and how near does balancing come to the limit? Emulated.
+"""Step time with hot experts on an emulated cluster, by planner, against forced balance.
 
     python -m benchmarks.experts.emulated [--quick] [--trace FILE] [--ranks 8|16] [--json FILE] [--figure FILE.svg]
 
-Four layers of attention and experts and four micro-batches a step, on 8 and on 16 processes of an emulated cluster of
-two nodes. Tokens, replicas' weights and their gradients really move, through Megatron's dispatcher and
-`balancing.experts.engine.slots`; compute is a timed wait. `benchmarks.experts.emulated_workload` says what machine and
-model this stands for and how it is scaled. Loads are a recorded run's (--trace, as `balancing.experts.trace` reads it)
-or made up.
+Each step has four layers of attention and experts and four micro-batches, on 8 and on 16 processes of an emulated
+cluster of two nodes. Tokens, weights of replicas and their gradients are really sent, through Megatron's dispatcher and
+`balancing.experts.engine.slots`; compute is a timed wait. `benchmarks.experts.emulated_workload` describes the machine
+and the model that are emulated, and their scale. Loads are recorded (--trace, for `balancing.experts.trace`) or
+synthetic.
 
-All methods take turns, step by step, so that they see the same machine. The limit, "forced balance", is Megatron's own
-layer with as many tokens spread evenly over experts; "none" is Megatron's own layer too. Replicas are placed from the
-record before and tokens split on the true counts, as in training. Every planner gets the same slots, handed on and
-overlapped transfers, and one transfer an iteration: what differs is the plan and the split. Planning is done before
-and timed; in training a thread does it beside the last micro-batch's passes, which take longer, so it delays no step.
+Methods take turns step by step, so that they run under the same conditions. The ceiling, "forced balance", is
+Megatron's own layer with the same number of tokens spread equally over experts; "none" is Megatron's own layer, too.
+Replicas are placed from the record before and tokens are divided by the true counts, as in training. All planners have
+the same slots, relayed and overlapped transfers, and one transfer an iteration; they differ in placement and split.
+Planning is timed beforehand; in training, a thread plans during the last micro-batch's passes, which take longer, so
+that planning delays no step.
 
-Not to scale: within a node bytes are not limited and cost what CPU they cost, as latencies and the host's work do; a
-NIC lets the first 2 ms of a burst pass at once. The host's work would count as often as ranks share a core, so the
-machine is slowed down until a rank's work weighs about what it weighs with a core of its own (`_EXPERT_SECONDS`).
+Not to scale: bandwidth within a node is not limited, transfers there cost CPU time, and so do latencies and the host's
+work; a NIC passes the first 2 ms of a burst at once. Since ranks share cores, the host's work would weigh too much;
+compute is slowed down until the work of a rank weighs about as much as with a core of its own (`_EXPERT_SECONDS`).
 
-Takes about 20 minutes on two idle cores, half of it for 8 ranks, on which quota is taken apart; with --quick a minute.
+Takes about 20 minutes on two idle cores, half of it for 8 ranks, where variants of quota are compared; with --quick one
+minute.
 """
 
 import argparse
@@ -45,7 +47,7 @@ __all__ = ["CEILING", "VARIANTS", "Row", "measure"]
 _ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
-_EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by ranks, which share two cores: see above
+_EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by number of ranks, which share two cores
 _MIN_GAIN = 0.02  # of --expert-min-gain
 
 CEILING = "forced balance"
@@ -97,7 +99,7 @@ VARIANTS = {
     )
 }
 _QUICK = (CEILING, "none", "shadow", "prophet", "eplb", "quota")
-_MOST_RANKS = (CEILING, "quota on even load", *_QUICK[1:])  # the others, which take quota apart, run on 8 ranks
+_MOST_RANKS = (CEILING, "quota on even load", *_QUICK[1:])  # variants of quota run on 8 ranks only
 _NOTES = {
     "quota: planner only": "transfers exposed",
     "quota: + scheduler": "transfers overlapped; quota itself is this + coupling",
@@ -110,10 +112,14 @@ _NOTES = {
 class Row:
     """One method on one number of ranks; medians over steps.
 
-    seconds: of a step. speedup: none's seconds over these, step by step. of_ceiling: the ceiling's over these. exposed:
-    seconds for which the rank that waited longest waited for replicas' transfers. imbalance: tokens of the busiest rank
-    over the mean. planning: seconds on this host, an iteration. sent_bytes: the most that a rank sent of
-    weights and gradients, emulated.
+    seconds: step time.
+    speedup: step time without replicas over `seconds`, step by step.
+    of_ceiling: step time of the ceiling over `seconds`, step by step.
+    exposed: seconds for which a rank waited for transfers of replicas, the largest of all ranks.
+    imbalance: tokens of the busiest rank over the mean.
+    planning: seconds of planning on this host, an iteration.
+    sent_bytes: emulated bytes of weights and gradients that a rank sent, the largest of all ranks.
+    steps: number of steps.
     """
 
     ranks: int
@@ -189,7 +195,7 @@ def measure(
 
 
 def _tell(rank: int, line: str) -> None:
-    """Say that a step has been measured."""
+    """Print that a step has been measured."""
     if line.startswith('{"variant"'):
         done = json.loads(line)
         print(f"step {done['step'] + 1}, {done['variant']}: {done['seconds']:.2f} s", file=sys.stderr, flush=True)

@@ -1,15 +1,15 @@
-"""Layers of paced experts with real token exchanges and real replicas: one rank of `benchmarks.experts.emulated`.
+"""One rank of `benchmarks.experts.emulated`: layers of timed experts with real token exchanges and real replicas.
 
-Megatron's MoE layer runs as it is: its alltoall dispatcher moves every token over gloo, and balanced ones come from
-`megatron.balanced.experts.moe_layer`, with replicas that `balancing.experts.engine.slots` fills and empties. Three
-parts are replaced. The router repeats recorded counts. An expert is the identity and occupies the device for as long as
-its tokens would (`balancing.clock.pace`), twice that in the backward pass. Attention is a timed wait too.
+Megatron's MoE layer runs as it is: its alltoall dispatcher sends every token over gloo. Balanced layers are those of
+`megatron.balanced.experts.moe_layer`, with replicas in `balancing.experts.engine.slots`. Three parts are replaced. The
+router repeats recorded counts. An expert is the identity and occupies the device for as long as its tokens would take
+(`balancing.clock.pace`), twice that in the backward pass. Attention is a timed wait, too.
 
     python -m benchmarks.emulated ... -- -m benchmarks.experts.emulated_rank JOB
 
 JOB is a folder with job.json and loads.npz, which the launcher writes. Rank 0 prints one line of JSON for each step.
-Every step checks itself: tokens come back as they left, replicas had the weights of their experts, and every home
-expert has the gradient of all its tokens.
+Every step checks its results: tokens return unchanged, replicas had the weights of their experts, and every home expert
+has the gradient of all its tokens.
 """
 
 import json
@@ -34,10 +34,14 @@ _TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the layers.
+    """One configuration of the layers.
 
-    planned: which plans it follows, None for Megatron's own layer. even: tokens are spread evenly, whatever was
-    recorded. slots: a rank's. overlap: transfers run under compute. shared: slots are shared by layers.
+    name: of the method.
+    planned: name of the placements that it uses; None for Megatron's own layer.
+    even: whether tokens are spread equally over experts, whatever was recorded.
+    slots: number of slots of a rank.
+    overlap: whether transfers overlap compute.
+    shared: whether layers share slots.
     """
 
     name: str
@@ -49,9 +53,9 @@ class Variant:
 
 
 class _Compute(torch.autograd.Function):
-    """The identity on tokens [token, hidden], for `seconds`. Each element of the weight's gradient is their number.
+    """The identity on tokens [token, hidden], which takes `seconds`. The weight's gradient is their number everywhere.
 
-    A home expert counts its tokens, for its gradient is accumulated where it is; that of a replica has to travel.
+    A home expert counts its tokens instead, since its gradient need not be sent; a replica returns a gradient.
     """
 
     @staticmethod
@@ -72,7 +76,7 @@ class _Compute(torch.autograd.Function):
 
 
 class _Expert(torch.nn.Module):
-    """Stands for one expert: all of its weights in one vector, each with the expert's number as its value."""
+    """A timed expert. Its weights are one vector, filled with the expert's number."""
 
     def __init__(self, device: Device, expert: int, size: int, seconds_per_token: float) -> None:
         super().__init__()
@@ -85,7 +89,7 @@ class _Expert(torch.nn.Module):
 
 
 class _Router(torch.nn.Module):
-    """Routes as it is told: `routing` is a bool map [token, expert]."""
+    """A router that returns `routing`, a bool map [token, expert]."""
 
     def __init__(self, **unused: Any) -> None:
         super().__init__()
@@ -97,9 +101,9 @@ class _Router(torch.nn.Module):
 
 
 def routing_map(counts: np.ndarray, top_k: int) -> torch.Tensor:
-    """A map [token, expert] with these counts [expert], `top_k` different experts for each token.
+    """A bool map [token, expert] with these counts [expert] and `top_k` different experts for each token.
 
-    The counts sum to tokens * top_k, and none exceeds the tokens.
+    The counts sum to tokens * top_k, and none exceeds the number of tokens.
     """
     tokens = int(counts.sum()) // top_k
     assert counts.sum() == tokens * top_k and counts.max() <= tokens, "no token can go twice to an expert"
@@ -172,7 +176,7 @@ class _Model:
         return hidden
 
     def check(self, load: np.ndarray, placements: Sequence[Any]) -> None:
-        """The last step was right. load: [source_rank, layer, micro_batch, expert]."""
+        """Check the last step. load: int [source_rank, layer, micro_batch, expert]. placements: [layer]."""
         expected = load.sum((0, 2)).reshape(len(self.layers), -1)
         for number, layer in enumerate(self.layers):
             for expert in layer.experts.local_experts:
@@ -188,7 +192,7 @@ class _Model:
 
 
 def _experts(local: list[_Expert]) -> torch.nn.Module:
-    """Megatron's sequence of experts with replicas, made of paced ones."""
+    """Timed experts with replicas, in place of Megatron's sequential ones."""
     from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
 
     class PacedExperts(ReplicatedSequentialMLP):
@@ -203,18 +207,18 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
     from balancing.experts.engine.slots import ReplicaSlots
 
     class Exposed(ReplicaSlots):
-        """Every transfer is waited for where it is started."""
+        """Slots without overlap: every transfer is waited for where it starts."""
 
         def begin_step(self, placements: Sequence[Any], micro_batches: int) -> None:
             super().begin_step(placements, micro_batches)
             self.acquire(0, forward=True)
 
         def _prefetch_after(self, layer: int, forward: bool) -> None:
-            """Nothing comes before it is needed."""
+            """Do not send weights ahead."""
 
         def accumulate_gradients(self, layer: int) -> None:
             super().accumulate_gradients(layer)
-            self._bring_home(layer)
+            self._finish_reduction(layer)
 
     homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
     slots = (ReplicaSlots if variant.overlap else Exposed)(
@@ -247,7 +251,7 @@ def _config(job: dict[str, Any]) -> Any:
 
 
 def _groups() -> Any:
-    """Expert parallelism over all ranks, everything else alone, and a group of all ranks for transfers."""
+    """Expert parallelism over all ranks, no other parallelism, and a group of all ranks for transfers."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = ProcessGroupCollection()
@@ -261,7 +265,7 @@ def _groups() -> Any:
 
 
 def _patch() -> None:
-    """What training with balanced experts replaces in Megatron's dispatcher."""
+    """Patch Megatron's dispatcher as training with balanced experts does."""
     from megatron.core.transformer.moe import token_dispatcher
 
     from megatron.balanced.experts.known_counts import with_known_counts

@@ -1,12 +1,12 @@
-"""What an emulated run of experts stands for: a machine, the sizes of a model, loads, and how all of it is scaled down.
+"""Workload of the emulated experts: machine, model sizes and loads, and their scale.
 
-Modelled are nodes with A800s, two to a NIC of 200 Gbit/s (`Cluster.preset("a800-4x200g")`), experts of Mixtral 8x7B's
-size, 8192 tokens a rank and micro-batch, top-2, and attention with four square projections. Emulated is the same with
+The model has nodes with A800s, two to a NIC of 200 Gbit/s (`Cluster.preset("a800-4x200g")`), experts of Mixtral 8x7B's
+size, 8192 tokens a rank and micro-batch, top-2, and attention with four square projections. The emulation has
 
-- fewer bytes: one token stands for 32, with 64 float32 values for 32 x 4096 bf16 ones. That is a factor of 1024, and
-  weights (bf16) and gradients (float32) of experts shrink by it too;
+- fewer bytes: one token stands for 32, with 64 float32 values for 32 x 4096 bf16 values. That is a factor of 1024;
+  weights (bf16) and gradients (float32) of experts are smaller by the same factor;
 - more time: one factor on all compute, such that a rank's mean expert compute in a micro-batch and layer takes tens of
-  milliseconds. A NIC's rate is the modelled one over both factors.
+  milliseconds. The bandwidth of a NIC is the modelled one over both factors.
 
 So compute, NIC time of tokens and NIC time of replicas keep their proportions.
 """
@@ -26,16 +26,19 @@ TOP_K = 2
 HIDDEN = 64  # emulated
 _TOKENS = 8192  # of a rank and micro-batch, one sequence
 _ASSIGNMENTS = 512  # emulated tokens x top-k of a rank and micro-batch
-_IMBALANCE = (1.5, 2.0, 3.0, 4.0)  # of made-up loads: the fullest rank over the mean, layer by layer
-_DRIFT = 0.05  # of made-up loads, from one iteration to the next
+_IMBALANCE = (1.5, 2.0, 3.0, 4.0)  # of synthetic loads, layer by layer
+_DRIFT = 0.05  # of synthetic loads, from one iteration to the next
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The modelled machine and what becomes of it.
+    """The modelled machine and its scale.
 
-    ranks: on two nodes. experts: of a layer. expert_seconds: emulated forward compute of a rank's mean load in one
-    layer and micro-batch. Raises ValueError for experts that are too many or do not divide by the ranks.
+    ranks: number of ranks, on two nodes.
+    experts: number of experts of a layer.
+    expert_seconds: emulated forward compute of a rank's mean load in one layer and micro-batch.
+
+    Raises ValueError for too many experts, and where their number does not divide by the ranks.
     """
 
     ranks: int
@@ -51,7 +54,7 @@ class Scale:
 
     @property
     def cluster(self) -> Cluster:
-        """Two of the modelled nodes, or the part of them that the ranks use."""
+        """The part of two modelled nodes that the ranks use."""
         return Cluster.preset("a800-4x200g").relabel(2, self.ranks // 2)
 
     @property
@@ -87,15 +90,18 @@ class Scale:
 
 @dataclass(frozen=True)
 class Loads:
-    """Emulated tokens, int64 [step, source_rank, layer, micro_batch, expert]: those of each step, and those of the
-    iteration before it, from which replicas are placed."""
+    """Emulated tokens, int64 [step, source_rank, layer, micro_batch, expert].
+
+    now: loads of each step.
+    before: loads of the iteration before, from which replicas are placed.
+    """
 
     now: np.ndarray
     before: np.ndarray
 
     @property
     def even(self) -> "Loads":
-        """As many tokens, the same for every expert."""
+        """The same numbers of tokens, spread equally over experts."""
         return Loads(_even(self.now), _even(self.before))
 
 
@@ -106,9 +112,9 @@ def _even(load: np.ndarray) -> np.ndarray:
 
 
 def scaled_load(counts: np.ndarray, total: int, most: int) -> np.ndarray:
-    """`counts` [..., expert] in the same proportions with the sum `total` and none above `most`: int64.
+    """Scale `counts` [..., expert] to the sum `total` with none above `most`, by largest remainders: int64.
 
-    By largest remainders. Counts that are all zero become equal ones.
+    Counts that are all zero become equal.
     """
     flat = np.asarray(counts, dtype=np.float64).reshape(-1, counts.shape[-1])
     assert total <= most * flat.shape[1], "the limit leaves too little room"
@@ -126,9 +132,13 @@ def scaled_load(counts: np.ndarray, total: int, most: int) -> np.ndarray:
 
 
 def recorded_loads(trace: LoadTrace, scale: Scale, layers: int, micro_batches: int, steps: int) -> Loads:
-    """Records from all over the trace that follow closely on the one before, and layers from all over the model.
+    """Loads of a trace: records spread over the run, each close to the one before, and layers spread over the model.
 
-    Raises ValueError where the trace is too small, or its sources cannot be put on the ranks.
+    trace: the recorded loads.
+    scale: the emulated machine.
+    layers, micro_batches, steps: numbers of each that are wanted.
+
+    Raises ValueError where the trace is too small, and where its source ranks cannot be mapped to the ranks.
     """
     counts = trace.on_ranks(scale.ranks)
     _, _, its_layers, its_batches, _ = counts.shape
@@ -146,12 +156,12 @@ def recorded_loads(trace: LoadTrace, scale: Scale, layers: int, micro_batches: i
 
 
 def _spread(length: int, number: int) -> np.ndarray:
-    """The middles of `number` equal parts of 0 to length - 1."""
+    """Middles of `number` equal parts of 0 to length - 1."""
     return ((np.arange(number) + 0.5) * length / number).astype(int)
 
 
 def made_up_loads(scale: Scale, layers: int, micro_batches: int, steps: int) -> Loads:
-    """Loads from `benchmarks.experts.synthetic`: Zipf's law, each layer with another imbalance, drifting."""
+    """Synthetic loads (`benchmarks.experts.synthetic`) by Zipf's law, which drift; imbalance differs between layers."""
     rng = np.random.default_rng(0)
     ranks = scale.ranks
     popularity = [

@@ -1,4 +1,4 @@
-"""Draws rank imbalance by planner from the rows that `benchmarks.experts.plans --json FILE` wrote.
+"""Figure of the imbalance by planner, from the rows that `benchmarks.experts.plans --json FILE` writes.
 
 python -m benchmarks.experts.figure ROWS.json docs/figures/experts.svg
 """

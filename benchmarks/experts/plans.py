@@ -1,16 +1,16 @@
-"""How level the planners of `balancing.experts` make expert-parallel ranks, and how long they take to think.
+"""Balance of expert-parallel ranks by the planners of `balancing.experts`, and the time that planners take.
 
     python -m benchmarks.experts.plans [--quick] [--trace FILE] [--json FILE]
 
-- Replay: recorded loads, or made-up ones without --trace. A placement is made from one micro-batch and used for the
-  next, by every planner, at several expert-parallel sizes. Then the same with a placement that is one record old.
-- Grid: made-up loads of known imbalance, which drift by a known part after the placement is made.
-- Time: of one placement and one split, processor time of one thread, the quickest of several. Where a GPU is, of the
-  split on it too.
+- Replay: recorded loads, or synthetic ones without --trace. Every planner places replicas from one micro-batch, and the
+  next one is split over them, at several expert-parallel sizes. Then the same from the last micro-batch of the record
+  before.
+- Grid: synthetic loads of known imbalance, which drift by a known part after replicas are placed.
+- Time: one placement and one split, CPU time of one thread, the best of several; with a GPU, also the split there.
 
-The figure is the fullest rank over the mean. Each row has its ratio to no balancing (none) and to the limit, which is 1
-token more than the mean at most. Nothing is trained here; the emulated cluster has step times. Takes about 6 minutes on
-one core with the recorded loads, with --quick less than one. Exit code 1 if a row misses its target.
+The figure is the load of the busiest rank over the mean. Each row has its ratio to no balancing (none) and to the lower
+bound, at most 1 token over the mean. Nothing is trained; `benchmarks.experts.emulated` measures step times. Takes about
+6 minutes on one core with the recorded loads, less than one minute with --quick. Exit code 1 if a target is missed.
 """
 
 import argparse
@@ -49,10 +49,10 @@ __all__ = ["Row", "grid", "replay", "times"]
 
 _CLUSTER = "h200-8x400g"
 _IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
-_REPAIR = "quota, repaired"  # with at most as many late copies as this
-_COPIES = 4
+_REPAIR = "quota, repaired"
+_COPIES = 4  # late replicas at most
 _SHAPE = ExpertShape(hidden=2048, ffn_hidden=1408, bytes_per_parameter=2)
-_COSTS: dict[str, dict[str, Any]] = {  # what a planner is told besides the shape
+_COSTS: dict[str, dict[str, Any]] = {  # arguments of the cost model besides the shape
     "costs, hidden": {"hidden_under": 1e-3, "micro_batches": 4},
     "costs, partly hidden": {"hidden_under": 1e-4},
     "costs, first layer": {"hidden_under": 1e-3, "first": True, "micro_batches": 4},
@@ -63,8 +63,15 @@ _COSTS: dict[str, dict[str, Any]] = {  # what a planner is told besides the shap
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. figure: in `unit`, less is better. to_none, to_limit: the figure over that of no balancing, and
-    over what is possible. target: what the figure must not exceed, None if nothing is promised. more: other figures."""
+    """One measurement.
+
+    section, case, method: what was measured.
+    figure: in `unit`; less is better.
+    to_none: the figure over that of no balancing; None where there is none.
+    to_limit: the figure over its lower bound.
+    target: upper bound of the figure; None without a target.
+    more: other figures.
+    """
 
     section: str
     case: str
@@ -83,7 +90,7 @@ class Row:
 
 @dataclass
 class _Balance:
-    """What one planner made of many loads."""
+    """Balance that one planner reached on many loads."""
 
     fullest: list[float] = field(default_factory=list)  # over the mean
     limit: list[float] = field(default_factory=list)
@@ -106,13 +113,13 @@ class _Balance:
 
 
 def _rows(section: str, case: str, found: dict[str, _Balance], target: tuple[float, float] | None) -> Iterator[Row]:
-    """The mean and the 99th percentile of each method. target: of both, for quota."""
+    """Rows of the mean and the 99th percentile of each method. target: upper bounds of both for quota."""
     none, shadow = found["none"], found.get("shadow")
     for method, balance in found.items():
         more = {"copies": float(np.mean(balance.copies))}
         if shadow is not None:
-            # Pro-Prophet's balance degree is the standard deviation over ranks; its figure is the ratio to shadowing.
-            # Less than a token counts as one.
+            # Pro-Prophet's balance degree is the standard deviation over ranks, its figure (RB) the ratio to shadowing.
+            # Deviations below one token count as one.
             ratio = shadow.deviation_by_layer() / np.maximum(balance.deviation_by_layer(), 1.0)
             more |= {"rb_over_shadow_least": float(ratio.min()), "rb_over_shadow_most": float(ratio.max())}
         for at, (unit, reduce) in enumerate((("mean", np.mean), ("p99", lambda values: np.percentile(values, 99)))):
@@ -123,7 +130,13 @@ def _rows(section: str, case: str, found: dict[str, _Balance], target: tuple[flo
 
 
 def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progress) -> list[Row]:
-    """Plan on one micro-batch, balance the next; then plan on the last record. samples: most micro-batches a size."""
+    """Place replicas from one micro-batch for the next; then from the last record.
+
+    trace: the loads.
+    sizes: expert-parallel sizes.
+    samples: maximal number of micro-batches for each size.
+    progress: shows the progress.
+    """
     rows = []
     for ranks in sizes:
         counts, cluster = trace.on_ranks(ranks), _cluster(ranks)
@@ -166,7 +179,7 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
 
 
 def grid(draws: int, progress: Progress) -> list[Row]:
-    """Loads of 64 ranks and two slots, planned before they drift."""
+    """Loads of 64 ranks with two slots each, which drift after replicas are placed. draws: loads of each kind."""
     ranks, slots, tokens, rows = 64, 2, 65536, []
     cluster, methods = _cluster(ranks), ("none", "shadow", "prophet", "eplb", "quota")
     cells = [(experts, imbalance) for experts in (128, 256) for imbalance in _IMBALANCE]
@@ -192,7 +205,7 @@ def grid(draws: int, progress: Progress) -> list[Row]:
 
 
 def times(repeats: int, progress: Progress) -> list[Row]:
-    """Milliseconds of one layer on 64 ranks, and of 32 layers together."""
+    """Milliseconds of one layer on 64 ranks, and of each of 32 layers planned together."""
     ranks, experts, rows = 64, 256, []
     cluster, generator = _cluster(ranks), np.random.default_rng(0)
     load = sampled_load(zipf_popularity(experts, ranks, 2.0, generator), ranks, 65536, generator)
@@ -225,7 +238,7 @@ def times(repeats: int, progress: Progress) -> list[Row]:
 
 
 def _on_gpu(split: Splitter, load: torch.Tensor, repeats: int) -> float:
-    """Milliseconds of a split among splits, the quickest of several: the GPU's, or the host's where that is slower."""
+    """Milliseconds of a split in a sequence of splits, the best of several: the longer of GPU and host time."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     split(load)  # kernels are compiled
     figures = []
@@ -253,7 +266,7 @@ def _thin(items: Sequence, most: int) -> list:
 
 
 def _made_up_run(records: int) -> LoadTrace:
-    """Four layers from nearly level to very uneven, which drift by 1 % a micro-batch and 7 % a record."""
+    """Four layers, from nearly balanced to very imbalanced, which drift by 1 % a micro-batch and 7 % a record."""
     generator, sources, experts = np.random.default_rng(0), 32, 64
     counts = np.zeros((records, sources, 4, 4, experts), dtype=np.int64)
     for layer, imbalance in enumerate((1.2, 1.6, 2.2, 3.2)):

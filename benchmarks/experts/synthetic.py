@@ -1,8 +1,8 @@
-"""Made-up loads with a known imbalance and a known drift, for tests and benchmarks without a recorded run.
+"""Synthetic loads of known imbalance and drift, for tests and benchmarks without a recorded run.
 
-Popularity of experts follows a power law in a random order (Zipf). Its exponent is found such that the fullest rank has
-a given multiple of the mean load, since that is what expert-parallel training pays for. Drift multiplies each expert's
-popularity by a random factor such that a given part of all tokens changes experts (total variation).
+The popularity of experts follows a power law (Zipf) in random order. Its exponent is chosen such that the busiest rank
+has a given multiple of the mean load, which determines the step time of expert parallelism. Drift multiplies each
+expert's popularity by a random factor such that a given part of all tokens changes experts (total variation).
 """
 
 import numpy as np
@@ -11,9 +11,14 @@ __all__ = ["drifted", "sampled_load", "zipf_popularity"]
 
 
 def zipf_popularity(experts: int, ranks: int, rank_imbalance: float, rng: np.random.Generator) -> np.ndarray:
-    """Popularity [expert], sum 1, with the loads of ranks at `rank_imbalance` (largest over mean), homes in blocks.
+    """Popularity, float [expert] with sum 1, of given imbalance.
 
-    Raises ValueError for an imbalance below 1 or of all tokens on one rank and more.
+    experts: number of experts, with homes in contiguous blocks.
+    ranks: number of ranks.
+    rank_imbalance: load of the busiest rank over the mean.
+    rng: source of the random order.
+
+    Raises ValueError for an imbalance below 1, or not below the number of ranks.
     """
     if not 1 <= rank_imbalance < ranks:
         raise ValueError(f"rank_imbalance={rank_imbalance} must be at least 1 and less than the {ranks} ranks")
@@ -33,9 +38,9 @@ def zipf_popularity(experts: int, ranks: int, rank_imbalance: float, rng: np.ran
 
 
 def drifted(popularity: np.ndarray, variation: float, rng: np.random.Generator) -> np.ndarray:
-    """Another popularity [expert] at the given total variation from this one, 0 (the same) to below 1.
+    """Another popularity [expert] at a total variation of `variation` from this one, at least 0 and below 1.
 
-    Raises ValueError for a variation outside that.
+    Raises ValueError for another variation.
     """
     if not 0 <= variation < 1:
         raise ValueError(f"variation={variation} must be at least 0 and below 1")
@@ -61,5 +66,11 @@ def drifted(popularity: np.ndarray, variation: float, rng: np.random.Generator) 
 
 
 def sampled_load(popularity: np.ndarray, ranks: int, tokens_per_rank: int, rng: np.random.Generator) -> np.ndarray:
-    """Tokens drawn from the popularity on each rank: int64 [source_rank, expert], rows sum to `tokens_per_rank`."""
+    """Draw the tokens of each rank: int64 [source_rank, expert], rows with the sum `tokens_per_rank`.
+
+    popularity: float [expert], sum 1.
+    ranks: number of source ranks.
+    tokens_per_rank: tokens x top-k of each.
+    rng: source of randomness.
+    """
     return rng.multinomial(tokens_per_rank, popularity, size=ranks)

@@ -1,11 +1,11 @@
-"""Does balancing experts make real training faster? Two processes, each pinned to a core of its own.
+"""Step time of real training with and without balanced experts, on two processes with a CPU core each.
 
     python -m benchmarks.experts.training [--quick] [--json FILE]
 
 A mixture-of-experts GPT with expert parallelism 2 trains on real text (the source of Python's standard library) without
-any balancing loss until its experts have specialised, and leaves a checkpoint. From there the same steps run with
-`--balance-experts` off and on, in turns, each run a new pair of processes. Real compute and real transfers; nothing is
-emulated. The ratio to the limit is the tokens of the busier rank over the mean, 1.0 when both compute equally much.
+a load-balancing loss until its experts have specialised, and saves a checkpoint. From there the same steps run with
+`--balance-experts` off and on, in turns, each run in two new processes. Compute and transfers are real; nothing is
+emulated. The ratio to the limit is the load of the busier rank over the mean, 1.0 when both compute equally much.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MODEL = (
 
 
 def _imbalance(report: Path) -> tuple[float, float]:
-    """Tokens of the busier rank over the mean, before and after, over all that the balancer of experts did or left."""
+    """Load of the busier rank over the mean, without replicas and with them, mean of all events of the balancer."""
     lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["balancer"] == "experts" and line["action"] != "observe"]
     before, after = ([line[f"imbalance_{when}"] for line in lines] for when in ("before", "after"))
@@ -37,7 +37,12 @@ def _imbalance(report: Path) -> tuple[float, float]:
 
 
 def measure(train: int, steps: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows of the table. train: steps before the measurement. steps: of each run. rounds: runs of each kind."""
+    """Rows of the table.
+
+    train: number of steps before the measurement.
+    steps: number of steps of each run.
+    rounds: number of runs with and without the balancer.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = [*MODEL, *prepare_corpus(folder)]

@@ -1,4 +1,4 @@
-"""Experts that cannot be balanced or grouped as asked: one line that names the value and the way out, on all ranks."""
+"""Rejected flags of balanced and grouped experts: one line with the value and the way out, on all ranks."""
 
 import argparse
 import contextlib
@@ -71,7 +71,7 @@ def test_refused(pool, case):
 
 
 def test_layers_of_transformer_engine():
-    """Their experts are replaced, which is said, and nothing else about them must be switched off."""
+    """Their experts are replaced, with a note, and none of their other options has to be switched off."""
     args = argparse.Namespace(
         transformer_impl="transformer_engine",
         num_experts=4,
@@ -115,7 +115,7 @@ def test_nothing_to_balance_is_said_and_runs(pool, case):
 
 
 def test_experts_of_a_repeated_prediction_layer_are_left_out(pool):
-    """They run as they are, which is said, and change no number."""
+    """They run unbalanced, with a note, and no number changes."""
     base = [*BASE, *EXACT, "--mtp-num-layers", "2", "--mtp-use-repeated-layer"]
     balanced = train(pool, 2, BALANCE, base=base)
     assert sum("leaves out the experts of --mtp-use-repeated-layer" in output for output in pool.output) == 1

@@ -1,4 +1,4 @@
-"""python -m balancing.experts: what balancing experts would have brought a recorded run."""
+"""python -m balancing.experts: the gain of balanced experts on recorded loads."""
 
 import numpy as np
 import pytest

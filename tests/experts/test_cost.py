@@ -1,4 +1,4 @@
-"""The cost model: the paper's equations by hand, links of two speeds, and when a copy pays."""
+"""The cost model: the paper's equations by hand, links of two speeds, and the load from which a replica pays."""
 
 import math
 from typing import ClassVar
@@ -50,7 +50,7 @@ class TestBreakEven:
         assert self.tokens(same_node=True, backward=False) == pytest.approx(1750, rel=0.01)
 
     def test_training_over_nvlink(self):
-        """Weights travel twice, gradients once in float32."""
+        """Weights are sent twice, gradients once in float32."""
         assert self.tokens(same_node=True) == pytest.approx(2340, rel=0.01)
 
     def test_between_nodes(self):
@@ -175,7 +175,7 @@ class TestEquations:
         assert hidden.trans_exposed == pytest.approx(trans - forward - 1.0)
         assert hidden.agg_exposed == pytest.approx(agg - 2 * forward - 2.0)
         assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).exposed == 0
-        assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).slowed == 0, "no token travels"
+        assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).slowed == 0, "no token is sent"
         first = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=1.0, first=True)
         assert (first.trans_exposed, first.agg_exposed) == (pytest.approx(trans - 1.0), pytest.approx(agg - 2.0))
         shared = layer_cost(tokens, placement, cluster, SHAPE, micro_batches=4)
@@ -183,7 +183,7 @@ class TestEquations:
 
 
 def test_hidden_transfers_hold_up_tokens():
-    """Tokens travel in half of the time: a transfer of 1 s takes 4/3 s, two thirds of a second beside tokens."""
+    """All-to-alls take half of the time: a transfer of 1 s takes 4/3 s and shares the link for 2/3 s of them."""
     placement = ReplicaPlacement(np.arange(2), [[-1], [0]])
     cluster, tokens = nodes(1, 2, inside=9e6), np.array([[50, 50], [50, 50]])
     cost = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=10.0)

@@ -1,4 +1,4 @@
-"""The benchmark of emulated experts: it runs, checks itself, and nothing takes less time than the work there is."""
+"""The benchmark of emulated experts: it runs, checks its results, and takes no less time than its work."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def _rank_tokens(loads, scale):
 
 
 def _least_share(loads, scale):
-    """Of the limit, what the busiest ranks take without replicas, if attention took no time."""
+    """Lower bound of the time without replicas over the limit: the busiest rank's experts, the mean's attention."""
     ranks = _rank_tokens(loads, scale)
     work = float((ranks.max(-1) / ranks.mean(-1)).mean()) * scale.expert_seconds
     attention = scale.attention_seconds * scale.time

@@ -1,4 +1,4 @@
-"""Replicas leave nothing behind: in no checkpoint, in no evaluation, and not when a rank dies while they move."""
+"""Replicas leave no trace: in checkpoints, in evaluation, and when a rank dies during their transfer."""
 
 import functools
 import json
@@ -183,7 +183,7 @@ def _plant_death(method: str, iteration: int) -> None:
     [pytest.param("prefetch", id="Trans"), pytest.param("_start_reduction", id="Agg", marks=pytest.mark.exhaustive)],
 )
 def test_a_rank_killed_while_replicas_move(pool, corpus, tmp_path, uninterrupted, method):
-    """Everybody stops, one line names it, and the last checkpoint goes on as if nothing had happened."""
+    """All ranks stop, one line names the dead one, and a run from the last checkpoint repeats the undisturbed one."""
     victim, base = 1, [*MODEL, *corpus, *EXACT, *EXPERTS, *EP2.split(), BALANCE, "--train-iters", "6"]
     save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
     ended = pool.run(2, _killed_in_transfer, [*base, *save], method, 4, victim)

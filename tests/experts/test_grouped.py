@@ -1,4 +1,4 @@
-"""Grouped GEMM experts compute what Megatron's experts compute one after the other."""
+"""Grouped GEMM experts against Megatron's sequential ones."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Loads over time, recorded and made up: drift, prediction, and trace files, whole and broken."""
+"""Load histories and traces: drift, prediction, synthetic loads, and trace files, whole and broken."""
 
 import json
 
@@ -40,7 +40,7 @@ class TestHistory:
         assert len(history) == 1 and history.interval(0.1) == 1
 
     def test_a_load_that_moves_on_is_predicted_from_the_last(self):
-        """A hot expert that is another one every few steps: averages lag behind."""
+        """The hot expert changes every few steps: averages lag behind."""
         history = LoadHistory()
         for step in range(24):
             load = np.full((2, 8), 10)

@@ -1,4 +1,4 @@
-"""Placements of replicas by every planner: what must hold for any load, and how level the result is."""
+"""Placements of all planners: properties that hold for any load, and the balance they reach."""
 
 from itertools import combinations, groupby
 
@@ -37,7 +37,7 @@ def largest_over_mean(load, placement):
 
 
 def optimum(total, placement):
-    """The least possible tokens of the fullest rank: the densest set of ranks, by what can be served nowhere else."""
+    """Lower bound of the busiest rank's tokens: over all sets of ranks, the mean of what no other rank can serve."""
     held = [set(placement.ranks(expert)) for expert in range(placement.experts)]
     densest = 0.0
     for size in range(1, placement.num_ranks + 1):
@@ -156,7 +156,7 @@ def test_one_slot_still_levels_a_prediction():
 
 
 def test_planners_rank_as_they_should_on_a_hot_load():
-    """Each planner fixes what the ones before it leave: none, then FasterMoE's, Pro-Prophet's, EPLB's and ours."""
+    """Planners in the order of the balance that they reach: none, FasterMoE's, Pro-Prophet's, EPLB's, ours."""
     generator, after = np.random.default_rng(0), {method: [] for method in METHODS}
     for _ in range(10):
         load = sampled_load(zipf_popularity(64, 16, 4, generator), 16, 16384, generator)
@@ -193,7 +193,7 @@ def test_zero_slots_are_legal(method):
 
 
 class TestPhysicalNumbers:
-    """Physical = rank * (homes + slots) + local, as a token dispatcher counts."""
+    """Physical number = rank * (homes + slots) + local, as a token dispatcher counts."""
 
     placement = ReplicaPlacement([0, 0, 1, 1, 2, 2], [[5, -1], [-1, 0], [0, 3]], ranks_per_node=2)
 

@@ -1,4 +1,4 @@
-"""Each planner by hand: the paper's and its peers', ours when copies cost time, and late repairs."""
+"""Each planner by hand: the baselines, the default planner with a cost model, and late replicas."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ class TestProphet:
 
 class TestShadow:
     def test_by_hand(self):
-        """Expert 0 everywhere: from 120 tokens to 70. Expert 1 too: to 44. Expert 2 would bring rank 3 to 45: no."""
+        """Expert 0 everywhere: from 120 tokens to 70. Expert 1 too: to 44. With expert 2, rank 3 would have 45: no."""
         load = np.array([[30, 10, 1, 1]] * 4)
         placement = plan_replicas(load, machine(4), slots=3, method="shadow")
         assert placement.ranks(0) == (0, 1, 2, 3) and placement.ranks(1) == (1, 0, 2, 3)
@@ -162,7 +162,7 @@ class TestCosts:
         often = plan_replicas(load, machine(8), slots=2, shape=SHAPE, micro_batches=64)
         assert once.replicas < often.replicas
 
-    def test_what_is_uneven_within_nodes_is_levelled_within_nodes(self):
+    def test_what_is_imbalanced_within_nodes_is_balanced_within_nodes(self):
         load = np.full((16, 64), 5000)
         for node in (0, 1):  # each has a hot expert, which only its own ranks send to
             load[:, 32 * node] = 0

@@ -1,4 +1,4 @@
-"""The order of operations of an iteration: every transfer in time, under compute that has room for it."""
+"""The simulated schedule of an iteration: transfers arrive in time and overlap compute that is long enough."""
 
 from itertools import pairwise
 
@@ -33,7 +33,7 @@ def schedules(draw):
 
 
 def ends(schedule):
-    """When each operation is complete, counted in operations: a transfer is, when the compute that hides it is."""
+    """Index of the entry with which each operation ends; a transfer ends with the compute that hides it."""
     return [at if step.under is None else step.under for at, step in enumerate(schedule)]
 
 
@@ -65,7 +65,7 @@ def test_weights_are_there_before_they_are_used(case):
 @quick
 @given(schedules())
 def test_a_buffer_in_use_is_not_written(case):
-    """Two buffers a chunk at most; what is filled while a block computes is the other one."""
+    """At most two buffers a chunk; while a block uses one, the other is filled."""
     schedule, _, mode = case
     if mode == "resident":
         assert all(step.buffer is None for step in schedule)

@@ -1,4 +1,4 @@
-"""The split of tokens over instances: local first, and alike on every kind of array."""
+"""The split of tokens over instances: balanced, local where possible, and the same on all kinds of arrays."""
 
 import numpy as np
 import pytest
@@ -108,7 +108,7 @@ def test_counts_whose_proportions_would_overflow_are_refused():
 
 
 def test_a_replicated_expert_is_served_at_home_everywhere():
-    """Everybody has it and everybody sends it equally much: nothing needs to travel."""
+    """All ranks have an instance and the same number of tokens: no token needs to be sent."""
     placement = ReplicaPlacement(np.arange(4), [[-1], [0], [0], [0]])
     load = np.zeros((4, 4), dtype=int)
     load[:, 0] = 100
@@ -116,13 +116,25 @@ def test_a_replicated_expert_is_served_at_home_everywhere():
 
 
 def test_by_hand():
-    """Expert 0 has 90 tokens on ranks 0 and 1, where 10 and 40 of other experts are: 60 and 30 level them at 70."""
+    """Expert 0 has 90 tokens and is on both ranks; rank 1 also serves the 40 of expert 1: 65 and 25 balance."""
     placement = ReplicaPlacement([0, 1], [[-1], [0]])
     load = np.array([[50, 40], [40, 0]])
     split = split_tokens(load, placement)
     assert split.sum((0, 1)).tolist() == [65, 65]
     assert split[:, 0].sum(0).tolist() == [65, 25]
     assert split[1, 0].tolist() == [15, 25], "rank 1 keeps as much as its replica may serve"
+
+
+def test_the_example_of_the_package():
+    """The glossary of `balancing.experts`: 3 ranks, 3 experts, one slot a rank, expert 0 is hot."""
+    placement = ReplicaPlacement([0, 1, 2], [[-1], [0], [0]])
+    load = np.array([[30, 10, 5]] * 3)
+    assert placement.phys2log.tolist() == [0, -1, 1, 0, 2, 0]
+    alone = traffic(load, ReplicaPlacement([0, 1, 2], [[-1]] * 3))
+    assert alone.sum(0).tolist() == [90, 30, 15] and alone.sum() - alone.trace() == 90
+    sent = traffic(load, placement)
+    assert sent.sum(0).tolist() == [45, 45, 45] and sent.sum() - sent.trace() == 45
+    assert split_tokens(load, placement)[:, 0].sum(0).tolist() == [45, 15, 30]
 
 
 def test_even_shares_differ_by_a_token_at_most():

@@ -1,4 +1,4 @@
-"""The kernels that split tokens on a GPU: in Triton's interpreter to the token what NumPy finds, and compiled.
+"""The kernels that split tokens on a GPU: interpreted by Triton, equal to NumPy to the token; and compiled.
 
 What they do on a GPU is tested with the other splits, where there is one.
 """
@@ -82,7 +82,7 @@ def compare() -> int:
 
 
 def _cases() -> Iterator[tuple[ReplicaPlacement, np.ndarray, int]]:
-    """Placements with replicas, a load for each, and the rounds of levelling."""
+    """Placements with replicas, a load for each, and the number of sweeps."""
     generator = np.random.default_rng(0)
     for scale in (2, 50, 1000, 100_000, 2**27) * 2:
         ranks, homes, slots = (int(number) for number in generator.integers((2, 1, 1), (10, 4, 4)))

@@ -140,7 +140,7 @@ def test_replicas_with_everything_else(pool, tmp_path, case, mode):
 
 @pytest.mark.parametrize("interval", [pytest.param(5, marks=pytest.mark.exhaustive), 0])
 def test_how_often_replicas_are_placed(pool, tmp_path, interval):
-    """Every fifth iteration, or when the load has drifted. What they are moves nothing but replicas."""
+    """Every fifth iteration, or when the load has drifted. No number depends on it."""
     ranks, flags = LAYOUTS["EP 2"]
     flags += " --moe-token-dispatcher-type alltoall"
     balanced = _balanced(pool, tmp_path, ranks, flags, f"--expert-plan-interval {interval}")
@@ -167,7 +167,7 @@ FAST_LINKS = {  # on which a copy pays for itself at once
 
 @pytest.mark.parametrize("mode", ["resident", "shared"])
 def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
-    """Without a plan for 20 iterations, what replicas there are come from the first micro-batch of each."""
+    """Without a plan for 20 iterations, all replicas are late ones, from the first micro-batch of an iteration."""
     ranks, flags = LAYOUTS["EP 2, PP 2"]
     flags += " --moe-token-dispatcher-type alltoall"
     (tmp_path / "cluster.json").write_text(json.dumps(FAST_LINKS))

@@ -1,4 +1,4 @@
-"""Replica slots on two ranks, without a model: what is brought when is what the schedule says, and it is right."""
+"""Replica slots on two ranks, without a model: transfers start when the simulator says, with the right contents."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,11 @@ def _slots(used, shared):
 
 
 def _follow(schedule, used, shared, micro_batches):
-    """Compute in the order of the schedule; (what, transfers that have set out, those of the schedule) of each compute,
-    a number for each layer."""
+    """Execute the slots in the order of the schedule.
+
+    Returns for each compute operation its kind, its block, and the numbers of transfers that have started, by layer:
+    those of the slots, and those of the schedule.
+    """
     slots, placements, homes, rank = _slots(used, shared)
     slots.begin_step(placements, micro_batches)
     seen = []
@@ -91,8 +94,8 @@ def test_a_layer_that_gets_its_first_replicas_within_a_step(pool, shared, transf
 @pytest.mark.parametrize("used", [[0, 1, 2, 3, 4], [1, 3, 4], [0, 4], [1, 2, 4], [0, 3]])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_transfers_set_out_when_the_schedule_says(pool, used, shared, stages):
-    """Transfers that take next to no time are under the first compute after they set out. Layers without replicas hold
-    nothing up; with shared slots, layers 2 and 4 cannot be there together."""
+    """Transfers that take almost no time overlap the first compute after their start. Layers without replicas delay
+    nothing; with shared slots, layers 2 and 4 cannot be in slots at the same time."""
     micro_batches = 2 * stages
     blocks = [BlockSeconds(1.0, 1.0, *([1e-9, 1e-9] if layer in used else [0.0, 0.0])) for layer in range(LAYERS)]
     schedule = simulate_iteration(

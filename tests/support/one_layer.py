@@ -1,6 +1,6 @@
-"""One MoE layer on the pool's ranks, with a routing, a placement of replicas and weights that the test chooses.
+"""One MoE layer on the pool's ranks, with routing, placement and weights that the test chooses.
 
-The same layer can be run as Megatron-LM has it and balanced; what a rank saw of it is compared tensor by tensor.
+The same layer can be run as Megatron-LM's own and balanced; the results of each rank are compared tensor by tensor.
 """
 
 from dataclasses import dataclass, field
@@ -14,10 +14,17 @@ HIDDEN, FFN = 32, 48
 
 @dataclass(frozen=True)
 class Layer:
-    """What to build. Numbers are float32 unless said otherwise.
+    """The layer, its input and its placement.
 
-    chosen: for each rank an int array [token, k] of experts; k of -1 means that the token goes nowhere.
-    slot_expert: [rank, slot] of experts, -1 for an empty slot; None for Megatron's own layer.
+    experts: number of experts.
+    chosen: for each rank int [token, k], experts of each token; -1: dropped.
+    slot_expert: int [rank, slot], experts, -1 for an empty slot; None for Megatron's own layer.
+    dispatcher: value of --moe-token-dispatcher-type.
+    dtype: of weights and activations.
+    shared: whether slots are shared.
+    grouped: whether experts are grouped GEMMs.
+    split_on_device: whether the split runs as on a GPU, where no operation of ours may wait for the device.
+    options: of Megatron's TransformerConfig.
     """
 
     experts: int
@@ -27,16 +34,16 @@ class Layer:
     dtype: str = "float32"
     shared: bool = False
     grouped: bool = False
-    split_on_device: bool = False  # as on a GPU, for which nothing of ours may wait
-    options: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig
+    split_on_device: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and a backward pass, as one rank saw them. Gradients of weights by the expert's global number."""
+    """Results of a forward and a backward pass on one rank. Gradients of weights are by the expert's global number."""
 
     output: np.ndarray
-    rows: list[int]  # of each expert this rank computed, home experts first
+    rows: list[int]  # tokens of each expert on this rank, home experts first
     of_hidden: np.ndarray
     of_probs: np.ndarray
     of_weights: dict[tuple[int, str], np.ndarray]
@@ -97,7 +104,7 @@ def _build(layer: Layer) -> Any:
 
 
 def tiny_config() -> tuple[Any, Any]:
-    """On one rank: the config of a layer of experts, and its process groups."""
+    """The config of an MoE layer and its process groups, on one rank."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -109,7 +116,7 @@ def tiny_config() -> tuple[Any, Any]:
 
 
 def _check_known_counts() -> None:
-    """Patch Megatron's dispatcher as training does, and compare what it is handed with what it would have gathered."""
+    """Patch Megatron's dispatcher as training does, and compare the counts that it gets with those it would gather."""
     import torch
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -128,7 +135,7 @@ def _check_known_counts() -> None:
 
 
 def _forbid_waiting(built: Any) -> None:
-    """Let no operation of ours around the dispatcher be one that a host would wait for a GPU with."""
+    """Fail on operations of ours around the dispatcher for which the host would wait for a GPU."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -243,19 +250,19 @@ def pass_rank(layer: Layer) -> Pass:
 
 
 def run_layer(pool: Any, layer: Layer) -> list[Pass]:
-    """One forward and one backward pass of the layer, a rank for each row of `layer.chosen`."""
+    """Run a forward and a backward pass of the layer, with one rank for each entry of `layer.chosen`."""
     return pool.run(len(layer.chosen), pass_rank, layer)
 
 
 def skewed(ranks: int, tokens: int, experts: int, topk: int, *, seed: int = 0) -> list[np.ndarray]:
-    """For each rank [token, k] distinct experts, the first ones much more often than the last."""
+    """For each rank int [token, k], distinct experts of each token, low numbers much more often than high ones."""
     weight = 1.0 / np.arange(1, experts + 1)
     order = np.random.default_rng(seed).gumbel(size=(ranks, tokens, experts)) + np.log(weight)
     return list(np.argsort(-order, axis=2)[:, :, :topk])
 
 
 def assert_alike(passes: list[Pass], reference: list[Pass], *, tolerance: float | None) -> None:
-    """Outputs and all gradients bit for bit, or within `tolerance` of the norm of each tensor."""
+    """Assert equal outputs and gradients, bit for bit, or within `tolerance` times the norm of each tensor."""
 
     def check(value: np.ndarray, expected: np.ndarray, what: str) -> None:
         assert value.shape == expected.shape

@@ -221,7 +221,7 @@ class _SlotSimulator:
             return
         if self.shared:
             for block in list(self.reducing[block_pass.chunk]):
-                self._bring_home(block_pass.chunk, block)
+                self._finish_reduction(block_pass.chunk, block)
         if self.shared or is_last:
             transfer = _Transfer(ScheduleEntry("Agg", block_pass.block, block_pass.micro_batch, seconds))
             self.reducing[block_pass.chunk][block_pass.block] = transfer
@@ -240,11 +240,11 @@ class _SlotSimulator:
     def _finish(self, chunk: int, but: int) -> None:
         while len(self.passed[chunk]) > but:
             block_pass, is_last = self.passed[chunk].pop(0)
-            self._bring_home(chunk, block_pass.block)
+            self._finish_reduction(chunk, block_pass.block)
             if is_last:
                 self.schedule.append(ScheduleEntry("Reduce", block_pass.block))
 
-    def _bring_home(self, chunk: int, block: int) -> None:
+    def _finish_reduction(self, chunk: int, block: int) -> None:
         if (transfer := self.reducing[chunk].pop(block, None)) is not None:
             self._wait(transfer)
 

@@ -304,7 +304,7 @@ class ReplicaSlots:
         """
         if self.shared:  # memory suffices for the gradients of one layer in flight
             for other in list(self._reducing):
-                self._bring_home(other)
+                self._finish_reduction(other)
         self._backwards[layer] += 1
         accumulated = self._accumulated[layer]
         for chain in self._chains[layer]:
@@ -358,10 +358,10 @@ class ReplicaSlots:
             self._finish(self._passed.pop(0))
 
     def _finish(self, layer: int) -> None:
-        self._bring_home(layer)
+        self._finish_reduction(layer)
         self._complete(layer)
 
-    def _bring_home(self, layer: int) -> None:
+    def _finish_reduction(self, layer: int) -> None:
         reduction = self._reducing.pop(layer, None)
         if reduction is None:
             return

@@ -90,7 +90,7 @@ class _Estimate:
     def _bandwidth(self) -> float:
         """Mean over pairs of ranks, the only bandwidth of the paper's model."""
         if self.ranks == 1:
-            return 1.0  # nothing travels
+            return 1.0  # nothing is sent
         others = [self.cluster.bandwidth(0, rank) for rank in range(1, self.ranks)]
         return sum(others) / len(others)
 

@@ -230,8 +230,8 @@ class BalancedMoELayer(MoELayer):
             number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
             routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
             probs = probs.index_select(1, expert) * routing_map
-        is_asked = isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
-        with known_counts(share.counts) if is_asked else contextlib.nullcontext():
+        gathers_counts = isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
+        with known_counts(share.counts) if gathers_counts else contextlib.nullcontext():
             return super().preprocess(hidden_states, probs, routing_map)
 
     def _share(self, routing_map: torch.Tensor) -> _Share:
