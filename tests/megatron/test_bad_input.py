@@ -121,6 +121,19 @@ def test_flags(pool, case):
     _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], *words)
 
 
+def _incompatible_flags_that_do_not_exist(argv: list[str]) -> list[str]:
+    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.incompatible import INCOMPATIBLE
+
+    args, _ = parse_arguments(argv)
+    return [row.flag for row in INCOMPATIBLE if not hasattr(args, row.flag)]
+
+
+def test_incompatible_flags_exist(pool):
+    """A row with a misspelt or removed flag would refuse nothing."""
+    assert pool.run(1, _incompatible_flags_that_do_not_exist, [*MODEL, *MOCK_DATA]) == [[]]
+
+
 def test_the_same_flags_without_the_fault_are_accepted(pool):
     results = pool.run(2, _parse, [*MODEL, *MOCK_DATA])
     assert [code for code, _ in results] == ["none", "none"]

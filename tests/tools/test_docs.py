@@ -85,8 +85,9 @@ def test_commands_name_what_is_there(page):
     for module in re.findall(r"python -m ((?:balancing|benchmarks)[\w.]*)", text):
         name = module.rstrip(".").replace(".NAME", "")
         assert importlib.util.find_spec(name) is not None, module
+    created = re.findall(r"^```python file=(\S+)", text, re.M)
     for path in re.findall(r"(?<![\w/.])(?:scripts|tests|balancing|benchmarks|megatron|docs)/[\w./-]+\w", text):
-        found = (REPOSITORY / path).exists() or (page.parent / path).exists()
+        found = (REPOSITORY / path).exists() or (page.parent / path).exists() or path in created
         assert found, f"{_name(page)} names {path}"
 
 

@@ -1,8 +1,7 @@
-"""Dynamic models in Megatron-LM: the schemes that are switched on, and what they keep in a checkpoint.
+"""Installation of dynamic schemes in Megatron-LM, and their state in checkpoints.
 
-Schedules are functions of the iteration, so that there is little to keep. What there is are plain numbers, which lie
-in Megatron's arguments: these are part of every checkpoint, and other versions of Megatron pass over what they do not
-know.
+Schedules are functions of the iteration, so schemes have little state. It consists of plain numbers in Megatron's
+arguments, which are part of every checkpoint; other versions of Megatron ignore arguments that they do not know.
 """
 
 import argparse
@@ -20,7 +19,7 @@ __all__ = ["dynamics_callbacks"]
 
 
 class _Saved(StepCallback):
-    """Puts the schemes' state where the next checkpoint takes it from."""
+    """Writes the schemes' state to the arguments, from which checkpoints take it."""
 
     def __init__(self, args: argparse.Namespace, schemes: dict[str, Any]) -> None:
         self._args, self._schemes = args, schemes
@@ -33,7 +32,7 @@ class _Saved(StepCallback):
 def dynamics_callbacks(
     args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
 ) -> list[StepCallback]:
-    """The callbacks of the schemes that `config` switches on. report: is given the events of a step."""
+    """The callbacks of the schemes that `config` switches on. report: called with each event."""
     saved = _load(args)
     schemes: dict[str, Any] = {}
     if config.freeze_layers:
@@ -46,7 +45,7 @@ def dynamics_callbacks(
 
 
 def _load(args: argparse.Namespace) -> dict[str, Any]:
-    """The schemes' state in the checkpoint that this run goes on from; empty where it has none."""
+    """The schemes' state in the checkpoint that this run resumes; empty if there is none."""
     if not args.load or args.finetune or not os.path.isdir(args.load):
         return {}
     from megatron.training.checkpointing import _load_base_checkpoint
