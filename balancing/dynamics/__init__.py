@@ -1,7 +1,13 @@
-"""Dynamic models: schemes that make a model cheaper while it trains, and its layers uneven.
+"""Dynamic models: schemes that reduce the cost of a model while it trains, and make its layers uneven.
 
-Each scheme is one file: what is frozen, pruned, skipped or routed, and when. None of them balances anything; they are
-why `balancing.layers` exists, and train by themselves.
+freezing             a prefix of the model stops training, by a schedule or by measured plasticity
+pruning              weights of small magnitude are set to zero; `sparse_linear` multiplies by the rest
+sparse attention     each block of queries attends to a few blocks of keys
+early exit           tokens that have stopped changing skip the remaining layers
+mixture of depths    routed layers run for a fixed fraction of the tokens
+
+Each scheme is a file of its own and trains without a balancer. `balancing.layers` balances the stages that they make
+uneven. `gather_tokens` is shared by the last two.
 """
 
 from balancing.dynamics.config import DynamicsConfig

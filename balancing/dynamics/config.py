@@ -1,4 +1,4 @@
-"""What a user can set about dynamic models. Each field is one command-line flag."""
+"""Settings of dynamic models. Each field is one command-line flag."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,17 @@ class DynamicsConfig:
         default=0,
         metadata={
             "metavar": "N",
-            "help": "Freeze the embedding and up to N layers behind it as training goes on. A frozen layer only runs "
-            "forward: it has no backward pass, stores no activations and is left out of gradient reduction and "
-            "optimizer.",
+            "help": "Freeze the embedding and up to N layers behind it during training. A frozen layer only runs "
+            "forward: it has no backward pass, stores no activations and takes no part in gradient reduction and "
+            "the optimizer's step.",
         },
     )
     freeze_layers_policy: str = field(
         default="schedule",
         metadata={
             "choices": ["schedule", "plasticity"],
-            "help": "schedule: at fixed iterations. plasticity: freeze the front layer when it has stopped changing "
-            "what it computes, as Egeria does; unfreeze when the learning rate fell by ten.",
+            "help": "schedule: at fixed iterations. plasticity: freeze the front layer when its output has stopped "
+            "changing, as Egeria does; unfreeze when the learning rate has fallen by a factor of ten.",
         },
     )
     freeze_layers_start: int = field(
@@ -44,19 +44,23 @@ class DynamicsConfig:
         default=0.2,
         metadata={
             "metavar": "X",
-            "help": "plasticity: a layer stands still when its plasticity changes less than this share of the fastest "
-            "change seen.",
+            "help": "plasticity: a layer is stationary when its plasticity changes less than this fraction of the "
+            "fastest change seen.",
         },
     )
     freeze_layers_patience: int = field(
-        default=4, metadata={"metavar": "N", "help": "plasticity: measurements in a row that must stand still."}
+        default=4,
+        metadata={
+            "metavar": "N",
+            "help": "plasticity: stationary measurements in a row before a layer freezes.",
+        },
     )
     prune_sparsity: float = field(
         default=0.0,
         metadata={
             "metavar": "X",
-            "help": "Share of the layers' weights that are pruned at the end, smallest magnitude in the whole model "
-            "first.",
+            "help": "Fraction of the layers' weights that are pruned at the end, smallest magnitude in the whole "
+            "model first.",
         },
     )
     prune_start: int = field(
@@ -68,8 +72,8 @@ class DynamicsConfig:
         default=0.05,
         metadata={
             "metavar": "X",
-            "help": "Multiply by a weight matrix as a sparse one once at most this share of it is left; 0 for never. "
-            "benchmarks/layers/dynamics.py measures where that pays.",
+            "help": "Multiply by a weight matrix as a sparse one once at most this fraction of it remains; 0 for "
+            "never. benchmarks/layers/dynamics.py measures where that pays.",
         },
     )
     sparse_attention: str = field(
@@ -96,11 +100,11 @@ class DynamicsConfig:
         default=0.99,
         metadata={
             "metavar": "X",
-            "help": "A token exits when the cosine between what went into the layer and what came out is at least X.",
+            "help": "A token exits when the cosine between input and output of the layer is at least X.",
         },
     )
     early_exit_start: int = field(
-        default=0, metadata={"metavar": "N", "help": "Iterations before tokens may exit, while all of them run."}
+        default=0, metadata={"metavar": "N", "help": "Iterations at the start in which no token exits."}
     )
     early_exit_loss_weight: float = field(
         default=1.0, metadata={"metavar": "X", "help": "Weight of the loss of exited tokens; 1 for that of others."}
@@ -109,8 +113,8 @@ class DynamicsConfig:
         default=0.0,
         metadata={
             "metavar": "X",
-            "help": "Share of tokens that a routed layer takes, those its router scores highest; the others bypass "
-            "it. 0 for off.",
+            "help": "Fraction of the tokens that a routed layer processes, those with the highest router scores; the "
+            "others bypass it. 0 for off.",
         },
     )
     mixture_of_depths_every: int = field(
@@ -152,7 +156,7 @@ class DynamicsConfig:
             raise ValueError(f"{_flag(name)} {getattr(self, name)} must be at least {least}")
 
     def exits(self) -> tuple[int, ...]:
-        """The layers (from 1) behind which tokens may exit, ascending. Raises ValueError where they are no numbers."""
+        """The layers (from 1) behind which tokens may exit, ascending. Raises ValueError if they are no numbers."""
         try:
             layers = tuple(sorted({int(part) for part in self.early_exit_layers.split(",") if part.strip()}))
         except ValueError:
@@ -165,7 +169,7 @@ class DynamicsConfig:
 
     @property
     def any(self) -> bool:
-        """True when a scheme is on."""
+        """Whether a scheme is on."""
         return bool(
             self.freeze_layers
             or self.prune_sparsity

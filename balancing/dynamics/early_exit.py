@@ -1,10 +1,9 @@
-"""Early exit while training: a token that is done skips the layers that are left.
+"""Early exit during training: a token that has stopped changing skips the remaining layers.
 
-A token is done when a layer hardly changes it any more: the cosine between what went into the layer and what came out
-(hidden-state saturation, CALM, arXiv 2207.07061, section 3.1) reaches a threshold. It needs no head at the exit, so any
-pipeline stage can decide. The state of an exited token goes through the rest of the model unchanged, and final norm and
-head, which all exits share, turn it into a loss: that is the loss of its exit. Exited tokens are not attended to by
-those that go on.
+A token exits when the cosine between input and output of a layer (hidden-state saturation, CALM, arXiv 2207.07061,
+section 3.1) reaches a threshold. No head is needed at the exit, so any pipeline stage can decide. The hidden state of
+an exited token passes through the rest of the model unchanged, and final norm and head, which all exits share, give the
+loss of its exit. Tokens that continue do not attend to exited ones.
 """
 
 from typing import Any
@@ -15,14 +14,14 @@ __all__ = ["exits", "saturation", "weigh_loss"]
 
 
 def saturation(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """The confidence [s, b] of tokens whose hidden states [s, b, h] a layer made `after` of `before`: their cosine."""
+    """Confidence [s, b] of tokens: the cosine of the hidden states [s, b, h] before and after a layer."""
     return torch.nn.functional.cosine_similarity(before.detach().float(), after.detach().float(), dim=-1)
 
 
 def exits(confidence: torch.Tensor, active: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Which tokens exit here, bool [s, b]: those of `active` [s, b] whose confidence reaches `threshold`.
+    """The tokens that exit here, bool [s, b]: those of `active` [s, b] whose confidence [s, b] reaches `threshold`.
 
-    The least confident token of each sequence goes on in any case, so that no layer is without a token.
+    The least confident token of each sequence always continues, so that no layer is without tokens.
     """
     done = active & (confidence >= threshold)
     least = confidence.masked_fill(~active, float("inf")).argmin(0, keepdim=True)
@@ -42,8 +41,8 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def weigh_loss(loss: torch.Tensor, active: torch.Tensor, weight: float) -> torch.Tensor:
-    """The loss [b, s] of each token, whose gradient counts `weight` times for tokens that exited.
+    """Multiply the gradient of the loss [b, s] by `weight` for tokens that exited.
 
-    active: bool [s, b]. The value stays what it is, to be compared with that of other runs.
+    active: bool [s, b]. The value of the loss does not change, so it can be compared with other runs.
     """
     return _ScaledGradient.apply(loss, torch.where(active.T, 1.0, weight).to(loss.dtype))

@@ -1,10 +1,10 @@
-"""When does the frozen prefix of a model grow?
+"""Schedules of freezing: the number of frozen layers at the front of a model.
 
-Layers at the front of a network settle first. Once they have, their backward pass, gradients and optimizer state are
-spent for nothing. What is frozen is always a prefix, embedding included, for only then does the backward pass end
-early. `scheduled_prefix` freezes at fixed iterations. `PlasticityFreezer` freezes as Egeria does (arXiv 2201.06227,
-section 4): the plasticity of the front layer is how much the structure of what it computes changed since an earlier
-version of it, and a layer whose plasticity has stopped moving is frozen.
+The front layers of a network converge first, and their backward pass, gradients and optimizer state are then wasted.
+Frozen layers are always a prefix, with the embedding, since only then does the backward pass end early.
+`scheduled_prefix` freezes at fixed iterations. `PlasticityFreezer` freezes as Egeria does (arXiv 2201.06227, section
+4): the plasticity of the front layer is the change of the structure of its output against an earlier version of the
+layer, and a layer whose plasticity is stationary is frozen.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,12 @@ __all__ = ["PlasticityFreezer", "scheduled_prefix", "similarity_loss"]
 
 
 def scheduled_prefix(iteration: int, *, layers: int, start: int, interval: int = 0, until: int = 0) -> int:
-    """How many layers are frozen in `iteration` (from 0).
+    """The number of frozen layers in `iteration` (from 0).
 
-    The first at `start`, one more every `interval` iterations up to `layers`; all of them at `start` if it is 0. None
-    from `until` on, if that is not 0.
+    layers: most layers to freeze.
+    start: iteration at which the first one freezes.
+    interval: iterations until the next one freezes; 0 freezes all at `start`.
+    until: iteration from which no layer is frozen; 0 for never.
     """
     if iteration < start or (until and iteration >= until):
         return 0
@@ -29,10 +31,10 @@ def scheduled_prefix(iteration: int, *, layers: int, start: int, interval: int =
 
 
 def similarity_loss(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """How differently two versions of a layer relate the same tokens to each other; both [tokens, hidden].
+    """The difference of two outputs [tokens, hidden] of a layer in how they relate tokens to each other.
 
     The similarity-preserving loss of Tung and Mori: mean squared difference of the row-normalized matrices of inner
-    products. 0 for equal structure; it does not see a rotation or a common scale of the outputs. At most 4 / tokens.
+    products. 0 for equal structure; invariant to rotations and a common scale of the outputs. At most 4 / tokens.
     """
 
     def structure(hidden: torch.Tensor) -> torch.Tensor:
@@ -43,12 +45,15 @@ def similarity_loss(output: torch.Tensor, reference: torch.Tensor) -> float:
 
 @dataclass
 class PlasticityFreezer:
-    """Grows a frozen prefix from measurements of the front layer's plasticity. Plain numbers in, a count out.
+    """Grows a frozen prefix from measurements of the front layer's plasticity.
 
-    layers: most layers that may be frozen. window: measurements over which plasticity is smoothed and its slope fitted.
-    tolerance, patience: the slope must stay below `tolerance` x the steepest one seen for this layer `patience` times
-    in a row. The learning rate falling to a tenth of what it was at the first freezing unfreezes all, as layers then
-    move again; patience is halved from there on.
+    layers: most layers to freeze.
+    tolerance, patience: a layer freezes when the slope was below `tolerance` x the steepest one of this layer
+        `patience` times in a row.
+    window: measurements over which plasticity is smoothed and its slope fitted.
+
+    When the learning rate falls to a tenth of its value at the first freezing, all layers are unfrozen, since they then
+    change again, and patience is halved.
     """
 
     layers: int
@@ -63,7 +68,7 @@ class PlasticityFreezer:
     frozen_at_lr: float = 0.0
 
     def observe(self, plasticity: float, learning_rate: float) -> int:
-        """Take one more measurement of the first layer that is not frozen. Returns how many layers are frozen now."""
+        """Add a measurement of the first layer that is not frozen. Returns the number of frozen layers."""
         if self.frozen and learning_rate <= 0.1 * self.frozen_at_lr:
             self.frozen, self.patience = 0, max(1, self.patience // 2)
             self._begin_layer()
@@ -89,15 +94,15 @@ class PlasticityFreezer:
         self.history, self.recent, self.steepest, self.still = [], [], 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on, in plain numbers."""
+        """The state of later decisions, in plain numbers."""
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. `layers` and `tolerance` stay those of this run."""
+        """Continue from a `state_dict`. `layers`, `tolerance` and `window` stay those of this run."""
         vars(self).update({k: v for k, v in state.items() if k not in ("layers", "tolerance", "window")})
         self.frozen = min(self.frozen, self.layers)
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Of the straight line with the least squares, per measurement."""
+    """Slope of the least-squares line, per measurement."""
     return float(np.polyfit(np.arange(len(values)), values, 1)[0]) if len(values) > 1 else 0.0

@@ -1,7 +1,7 @@
-"""Run a layer for some of the tokens: take them out, put what became of them back.
+"""Gather and scatter of tokens, to run a layer for a part of them.
 
-Tokens stay in their order, so that causal attention among those taken is causal. Hidden states are [s, b, h], sequence
-first, as in Megatron-LM; which tokens is [k, b], positions ascending for each sequence of the batch.
+Tokens keep their order, so causal attention among the gathered tokens is causal. Hidden states are [s, b, h], sequence
+first, as in Megatron-LM; an index of tokens is [k, b], positions ascending for each sequence of the batch.
 """
 
 import torch
@@ -20,10 +20,10 @@ def put_back(hidden: torch.Tensor, index: torch.Tensor, change: torch.Tensor) ->
 
 
 def tokens_of(active: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens are set in `active` [s, b]: `index` [k, b], and `real` [k, b], bool.
+    """The tokens that are set in `active` [s, b]: `index` [k, b], and `real` [k, b], bool.
 
-    k is the most that any sequence has. The rest of a sequence with fewer is filled with tokens that are not active;
-    they come last, so that no active token attends to them, and `real` is False for them.
+    k is the largest number of any sequence. Sequences with fewer are padded with tokens that are not active; these come
+    last, so that no active token attends to them, and `real` is False for them.
     """
     counts = active.sum(0)
     most = int(counts.max())

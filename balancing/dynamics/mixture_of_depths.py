@@ -1,8 +1,8 @@
-"""Mixture of depths: a routed layer takes a fixed share of the tokens, the others bypass it.
+"""Mixture of depths: a routed layer processes a fixed fraction of the tokens, the others bypass it.
 
-Expert-choice routing (Raposo et al., arXiv 2404.02258, section 3): a router scores every token, the layer takes the k
-with the highest scores of each sequence, and k is known in advance, so the layer's cost is too. The router learns
-because its score scales what the layer adds to the tokens that it took.
+Expert-choice routing (Raposo et al., arXiv 2404.02258, section 3): a router scores every token, and the layer processes
+the k tokens of each sequence with the highest scores. k is known in advance, and so is the cost of the layer. The
+router learns because its score scales what the layer adds to these tokens.
 """
 
 import math
@@ -24,5 +24,5 @@ def choose_tokens(scores: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def gate(scores: torch.Tensor) -> torch.Tensor:
-    """What a layer's change to a token is scaled by: between 0 and 2, and 1 for a score of 0."""
+    """The factor on what a layer adds to a token: between 0 and 2, and 1 for a score of 0."""
     return 2 * torch.sigmoid(scores)

@@ -1,9 +1,9 @@
-"""Gradual global magnitude pruning: how sparse, and which weights.
+"""Gradual global magnitude pruning: the schedule of sparsity, and the threshold of magnitude.
 
-Sparsity grows as a cubic (Zhu and Gupta, arXiv 1710.01878, section 3): fast while there are many weights to spare, and
-slowly at the end. The weights with the smallest magnitude in the whole model go first, wherever they lie, so layers
-keep different shares of theirs. One threshold for all needs the magnitudes of all pipeline stages: `global_threshold`
-finds it from three histograms of 2,048 counts, exactly, whatever the number of weights.
+Sparsity grows as a cubic (Zhu and Gupta, arXiv 1710.01878, section 3): fast while many weights are redundant, and
+slowly at the end. The weights with the smallest magnitude in the whole model are pruned first, so layers keep different
+fractions of their weights. A global threshold needs the magnitudes of all pipeline stages: `global_threshold` computes
+it exactly from three histograms of 2,048 counts, for any number of weights.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,12 +16,17 @@ _BITS = (11, 11, 10)  # of a float32, from the highest; magnitudes sort as their
 
 
 def is_pruning_iteration(iteration: int, *, start: int, end: int, interval: int) -> bool:
-    """True where weights are pruned: at `start`, every `interval` iterations after it, and at `end`."""
+    """Whether weights are pruned in `iteration`: at `start`, every `interval` iterations after it, and at `end`."""
     return start <= iteration <= end and (not (iteration - start) % interval or iteration == end)
 
 
 def cubic_sparsity(iteration: int, *, final: float, start: int, end: int, interval: int) -> float:
-    """The share of weights that is zero in `iteration`, a step at each pruning iteration and `final` from `end` on."""
+    """The fraction of zero weights in `iteration`, a step function that grows at each pruning iteration.
+
+    final: the fraction from `end` on.
+    start, end: first and last pruning iteration.
+    interval: iterations between prunings.
+    """
     if iteration < start:
         return 0.0
     if iteration >= end:
@@ -33,10 +38,13 @@ def cubic_sparsity(iteration: int, *, final: float, start: int, end: int, interv
 def global_threshold(
     weights: Callable[[], Iterable[torch.Tensor]], count: int, add_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> float:
-    """The magnitude, as a float32, at or below which the `count` smallest of all weights lie; -1 for none of them.
+    """The magnitude, as a float32, of the `count`-th smallest of all weights; -1 if `count` is 0.
 
-    weights: gives the tensors of this rank, three times. add_up: sums an int64 tensor over all ranks. Weights of the
-    same magnitude as the last one cannot be told apart and lie at the threshold too.
+    weights: returns the tensors of this rank; called three times.
+    count: number of weights to prune.
+    add_up: sums an int64 tensor over all ranks.
+
+    Other weights may have the same magnitude, so more than `count` weights may be at or below the threshold.
     """
     if count <= 0:
         return -1.0
@@ -53,7 +61,7 @@ def global_threshold(
 
 
 def _count(weights: Iterable[torch.Tensor], prefix: int, shift: int, bits: int) -> torch.Tensor:
-    """How often each value of the next `bits` bits occurs among magnitudes whose bits begin with `prefix`."""
+    """Counts of the values of the next `bits` bits, among magnitudes whose bits begin with `prefix`."""
     counts = torch.zeros(1 << bits, dtype=torch.int64)
     for weight in weights:
         magnitude = weight.detach().abs().to(torch.float32).flatten().view(torch.int32)

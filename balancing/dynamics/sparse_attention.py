@@ -1,9 +1,9 @@
-"""Dynamic sparse attention: blocks of queries attend to few blocks of keys, chosen by the data.
+"""Dynamic sparse attention: blocks of queries attend to a few blocks of keys, chosen by the data.
 
-Which blocks differs between heads, sequences, layers and steps. Two ways to choose: by the score of the blocks' means,
-and by locality-sensitive hashing, in the spirit of sparse causal flash attention (arXiv 2306.01160): queries and keys
-fall into buckets, and a block of queries goes to the blocks of keys with which it shares most. Attention is causal; the
-block of the query itself and the first block are always among those chosen. What is not chosen is not computed.
+The blocks differ between heads, sequences, layers and steps. They are chosen by the scores of the blocks' means, or by
+locality-sensitive hashing, similar to sparse causal flash attention (arXiv 2306.01160): queries and keys are hashed to
+buckets, and a block of queries attends to the blocks of keys with which it shares the most. Attention is causal; a
+block of queries always attends to itself and to the first block. Other blocks are not computed.
 """
 
 import math
@@ -16,14 +16,14 @@ _BUCKETS = 16
 
 
 def mean_scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """How well blocks fit: queries and keys [..., blocks, block, d] -> [..., query blocks, key blocks]."""
+    """Scores of pairs of blocks: queries and keys [..., blocks, block, d] -> [..., query blocks, key blocks]."""
     return queries.mean(-2) @ keys.mean(-2).transpose(-1, -2)
 
 
 def hash_scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Pairs of a query and a key that share a bucket, for each pair of blocks; shapes as in `mean_scores`.
+    """Numbers of pairs of a query and a key that share a bucket, for each pair of blocks; shapes as in `mean_scores`.
 
-    A vector's bucket is the direction, out of `_BUCKETS` fixed random ones, that it points to most.
+    The bucket of a vector is the closest of `_BUCKETS` fixed random directions.
     """
     size = queries.shape[-1]
     random = torch.randn(size, _BUCKETS // 2, generator=torch.Generator().manual_seed(size), dtype=torch.float32)
@@ -40,7 +40,7 @@ def choose_blocks(scores: torch.Tensor, keep: int) -> tuple[torch.Tensor, torch.
     """The blocks of keys that each block of queries attends to.
 
     scores [..., blocks, blocks] -> `index` [..., blocks, kept] and `real`, bool: False where a block of queries has
-    fewer blocks before it than are kept. Its own block and block 0 come before all others, whatever their scores.
+    fewer blocks before it than are kept. Its own block and block 0 are always chosen first.
     """
     blocks = scores.shape[-1]
     own = torch.arange(blocks, device=scores.device)
@@ -65,8 +65,13 @@ def block_sparse_attention(
 ) -> torch.Tensor:
     """Causal attention of [b, heads, s, d] tensors, each block of queries to `keep` blocks of keys -> [b, heads, s, d].
 
-    method: "blocks" or "hash". s need not be a multiple of `block`. Work and memory grow with s x keep x block instead
-    of s x s. With at least as many blocks kept as there are it is full causal attention.
+    block: tokens in a block; s need not be a multiple of it.
+    keep: blocks of keys for each block of queries; with at least as many as there are, this is full causal attention.
+    method: "blocks" or "hash".
+    scale: of the scores, 1 / sqrt(d) by default.
+    dropout: applied to the attention weights.
+
+    Work and memory grow with s x keep x block instead of s x s.
     """
     batch, heads, length, size = query.shape
     pad = -length % block

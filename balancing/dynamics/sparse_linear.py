@@ -1,10 +1,10 @@
-"""A linear layer that multiplies by the weights that are left, once few are.
+"""A linear layer that multiplies by a pruned weight as a sparse matrix.
 
-The weight stays a dense parameter with zeros in it, so that optimizer and checkpoints see what they always see; its
-pattern, which changes only when weights are pruned, is kept beside it as compressed rows, of the matrix and of its
-transpose. Forward and input gradient multiply by the sparse matrix; the weight gradient is computed only where a weight
-is left. A sparse product costs more for each weight than a dense one, so there is a density above which it does not
-pay: `benchmarks/layers/dynamics.py` measures it.
+The weight stays a dense parameter with zeros, so optimizer and checkpoints do not change; its pattern, which changes
+only when weights are pruned, is stored beside it as compressed rows of the matrix and of its transpose. Forward and
+input gradient multiply by the sparse matrix; the weight gradient is computed only for weights that remain. A sparse
+product costs more for each weight than a dense one, so it pays only below some density:
+`benchmarks/layers/dynamics.py` measures it.
 """
 
 import warnings
@@ -16,7 +16,7 @@ __all__ = ["SparsePattern", "sparse_linear"]
 
 
 class SparsePattern:
-    """Where the weights of `mask` [out, in], a bool tensor, are left."""
+    """The positions of the weights that remain. mask: bool [out, in]."""
 
     def __init__(self, mask: torch.Tensor) -> None:
         self.shape = mask.shape
@@ -28,15 +28,15 @@ class SparsePattern:
 
     @property
     def density(self) -> float:
-        """The share of weights that is left."""
+        """The fraction of weights that remain."""
         return self.flat.numel() / self.shape.numel()
 
     def matrix(self, values: torch.Tensor) -> torch.Tensor:
-        """[out, in] in compressed rows. values: of the weights that are left, row by row."""
+        """The matrix [out, in] in compressed rows. values: of the remaining weights, row by row."""
         return _csr(self.rows, self.columns, values, tuple(self.shape))
 
     def transpose(self, values: torch.Tensor) -> torch.Tensor:
-        """[in, out] in compressed rows."""
+        """The transpose [in, out] in compressed rows."""
         return _csr(self._t_rows, self._t_columns, values[self._order], (self.shape[1], self.shape[0]))
 
 
@@ -78,8 +78,8 @@ class _SparseLinear(torch.autograd.Function):
 
 
 def sparse_linear(hidden: torch.Tensor, weight: torch.Tensor, pattern: SparsePattern) -> torch.Tensor:
-    """hidden [..., in] times the transpose of `weight` [out, in], of which only `pattern` is not zero -> [..., out].
+    """hidden [..., in] times the transpose of `weight` [out, in], which is zero outside of `pattern` -> [..., out].
 
-    Differentiable; the gradient of `weight` is zero where no weight is left. float32 and float64.
+    Differentiable; the gradient of `weight` is zero outside of `pattern`. float32 and float64.
     """
     return _SparseLinear.apply(hidden, weight, pattern)

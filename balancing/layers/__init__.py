@@ -1,4 +1,19 @@
-"""Layers between pipeline stages: what they cost, which stage computes which, and what a schedule makes of it."""
+"""Balanced pipeline stages: measured costs of layers, plans of stages, and the simulated step that scores them.
+
+stage    the ranks of one position in the pipeline
+chunk    consecutive layers of a stage; an interleaved schedule has several chunks a stage
+cost     device seconds of forward and backward of one layer and one micro-batch (`LayerSeconds`)
+load     the sum of the costs on a stage
+plan     the layers of each chunk of each stage (`StagePlan`), in the order of the model
+bounds   a plan as the first layer of each chunk along the pipeline, and the number of layers
+layout   a plan as the string of Megatron-LM's --pipeline-model-parallel-layout
+move     a layer that changes its stage, with weights, optimizer state and buffers
+gate     the decision whether the gain of a plan pays for its moves
+repack   the move to fewer stages; release: the ranks that leave the job then
+
+Six layers on two stages of one chunk: `StagePlan.from_counts(((4,), (2,)))` has chunks (((0, 1, 2, 3),), ((4, 5),)),
+bounds (0, 4, 6) and layout "Et*4|ttL". The plan ((3,), (3,)) is one move away: layer 3 goes from stage 0 to stage 1.
+"""
 
 from balancing.layers.cost import CostAverage, LayerSeconds, over_ranks
 from balancing.layers.gate import Decision, Gate, GateConfig, LayerMove, layer_moves, migration_seconds

@@ -1,9 +1,9 @@
-"""python -m balancing.layers --from-report DIR: the pipeline layout that a recorded run should have had.
+"""python -m balancing.layers --from-report DIR: the best pipeline layout for a recorded run.
 
-Reads what layers, embedding and head cost from the directory that --balance-report named, plans the stages anew, and
-prints the --pipeline-model-parallel-layout to train with and what it is predicted to gain: layouts are simulated with
-Megatron's own schedule; the optimizer and what else is outside of it is left out. With --repack also what fewer stages
-would cost and free.
+Reads the costs of layers, embedding and head from the directory that --balance-report named, plans the stages, and
+prints the --pipeline-model-parallel-layout to train with and its predicted gain. Layouts are simulated with Megatron's
+own schedule, without the optimizer and whatever else is outside of the schedule. With --repack it also shows the cost
+of fewer stages, and the ranks that they free.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
 
 
 def _least(options: argparse.Namespace) -> int:
-    """A chunk without layers is possible for the optimal planner only."""
+    """Fewest layers of a chunk; only the optimal planner can leave a chunk empty."""
     return options.min_layers if options.method == "optimal" else max(options.min_layers, 1)
 
 

@@ -1,4 +1,4 @@
-"""What a user can set about layers and pipeline stages. Each field is one command-line flag."""
+"""Settings of layer balancing. Each field is one command-line flag."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ __all__ = ["LayerConfig"]
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Raises ValueError for a value out of range."""
+    """The settings of layer balancing. Raises ValueError for a value out of range."""
 
     balance_layers: bool = field(
         default=False,
@@ -27,15 +27,15 @@ class LayerConfig:
         default="optimal",
         metadata={
             "choices": ["optimal", "diffusion", "deepspeed", "uniform"],
-            "help": "optimal: the least time of the slowest stage, exactly. diffusion: neighbours hand over single "
-            "layers. deepspeed: as DeepSpeed partitions. uniform: equal numbers of layers.",
+            "help": "optimal: minimize the time of the slowest stage, exactly. diffusion: neighbouring stages exchange "
+            "single layers. deepspeed: the partition of DeepSpeed. uniform: equal numbers of layers.",
         },
     )
     layer_cost: str = field(
         default="time",
         metadata={
             "choices": ["time", "parameters"],
-            "help": "What a layer costs: its measured time, forward and backward, or its parameters.",
+            "help": "The cost of a layer: its measured time, forward and backward, or its number of parameters.",
         },
     )
     layer_balance_interval: int = field(
@@ -45,7 +45,7 @@ class LayerConfig:
         default=0.03,
         metadata={
             "metavar": "X",
-            "help": "Move layers only where that is predicted to take at least this share off the time of a step.",
+            "help": "Move layers only if that is predicted to save at least this fraction of the time of a step.",
         },
     )
     repack_throughput_floor: float | None = field(
@@ -53,9 +53,9 @@ class LayerConfig:
         metadata={
             "type": float,
             "metavar": "X",
-            "help": "Go on with fewer pipeline stages as soon as that takes fewer GPU-hours and keeps at least this "
-            "share of the throughput, such as 0.9. Ranks that are not needed any more exit with code 0, and under "
-            "SLURM their nodes go back. Needs --balance-layers.",
+            "help": "Continue with fewer pipeline stages as soon as that takes fewer GPU-hours and keeps at least this "
+            "fraction of the throughput, such as 0.9. Ranks that are no longer needed exit with code 0, and under "
+            "SLURM their nodes are returned. Needs --balance-layers.",
         },
     )
     repack_memory_limit: float | None = field(
@@ -63,12 +63,12 @@ class LayerConfig:
         metadata={
             "type": float,
             "metavar": "GB",
-            "help": "10^9 bytes a rank may use when stages get fewer (default: 0.9 of the GPU's). Without "
-            "--repack-throughput-floor, stages get as few as fit and save GPU-hours.",
+            "help": "10^9 bytes a rank may use with fewer stages (default: 0.9 of the GPU's). Without "
+            "--repack-throughput-floor, the pipeline gets as short as fits and saves GPU-hours.",
         },
     )
     repack_min_stages: int = field(
-        default=1, metadata={"metavar": "P", "help": "Fewest pipeline stages that may be left."}
+        default=1, metadata={"metavar": "P", "help": "Fewest pipeline stages that may remain."}
     )
 
     def __post_init__(self) -> None:
@@ -87,10 +87,10 @@ class LayerConfig:
 
     @property
     def on(self) -> bool:
-        """Whether layers are to be balanced at all."""
+        """Whether layers are balanced."""
         return self.balance_layers or self.balance_layers_once
 
     @property
     def repacks(self) -> bool:
-        """Whether stages may get fewer, and ranks leave."""
+        """Whether the pipeline may get shorter, and ranks leave."""
         return self.repack_throughput_floor is not None or self.repack_memory_limit is not None

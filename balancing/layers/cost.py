@@ -1,12 +1,13 @@
-"""What each layer costs now, and when that has changed.
+"""Costs of layers in seconds, averaged over ranks and iterations, with detection of sudden changes.
 
-Forward time alone is blind to freezing, which takes the backward away, and numbers of parameters are blind to nearly
-everything. So forward, input gradient and weight gradient are kept apart, the embedding and the head count like layers,
-and costs are averaged: over data-parallel replicas, which see different data, over expert-parallel ranks, of which the
-slowest sets the pace, and over iterations, since chasing the noise of single iterations costs more than it gains.
+Forward time alone does not show freezing, which removes the backward, and numbers of parameters show hardly any dynamic
+scheme. So forward, input gradient and weight gradient are separate, the embedding and the head count like layers, and
+costs are combined: the mean over data-parallel replicas, which process different data; the maximum over
+expert-parallel ranks, which wait for each other; an average over iterations, since following the noise of single
+iterations costs more than it gains.
 
-An average that is long enough to be quiet is too slow for a model that was just pruned or frozen. `CostAverage` notices
-such a step by itself and begins anew.
+An average that is long enough to suppress noise is too slow for a model that was just pruned or frozen. `CostAverage`
+detects such a jump and restarts.
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,12 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LayerSeconds:
-    """Device seconds per micro-batch.
+    """Device seconds of each layer per micro-batch.
 
-    forward, input_gradient, weight_gradient: float arrays [layer]. Recompute is part of input_gradient, and so is the
-    whole backward where its two parts were not timed apart (weight_gradient is 0 then). embedding, head: (forward,
-    backward) of what stands on the first and the last stage.
+    forward: float array [layer].
+    input_gradient: float array [layer]; includes recomputation, and the whole backward if its parts were not timed.
+    weight_gradient: float array [layer], or 0 if the parts of the backward were not timed.
+    embedding, head: (forward, backward) of the parts that are fixed to the first and the last stage.
 
     Raises ValueError for seconds that are negative or not finite, and arrays of different lengths.
     """
@@ -62,16 +64,16 @@ class LayerSeconds:
 
     @cached_property
     def backward(self) -> FloatArray:
-        """[layer], input and weight gradients together."""
+        """Float array [layer]: input plus weight gradients."""
         return np.asarray(self.input_gradient + self.weight_gradient)
 
     @cached_property
     def total(self) -> FloatArray:
-        """[layer], what `plan_stages` takes as cost."""
+        """Float array [layer]: forward plus backward, the cost for `plan_stages`."""
         return self.forward + self.backward
 
     def stage_seconds(self, plan: StagePlan) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward of one micro-batch, each [stage, chunk], as `simulate_schedule` takes them."""
+        """Forward and backward seconds of one micro-batch, each [stage, chunk], for `simulate_schedule`."""
         assert plan.layers == self.layers, f"a plan of {plan.layers} layers for costs of {self.layers}"
         first, both = np.asarray(plan.bounds), []
         for each, at in ((self.forward, 0), (self.backward, 1)):
@@ -82,7 +84,7 @@ class LayerSeconds:
         return both[0], both[1]
 
     def stage_loads(self, plan: StagePlan) -> FloatArray:
-        """Seconds of one micro-batch on each stage, forward and backward of all its chunks."""
+        """Float array [stage]: seconds of one micro-batch, forward and backward of all chunks of the stage."""
         forward, backward = self.stage_seconds(plan)
         return np.asarray((forward + backward).sum(axis=1))
 
@@ -97,7 +99,7 @@ class LayerSeconds:
         return simulate_steps(forward, backward, micro_batches, transfer=transfer)
 
     def _values(self) -> FloatArray:
-        """Everything in one array, [3 * layers + 4]."""
+        """All values in one array [3 * layers + 4]."""
         parts = (self.forward, self.input_gradient, self.weight_gradient, self.embedding, self.head)
         return np.concatenate([np.asarray(part, dtype=float) for part in parts])
 
@@ -110,12 +112,14 @@ class LayerSeconds:
 def over_ranks(
     seconds: ArrayLike, experts: ArrayLike | None = None, *, of_experts: Literal["max", "mean"] = "max"
 ) -> FloatArray:
-    """One figure for what several ranks have measured of the same layers.
+    """Combine the measurements of several ranks that hold the same layers.
 
-    seconds: float array [rank, ...]. experts: int array [rank], the expert-parallel group of each rank; ranks of a
-    group wait for one another in every MoE layer, so the slowest counts (or the mean, with of_experts="mean"). Groups,
-    which are data-parallel replicas, see other data each, and are averaged. Without experts all ranks are replicas.
-    Returns an array [...].
+    seconds: float array [rank, ...].
+    experts: int array [rank], the expert-parallel group of each rank; None if each rank is a group.
+    of_experts: how to combine the ranks of a group. They wait for each other in every MoE layer, so "max" is the
+        default.
+
+    Returns an array [...], the mean over groups, which are data-parallel replicas with different data.
     """
     measured = np.asarray(seconds, dtype=float)
     group = np.arange(len(measured)) if experts is None else np.asarray(experts)
@@ -127,11 +131,12 @@ def over_ranks(
 
 @dataclass
 class CostAverage:
-    """The exponential average of `LayerSeconds`s over iterations, which begins anew when a layer's cost jumps.
+    """An exponential average of `LayerSeconds` over iterations that restarts when the cost of a layer jumps.
 
-    window: iterations that count; each new one has weight 2 / (window + 1), more while there are fewer. A jump is
-    `confirm` iterations in a row in which some layer is, on the same side, more than `sigmas` standard deviations and
-    more than the share `least` of the mean layer away from its average.
+    window: iterations; each new one has weight 2 / (window + 1), more while there are fewer.
+    sigmas, least: a layer is away from its average by more than `sigmas` standard deviations, and by more than the
+        fraction `least` of the mean layer.
+    confirm: a layer that is away on the same side in so many iterations in a row has jumped.
     """
 
     window: int = 20
@@ -151,7 +156,7 @@ class CostAverage:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     def add(self, cost: LayerSeconds) -> bool:
-        """Take in one iteration. Returns whether it completed a jump, after which only the last `confirm` count."""
+        """Add one iteration. Returns whether it completed a jump, after which only the last `confirm` count."""
         values = cost._values()
         if self._mean is None or self._like is None or self._like.layers != cost.layers:
             self._begin(cost, [values])

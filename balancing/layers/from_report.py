@@ -1,4 +1,4 @@
-"""What a recorded run says about its layers: costs and the plan in force, from the directory of --balance-report."""
+"""Costs of layers and the plan in force, read from the directory that --balance-report wrote."""
 
 import os
 from dataclasses import dataclass
@@ -15,10 +15,14 @@ __all__ = ["RecordedRun", "estimate_memory", "read_run"]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Typical costs of a run and how it was laid out.
+    """Median costs of a run and its layout.
 
-    micro_batches: per step and pipeline. ranks_per_stage, ranks_per_node: of the job. step_seconds: measured, typical.
-    memory: bytes, the most any rank of each stage held, [stage]; empty if not measured.
+    cost: seconds of the layers.
+    plan: the layers of each stage in the last iterations.
+    micro_batches: per step and pipeline.
+    ranks_per_stage, ranks_per_node: of the job.
+    step_seconds: measured median.
+    memory: float array [stage], the most bytes that a rank of each stage held; empty if not measured.
     """
 
     cost: LayerSeconds
@@ -33,7 +37,7 @@ class RecordedRun:
 def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
     """Read DIR as `balancing.report` does: medians over the iterations under the last layout, without warm-up.
 
-    The embedding and the head are taken for nothing where they were not timed. Raises ValueError, in one line, if the
+    The embedding and the head cost nothing if they were not timed. Raises ValueError, in one line, if the
     directory holds no run, or layers were not timed or are incomplete.
     """
     history = read_history(directory)
@@ -89,18 +93,18 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
 
 
 def estimate_memory(run: RecordedRun) -> LayerMemory:
-    """What a layer needs, judged by how the peaks of the stages differ; on the safe side for fewer stages.
+    """Estimate the memory of layers from the peaks of the stages; an upper estimate for fewer stages.
 
-    Stages hold different numbers of micro-batches in flight, which tells state from activations: both are fitted, equal
-    for all layers, by least squares. What the first and the last stage need besides is their embedding and head. If the
-    estimate is below the peak of any other stage, all layers' state is raised until it is not. Memory that no layer
-    takes, such as the CUDA context, counts as layers' and so too often where stages get more layers.
+    Stages hold different numbers of micro-batches in flight, which separates state from activations: both are fitted by
+    least squares, equal for all layers. The excess of the first and the last stage is attributed to embedding and head.
+    If the estimate is below the peak of another stage, the state of all layers is raised to it. Memory outside of
+    layers, such as the CUDA context, is attributed to layers, so stages with more layers are overestimated.
 
     Raises ValueError if no memory was recorded, as on a CPU.
     """
     plan, peak = run.plan, run.memory
     if len(peak) != plan.stages or not peak.all():
-        raise ValueError("the report has no memory of its ranks, so nobody knows what fits; record it on GPUs")
+        raise ValueError("the report has no memory of its ranks, so it is unknown what fits; record it on GPUs")
     counts = np.array(plan.counts, dtype=float)
     held = (in_flight(plan.stages, plan.virtual, run.micro_batches) * counts[:, None, :]).sum(axis=2).max(axis=1)
     terms = np.stack([counts.sum(axis=1), held], axis=1)

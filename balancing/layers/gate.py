@@ -1,19 +1,18 @@
-"""Whether a better plan is worth its move.
+"""The gate: the decision whether a better plan is worth its moves, and the seconds that moves take.
 
-A move stops training for as long as layers travel, and its gain is a prediction. So a plan passes only if
+A move stops training while layers are transferred, and its gain is only predicted. So a plan passes if
 
-- it takes at least the share `min_gain` off the predicted step, in `confirm` checks in a row (hysteresis: what costs
-  jitter around does not move layers back and forth),
-- what it gains until the horizon pays for the move: (old - new) x horizon > migration,
+- it saves at least the fraction `min_gain` of the predicted step in `confirm` checks in a row (hysteresis, so that
+  noise of costs does not move layers back and forth),
+- its gain until the horizon exceeds the cost of the move: (old - new) x horizon > migration,
 - the last move is at least `interval` iterations ago.
 
-After a move the measured step is watched for `watch` iterations. If it is slower than the old plan would be by now, the
-move is taken back, and the interval doubles until a move has proved itself. What the old plan would take now is what it
-measured before the move, times how much its prediction has changed since: a model that grew dearer in the meantime is
-no reason to go back.
+After a move the gate watches the measured step for `watch` iterations. If it is slower than the old plan would be now,
+the gate takes the move back, and doubles the interval until a move has succeeded. The present time of the old plan is
+its measured time before the move, times the ratio of its predictions now and then, so a model that has become slower in
+the meantime does not undo the move.
 
-The gate is a value: `check` and `measured` return the next one, so all ranks that feed theirs the same numbers decide
-alike, and it can be stored and tested.
+The gate is a value: `check` and `measured` return the next gate. Ranks with equal inputs make equal decisions.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,12 +29,14 @@ __all__ = ["Decision", "Gate", "GateConfig", "LayerMove", "layer_moves", "migrat
 
 @dataclass(frozen=True)
 class GateConfig:
-    """When to move.
+    """Thresholds of the gate.
 
-    min_gain: least share of the step that a move must save, 0 to 1. interval: fewest iterations between moves.
-    horizon: iterations over which the gain counts; costs will have changed again after that. confirm: checks in a row.
-    watch: iterations measured before and after a move, after the first one, which pays for new buffers. slower: share
-    by which a step may be slower than expected of the old plan before the move is taken back.
+    min_gain: least fraction of the step that a move must save, 0 to 1.
+    interval: fewest iterations between moves.
+    horizon: iterations over which the gain counts; later, costs will have changed again.
+    confirm: checks in a row that must find the gain.
+    watch: iterations measured before and after a move, without the first one, which allocates buffers.
+    slower: fraction by which steps may be slower than the old plan's before the move is taken back.
 
     Raises ValueError for a value out of range.
     """
@@ -57,7 +58,7 @@ class GateConfig:
 
 
 class Decision(NamedTuple):
-    """What to do: "keep" the plan in force, "move" to `plan`, or "rollback" to it, and why."""
+    """Keep the plan in force, move to `plan`, or roll back to it; reason: for the log."""
 
     action: Literal["keep", "move", "rollback"]
     plan: StagePlan
@@ -68,10 +69,13 @@ class Decision(NamedTuple):
 class Gate:
     """The state of the gate.
 
-    plan: in force. moved_at: iteration of the last move. patience: factor on the interval, doubled by each rollback.
-    agreed: checks in a row that found a gain. steps: the last measured steps under `plan`, seconds. previous: the plan
-    before the move under watch, with its measured seconds and those it was predicted at the time of the move; None if
-    no move is under watch.
+    plan: in force.
+    moved_at: iteration of the last move.
+    patience: factor on the interval, doubled by each rollback.
+    agreed: checks in a row that found a gain.
+    steps: seconds of the last measured steps under `plan`.
+    previous: the plan before the move under watch, its measured seconds, and its predicted seconds at the time of the
+        move; None if no move is under watch.
     """
 
     config: GateConfig
@@ -83,14 +87,14 @@ class Gate:
     previous: tuple[StagePlan, float, float] | None = field(default=None)
 
     def measured(self, iteration: int, seconds: float) -> "Gate":
-        """Take in the measured seconds of an iteration that ran under `plan`."""
+        """Add the measured seconds of an iteration under `plan`."""
         if self.moved_at is not None and iteration <= self.moved_at:
-            return self  # the first iteration after a move pays for new buffers
+            return self  # the first iteration after a move allocates buffers
         return replace(self, steps=(*self.steps, seconds)[-self.config.watch :])
 
     @property
     def watching(self) -> StagePlan | None:
-        """The plan that was left and may have to come back: `check` wants to know what it would take now."""
+        """The plan before the move under watch, of which `check` needs the predicted seconds; None if there is none."""
         return self.previous[0] if self.previous else None
 
     def check(
@@ -104,11 +108,13 @@ class Gate:
         left: int | None = None,
         previous_now: float | None = None,
     ) -> tuple["Gate", Decision]:
-        """Decide before `iteration`. Returns the next gate, with the plan that will be in force, and the decision.
+        """Decide before `iteration`. Returns the next gate, with the plan from then on, and the decision.
 
-        now, then: predicted seconds of a step under the plan in force and under `candidate`, both by the costs of now.
-        migration: seconds the move takes. left: iterations until training ends. previous_now: predicted seconds under
-        `watching`, by the costs of now.
+        candidate: the best plan by present costs.
+        now, then: predicted seconds of a step under the plan in force and under `candidate`, by present costs.
+        migration: seconds that the move takes.
+        left: iterations until training ends.
+        previous_now: predicted seconds of a step under `watching`, by present costs.
         """
         config = self.config
         if self.previous is not None:

@@ -1,8 +1,8 @@
-"""Plans as Megatron's --pipeline-model-parallel-layout spells them, and back.
+"""Conversion between plans and strings of Megatron's --pipeline-model-parallel-layout.
 
 The string lists the virtual stages along the pipeline, separated by |: E is the embedding, t a transformer layer, m a
 multi-token-prediction layer, L the head with the loss. x*n repeats a letter or |, (...)*n a part that has no
-parentheses inside; commas mean nothing. "Et*3|(tt|)*2t,L" is four stages of 3, 2, 2 and 1 layers.
+parentheses inside; commas are ignored. "Et*3|(tt|)*2t,L" is four stages of 3, 2, 2 and 1 layers.
 """
 
 import re
@@ -14,7 +14,7 @@ __all__ = ["from_layout", "to_layout"]
 
 
 def to_layout(plan: StagePlan, *, mtp_layers: int = 0) -> str:
-    """The layout string of `plan`. mtp_layers: multi-token-prediction layers, which stand before the loss."""
+    """The layout string of `plan`. mtp_layers: multi-token-prediction layers, which come before the loss."""
     if mtp_layers < 0:
         raise ValueError(f"mtp_layers={mtp_layers} must be at least 0")
     runs = ["t" * len(chunk) if len(chunk) < 4 else f"t*{len(chunk)}" for chunk in plan.order]
@@ -30,9 +30,9 @@ def to_layout(plan: StagePlan, *, mtp_layers: int = 0) -> str:
 
 
 def from_layout(layout: str, stages: int, *, layers: int | None = None) -> StagePlan:
-    """The plan that a layout string describes, m layers left out.
+    """The plan of a layout string, without its m layers.
 
-    stages: pipeline size. layers: transformer layers of the model; None to believe the string.
+    stages: pipeline size. layers: transformer layers of the model; None to take the number in the string.
 
     Raises ValueError for another character than the above, a repetition that cannot be read, a number of virtual
     stages that `stages` does not divide, E or L missing, repeated or out of place, t after m, and a string that drops
@@ -64,7 +64,7 @@ def from_layout(layout: str, stages: int, *, layers: int | None = None) -> Stage
 
 
 def _unrolled(layout: str) -> str:
-    """The string with its repetitions written out: nothing but letters and |."""
+    """The string with repetitions expanded: only letters and |."""
     text = layout.replace(",", "").replace(" ", "")
     text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda part: part[1] * int(part[2]), _guarded(text, layout))
     text = re.sub(r"([EtmL|])\*(\d+)", lambda part: part[1] * int(part[2]), text)
@@ -74,7 +74,7 @@ def _unrolled(layout: str) -> str:
 
 
 def _guarded(text: str, layout: str) -> str:
-    """`text`, if no repetition in it writes out to more than a model may have."""
+    """`text`, if no repetition in it expands to more layers than any model has."""
     most = 1
     for number in re.findall(r"\*(\d+)", text):
         most = max(most, int(number))

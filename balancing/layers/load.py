@@ -1,8 +1,8 @@
-"""What each layer cost in an iteration, from what the ranks measured.
+"""Costs of layers in one iteration, from the measurements of all ranks.
 
-A rank knows the layers it holds, in device seconds of each pass. Joined over all ranks that is the cost of the whole
-model, whatever the layout, so costs measured before a move stand beside those measured after it. Memory is measured by
-stage alone; what of it are activations is what the known rest leaves over.
+A rank measures the layers that it holds, in device seconds of each pass. Combined over all ranks this is the cost of
+the whole model, in any layout, so costs from before and after a move can be averaged. Memory is measured only per
+stage; activations are what remains of it after the known weights, gradients and optimizer state.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ FloatArray = NDArray[np.float64]
 
 
 def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
-    """Device seconds per micro-batch that a rank spent on each part of the model in one iteration.
+    """Device seconds per micro-batch of each part of the model on one rank in one iteration.
 
-    Returns [layers + 2, 2]: the layers, the embedding and the head; forward and backward, recompute in the latter. nan
-    for parts that the rank does not hold.
+    Returns a float array [layers + 2, 2]: the layers, the embedding and the head; forward, and backward with
+    recomputation. nan for parts that the rank does not hold.
     """
     seconds = np.zeros((layers + 2, 2))
     passes = np.zeros(layers + 2)
@@ -40,10 +40,11 @@ def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
 def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[LayerSeconds]:
     """The cost of the whole model in each of several iterations.
 
-    seconds: for each rank [iteration, layers + 2, 2], as `layer_seconds` gives them. experts: for each rank the number
-    of its expert-parallel group among replicas: its ranks wait for one another, so the slowest counts.
+    seconds: for each rank an array [iteration, layers + 2, 2] from `layer_seconds`.
+    experts: for each rank the number of its expert-parallel group; ranks of a group wait for each other, so the
+        slowest counts.
 
-    Raises ValueError if some part of the model was measured on no rank.
+    Raises ValueError if a part of the model was measured on no rank.
     """
     measured, group = np.stack(seconds), np.asarray(experts)
     whole = np.empty(measured.shape[1:])
@@ -61,10 +62,15 @@ def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[La
 def fit_activations(
     resting: LayerMemory, peaks: FloatArray, plan: StagePlan, micro_batches: int | None = None
 ) -> LayerMemory:
-    """`resting`, which has no activations, with those that explain what stages were measured to hold.
+    """Add to `resting`, which has no activations, those that explain the measured peaks of the stages.
 
-    peaks: [stage], the most bytes that a rank of each stage held under `plan`. A layer's activations are taken to be
-    alike; of the stages the one that needs the most for them decides, so no stage is thought to hold less than it did.
+    resting: weights, gradients and optimizer state.
+    peaks: float array [stage], the most bytes that a rank of each stage held under `plan`.
+    plan: in force when the peaks were measured.
+    micro_batches: of a step.
+
+    All layers are assumed to have equal activations, of the largest size that a stage implies, so that no stage is
+    underestimated.
     """
     ones = LayerMemory(np.zeros(plan.layers), activation=1.0)
     layers_in_flight = stage_memory(plan, ones, micro_batches)

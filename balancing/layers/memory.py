@@ -1,9 +1,9 @@
-"""What a stage must hold: the state of its layers, and the activations of every micro-batch in flight.
+"""Memory of stages: the state of their layers, and the activations of every micro-batch in flight.
 
-A plan that is even in seconds is no use if a stage does not fit its device. Early stages of 1F1B hold more
-micro-batches than late ones (stage s of P holds P - s), so the same layers need more memory there, and a partition that
-ignores it runs out of memory on stage 0. With several chunks a stage the counts of the chunks rise and fall against
-each other, so the peak is taken over all moments of the schedule.
+A plan must fit the devices, however even it is. In 1F1B, early stages hold more micro-batches than late ones (stage s
+of P holds P - s), so the same layers need more memory there, and a partition that ignores this runs out of memory on
+stage 0. With several chunks a stage, the numbers of micro-batches in flight of the chunks peak at different times, so
+the peak is taken over all moments of the schedule.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """Bytes of one model on one rank of each stage.
+    """Bytes of the parts of a model on one rank.
 
-    static: float array [layer], weights, gradients and optimizer state. activation: float array [layer], or one number
-    for all, what one micro-batch leaves behind until its backward; a frozen layer leaves nothing. embedding, head:
-    static bytes of what stays on the first and the last stage. embedding_activation, head_activation: the same per
-    micro-batch.
+    static: float array [layer], bytes of weights, gradients and optimizer state.
+    activation: float array [layer] or one number for all layers, bytes that one micro-batch keeps until its backward;
+        0 for a frozen layer.
+    embedding, head: static bytes of the parts that are fixed to the first and the last stage.
+    embedding_activation, head_activation: bytes that one micro-batch keeps of these.
 
     Raises ValueError for bytes that are negative or not finite, and arrays of different lengths.
     """
@@ -54,17 +55,19 @@ class LayerMemory:
 
     @cached_property
     def activation_of_layers(self) -> FloatArray:
-        """activation as [layer]."""
+        """`activation` as an array [layer]."""
         return np.broadcast_to(np.asarray(self.activation), self.static.shape)
 
 
 @lru_cache(maxsize=64)
 def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -> NDArray[np.int64]:
-    """How many micro-batches each chunk holds at the moments when a stage may hold most.
+    """Numbers of micro-batches in flight of each chunk, at the moments when a stage may hold the most.
 
-    micro_batches: of a step; None if there are enough to fill the pipeline. Returns an int array [stage, moment,
-    chunk]. Of all moments only those are kept that can be the fullest for some sizes of activations; a stage with fewer
-    of them than others repeats its last one. The schedules are those of
+    stages, virtual: pipeline size, and chunks a stage.
+    micro_batches: of a step; None if there are enough to fill the pipeline.
+
+    Returns an int array [stage, moment, chunk]. It contains only moments that can be the fullest for some sizes of
+    activations; stages with fewer of them repeat the last one. The schedules are those of
     `balancing.layers.simulator.schedule` with its default groups.
     """
     if virtual == 1:
@@ -86,8 +89,8 @@ def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -
 
 
 def _extreme(held: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the counts [moment, chunk] of one stage over time, those that can be the fullest: a moment in the middle of a
-    straight run lies between its ends, and one that another exceeds in every chunk is not needed either."""
+    """The rows of `held` [moment, chunk] that can be the fullest: not those inside a straight run, whose ends bound
+    them, nor those that another row exceeds in every chunk."""
     step = np.diff(held, axis=0)
     turns = np.concatenate([[True], (step[1:] != step[:-1]).any(1), [True]]) if len(held) > 1 else np.array([True])
     rows = np.unique(held[turns], axis=0)
@@ -96,7 +99,7 @@ def _extreme(held: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def stage_memory(plan: StagePlan, memory: LayerMemory, micro_batches: int | None = None) -> FloatArray:
-    """The most bytes a rank of each stage holds under `plan`: float array [stage]."""
+    """Float array [stage]: the peak bytes of a rank of each stage under `plan`."""
     peak = np.zeros(plan.stages)
     moments = in_flight(plan.stages, plan.virtual, micro_batches)
     for stage, chunks in enumerate(plan.chunks):
@@ -110,5 +113,5 @@ def stage_memory(plan: StagePlan, memory: LayerMemory, micro_batches: int | None
 
 
 def as_memory(memory: "LayerMemory | ArrayLike") -> LayerMemory:
-    """`memory` itself, or an array [layer] of static bytes as one."""
+    """Convert an array [layer] of static bytes to LayerMemory."""
     return memory if isinstance(memory, LayerMemory) else LayerMemory(np.asarray(memory, dtype=float))

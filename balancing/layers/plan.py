@@ -1,7 +1,7 @@
-"""Which stage computes which layers: the planners behind one function.
+"""`plan_stages`: one function for all planners of layers.
 
-Stages of a dynamic model (DynMo, arXiv 2505.14864) stop costing the same, and even a plain model has an embedding and a
-head that cost as much as layers. A plan is made from what the layers cost now, and says who computes what from now on.
+The stages of a dynamic model (DynMo, arXiv 2505.14864) become uneven, and even a static model has an embedding and a
+head that cost as much as layers. A plan assigns layers to stages by their present costs.
 """
 
 from collections.abc import Callable
@@ -40,21 +40,22 @@ def plan_stages(
 ) -> StagePlan:
     """Divide layers among pipeline stages, in order.
 
-    cost: float array [layer], seconds of forward + backward per micro-batch, or numbers of parameters. embedding,
-    head: the same of what is fixed to the first and the last stage. memory: bytes of each layer, as a LayerMemory or
-    as an array [layer] of static bytes. memory_limit: bytes a rank may use, one number or one per stage; a hard limit.
-    virtual: chunks a stage. current: the plan in force; of equally good plans the one that moves fewest bytes from
-    it (fewest layers, without memory) is taken, and "diffusion" starts from it, from equal numbers without it.
+    cost: float array [layer], seconds of forward + backward per micro-batch, or numbers of parameters.
+    stages: pipeline size.
+    embedding, head: the cost of the parts that are fixed to the first and the last stage.
+    memory: bytes of each layer, as a LayerMemory or as an array [layer] of static bytes.
+    memory_limit: bytes a rank may use, one number or one per stage; a hard limit.
+    virtual: chunks a stage.
+    current: the plan in force. Of equally good plans the one that moves the fewest bytes from it is taken (the fewest
+        layers, without memory), and "diffusion" starts from it, or from equal numbers without it.
+    method: "optimal" minimizes the time of the slowest stage, exactly if virtual is 1; "diffusion" exchanges boundary
+        layers between neighbours (`balancing.layers.planners.diffusion`); "deepspeed" minimizes max - min of the
+        stages; "uniform" gives equal numbers. Only "optimal" and "diffusion" search for a plan that fits the memory.
     micro_batches: of a step, for activations in flight; None if there are enough to fill the pipeline.
-    min_layers: fewest layers a chunk has; 0 allows a stage with nothing but the embedding or the head.
-
-    method: "optimal", the slowest stage as fast as possible, exactly if virtual is 1; "diffusion", neighbours exchange
-    boundary layers (`balancing.layers.planners.diffusion`); "deepspeed", contiguous by max - min; "uniform", equal
-    numbers. Only "optimal" and "diffusion" look for a plan that fits the memory, the others are refused if theirs does
-    not.
+    min_layers: fewest layers of a chunk; 0 allows a stage with only the embedding or the head.
 
     Raises ValueError for costs that are negative or not finite, sizes below 1, fewer layers than chunks, a method that
-    cannot do several chunks a stage, and a memory limit that cannot be met, with the bytes that are missing.
+    cannot plan several chunks a stage, and a memory limit that the plan does not meet, with the bytes it is short of.
     """
     problem = _checked(cost, stages, embedding, head, memory, memory_limit, virtual, current, micro_batches,
                        min_layers, method)  # fmt: skip
@@ -135,7 +136,7 @@ def _checked(
 
 
 def _fits(problem: Problem) -> Callable[[int, int, int], bool]:
-    """Whether layers first to last - 1 fit on a stage that has one chunk."""
+    """fits(stage, first, last): whether layers first to last - 1 fit on a stage of one chunk."""
     room = room_of(problem, [0] * problem.stages + [problem.layers], 0)
     if room is None:
         return lambda stage, first, last: True

@@ -1,9 +1,9 @@
-"""Fewer stages: what a smaller pipeline would cost and free, and which size to take.
+"""Fewer stages: throughput and GPU-hours of shorter pipelines, the choice among them, and the ranks they release.
 
-A model that was pruned or frozen may not need all its ranks any more. DynMo merges stages first-fit as long as they fit
-one device's memory, and does not partition again, so one stage ends with most of the layers. Here every size gets its
-best partition within the memory, its step is simulated, and the choice is between throughput and GPU-hours, by a rule
-the user sets. Schedulers take back whole nodes, so sizes that free one come first.
+A model that was pruned or frozen may no longer need all its ranks. DynMo merges stages first-fit while they fit one
+device's memory and does not partition again, so one stage ends with most of the layers. Here every size gets its best
+partition within the memory and a simulated step, and a rule that the user sets trades throughput for GPU-hours.
+Schedulers take back whole nodes only, so sizes that free a node come first.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,13 @@ __all__ = ["Release", "Repack", "choose_repack", "first_fit", "release_of", "rep
 
 @dataclass(frozen=True)
 class Repack:
-    """One pipeline size. plan: its best partition; None where none fits, and `reason` says why.
+    """One pipeline size.
 
-    throughput: over that of the plan in force. gpu_time: GPU-seconds of a step, also over the plan in force.
-    freed_ranks, freed_nodes: what is given back. step_seconds: simulated.
+    plan: its best partition; None if no partition fits, for the given `reason`.
+    step_seconds: simulated.
+    throughput: ratio to the plan in force.
+    gpu_time: GPU-seconds of a step, ratio to the plan in force.
+    freed_ranks, freed_nodes: numbers that are released.
     """
 
     stages: int
@@ -52,8 +55,13 @@ def repack_options(
 ) -> list[Repack]:
     """Every pipeline size from that of `current` down to `min_stages`, largest first.
 
-    micro_batches: of a step, the same for all sizes. ranks_per_stage: data times tensor times context parallel size.
-    ranks_per_node: None if nodes do not matter; stages fill nodes in order. transfer: seconds of a message.
+    cost: seconds of the layers.
+    current: the plan in force.
+    micro_batches: of a step, the same for all sizes.
+    memory, memory_limit: as in `plan_stages`.
+    ranks_per_stage: data x tensor x context parallel size.
+    ranks_per_node: stages fill nodes in order; None if nodes do not matter.
+    transfer: seconds of a message between stages.
 
     Raises ValueError for sizes out of range.
     """
@@ -92,7 +100,8 @@ def _nodes(ranks: int, per_node: int) -> int:
 def choose_repack(options: Iterable[Repack], throughput_floor: float, *, whole_nodes: bool = True) -> Repack | None:
     """The size with the fewest GPU-hours that keeps at least `throughput_floor` of the throughput of the plan in force.
 
-    whole_nodes: take sizes that free a whole node where there are any, since a scheduler takes nothing less back.
+    whole_nodes: prefer sizes that free a whole node, since a scheduler takes back nothing less.
+
     Returns None if no smaller size qualifies. Raises ValueError for a floor that is not above 0.
     """
     if not throughput_floor > 0:
@@ -105,10 +114,12 @@ def choose_repack(options: Iterable[Repack], throughput_floor: float, *, whole_n
 
 @dataclass(frozen=True)
 class Release:
-    """Who leaves a job when its pipeline gets shorter.
+    """The ranks that leave a job when its pipeline gets shorter.
 
-    stages: that are left. ranks: that leave. nodes: all of whose ranks leave, by their number in the job. nodes_left:
-    that keep a rank.
+    stages: number that remains.
+    ranks: those that leave.
+    nodes: those all of whose ranks leave, by their number in the job.
+    nodes_left: number of nodes that keep a rank.
     """
 
     stages: int
@@ -118,16 +129,17 @@ class Release:
 
     @property
     def stay(self) -> int:
-        """How many ranks stay: those from 0 on."""
+        """The number of ranks that stay, from rank 0 on."""
         return self.ranks.start
 
 
 def release_of(world_size: int, stages_before: int, stages: int, ranks_per_node: int) -> Release:
-    """Who leaves when a pipeline of `stages_before` stages shrinks to `stages`.
+    """The ranks that leave when a pipeline of `stages_before` stages shrinks to `stages`.
 
-    Ranks are numbered stage after stage and node after node, so the last stages are the last ranks, and whole nodes
-    are free as soon as a node's worth of ranks is; those that stay keep their numbers. Raises ValueError where nobody
-    would leave, or nobody stay.
+    world_size, ranks_per_node: of the job.
+
+    Ranks are numbered stage after stage and node after node, so the last stages are the last ranks and free whole
+    nodes, and ranks that stay keep their numbers. Raises ValueError if no rank would leave, or none stay.
     """
     if not 1 <= stages < stages_before:
         raise ValueError(f"there is nothing to release: {stages} stages of {stages_before} are to be left")
@@ -139,10 +151,15 @@ def release_of(world_size: int, stages_before: int, stages: int, ranks_per_node:
 
 
 def first_fit(current: StagePlan, bytes_of_stage: ArrayLike, limit: float, stages: int) -> tuple[tuple[int, ...], ...]:
-    """The layers of each stage that is left when stages are merged as DynMo's published code does.
+    """Merge stages as DynMo's published code does. Returns the layers of each stage that remains.
 
-    bytes_of_stage: [stage]. For each stage in order, the first later one with which it fits into `limit` takes all its
-    layers, until `stages` are left. May end with more, where nothing fits any more. One chunk a stage only.
+    current: the plan in force, of one chunk a stage.
+    bytes_of_stage: float array [stage].
+    limit: bytes of a rank.
+    stages: number to reach.
+
+    The layers of each stage, in order, go to the first later stage with which they fit into `limit`, until `stages`
+    remain. More remain if nothing else fits. Raises ValueError for several chunks a stage.
     """
     if current.virtual > 1:
         raise ValueError(f"first fit merges stages of one chunk, not of {current.virtual}")

@@ -1,7 +1,7 @@
-"""What a plan of layers is: which pipeline stage computes which layers.
+"""StagePlan: the assignment of layers to pipeline stages.
 
-Layers keep their order along the pipeline. With `virtual` chunks a stage, chunk v of stage s comes after chunk v of
-stage s - 1, and chunk v of stage 0 after chunk v - 1 of the last stage, as in Megatron's interleaved schedule.
+Layers keep their order along the pipeline. With `virtual` chunks a stage, chunk v of stage s follows chunk v of stage
+s - 1, and chunk v of stage 0 follows chunk v - 1 of the last stage, as in Megatron's interleaved schedule.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ __all__ = ["StagePlan"]
 class StagePlan:
     """The layers of every stage.
 
-    chunks[stage][virtual]: global layer numbers, 0-based, ascending. method: the planner that made it.
+    chunks[stage][virtual]: global layer numbers from 0, ascending.
+    method: the planner that made it.
 
-    Raises ValueError when the chunks, read along the pipeline, are not 0, 1, 2, ... each once and in order, or when
-    stages have different numbers of chunks.
+    Raises ValueError unless the chunks, read along the pipeline, are 0, 1, 2, ... without gaps, and all stages have the
+    same number of chunks.
     """
 
     chunks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -33,7 +34,7 @@ class StagePlan:
         along = [layer for chunk in self.order for layer in chunk]
         for expected, layer in enumerate(along):
             if layer != expected:
-                raise ValueError(f"layer {layer} stands where layer {expected} has to be; layers keep their order")
+                raise ValueError(f"layer {layer} is in the place of layer {expected}; layers must keep their order")
 
     @classmethod
     def from_counts(cls, counts: tuple[tuple[int, ...], ...], method: str = "given") -> "StagePlan":
@@ -70,7 +71,7 @@ class StagePlan:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where the chunks begin along the pipeline, and the number of layers."""
+        """The first layer of each chunk along the pipeline, and the number of layers."""
         return (0, *accumulate(len(chunk) for chunk in self.order))
 
     @property
@@ -80,7 +81,7 @@ class StagePlan:
 
     @property
     def order(self) -> tuple[tuple[int, ...], ...]:
-        """All chunks as the pipeline runs through them."""
+        """All chunks in the order of the pipeline."""
         return tuple(stage[v] for v in range(self.virtual) for stage in self.chunks)
 
     @cached_property

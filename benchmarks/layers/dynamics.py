@@ -1,11 +1,11 @@
-"""What does a layer cost under each dynamic scheme, and from where on does a sparse product pay?
+"""Cost of a layer under each dynamic scheme, and the density below which sparse products pay.
 
     python -m benchmarks.layers.dynamics [--quick] [--table layers|crossover] [--schemes TEXT] [--json FILE]
 
 Real training on one process and one thread, on real text (the source of Python's standard library), a run for each
-scheme. Costs are those of the report: CPU seconds of the training thread, per layer and micro-batch, forward and
-backward apart, mean over the last steps. The limit is what would be left if a layer cost exactly its share of work.
-The second table multiplies by matrices of different density, dense and sparse, forward and backward.
+scheme. Costs are those of the report: CPU seconds of the training thread, per layer and micro-batch, separate for
+forward and backward, mean over the last steps. The limit is the cost if it were proportional to the work that remains.
+The second table times products with matrices of different density, dense and sparse, forward and backward.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Are the simulated speedups true? The pipelines of `benchmarks.layers.plans` on the emulated cluster, by the clock.
+"""Validation of simulated speedups: the pipelines of `benchmarks.layers.plans` on the emulated cluster, by wall clock.
 
     python -m benchmarks.layers.emulated [--quick] [--json FILE]
 
-Megatron's own 1F1B schedule over gloo on 8 ranks, stages as timed waits. What layers cost is that of each modelled run
-at its end, 48 layers, slowed down so that a step takes seconds; each plan is run as it is, and with early exit also the
-re-packed ones on 6, 4 and 2 ranks. The measured step is compared with the simulated one, within 5 %, and the speedup
-over equal numbers of layers with the predicted one. Takes 4 minutes on two idle cores, with --quick one.
+Megatron's own 1F1B schedule over gloo on 8 ranks, with stages as timed waits. The costs of the 48 layers are those at
+the end of each modelled run, scaled so that a step takes seconds. Every plan runs, and for early exit also the repacked
+ones on 6, 4 and 2 ranks. The measured step must be within 5 % of the simulated one, and the speedup over equal numbers
+of layers is compared with the predicted one. Takes 4 minutes on two idle cores, with --quick one.
 Exit code 1 if a row is out of its bounds.
 """
 

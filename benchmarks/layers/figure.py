@@ -1,4 +1,4 @@
-"""Draws speedups over equal numbers of layers from the rows that `benchmarks.layers.plans --json FILE` wrote.
+"""Figure of speedups over equal numbers of layers, from the rows of `benchmarks.layers.plans --json FILE`.
 
 python -m benchmarks.layers.figure ROWS.json docs/figures/layers.svg
 """

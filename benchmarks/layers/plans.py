@@ -1,17 +1,17 @@
-"""What planning stages anew gains while six kinds of dynamic models train, and what it costs.
+"""Gain and cost of planners of layers during the training of six kinds of dynamic models.
 
     python -m benchmarks.layers.plans [--quick] [--json FILE] [--figure FILE.svg]
     python -m benchmarks.layers.plans --trace benchmarks/traces/*.npz
 
-- Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches. What layers cost is
-  modelled (`benchmarks.layers.traces` says from what); every step is simulated with Megatron's own 1F1B schedule, and
-  moves are charged with their bytes at 50 GB/s and 0.25 s for new buffers and optimizer. Methods:
+- Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches. Costs of layers are
+  modelled (sources in `benchmarks.layers.traces`); every step is simulated with Megatron's own 1F1B schedule, and a
+  move costs its bytes at 50 GB/s and 0.25 s for new buffers and optimizer. Methods:
     uniform             equal numbers of layers, for the whole run
     deepspeed           DeepSpeed's partition by parameters, for the whole run
-    static              the one plan that is best over the whole run, by trying: nobody knows it before
-    diffusion, gate     neighbours exchange layers, when the gate says so
-    optimal, gate       exact plans, refined by simulation, when the gate says so
-    oracle              the best plan known for each single iteration, its costs known before, moves for nothing
+    static              the best single plan for the whole run, by trial; unknown in advance
+    diffusion, gate     neighbours exchange layers, if the gate allows the move
+    optimal, gate       exact plans, refined by simulation, if the gate allows the move
+    oracle              the best known plan of each iteration with its costs known in advance, and free moves
     whole layers        a bound: the least slowest stage of any plan, and a pipeline that never fills or drains
 - Reach: costs under which the best plan is as far ahead of the uniform one as DynMo's "up to" figure.
 - Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.

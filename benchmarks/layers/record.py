@@ -1,17 +1,17 @@
-"""Records what layers cost while a small dynamic model really trains, for `benchmarks.layers.plans --trace` to replay.
+"""Recording of layer costs from the training of a small dynamic model, for `benchmarks.layers.plans --trace`.
 
     python -m benchmarks.layers.record --scheme NAME --out FILE.npz
 
 A GPT of 32 layers trains on real text (the source of Python's standard library, a token a byte) in one process and one
-thread, with the scheme's own flags, its whole schedule pressed into the run. Costs are those of `--balance-report`: CPU
-seconds of the training thread, layer by layer, forward and backward, embedding and head included; input and weight
-gradients are not timed apart. They are stored as measured. A core that is shared makes them noisy, by a tenth for tens
-of iterations, so the replay takes medians over a fifth of the run, which keeps steps where they are.
+thread, with the scheme's own flags and its whole schedule compressed into the run. Costs are those of
+`--balance-report`: CPU seconds of the training thread, layer by layer, forward and backward, with embedding and head;
+input and weight gradients are not timed separately. They are stored as measured. On a shared core they are noisy, by a
+tenth over tens of iterations, so the replay takes medians over a fifth of the run, which preserves steps.
 
-With mixture of experts, layers of one process cost the same whatever the routing; what makes them uneven is that ranks
-wait for the one with the fullest expert. So of that scheme the routing is recorded too: the tokens of the fullest
-expert over the mean, by layer and iteration. The replay has one expert a rank, and lets that ratio stretch the share of
-a layer that experts are taken to be, as the modelled trace does.
+With mixture of experts, layers cost the same on one process whatever the routing; on several they are uneven because
+ranks wait for the one with the fullest expert. So the routing of that scheme is recorded too: the tokens of the fullest
+expert relative to the mean, by layer and iteration. The replay assumes one expert a rank and scales the experts' part
+of a layer by that ratio, as the modelled trace does.
 """
 
 import argparse

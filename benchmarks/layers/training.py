@@ -1,19 +1,18 @@
-"""Does moving layers make real training faster? Two pipeline stages, each a process pinned to a core of its own.
+"""Speedup of real training by layer balancing, on two pipeline stages, each a process pinned to its own core.
 
     python -m benchmarks.layers.training [--quick] [--cases NAME ...] [--json FILE]
 
 A GPT of 12 layers trains on real text (the source of Python's standard library), and after some steps becomes uneven:
 
 - freezing: the first six layers are frozen, all of the first stage.
-- early exit: about a third of the tokens leave behind the first layer, and nearly all that are left behind the sixth.
+- early exit: about a third of the tokens exit behind the first layer, and nearly all others behind the sixth.
 
-The same steps run with Megatron's six layers a stage and with `--balance-layers`, in turns, each run a new pair of
+The same steps run alternately with Megatron's six layers a stage and with `--balance-layers`, each run in a new pair of
 processes. Real compute, real transfers and real moves; nothing is emulated. Steps are compared before the model
-changes, between change and move, and after the move. The bound is what the best cut between whole layers gains in
-simulated 1F1B with the CPU seconds measured in the run that never moves. On a machine that others use, whoever takes a
-core hurts balanced stages most, for neither of them waits; so the quickest step stands beside the median. Losses of
-both runs must agree; clipping is off, for its norm is summed stage by stage. Exit code 1 if they do not, or if layers
-did not move.
+changes, between change and move, and after the move. The bound is the gain of the best partition in simulated 1F1B with
+the CPU seconds of the run that never moves. On a shared machine, other processes slow down balanced stages most, since
+neither of them waits; so the quickest step is given beside the median. Losses of both runs must agree; clipping is off,
+since its norm is summed stage by stage. Exit code 1 if they do not agree, or if layers did not move.
 """
 
 import argparse

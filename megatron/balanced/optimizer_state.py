@@ -191,6 +191,11 @@ def put_back(
 ) -> None:
     """Fill `new` with the given state and make `optimizer`, which others refer to, equal to it.
 
+    optimizer: the one that `take` has emptied.
+    new: built for the present parameters.
+    states: parameter -> state of the elements that `new` steps on this rank.
+    scalers, group_step: as `take` returned them.
+
     Gradients are undefined afterwards.
     """
     for part in parts(new):

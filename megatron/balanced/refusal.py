@@ -1,7 +1,7 @@
-"""What is wrong with a command line, in one line that names the flags and the way out.
+"""Error messages for a bad command line: one line that names the flags and the way out.
 
-Our own checks say it by themselves. Megatron-LM names fields of its configs, or states a condition without a word; here
-these become flags, with the values that were given, and what to do about them.
+Messages of our own checks are shown as they are. Those of Megatron-LM name fields of its configs, or are only
+conditions; here the fields become flags with the values that were given, and a way out is added.
 """
 
 import argparse
@@ -18,12 +18,12 @@ __all__ = ["explain", "know_flags", "know_values", "refused_by_megatron"]
 _flags: dict[str, str] = {}  # name among the arguments -> the flag
 _values: argparse.Namespace | None = None
 
-# A name in a message or a condition, what stands before it in Megatron's code, and what is said of its value.
+# A name in a message or a condition, its prefix in Megatron's code, and a mark that a value follows it.
 _NAME = re.compile(r"(?<![\w./-])(args\.|self\.|config\.)?([a-z][a-z0-9_]*)(?![\w(/]|\.\w)(?==['\w]()|)")
 
 
 def know_flags(parser: argparse.ArgumentParser) -> None:
-    """Learn which flag sets which argument."""
+    """Record the flag of each argument."""
     for action in parser._actions:
         for option in action.option_strings:
             if option == "--" + action.dest.replace("_", "-"):
@@ -31,21 +31,21 @@ def know_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def know_values(args: argparse.Namespace) -> None:
-    """Learn what was given."""
+    """Record the values that the user gave."""
     global _values
     _values = args
 
 
 @dataclass(frozen=True)
 class _Statement:
-    """A statement of Megatron-LM that raises on purpose, and the condition of the branch it stands in."""
+    """A raise or assert of Megatron-LM, and the condition of the branch that contains it."""
 
     node: ast.Assert | ast.Raise
     branch: ast.expr | None
 
 
 def _megatrons_statement(error: BaseException) -> _Statement | None:
-    """What of Megatron-LM raised `error` on purpose; None when it came about otherwise."""
+    """The raise or assert of Megatron-LM that caused `error`; None if it has another cause."""
     megatron = sys.modules.get("megatron.core")
     if megatron is None or megatron.__file__ is None or error.__traceback__ is None:
         return None
@@ -54,7 +54,7 @@ def _megatrons_statement(error: BaseException) -> _Statement | None:
     if not any(Path(frame.filename).is_relative_to(package / part) for part in ("core", "training")):
         return None
     line, branch = frame.lineno or 0, None
-    for node in ast.walk(ast.parse("".join(linecache.getlines(frame.filename)))):  # what is inside comes after
+    for node in ast.walk(ast.parse("".join(linecache.getlines(frame.filename)))):  # inner nodes come later
         if isinstance(node, ast.If | ast.Assert | ast.Raise) and node.lineno <= line <= (node.end_lineno or 0):
             if not isinstance(node, ast.If):
                 return _Statement(node, branch)
@@ -63,12 +63,12 @@ def _megatrons_statement(error: BaseException) -> _Statement | None:
 
 
 def refused_by_megatron(error: BaseException) -> bool:
-    """Whether Megatron-LM raised this on purpose, rather than ran into it."""
+    """Whether Megatron-LM raised this deliberately."""
     return _megatrons_statement(error) is not None
 
 
 def explain(error: BaseException) -> str:
-    """One line: our own words as they are, Megatron-LM's with flags and a way out."""
+    """The message in one line; that of Megatron-LM with flags and a way out."""
     message = " ".join(str(error).split())
     statement = _megatrons_statement(error)
     if statement is None:
@@ -86,7 +86,7 @@ def explain(error: BaseException) -> str:
 
 
 def _with_flags(text: str, named: dict[str, None]) -> str:
-    """`text` with the arguments in it written as flags. Their names are added to `named`."""
+    """`text` with names of arguments replaced by flags. The names are added to `named`."""
 
     def flag(match: re.Match[str]) -> str:
         prefix, name, value = match.groups()
@@ -102,7 +102,7 @@ def _with_flags(text: str, named: dict[str, None]) -> str:
 
 
 def _way_out(named: dict[str, None]) -> str:
-    """What to do about the named arguments: change those that were given, give those that were not."""
+    """The way out for the named arguments: change those that were given, give the others."""
     given, missing = [], []
     for name in named:
         value = getattr(_values, name, None)

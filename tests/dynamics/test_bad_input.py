@@ -1,4 +1,4 @@
-"""Dynamic schemes that cannot work as asked: one line that names the value and the way out."""
+"""Flags that are incompatible with dynamic schemes: one line that names the value and the way out."""
 
 import argparse
 
@@ -14,7 +14,7 @@ FREEZE, PRUNE = {"freeze_layers": 2}, {"prune_sparsity": 0.5, "prune_end": 5}
 EXIT, DEPTH = {"early_exit_layers": "1,2"}, {"mixture_of_depths": 0.25}
 SPARSE = {"sparse_attention": "hash"}
 
-# scheme, what Megatron was told, and the words that the line must have
+# scheme, other flags, and the words that the line must have
 COMBINATIONS = {
     "all frozen": ({"freeze_layers": 4}, UNTIED, "--freeze-layers 4", "--num-layers 4", "at most 3"),
     "tied": (FREEZE, {}, "--freeze-layers 2", "add --untie-embeddings-and-output-weights"),
@@ -47,11 +47,11 @@ COMBINATIONS = {
 
 @pytest.mark.parametrize("case", COMBINATIONS)
 def test_combination(case):
-    scheme, told, *words = COMBINATIONS[case]
+    scheme, given, *words = COMBINATIONS[case]
     fine = {"num_layers": 4, "optimizer": "adam", "transformer_impl": "local", "num_experts": None}
     ours = {"mixture_of_depths": 0.0, "untie_embeddings_and_output_weights": False}
-    own = {name: value for name, value in told.items() if name in DynamicsConfig.__dataclass_fields__}
-    args = argparse.Namespace(**(fine | ours | scheme | told))
+    own = {name: value for name, value in given.items() if name in DynamicsConfig.__dataclass_fields__}
+    args = argparse.Namespace(**(fine | ours | scheme | given))
     with pytest.raises(ValueError) as refused:
         check_dynamics(args, DynamicsConfig(**(scheme | own)))
     for word in words:

@@ -1,4 +1,4 @@
-"""Frozen layers: when they freeze, that they do nothing but run forward, and that nothing else changes."""
+"""Freezing: its schedules, that frozen layers only run forward, and that no other number changes."""
 
 import functools
 import json
@@ -146,8 +146,8 @@ def test_freezing_is_a_learning_rate_of_zero(pool, corpus, name):
         assert seen == sorted(trained)
     if name == "DP 2, overlap":
 
-        def of(told, iteration):
-            return sum(size for i, size in told[0] if i == iteration)
+        def of(sizes, iteration):
+            return sum(size for i, size in sizes[0] if i == iteration)
 
         assert of(reduced, 1) == of(all_reduced, 1) == of(all_reduced, 3)
         assert of(reduced, 3) < 0.6 * of(reduced, 1)

@@ -1,4 +1,4 @@
-"""Dynamic models whose layers move: what a scheme has done to a layer goes with it, and no number changes."""
+"""Moves of layers of dynamic models: the state of a scheme moves with its layer, and no number changes."""
 
 import json
 
@@ -70,13 +70,13 @@ def test_a_move_of_a_dynamic_model_changes_no_number(pool, tmp_path, case):
     _assert_same_tensors(state, expected)
     assert len([name for name in expected if name.endswith("exp_avg_sq")]) > 4 * 8
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    told = [line for line in lines if line["balancer"] == "dynamics"]
+    reported = [line for line in lines if line["balancer"] == "dynamics"]
     if "freezing" in case:
-        assert [line["action"] for line in told][-1:] == (["freeze"] if "plasticity" in case else ["unfreeze"])
+        assert [line["action"] for line in reported][-1:] == (["freeze"] if "plasticity" in case else ["unfreeze"])
     else:
-        assert max(line["imbalance_before"] for line in told) > 1
+        assert max(line["imbalance_before"] for line in reported) > 1
     if case == "early exit":
-        tokens = {layer: n for line in told[-2:] for layer, n in zip(line["layers"], line["tokens"], strict=True)}
+        tokens = {layer: n for line in reported[-2:] for layer, n in zip(line["layers"], line["tokens"], strict=True)}
         assert sorted(tokens) == [0, 1, 2, 3]
         assert tokens[3] < tokens[0]
 

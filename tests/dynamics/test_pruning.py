@@ -1,4 +1,4 @@
-"""Pruning: the schedule, one threshold for the whole model, masks that stay exact, and sparse products."""
+"""Pruning: the schedule, the global threshold, exact masks, and sparse products."""
 
 import functools
 import json
@@ -127,12 +127,12 @@ def test_masks_are_exact_through_training_and_resume(pool, corpus, tmp_path, nam
         return join([rank for rank, _, _ in results]), counts, sum(sparse for _, _, sparse in results)
 
     whole, counts, sparse = run(f"--save {tmp_path} --save-interval 3 --balance-report {report}")
-    for iteration, told in counts.items():
+    for iteration, counted in counts.items():
         wanted = cubic_sparsity(iteration, final=0.8, start=1, end=4, interval=1)
         # Few values lie close together in bfloat16, and weights of one magnitude go together.
-        slack = 0.005 * told[:, 0].sum() if "bf16" in name else 2
-        assert told[:, 1].sum() == pytest.approx(wanted * told[:, 0].sum(), abs=slack)
-    assert sum(told[:, 2].sum() for told in counts.values()) == 0, "a pruned weight moved"
+        slack = 0.005 * counted[:, 0].sum() if "bf16" in name else 2
+        assert counted[:, 1].sum() == pytest.approx(wanted * counted[:, 0].sum(), abs=slack)
+    assert sum(counted[:, 2].sum() for counted in counts.values()) == 0, "a pruned weight moved"
     assert sparse == (0 if "bf16" in name else 16), "4 layers with 4 matrices; there are no sparse products in bfloat16"
     events = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
     densities = [event["density"] for event in events if event.get("scheme") == "pruning"]

@@ -1,4 +1,4 @@
-"""Mixture of depths, early exit and sparse attention: what is chosen, that the rest is not computed, gradients."""
+"""Mixture of depths, early exit and sparse attention: the chosen tokens, computation of these only, gradients."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Layers that cannot move as asked: one line that names the value and the way out."""
+"""Flags that are incompatible with layer balancing: one line that names the value and the way out."""
 
 import argparse
 

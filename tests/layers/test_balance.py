@@ -1,4 +1,4 @@
-"""--balance-layers from the command line to the event log: layers move by themselves, and no number changes."""
+"""--balance-layers from the command line to the event log: layers move, and no number changes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the layer benchmark is made of: traces that mean what they say, and a balancer that beats standing still."""
+"""The benchmark of layers: its traces match their sources, and the balancer beats a static plan."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""A checkpoint knows nothing of moves: saved after one, it loads under any layout, and after a death in the midst of
-one the last checkpoint goes on as if nothing had been tried."""
+"""Checkpoints do not depend on moves: one saved after a move loads under any layout, and after a rank has died during
+a move the run resumes from the last one."""
 
 import os
 import signal

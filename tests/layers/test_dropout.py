@@ -1,4 +1,4 @@
-"""Dropout draws as it does on GPUs, though the CPU has one random generator for host and device.
+"""Dropout draws the same masks as on GPUs, although the CPU has one random generator for host and device.
 
 Tensor-parallel ranks hold different attention heads, so their attention masks must differ; they hold the same hidden
 states without sequence parallelism, so those masks must agree. Replicas agree, recomputation repeats, and what a data

@@ -1,4 +1,4 @@
-"""When layers move: measured costs averaged and watched for jumps, the price of a move, and the gate."""
+"""Averages of costs with detection of jumps, the cost of a move, and the gate."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A move of layers needs no more memory than the stage does before or after it, and one layer."""
+"""Peak memory of a move: that of the stage before or after it, plus one layer."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""A layer that moves to another stage takes everything along: the run goes on as if it had always been there."""
+"""Moves of layers transfer their whole state: a run with moves equals one in which the layers were always there."""
 
 import json
 import weakref

@@ -1,4 +1,4 @@
-"""Plans of layers: against brute force, and properties that hold for any costs."""
+"""Plans of layers: comparison with brute force, and properties for any costs."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def loads(plan: StagePlan, cost, embedding=0.0, head=0.0) -> np.ndarray:
 
 
 def every_plan(layers: int, stages: int, virtual: int = 1, least: int = 1):
-    """All plans there are."""
+    """All possible plans."""
     for inner in itertools.combinations_with_replacement(range(layers + 1), stages * virtual - 1):
         bounds = (0, *inner, layers)
         if all(b - a >= least for a, b in itertools.pairwise(bounds)):
@@ -120,7 +120,7 @@ def test_diffusion_keeps_what_its_docstring_promises(cost, data):
     assert np.abs(free - free.mean()).max() <= max(cost) * 1.01, "within one layer of the fixed point"
 
 
-def test_flows_level_loads_through_neighbours_alone():
+def test_flows_balance_loads_between_neighbours_alone():
     load = np.array([9.0, 0, 0, 3, 0, 6])
     carried = neighbour_flows(load)
     assert carried == pytest.approx(np.cumsum(load - load.mean())[:-1], abs=1e-3)

@@ -1,4 +1,4 @@
-"""Ranks of the last stages leave while the model trains: no number changes, and the job can grow back."""
+"""Release of the last stages during training: no number changes, and the job can grow again."""
 
 import json
 import os
@@ -41,7 +41,7 @@ BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1".split()]
 
 
 def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, Any], int | None]:
-    """Train, and leave if told so. Returns the run, the optimizer's state at its end, and the exit code of a leaver."""
+    """Train until the end or a release. Returns the run, the final optimizer state, and the exit code if released."""
     from megatron.balanced.arguments import parse_arguments
 
     args, config = parse_arguments(argv)
@@ -80,7 +80,7 @@ def _train(
         first = len(run.grad_norms) - len(run.losses)
         for iteration, loss in enumerate(run.losses, first):
             assert losses.setdefault(iteration, loss) == loss
-        if run.validation != validation[-len(run.validation) :]:  # else a replica has told it
+        if run.validation != validation[-len(run.validation) :]:  # else a replica has reported it
             validation += run.validation
     parameters = join([RankRun(pieces=run.pieces) for run, _, _ in done]).parameters
     run = Run([losses[iteration] for iteration in sorted(losses)], [], validation, parameters)
@@ -228,7 +228,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
     "victim, rebuilding", [(1, False), (3, False), (1, True)], ids=["stays", "leaves", "stays alone"]
 )
 def test_a_rank_killed_while_others_leave(pool, tmp_path, victim, rebuilding):
-    """The others stop well before their timeout and name it, and the last checkpoint goes on as if nobody had left."""
+    """The others stop well before their timeout and name it, and the run resumes from the last checkpoint."""
     argv = [*BASE, *PP4.split(), *EXACT]
     save = [*RELEASE.split(), "--save", str(tmp_path), "--save-interval", "2", "--distributed-timeout-minutes", "10"]
     ended = pool.run(4, _killed_in_a_release, [*argv, *save], victim, rebuilding)
@@ -236,9 +236,9 @@ def test_a_rank_killed_while_others_leave(pool, tmp_path, victim, rebuilding):
     left = {2, 3} if rebuilding else set()
     assert {ended[rank] for rank in left} <= {"Released: 0"}
     assert all(ended[rank] == "SystemExit: 1" for rank in {*range(4)} - {victim} - left), ended
-    told = "".join(pool.output)
-    assert told.count("pretrain_gpt.py: error:") == 1, told[-3000:]
-    assert f"rank {victim} died or stopped answering" in told
+    output = "".join(pool.output)
+    assert output.count("pretrain_gpt.py: error:") == 1, output[-3000:]
+    assert f"rank {victim} died or stopped answering" in output
     resumed = train(pool, 4, f"--load {tmp_path}", base=argv, parameters=True)
     whole = train(pool, 4, "", base=argv, parameters=True)
     assert resumed.losses == whole.losses[2:]

@@ -1,4 +1,4 @@
-"""The simulated pipeline schedules: against closed formulas, against themselves, and against megatron-core's own."""
+"""Simulated pipeline schedules: comparison with closed formulas, with each other, and with megatron-core's own."""
 
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -252,7 +252,7 @@ def everything_noted() -> list[list[list]]:
 
 @pytest.fixture(scope="module")
 def noted(pool):
-    """Megatron.core's schedules on a CPU, with ranks that are told rather than looked up, in a process of their own."""
+    """Megatron.core's schedules on a CPU, with ranks as arguments, in a separate process."""
     return dict(zip(SHAPES, pool.run(1, everything_noted)[0], strict=True))
 
 

@@ -88,10 +88,10 @@ def _shuffle() -> tuple[int, bool]:
 
 
 def test_transfers_deliver_what_was_planned(pool):
-    told = pool.run(3, _shuffle)
-    assert all(right for _, right in told)
+    results = pool.run(3, _shuffle)
+    assert all(right for _, right in results)
     first, second = [3 * 8, 2 * 2, 1 * 4, 4 * 1], [4 * 8, 3 * 2, 2 * 4, 5 * 1]
-    assert [sent for sent, _ in told] == [2 * sum(first), sum(second), 0]
+    assert [sent for sent, _ in results] == [2 * sum(first), sum(second), 0]
 
 
 def _record(rank: int, spans: list[Span]) -> RankRecord:

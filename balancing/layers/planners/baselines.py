@@ -1,7 +1,7 @@
-"""The partitions that users have today: equal numbers of layers, and DeepSpeed's.
+"""Baselines: equal numbers of layers, as in Megatron-LM, and DeepSpeed's partition.
 
-Both are static in their own projects. DeepSpeed's partition by parameters is what `deepspeed` gives when the costs are
-numbers of parameters.
+Both are static in these projects. DeepSpeed's partition by parameters is `deepspeed` with numbers of parameters as
+costs.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,21 @@ __all__ = ["deepspeed_bounds", "uniform_bounds"]
 
 
 def uniform_bounds(layers: int, chunks: int) -> list[int]:
-    """Borders [chunks + 1] of chunks with equal numbers of layers. Where they do not divide, which Megatron refuses,
-    the first chunks have one more."""
+    """Boundaries [chunks + 1] of chunks with equal numbers of layers.
+
+    If the numbers do not divide, which Megatron refuses, the first chunks have one layer more.
+    """
     size, more = divmod(layers, chunks)
     return [chunk * size + min(chunk, more) for chunk in range(chunks + 1)]
 
 
 def deepspeed_bounds(cost: NDArray[np.float64], fixed: Sequence[float]) -> list[int]:
-    """Borders [stages + 1] as DeepSpeed's PipelineModule cuts: by dynamic programming on max - min of the stages.
+    """Boundaries [stages + 1] of DeepSpeed's PipelineModule: dynamic programming on max - min of the stages.
 
-    cost: [layer]. fixed: [stage], what a stage has besides its layers.
+    cost: [layer], seconds. fixed: [stage], seconds of a stage besides its layers.
 
-    The difference does not decompose into parts (the best way to cut the front depends on what the back will be), so
-    this is not always the least difference, and a least difference is not always the least maximum.
+    The difference does not decompose (the best partition of the front depends on the back), so the result does not
+    always have the least difference, and the least difference does not always have the least maximum.
     """
     layers, stages = len(cost), len(fixed)
     prefix = np.concatenate([[0.0], np.cumsum(cost)])

@@ -1,30 +1,31 @@
-"""Balance without a centre: each stage talks to its two neighbours and hands them nothing but boundary layers.
+"""Diffusion: decentralized balancing, in which each stage exchanges loads and boundary layers with its neighbours only.
 
 DynMo names such a balancer and proves a bound, but its published code gathers everything on rank 0 and sends layers to
-any rank, which loses their order. For loads that cannot be divided no balancer by matching has a bounded convergence
-time at all (Gilbert et al., arXiv 2105.13194), and greedy neighbours stop at staircases: stages of 8, 7, 6, 5 equal
-layers differ by one from each neighbour and by three from end to end. So loads flow first, layers follow:
+any rank, which loses their order. For indivisible loads no balancer by matching has a bounded convergence time (Gilbert
+et al., arXiv 2105.13194), and greedy neighbours stop at staircases: stages of 8, 7, 6, 5 equal layers differ by one
+from each neighbour and by three from end to end. So this planner first computes the flow of divisible loads and then
+moves layers along it:
 
 1. Flow. Stages exchange numbers, not layers. In each round every pair (s, s + 1) moves half of the difference of its
-   two loads along its link, and both remember how much has flowed. A round multiplies the loads by M = I - A/2 with A
+   two loads along its link, and both add up what has flowed. A round multiplies the loads by M = I - A/2 with A
    the Laplacian of the path. M is symmetric, its rows sum to 1, and its eigenvalues are cos(pi k / P) for k = 0 to
-   P - 1, so the mean stays, and what deviates from it shrinks by cos(pi / P) or better in each round: after R rounds
-   it is in norm at most cos(pi / P)^R of what it was. R is chosen for 1e-4 / P, about 2.5 P^2 rounds. The flows
-   are then what each link must carry to make all stages equal, the fixed point of loads that can be divided.
+   P - 1, so the mean is constant, and the norm of the deviation from it shrinks by at least cos(pi / P) in each round,
+   to at most cos(pi / P)^R of its start after R rounds. R is chosen for 1e-4 / P, about 2.5 P^2 rounds. The flows are
+   then the loads that each link must carry to make all stages equal, the fixed point of divisible loads.
 2. Layers. In even rounds the pairs (0, 1), (2, 3), ..., in odd rounds the others: the sender of a link passes its
-   boundary layer if that brings the link's remaining flow nearer to zero, that is if the layer costs less than twice
-   of it. Each move lowers |remaining flow| of its link and changes no other's, and there are finitely many partitions,
-   so it ends. Then each link whose sender has a layer to spare is within half of its boundary layer of the fixed
-   point, and a stage, between two such links, within one (the largest) layer. Without fixed loads and with least = 0
-   that is every stage: one that is empty has a link that carries more to it than it has to pass on.
-3. Smoothing. The same pairs go on as long as passing the boundary layer lowers the sum of the squares of their two
-   loads, which it does if the layer costs less than they differ. The sum over all stages falls by the same amount, so
-   this ends too, with neighbours that differ by no more than the boundary layer of the slower one (unless it has none
-   to spare, or the other one no memory). Both new loads lie between the two old ones, so no stage gets further away
-   from the mean than some stage was.
+   boundary layer if that brings the link's remaining flow closer to zero, that is if the layer costs less than twice
+   the flow. Each move lowers |remaining flow| of its link and of no other, and there are finitely many partitions, so
+   this terminates. Then each link whose sender has a layer to spare is within half of its boundary layer of the fixed
+   point, and a stage between two such links within one (the largest) layer. Without fixed loads and with least = 0
+   that holds for every stage: an empty one has a link that carries more to it than it has to pass on.
+3. Smoothing. The same pairs continue while passing the boundary layer lowers the sum of the squares of their two
+   loads, which holds if the layer costs less than their difference. The sum over all stages falls by the same amount,
+   so this terminates too, with neighbours that differ by at most the boundary layer of the slower one (unless it has
+   none to spare, or the other one no memory). Both new loads are between the two old ones, so the largest deviation
+   from the mean does not grow.
 
-The pairs of a round share no stage, so all moves of a round may happen at the same time. A stage keeps its last layers
-(least), and a layer never goes where it does not fit. Layers that cost nothing travel with the next one that does.
+The pairs of a round share no stage, so all moves of a round can happen at the same time. A stage keeps `least` layers,
+and a layer never moves where it does not fit. Layers of zero cost move together with the next layer of non-zero cost.
 """
 
 import math
@@ -36,12 +37,12 @@ from numpy.typing import NDArray
 __all__ = ["diffuse", "neighbour_flows"]
 
 FloatArray = NDArray[np.float64]
-_LEFT = 1e-4  # of the first deviation, times the number of stages, when flows are taken as found
-_STRICT = 1 - 1e-9  # rounding must not make a move and its reverse both look like gains
+_LEFT = 1e-4  # fraction of the initial deviation, times the number of stages, at which flows have converged
+_STRICT = 1 - 1e-9  # so that rounding cannot make both a move and its reverse gains
 
 
 def neighbour_flows(load: FloatArray) -> FloatArray:
-    """What each link (s, s + 1) must carry to the right to make all loads equal, [stage - 1], by neighbours alone."""
+    """Float array [stage - 1]: the load that each link (s, s + 1) must carry to the right to make all loads equal."""
     load = np.array(load, dtype=float)
     stages = len(load)
     carried = np.zeros(max(stages - 1, 0))
@@ -64,11 +65,15 @@ def diffuse(
     least: int = 1,
     fits: Callable[[int, int, int], bool] = lambda stage, first, last: True,
 ) -> list[int]:
-    """Move the borders of a partition until neighbours have no more reason to.
+    """Move the boundaries of a partition by diffusion until it has converged.
 
-    cost: [layer], seconds. bounds: [stage + 1], where the stages begin now. fixed: [stage], seconds that do not move.
-    least: fewest layers a stage keeps. fits(stage, first, last): whether layers first to last - 1 fit on the stage.
-    Returns the new borders.
+    cost: [layer], seconds.
+    bounds: [stage + 1], the boundaries of the plan in force.
+    fixed: [stage], seconds that do not move.
+    least: fewest layers of a stage.
+    fits(stage, first, last): whether layers first to last - 1 fit on the stage.
+
+    Returns the new boundaries [stage + 1].
     """
     bounds, stages = list(bounds), len(fixed)
     prefix = np.concatenate([[0.0], np.cumsum(cost)])
@@ -77,7 +82,7 @@ def diffuse(
     layer_cost = np.asarray(cost, dtype=float).tolist()
 
     def boundary(link: int, rightwards: bool) -> tuple[int, float]:
-        """Where the link's border would go, and the cost of the layer that crosses it; the cost is 0 if none can."""
+        """The new boundary of the link, and the cost of the layer that crosses it; the cost is 0 if none can."""
         step, old = (-1, bounds[link + 1]) if rightwards else (1, bounds[link + 1])
         spare = (old - bounds[link] if rightwards else bounds[link + 2] - old) - least
         new, crossing = old, 0.0
@@ -106,7 +111,7 @@ def diffuse(
 
     for rule in (follow, smooth):
         quiet, turn = 0, 0
-        while quiet < 2:  # both halves of the links have nothing to do
+        while quiet < 2:  # no link of either half has moved a layer
             moved = sum(rule(link) for link in range(turn, stages - 1, 2))
             quiet = 0 if moved else quiet + 1
             turn = 1 - turn

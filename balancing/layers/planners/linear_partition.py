@@ -1,14 +1,14 @@
-"""The best way to cut a row of layers into consecutive stages, exactly.
+"""Exact linear partition: consecutive layers on stages, with the least load of the slowest stage.
 
-DynMo probes for it with a binary search whose precision is absolute: costs far below it end on one stage, and more
-stages than layers never end. Here it is dynamic programming over (stage, end of the stage), where a stage may bring its
-own fixed load (the embedding, the head, other chunks of its rank) and may refuse what does not fit its memory:
+DynMo uses a binary search of absolute precision: costs far below the precision end on one stage, and with more stages
+than layers the search does not terminate. This is dynamic programming over (stage, end of the stage). A stage can have
+a fixed load (the embedding, the head, other chunks of its rank) and a memory limit:
 
     best[s][j] = min over i of max(best[s - 1][i], load of stage s with layers i to j - 1)
 
-Stages longer than a guess at the optimum allows need not be looked at: arrays are [end, length], and if the optimum
-turns out to be above the guess, the guess is doubled. A second pass over the partitions that reach the optimum picks
-the one that moves fewest bytes, and among these the most even.
+Only stages within a guess of the optimum are considered, so arrays are [end, length]; the guess is doubled if the
+optimum is above it. A second pass selects, among the partitions that reach the optimum, the one that moves the fewest
+bytes, and among these the most even.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,13 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """What fits where. A stage with layers i to j - 1 needs
+    """The memory limits of stages. A stage with layers i to j - 1 needs
 
         static[i:j].sum() + max over k of (base[stage, k] + count[stage, k] * activation[i:j].sum())
 
-    bytes, one k for each moment that may be the fullest, and has limit[stage]. static, activation: [layer].
+    bytes, one k for each moment that may be the fullest, and may use limit[stage].
+
+    static, activation: [layer], bytes. base: [stage, k], bytes. count: [stage, k]. limit: [stage], bytes.
     """
 
     static: FloatArray
@@ -38,7 +40,7 @@ class Room:
     limit: FloatArray
 
     def over(self, first: IntArray, last: IntArray) -> FloatArray:
-        """Bytes over the limit, [stage, ...], of layers first to last - 1 on every stage."""
+        """Bytes above the limit, [stage, ...], of layers first to last - 1 on every stage."""
         static, activation = (_prefix(each)[last] - _prefix(each)[first] for each in (self.static, self.activation))
         new = (...,) + (None,) * first.ndim
         peak = (self.base[new] + self.count[new] * activation).max(axis=1)
@@ -50,7 +52,7 @@ def _prefix(values: FloatArray) -> FloatArray:
 
 
 def _band(layers: int, longest: int, least: int) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-    """Begin and end of every stage up to a length, as [end, length], and which of them are stages at all."""
+    """Begin and end of all stages up to `longest` layers, as [end, length], and a mask of the valid ones."""
     last = np.arange(layers + 1)[:, None]
     first = last - np.arange(longest + 1)[None, :]
     real = (first >= 0) & (last - first >= least)
@@ -58,7 +60,7 @@ def _band(layers: int, longest: int, least: int) -> tuple[IntArray, IntArray, ND
 
 
 def _bottleneck(load: FloatArray, first: IntArray) -> float:
-    """The least possible maximum; load: [stage, end, length]."""
+    """The least maximum of any partition; load: [stage, end, length]."""
     best = np.full(len(first), np.inf)
     best[0] = -np.inf
     for own in load:
@@ -67,7 +69,7 @@ def _bottleneck(load: FloatArray, first: IntArray) -> float:
 
 
 def _cheapest(price: FloatArray, first: IntArray) -> list[int]:
-    """The borders of the cut with the least sum of prices; price: [stage, end, length]."""
+    """The boundaries of the partition with the least sum of prices; price: [stage, end, length]."""
     best = np.full(len(first), np.inf)
     best[0] = 0.0
     ends, begins = np.arange(len(first)), []
@@ -86,10 +88,14 @@ def _cheapest(price: FloatArray, first: IntArray) -> list[int]:
 def linear_partition(
     cost: FloatArray, fixed: FloatArray, *, home: IntArray, weight: FloatArray, least: int = 1, room: Room | None = None
 ) -> list[int]:
-    """The borders [stages + 1] of the cut whose slowest stage is fastest; [] if no cut fits.
+    """Boundaries [stages + 1] of the partition with the least load of the slowest stage; [] if none fits.
 
-    cost: [layer], seconds. fixed: [stage], seconds that a stage has besides. home: [layer], the stage that holds each
-    layer now, -1 for none; weight: [layer], its bytes. least: fewest layers a stage. room: memory, None for no limit.
+    cost: [layer], seconds.
+    fixed: [stage], seconds of a stage besides its layers.
+    home: [layer], the stage that holds each layer now, -1 for none.
+    weight: [layer], bytes to move it.
+    least: fewest layers of a stage.
+    room: memory limits, None for no limit.
     """
     layers, stages = len(cost), len(fixed)
     prefix = _prefix(cost)
@@ -111,14 +117,14 @@ def linear_partition(
     arriving = np.zeros((stages, layers + 1))
     np.cumsum(np.where(elsewhere, weight, 0.0), axis=1, out=arriving[:, 1:])
     within = load <= bottleneck
-    even = (np.where(within, load, 0.0) / (bottleneck or 1.0)) ** 2  # at most 1 a stage, so less than a byte in all
-    even += 1e-3 * ((last - first) / max(layers, 1)) ** 2  # where layers cost nothing, their number counts
+    even = (np.where(within, load, 0.0) / (bottleneck or 1.0)) ** 2  # at most 1 a stage, so below a byte in total
+    even += 1e-3 * ((last - first) / max(layers, 1)) ** 2  # decides where layers cost nothing
     price = np.where(within, arriving[:, last] - arriving[:, first] + 0.5 * even / stages, np.inf)
     return _cheapest(price, first)
 
 
 def least_over(room: Room, least: int = 1) -> float:
-    """The fewest bytes that the fullest stage is over its limit in any cut; not above 0 if one fits."""
+    """The fewest bytes by which the fullest stage exceeds its limit in any partition; at most 0 if one fits."""
     layers = len(room.static)
     first, last, real = _band(layers, layers, least)
     return _bottleneck(np.where(real, room.over(first, last), np.inf), first)

@@ -1,11 +1,11 @@
-"""The optimal plan: the slowest stage as fast as possible, with memory as a hard limit, for one chunk a stage or more.
+"""The optimal plan: the least time of the slowest stage, with memory as a hard limit.
 
-With one chunk a stage this is one exact cut. With several, the parts of a rank's load stand far apart in the model, and
-the exact optimum is out of reach in milliseconds. So one group of chunks (the v-th of every rank) after the other is
-cut exactly with the others held fixed, and the borders between groups are tried one layer either way, until nothing
-improves: first the slowest rank counts, since a rank computes all its chunks in a step, then the slowest chunk, since
-that sets the pace while the pipeline fills, then the bytes moved. It is a descent from several starting points, the
-more the smaller the model: never worse than any of them, not always the optimum.
+With one chunk a stage this is one exact linear partition. With several, the load of a rank is the sum of distant parts
+of the model, and the exact optimum takes more than milliseconds. So one group of chunks (the v-th of every rank) after
+the other is partitioned exactly with the others fixed, and the boundaries between groups are shifted by one layer
+either way, until nothing improves. The objective is lexicographic: the slowest rank, since a rank computes all its
+chunks in a step; the slowest chunk, which limits the pipeline while it fills; the bytes moved. This is a local search
+from several starting points (more for smaller models): never worse than any of them, not always the optimum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,21 @@ from balancing.layers.planners.linear_partition import Room, least_over, linear_
 __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 
 FloatArray = NDArray[np.float64]
-_STARTS = 2048  # chunks times layers times starting points tried either way: keeps the largest models at 50 ms
+_STARTS = 2048  # chunks x layers x starting points in either direction: keeps the largest models at 50 ms
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What there is to divide.
+    """The checked input of a planner.
 
-    cost: [layer], seconds. embedding, head: seconds fixed to the first and the last stage. memory, limit: bytes, limit
-    as [stage]; None if memory does not matter. home: [layer], the stage that holds each layer now, -1 if none does.
-    weight: [layer], bytes to move a layer. least: fewest layers a chunk. micro_batches: of a step, None for many.
+    cost: [layer], seconds.
+    stages, virtual: pipeline size, and chunks a stage.
+    embedding, head: seconds fixed to the first and the last stage.
+    memory, limit: bytes of layers, and of each stage [stage]; None if memory does not matter.
+    home: [layer], the stage that holds each layer now, -1 for none.
+    weight: [layer], bytes to move it.
+    least: fewest layers of a chunk.
+    micro_batches: of a step, None for many.
     """
 
     cost: FloatArray
@@ -50,7 +55,7 @@ class Problem:
         return len(self.cost)
 
     def fixed(self) -> FloatArray:
-        """Seconds of each stage that no plan moves."""
+        """Float array [stage]: seconds that no plan moves."""
         load = np.zeros(self.stages)
         load[0] += self.embedding
         load[-1] += self.head
@@ -58,14 +63,13 @@ class Problem:
 
 
 def _by_chunk(values: FloatArray, problem: Problem, bounds: Sequence[int]) -> FloatArray:
-    """[chunk, stage], the sum of `values` [layer] over each chunk; bounds [virtual * stages + 1] run along the
-    pipeline."""
+    """The sums of `values` [layer] over chunks, [chunk, stage]; bounds: [virtual * stages + 1], along the pipeline."""
     prefix = np.concatenate([[0.0], np.cumsum(values)])
     return np.diff(prefix[np.asarray(bounds)]).reshape(problem.virtual, problem.stages)
 
 
 def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
-    """Where chunk `group` of each stage fits beside the stage's other chunks in `bounds`."""
+    """The memory limits of chunk `group` of each stage, beside the other chunks of the stage in `bounds`."""
     memory, limit, virtual = problem.memory, problem.limit, problem.virtual
     if memory is None or limit is None:
         return None
@@ -82,9 +86,9 @@ def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
 
 
 def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
-    """Borders [virtual * stages + 1] of the best partition found; [] if none is found that fits the memory.
+    """Boundaries [virtual * stages + 1] of the best partition found; [] if none fits the memory.
 
-    start: a partition to begin from besides those tried anyway, used only with several chunks a stage.
+    start: an additional starting point, used only with several chunks a stage.
     """
     if problem.virtual == 1:
         return _solve(problem, [0] * problem.stages + [problem.layers], 0)
@@ -94,9 +98,9 @@ def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
 
 
 def memory_shortfall(problem: Problem) -> float:
-    """How many bytes over its limit the fullest stage is, at the least; not above 0 if a plan fits.
+    """The fewest bytes by which the fullest stage exceeds its limit; at most 0 if a plan fits.
 
-    Exact with one chunk a stage. With more, of a plan that divides the bytes evenly over the chunks.
+    Exact with one chunk a stage. With more, that of a plan that divides the bytes evenly over the chunks.
     """
     memory = problem.memory
     assert memory is not None
@@ -110,7 +114,7 @@ def memory_shortfall(problem: Problem) -> float:
 
 
 def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
-    """`bounds` with chunk `group` of every stage cut anew; [] if that cannot fit."""
+    """`bounds` with chunk `group` of every stage partitioned anew; [] if that cannot fit."""
     stages = problem.stages
     first, last = bounds[group * stages], bounds[(group + 1) * stages]
     others = np.arange(problem.virtual) != group
@@ -129,7 +133,7 @@ def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
 
 
 def _even_chunks(problem: Problem) -> list[int]:
-    """Borders that make the slowest chunk fastest, as if each were a stage of its own."""
+    """Boundaries with the least load of the slowest chunk, as if each were a stage."""
     fixed = np.zeros(problem.stages * problem.virtual)
     fixed[[0, -1]] += problem.embedding, problem.head
     nowhere = np.full(problem.layers, -1)
@@ -137,7 +141,7 @@ def _even_chunks(problem: Problem) -> list[int]:
 
 
 def _even_numbers(problem: Problem) -> Iterator[list[int]]:
-    """Borders of chunks that are equal within each group of chunks, for several positions of the groups' borders."""
+    """Boundaries of chunks that are equal within each group, for several positions of the boundaries between groups."""
     layers, stages, virtual = problem.layers, problem.stages, problem.virtual
     reach = min(_STARTS // (stages * virtual * layers), layers)
     for shift in range(-reach, reach + 1) if reach else ():
@@ -149,7 +153,7 @@ def _even_numbers(problem: Problem) -> Iterator[list[int]]:
 
 
 def _quality(problem: Problem, bounds: Sequence[int]) -> tuple[float, float, float, float]:
-    """Less is better: bytes over the limit, the slowest rank, the slowest chunk, bytes moved."""
+    """The objective, to be minimized: bytes over the limit, slowest rank, slowest chunk, bytes moved."""
     over = 0.0
     room = room_of(problem, bounds, 0)
     if room is not None:
@@ -160,12 +164,12 @@ def _quality(problem: Problem, bounds: Sequence[int]) -> tuple[float, float, flo
     chunk[-1, -1] += problem.head
     home = np.repeat(np.arange(chunk.size) % problem.stages, np.diff(bounds))
     moved = problem.weight[(home != problem.home) & (problem.home >= 0)].sum()
-    # Twelve digits: sums in another order must not pass for an improvement.
+    # Twelve digits, so that the rounding of sums in another order is no improvement.
     return over, float(f"{chunk.sum(0).max():.12g}"), float(f"{chunk.max():.12g}"), float(moved)
 
 
 def _descend(problem: Problem, bounds: list[int]) -> list[int]:
-    """Cut one group of chunks after the other, and try the borders between groups, until nothing improves."""
+    """Partition one group of chunks after the other, and shift boundaries between groups, until nothing improves."""
     stages, virtual = problem.stages, problem.virtual
     tries = [(group, 0) for group in range(virtual)]
     tries += [(group, step) for group in range(virtual - 1) for step in (-1, 1)]

@@ -1,9 +1,9 @@
-"""The last percents of a plan, by simulation.
+"""Local search on a plan, scored by the simulated time of a step.
 
-The slowest stage decides most of a step, not all of it: forward and backward count apart while the pipeline fills and
-drains, and with frozen layers or early exits two plans with the same slowest stage can differ by a few percent. So the
-borders of a plan are tried one layer either way in the simulated schedule, and the best change is kept, until none
-helps. All tries of a round are simulated at once.
+The slowest stage determines most of a step, but not all: forward and backward count separately while the pipeline fills
+and drains, so with frozen layers or early exits two plans with the same slowest stage can differ by a few percent. Each
+round shifts every boundary by one layer either way, simulates all these plans at once, and keeps the best, until none
+is faster.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +28,14 @@ def refine_plan(
 ) -> StagePlan:
     """A plan whose simulated step is at least as fast as that of `plan`.
 
-    micro_batches, transfer: of the schedule, see `simulate_schedule`. min_layers: fewest layers of a chunk. fits: for
-    instance whether the plan's `stage_memory` is within the limit. rounds: most changes.
+    plan: to start from.
+    cost: seconds of the layers.
+    micro_batches, transfer: of the schedule, see `simulate_schedule`.
+    min_layers: fewest layers of a chunk.
+    fits: whether a plan is allowed, for instance whether its `stage_memory` is within the limit.
+    rounds: most changes.
 
-    Every round simulates two plans for each border between chunks.
+    Every round simulates two plans for each boundary between chunks.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
@@ -41,14 +45,14 @@ def refine_plan(
         if not others:
             break
         times = cost.step_seconds(others, micro_batches, transfer=transfer)
-        if times.min() >= seconds * (1 - 1e-9):  # rounding must not pass for a gain
+        if times.min() >= seconds * (1 - 1e-9):  # a smaller gain may be rounding
             break
         best, seconds = others[int(times.argmin())], float(times.min())
     return best
 
 
 def _neighbours(plan: StagePlan, min_layers: int) -> Iterator[StagePlan]:
-    """The plans with one border one layer further."""
+    """The plans that differ in one boundary by one layer."""
     for border in range(1, len(plan.bounds) - 1):
         for step in (-1, 1):
             bounds = list(plan.bounds)

@@ -1,22 +1,22 @@
-"""What every pipeline rank does, in which order: Megatron's 1F1B and interleaved 1F1B schedules as pure functions.
+"""Megatron's 1F1B and interleaved 1F1B schedules as pure functions: the program of every pipeline rank.
 
-Whether moving a layer pays depends on when each rank waits for which other one, so a planner needs the schedule itself,
-not a formula that holds for equal stages only. This module writes down what one training step of megatron-core 0.19.2
-makes each rank do: compute, post sends and receives, wait. `balancing.layers.simulator.timeline` says when it happens.
+Whether a move pays depends on which ranks wait for which others, so a planner needs the schedule, not a formula for
+equal stages. This module contains the program of one training step in megatron-core 0.19.2: compute, post sends and
+receives, wait. `balancing.layers.simulator.timeline` computes its times.
 
-Ranks are counted along the pipeline. With V chunks a rank, chunk c of rank r is virtual stage c * P + r. Without
+Ranks are numbered along the pipeline. With V chunks a rank, chunk c of rank r is virtual stage c * P + r. Without
 interleaving a rank warms up with P - r - 1 forwards, then alternates one forward and one backward. With interleaving
-(Narayanan et al., arXiv 2104.04473, section 2.2) it takes micro-batches in groups, each group through all its chunks
-in turn, and warms up with 2 (P - r - 1) + (V - 1) * group forwards.
+(Narayanan et al., arXiv 2104.04473, section 2.2) it runs micro-batches in groups, each group through all its chunks in
+turn, and warms up with 2 (P - r - 1) + (V - 1) * group forwards.
 
-How messages travel is part of the order, because a rank that waits to hand over a tensor computes nothing:
+Messages are part of the program, because a rank that waits for a message does not compute:
 
 - Not interleaved: after each forward a rank sends the output and waits for a gradient in one blocking exchange, and
   after each backward the other way round. Only warm-up and cool-down have separate sends and receives.
 - Interleaved, not overlapped: forward and backward run back to back, then all four messages in one blocking exchange.
 - Interleaved, overlapped (Megatron's default): receives are posted one operation ahead and waited for just before use;
-  the wait for a gradient's send is put off to the next one, while an activation's send is waited for at once, since
-  training frees pipeline outputs.
+  the wait for the send of a gradient is deferred to the next one, while the send of an activation is waited for at
+  once, since training frees pipeline outputs.
 """
 
 from collections.abc import Iterator
@@ -59,12 +59,14 @@ def operations(
 ) -> tuple[tuple[Operation, ...], ...]:
     """The order of forwards and backwards on each rank.
 
-    ranks: pipeline size P. micro_batches: per step and data-parallel replica. chunks: model chunks a rank (virtual
-    pipeline size); 1 is the schedule without interleaving. group: micro-batches that go through a chunk before the next
-    chunk's turn (Megatron's microbatch_group_size_per_vp_stage); P if None; only with chunks > 1.
+    ranks: pipeline size P.
+    micro_batches: per step and data-parallel replica.
+    chunks: model chunks a rank (virtual pipeline size); 1 is the schedule without interleaving.
+    group: micro-batches that pass through a chunk before the next chunk runs (Megatron's
+        microbatch_group_size_per_vp_stage); P if None; only with chunks > 1.
 
     Returns one tuple a rank, each with chunks * micro_batches forwards and as many backwards.
-    Raises ValueError for what Megatron refuses too: see `program`.
+    Raises ValueError for sizes that Megatron refuses, see `program`.
     """
     return tuple(
         tuple(step.compute for step in program(rank, ranks, micro_batches, chunks=chunks, group=group) if step.compute)
@@ -82,10 +84,12 @@ def program(
     group: int | None = None,
     overlap: bool | None = None,
 ) -> tuple[Action, ...]:
-    """Everything that pipeline rank `rank` of `ranks` does in one step, in order.
+    """The program of pipeline rank `rank` of `ranks` in one step, in order.
 
-    overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm); None takes Megatron's default, which
-    is yes with interleaving and no without. The other arguments are those of `operations`.
+    rank: from 0.
+    ranks, micro_batches, chunks, group: as in `operations`.
+    overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm); None for Megatron's default, which is
+        yes with interleaving and no without.
 
     Raises ValueError for sizes below 1, interleaving on one rank, overlap without interleaving, a group that is
     smaller than the pipeline or larger than the number of micro-batches, a last group smaller than the pipeline, and
@@ -173,7 +177,7 @@ def _plain(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
 
 
 class _Interleaving:
-    """Which operation and which messages belong to the k-th forward and the k-th backward of a rank."""
+    """The operations and messages of the k-th forward and the k-th backward of a rank."""
 
     def __init__(self, rank: int, ranks: int, micro_batches: int, chunks: int, group: int):
         self.rank, self.ranks, self.chunks = rank, ranks, chunks
@@ -194,7 +198,7 @@ class _Interleaving:
         return 0 if kind == "forward" else self.ranks - 1
 
     def sent(self, k: int, kind: Kind) -> tuple[PipelineMessage, ...]:
-        """What leaves after operation k: nothing from the last virtual stage (of the first, for gradients)."""
+        """The messages sent after operation k: none from the last virtual stage (from the first, for gradients)."""
         operation = self.operation(k, kind)
         final = self.chunks - 1 if kind == "forward" else 0
         if self.rank == self.ranks - 1 - self._first_rank(kind) and operation.chunk == final:
@@ -204,8 +208,8 @@ class _Interleaving:
     def received(self, k: int, kind: Kind) -> tuple[PipelineMessage, ...]:
         """The receive that goes with operation k: the input of operation k + 1; k = -1 is the receive before the first.
 
-        The rank where a pass begins gets its inputs from the rank where it ends, which runs ranks - 1 operations
-        behind, once that has anything to hand on.
+        The rank where a pass begins gets its inputs from the rank where it ends, which is ranks - 1 operations behind,
+        once that has an output.
         """
         if self.rank != self._first_rank(kind):
             if k + 1 == self.total:
@@ -221,7 +225,7 @@ class _Interleaving:
         return (PipelineMessage(kind, self.ranks - 1 - self.rank, operation.chunk, operation.micro_batch),)
 
     def has_input(self, k: int, kind: Kind) -> bool:
-        """Whether operation k takes a tensor from another rank."""
+        """Whether operation k needs a tensor from another rank."""
         first = 0 if kind == "forward" else self.chunks - 1
         return self.rank != self._first_rank(kind) or self.operation(k, kind).chunk != first
 
@@ -231,7 +235,7 @@ def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Action]:
     steady = at.total - at.warm_up
     activations: list[PipelineMessage] = []  # receives posted ahead, oldest first
     gradients: list[PipelineMessage] = []
-    gradient_sent: tuple[PipelineMessage, ...] = ()  # overlapped send that nobody has waited for yet
+    gradient_sent: tuple[PipelineMessage, ...] = ()  # overlapped send that was not waited for yet
 
     yield from _exchange((), at.received(-1, "forward"))
     for k in range(at.warm_up):

@@ -1,17 +1,16 @@
-"""When every rank of a pipeline computes and when it waits: an exact simulation of the schedules in `schedule`.
+"""Exact simulation of the schedules in `schedule`: the times when each rank computes and waits.
 
-A rank starts an operation when its previous one is done and every message it had to wait for has come. A message
-travels when both sides have come to it: Megatron's sends are synchronous, over gloo as over NCCL, so a receiver that
-comes late holds up the sender. All of this is maxima and sums over an acyclic graph that depends on the sizes of the
-pipeline alone, not on the seconds. The graph is built once for each pair of sizes, and a simulation is one sweep over
-its levels.
+A rank starts an operation when its previous one is done and every message that it waits for has arrived. A message is
+transferred when both sides have posted it: Megatron's sends are synchronous, over gloo as over NCCL, so a late receiver
+delays the sender. These are maxima and sums over an acyclic graph that depends on the sizes of the pipeline only, not
+on the seconds. The graph is built once for each combination of sizes, and a simulation is one sweep over its levels.
 
-What is assumed:
+Assumptions:
 
-- Host time is nothing; operations of one rank never overlap each other. All ranks begin together, and the step ends
-  when the last operation or awaited message does. Optimizer and gradient reduction are not part of it.
-- Each message takes its link's transfer seconds, however many travel at once: links are not shared, and the two
-  directions of a link do not slow each other down.
+- Host time is zero; operations of one rank never overlap. All ranks begin together, and the step ends with the last
+  operation or awaited message. Optimizer and gradient reduction are not included.
+- Each message takes the transfer seconds of its link, however many are in flight: messages do not share bandwidth, nor
+  do the two directions of a link.
 - Training frees pipeline outputs (Megatron's deallocate_pipeline_outputs), and warm-up and flush do not overlap their
   messages (overlap_p2p_comm_warmup_flush is off, as by default).
 """
@@ -32,7 +31,7 @@ FloatArray = NDArray[np.float64]
 
 
 class Span(NamedTuple):
-    """One operation in time: start and end in seconds since the step began."""
+    """One operation with its start and end, in seconds since the step began."""
 
     rank: int
     kind: Literal["forward", "backward"]
@@ -46,8 +45,9 @@ class Span(NamedTuple):
 class Timeline:
     """One simulated training step.
 
-    operations: per rank, in the order in which it runs them. start, end: float arrays [rank, operation], seconds.
-    step_time: seconds from the common start until nothing is left to do.
+    operations: for each rank in execution order.
+    start, end: float arrays [rank, operation], seconds.
+    step_time: seconds from the common start to the end of the last operation or message.
     """
 
     operations: tuple[tuple[Operation, ...], ...] = field(repr=False)
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time that is idle, from 0 (nobody ever waits) to 1. Also 0 if the step takes no time."""
+        """Idle fraction of the time of all ranks, from 0 (no rank waits) to 1; 0 if the step takes no time."""
         whole = self.step_time * len(self.operations)
         return float(self.idle.sum()) / whole if whole > 0 else 0.0
 
@@ -87,8 +87,7 @@ class Timeline:
         """The step as text, one line a rank and `width` characters for the whole step.
 
         A forward is its micro-batch number followed by >, a backward by <, idle time is a dot. With several chunks a
-        letter after the number names the chunk. Operations narrower than a label lose it, so a wider picture shows
-        more.
+        letter after the number is the chunk. Operations narrower than their label are drawn without it.
         """
         if width < 1:
             raise ValueError(f"a timeline needs a width of at least 1 character, not {width}")
@@ -169,8 +168,10 @@ def simulate_steps(
 ) -> FloatArray:
     """Step seconds, [pipeline], of many pipelines of one size at once: a planner compares dozens of plans.
 
-    forward, backward: seconds per micro-batch as [pipeline, rank, chunk]. The other arguments and errors are those of
-    `simulate_schedule`. Sixteen pipelines of 8 ranks and 32 micro-batches take about twice as long as one.
+    forward, backward: seconds per micro-batch as [pipeline, rank, chunk].
+    micro_batches, transfer, group, overlap: as in `simulate_schedule`, and so are the errors.
+
+    Sixteen pipelines of 8 ranks and 32 micro-batches take about twice as long as one.
     """
     both = np.stack([np.asarray(forward, dtype=float), np.asarray(backward, dtype=float)])
     if both.ndim != 4 or 0 in both.shape:
@@ -196,7 +197,7 @@ def _links(transfer: ArrayLike, ranks: int) -> FloatArray:
 
 
 def _sweep(graph: "_Graph", duration: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """When each node starts and ends; duration: [node, ...]."""
+    """Start and end of each node; duration: [node, ...]."""
     end = np.zeros((len(duration) + 1, *duration.shape[1:]))  # the last entry is the beginning of the step
     start = np.zeros(duration.shape)
     for first, last, before in graph.levels:
@@ -217,11 +218,10 @@ def _seconds(name: str, given: FloatArray, shape: tuple[int, int, int]) -> Float
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """What must end before what. Nodes are operations and messages, numbered so that each level is one slice.
+    """The dependencies. Nodes are operations and messages, numbered so that each level is one slice.
 
-    levels: (first node, one past the last, int array [predecessor, node]) with the number of nodes standing for
-    "nothing".
-    duration_index: where each node's seconds stand among forward, backward and links, flattened.
+    levels: (first node, one past the last, int array [predecessor, node]); the number of nodes means no predecessor.
+    duration_index: index of each node's seconds among forward, backward and links, flattened.
     node_of_operation: int array [rank, operation].
     """
 
@@ -236,7 +236,7 @@ def _graph(ranks: int, micro_batches: int, chunks: int, group: int | None, overl
     nodes: dict[tuple[int, Operation] | PipelineMessage, int] = {}  # number in order of appearance
     before: list[set[int]] = []
     source: list[int] = []
-    posts: dict[PipelineMessage, list[int]] = {}  # the ranks that have posted a message: sender and receiver, once each
+    posts: dict[PipelineMessage, list[int]] = {}  # ranks that posted a message: sender and receiver, once each
 
     def node(key: tuple[int, Operation] | PipelineMessage, index: int) -> int:
         if key not in nodes:
@@ -271,7 +271,7 @@ def _graph(ranks: int, micro_batches: int, chunks: int, group: int | None, overl
                 posts.setdefault(message, []).append(rank)
                 before[node(message, link_of(message))] |= now
                 at_post[message] = now
-            for message in step.wait:  # what had ended when the message was posted ended before the message did
+            for message in step.wait:  # nodes before the post also precede the end of the message
                 now = (now - at_post.pop(message)) | {nodes[message]}
     for message, posted in posts.items():
         assert len(posted) == 2, f"{message} is posted by ranks {posted}, not by a sender and a receiver"
@@ -301,7 +301,7 @@ def _graph(ranks: int, micro_batches: int, chunks: int, group: int | None, overl
 
 
 def _levels(before: list[set[int]]) -> NDArray[np.intp]:
-    """Length of the longest chain that leads to each node."""
+    """The length of the longest path to each node."""
     after: list[list[int]] = [[] for _ in before]
     missing = [len(each) for each in before]
     for this, each in enumerate(before):

@@ -1,18 +1,18 @@
-"""A frozen prefix of the model (`--freeze-layers`) in Megatron-LM's training step.
+"""Freezing of a prefix of the model (`--freeze-layers`) in Megatron-LM's training step.
 
 Frozen layers run without gradients (`megatron.balanced.dynamics.layer`), so the embedding before them gets none either.
-What is left is to keep their parameters out of what happens between backward passes and the next iteration:
+This module excludes their parameters from what follows the backward passes:
 
-- Gradient reduction. Buckets are filled from the back of the model, so what is frozen is the tail of a buffer: frozen
-  buckets are not reduced, and the one in which the border lies is reduced up to it. A distributed optimizer cuts
-  buckets into shards, so there that bucket is reduced whole.
-- The optimizer's step, for which frozen parameters are taken out of the parameter groups. Their moments stay where
-  they are, in the optimizer and in its checkpoints. Checkpoints know one step for all parameters, so Adam's goes on.
-- The pipeline. A stage that begins with a frozen layer has no gradient for the stage before, which waits for one. It
-  gets zeros.
+- Gradient reduction. Buckets are filled from the back of the model, so frozen parameters are the tail of a buffer:
+  frozen buckets are not reduced, and the bucket with the boundary is reduced up to it. A distributed optimizer shards
+  buckets, so there that bucket is reduced as a whole.
+- The optimizer's step, during which frozen parameters are not in the parameter groups. Their moments stay in the
+  optimizer and in its checkpoints. Checkpoints have one step count for all parameters, so Adam's count continues.
+- The pipeline. A stage that begins with a frozen layer has no gradient for the previous stage, which waits for one. It
+  sends zeros.
 
-A frozen layer asks for gradients and is in the optimizer all the same, whenever no step is under way: so it moves to
-another stage, moments and all, as any other does (`megatron.balanced.layers.mover`).
+Between steps a frozen layer requires gradients and is in the optimizer like any other, so it moves to another stage
+with its moments (`megatron.balanced.layers.mover`).
 """
 
 import argparse
@@ -36,7 +36,7 @@ __all__ = ["Freezing"]
 
 
 class _Link(torch.autograd.Function):
-    """`output`, with a gradient of zero for the `input` that it does not depend on any more."""
+    """Returns `output`, and gives `input`, on which it no longer depends, a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class _Link(torch.autograd.Function):
 class Freezing:
     """A `megatron.balanced.callbacks.StepCallback`. All ranks freeze the same layers at the same iteration.
 
-    saved: what `state_dict` gave when the checkpoint was written that this run goes on from.
+    saved: the `state_dict` in the checkpoint that this run resumes, or None.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Freezing:
         return chunks
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What no iteration number tells: what plasticity has decided so far."""
+        """The state that the iteration does not determine: the decisions of plasticity; None without it."""
         return None if self._plasticity is None else self._plasticity.freezer.state_dict()
 
     # Around a step.
@@ -137,7 +137,7 @@ class Freezing:
             )
 
     def renew(self) -> None:
-        """Freeze and thaw the layers that are here now. To be called again when layers have come or gone."""
+        """Freeze and unfreeze the present layers. Called again after layers have moved."""
         for layer in self._layers():
             layer.frozen = layer.layer_number <= self.frozen
             for module in layer.modules():
@@ -163,7 +163,7 @@ class Freezing:
             self._plasticity.begin_schedule(self._layers())
 
     def end_schedule(self) -> None:
-        """Take what is frozen out of the optimizer, until it has stepped."""
+        """Take frozen parameters out of the optimizer until it has stepped."""
         if self._taken_out or not self.frozen:
             return
         frozen = set(self._frozen_parameters())
@@ -177,7 +177,7 @@ class Freezing:
         self._frozen_parts = held
 
     def _fill_empty_state(self) -> None:
-        """Moments for what is frozen before its first step, for a checkpoint has them for every parameter."""
+        """Create moments of parameters that freeze before their first step, since checkpoints have those of all."""
         for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
             torch_optimizer = getattr(each, "optimizer", None)
             if torch_optimizer is None or torch_optimizer.state:
@@ -190,13 +190,13 @@ class Freezing:
                 group["params"] = parameters
             self._taken_out.clear()
             self._count_steps()
-            self._frozen_parts.clear()  # which would keep the memory of layers that move away
+            self._frozen_parts.clear()  # they refer to tensors of layers that may move away
         if self._plasticity is not None:
             rate = max(group["lr"] for group in self._optimizer.param_groups)
             self._plasticity.end_step(rate)
 
     def _count_steps(self) -> None:
-        """A checkpoint has one step for all parameters: what is frozen counts with what is not."""
+        """Advance the step count of frozen parameters with the others; a checkpoint has one for all parameters."""
         frozen = {id(part.main) for part in self._frozen_parts}
         for each in {id(part.optimizer): part.optimizer for part in self._frozen_parts}.values():
             steps = [state["step"] for main, state in each.state.items() if id(main) not in frozen and "step" in state]
@@ -205,24 +205,24 @@ class Freezing:
                     continue
                 if steps:
                     part.state["step"] = steps[0].clone() if torch.is_tensor(steps[0]) else steps[0]
-                else:  # all that this rank steps is frozen
+                else:  # all parameters of this rank are frozen
                     part.state["step"] += 1
 
 
 def _keep_link(block: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-    """After a chunk that begins with a frozen layer: send the stage before a gradient, of zeros."""
+    """Give the input of a chunk that begins with a frozen layer a gradient of zeros for the previous stage."""
     if not (block.training and torch.is_grad_enabled() and block.layers[0].frozen):
         return output
     linked = _Link.apply(output, block.input_tensor)
-    # Megatron frees what a stage sent on, which must not be a view.
+    # Megatron frees the output of a stage after it was sent, so it must not be a view.
     return make_viewless_tensor(inp=linked, requires_grad=True, keep_graph=True)
 
 
 def _reduce_live(group: Any, frozen: set[torch.nn.Parameter]) -> None:
-    """Let a bucket group reduce gradients of parameters that are not frozen only."""
+    """Restrict a bucket group to gradients of parameters that are not frozen."""
     for name in ("start_grad_sync", "finish_grad_sync"):
         group.__dict__.pop(name, None)
-    # With overlap, a group learns in one iteration which gradients it must wait for in the next.
+    # With overlap, a group records in one iteration which gradients to wait for in the next.
     group.params = set(group.param_to_bucket) - frozen
     group.is_first_batch = True
     group.golden_per_param_grad_ready_counts, group.per_param_grad_ready_counts = {}, {}
@@ -234,7 +234,7 @@ def _reduce_live(group: Any, frozen: set[torch.nn.Parameter]) -> None:
             bucket.grad_data = bucket.whole_grad_data[: max(live, default=0)]
     if group.params:
         return
-    own = weakref.proxy(group)  # a group that held itself would not free its buffers when layers move
+    own = weakref.proxy(group)  # a reference cycle would keep the buffers when layers move
 
     def nothing(force_all_reduce: bool | None = False) -> None:
         own.param_gather_dispatched = False  # as the original does

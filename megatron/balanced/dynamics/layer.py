@@ -1,4 +1,4 @@
-"""Megatron-LM's transformer layer, of which not all is always run: frozen, or run for some of the tokens only."""
+"""Megatron-LM's transformer layer with a frozen mode, and the option to run for a part of the tokens only."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -17,7 +17,10 @@ __all__ = ["DynamicLayer", "TokenFlow", "dynamic_layer"]
 
 
 class TokenFlow:
-    """Which tokens of the micro-batch at hand have not exited, for all layers of a model chunk. None: all of them."""
+    """The tokens of the present micro-batch that have not exited, shared by the layers of a model chunk.
+
+    active: bool [s, b], or None if no token has exited. is_on: whether tokens may exit in this pass.
+    """
 
     def __init__(self) -> None:
         self.is_on = False
@@ -25,7 +28,7 @@ class TokenFlow:
 
 
 class DynamicLayer(TransformerLayer):
-    """A layer of a dynamic model. Handed in through the layer spec."""
+    """A layer of a dynamic model, installed through the layer spec."""
 
     dynamics: ClassVar[DynamicsConfig]
 
@@ -33,10 +36,10 @@ class DynamicLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         config = self.dynamics
         self.frozen = False
-        # Called with this layer, the hidden states and the forward pass, before the next one in training.
+        # Called before the next forward pass in training with this layer, the hidden states and the forward function.
         self.probe: Callable[[DynamicLayer, torch.Tensor, Callable], None] | None = None
         self.flow: TokenFlow | None = None
-        self.tokens_run = self.tokens_seen = 0  # in training, since somebody set them to 0
+        self.tokens_run = self.tokens_seen = 0  # counted in training; Tokens resets them every step
         self.depth_router: torch.nn.Linear | None = None
         if config.mixture_of_depths and is_routed(self.layer_number, config.mixture_of_depths_every):
             kind, device = self.config.params_dtype, torch.cuda.current_device()
@@ -45,7 +48,7 @@ class DynamicLayer(TransformerLayer):
                 self.config.init_method(self.depth_router.weight)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """hidden_states [s, b, h] -> the same, and upstream's second output, the context."""
+        """hidden_states [s, b, h] -> output [s, b, h], and upstream's second output, the context."""
         if self.probe is not None and self.training:
             self.probe(self, hidden_states.detach(), partial(super().forward, *args, **kwargs))
         if self.frozen and self.training:
@@ -55,7 +58,7 @@ class DynamicLayer(TransformerLayer):
 
     @contextlib.contextmanager
     def _without_graph(self) -> Iterator[None]:
-        usual = self.bias_dropout_add_exec_handler  # which switches gradients on again
+        usual = self.bias_dropout_add_exec_handler  # upstream's enables gradients
         self.bias_dropout_add_exec_handler = torch.no_grad
         try:
             with torch.no_grad():
@@ -80,7 +83,7 @@ class DynamicLayer(TransformerLayer):
         return output, context
 
     def _run_chosen(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Mixture of depths: the tokens that the router scores highest."""
+        """Mixture of depths: run the tokens with the highest scores of the router."""
         assert self.depth_router is not None
         scores = self.depth_router(hidden)
         index = choose_tokens(scores.detach()[..., 0], self.dynamics.mixture_of_depths)
@@ -89,11 +92,11 @@ class DynamicLayer(TransformerLayer):
     def _run_some(
         self, hidden: torch.Tensor, index: torch.Tensor, scale: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the tokens `index` [k, b] alone, and scale [k, b, 1] what the layer changes about them."""
+        """Run only the tokens `index` [k, b], and scale what the layer adds to them by `scale` [k, b, 1]."""
         self._count(hidden, index.numel())
         chosen = take(hidden, index)
-        kwargs["attention_mask"] = None  # tokens are in order, so that it is the causal one of k tokens
-        if (rotary := kwargs.get("rotary_pos_emb")) is not None:  # of each token's own position
+        kwargs["attention_mask"] = None  # tokens are in order, so the causal mask of k tokens is right
+        if (rotary := kwargs.get("rotary_pos_emb")) is not None:  # of the original positions
             kwargs["rotary_pos_emb"] = rotary[:, 0, 0][index][:, :, None]
         output, context = super().forward(chosen, *args, **kwargs)
         return put_back(hidden, index, (output - chosen) * scale), context
@@ -105,5 +108,5 @@ class DynamicLayer(TransformerLayer):
 
 
 def dynamic_layer(config: DynamicsConfig) -> type[DynamicLayer]:
-    """The layer for a model with these schemes. A class, for Megatron's specs want one."""
+    """The layer class for a model with these schemes; Megatron's specs need a class."""
     return type("DynamicLayer", (DynamicLayer,), {"dynamics": config})

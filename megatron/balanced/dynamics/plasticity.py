@@ -1,12 +1,11 @@
-"""Measures how much the front layer still changes what it computes, while Megatron-LM trains.
+"""Measurement of plasticity, the change of the front layer's output, during training in Megatron-LM.
 
-At every measurement the first layer that is not frozen runs twice more on a micro-batch that passes, without dropout
-and gradients: with its weights of now, and with those of the last measurement. The data-parallel mean of their
-similarity loss is what `balancing.dynamics.PlasticityFreezer` decides on, the same on all ranks.
+At every measurement the first layer that is not frozen runs two more times on a micro-batch, without dropout and
+gradients: with its present weights, and with those of the last measurement. `balancing.dynamics.PlasticityFreezer`
+decides on the data-parallel mean of their similarity loss, which is equal on all ranks.
 
-The weights to compare with are buffers of the layer, no part of any checkpoint, and go with it to another stage. They
-are also taken anew after a checkpoint is written and when training begins, so that a
-resumed run compares with the same ones.
+The reference weights are non-persistent buffers of the layer, so they move with it and are not in checkpoints. They are
+replaced after a checkpoint is written and when training begins, so that a resumed run has the same reference.
 """
 
 import argparse
@@ -20,18 +19,18 @@ from megatron.balanced.dynamics.layer import DynamicLayer
 
 __all__ = ["Plasticity"]
 
-_TOKENS = 256  # that are compared; their inner products are a matrix of this many rows
+_TOKENS = 256  # number of compared tokens, rows of the matrix of inner products
 
 
 class Plasticity:
-    """Feeds a `PlasticityFreezer` every `interval` iterations."""
+    """Measures for a `PlasticityFreezer` every `interval` iterations."""
 
     def __init__(self, args: argparse.Namespace, interval: int, freezer: PlasticityFreezer) -> None:
         self.freezer, self._interval = freezer, interval
         self._save_interval = args.save_interval if args.save else None
         self._iteration = 0
         self._front = -1  # number of the layer that is measured
-        self._is_outdated = True  # what there is to compare with
+        self._is_outdated = True  # the reference weights
         self._measured: float | None = None
 
     def begin_step(self, iteration: int) -> None:
@@ -51,7 +50,7 @@ class Plasticity:
         self._is_outdated = False
 
     def _measure(self, layer: DynamicLayer, hidden_states: torch.Tensor, run: Any) -> None:
-        """`run(hidden_states)` is the layer's forward pass. Weights may be there only once it has been run."""
+        """`run(hidden_states)` is the layer's forward pass, which may first have to gather its weights."""
         layer.probe = None
         layer.eval()
         try:
@@ -72,25 +71,25 @@ class Plasticity:
             layer.train()
 
     def end_step(self, learning_rate: float) -> None:
-        """Agree on what was measured, and decide."""
+        """Reduce the measurement over all ranks, and decide."""
         if self._is_due():
-            told = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+            total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())  # sum, and count
             if self._measured is not None:
-                told += torch.tensor([self._measured, 1.0], dtype=told.dtype, device=told.device)
-            dist.all_reduce(told)
+                total += torch.tensor([self._measured, 1.0], dtype=total.dtype, device=total.device)
+            dist.all_reduce(total)
             self._measured = None
-            if told[1]:  # at first there is nothing to compare with
-                self.freezer.observe(float(told[0] / told[1]), learning_rate)
+            if total[1]:  # the first measurement has no reference
+                self.freezer.observe(float(total[0] / total[1]), learning_rate)
         if self._save_interval and not (self._iteration + 1) % self._save_interval:
             self._is_outdated = True
 
 
-# What a parameter was at the last measurement lies beside it, and is sharded as it is.
+# The buffer with the parameter at the last measurement is registered beside the parameter, and sharded like it.
 _SUFFIX = "_at_last_measurement"
 
 
 def _reference(layer: DynamicLayer) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """The parameters of `layer` and what they were; empty where nobody has taken that down."""
+    """The parameters of `layer` with their reference weights; empty if there are none."""
     return [
         (parameter, module.get_buffer(name + _SUFFIX))
         for module in layer.modules()

@@ -1,9 +1,9 @@
 """Gradual pruning (`--prune-sparsity`) in Megatron-LM's training step.
 
-The matrices of the layers' linear modules are pruned; embedding, head, norms, biases and routers are not. When a weight
-is pruned, its parameter, its float32 copy and its moments become zero. From then on its gradient is made zero before
-the optimizer steps, so nothing moves it any more: masks stay exact without being enforced. A mask is therefore no state
-of its own: after a checkpoint is loaded it is where the weights are zero.
+The matrices of the layers' linear modules are pruned; embedding, head, norms, biases and routers are not. Pruning a
+weight sets its parameter, its float32 copy and its moments to zero. From then on its gradient is set to zero before the
+optimizer steps, so the weight stays exactly zero. A mask is therefore not state: after a checkpoint is loaded, it
+follows from the weights that are zero.
 """
 
 import argparse
@@ -27,13 +27,13 @@ __all__ = ["Pruning"]
 
 
 class Pruning:
-    """A `megatron.balanced.callbacks.StepCallback`. Every rank prunes what it holds, at one threshold for all."""
+    """A `megatron.balanced.callbacks.StepCallback`. Every rank prunes its weights at one global threshold."""
 
     def __init__(
         self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
     ) -> None:
         self.config, self._args, self._report = config, args, report
-        self.masks: dict[torch.nn.Parameter, torch.Tensor] = {}  # True where a weight is left
+        self.masks: dict[torch.nn.Parameter, torch.Tensor] = {}  # True where a weight remains
         self._chunks: list[torch.nn.Module] = []
         self._schedule = {"start": config.prune_start, "end": config.prune_end, "interval": config.prune_interval}
         self._optimizer: Any = None
@@ -44,8 +44,8 @@ class Pruning:
         return chunks
 
     def renew(self) -> None:
-        """Mask the layers that are here now. To be called again when layers have come or gone. Pruned weights stay
-        zero on their way, so that masks of new layers are where their weights are not."""
+        """Mask the present layers. Called again after layers have moved. Pruned weights are zero on any rank, so the
+        masks of new layers follow from their weights."""
         if not self.masks:
             return
         before, self.masks = self.masks, {}
@@ -64,7 +64,7 @@ class Pruning:
                         yield layer.layer_number - 1, module
 
     def _unique_weights(self) -> Iterator[torch.Tensor]:
-        """The weights that this rank counts, so that replicas are counted once in the world."""
+        """The weights that this rank counts, so that each replicated weight is counted once."""
         for _, module in self._linears():
             is_expert = not getattr(module.weight, "allreduce", True)
             first = mpu.get_expert_data_parallel_rank() if is_expert else _data_rank()
@@ -92,7 +92,7 @@ class Pruning:
     @torch.no_grad()
     def _prune(self, iteration: int, sparsity: float) -> None:
         for chunk in self._chunks:
-            if getattr(chunk, "remove_forward_pre_hook_handles", None):  # weights are gathered when they are used
+            if getattr(chunk, "remove_forward_pre_hook_handles", None):  # weights are gathered only before their use
                 chunk.start_param_sync(force_sync=True)
         weights = sum(weight.numel() for weight in self._unique_weights())
         total = int(self._add_up(torch.tensor([weights])))
@@ -109,7 +109,7 @@ class Pruning:
         self._report_densities(iteration, threshold)
 
     def _set_masks(self, left: Iterator[torch.Tensor]) -> None:
-        """Masks of what is left and not zero, and sparse compute where that pays."""
+        """Set masks of the weights that remain and are not zero, and multiply as sparse matrices where that pays."""
         for (_, module), mask in zip(self._linears(), left, strict=True):
             self._set_mask(module, mask)
 
@@ -153,15 +153,15 @@ class Pruning:
         """Nothing to do."""
 
     def end_schedule(self) -> None:
-        """No gradient for what is pruned."""
+        """Set the gradients of pruned weights to zero."""
         for parameter, mask in self.masks.items():
             parameter.main_grad.mul_(mask)
 
     def end_step(self) -> None:
-        """Nothing to do: what has no gradient and no moments has not moved."""
+        """Nothing to do: weights without gradient and moments have not changed."""
 
     def state_dict(self) -> None:
-        """Nothing to keep: the schedule is a function of the iteration, and masks are where weights are zero."""
+        """None: the schedule is a function of the iteration, and masks follow from the weights."""
 
 
 def _data_rank() -> int:
@@ -171,6 +171,6 @@ def _data_rank() -> int:
 def _multiply(
     pattern: SparsePattern, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **unused: Any
 ) -> torch.Tensor:
-    """In the place of Megatron's matrix product, whose other arguments are about tensor parallelism and fusion."""
+    """Replaces Megatron's matrix product, whose other arguments concern tensor parallelism and fusion."""
     output = sparse_linear(input, weight, pattern)
     return output if bias is None else output + bias

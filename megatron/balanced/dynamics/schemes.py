@@ -1,8 +1,7 @@
-"""Dynamic models in Megatron-LM: the schemes that are switched on, and what they keep in a checkpoint.
+"""Installation of dynamic schemes in Megatron-LM, and their state in checkpoints.
 
-Schedules are functions of the iteration, so that there is little to keep. What there is are plain numbers, which lie
-in Megatron's arguments: these are part of every checkpoint, and other versions of Megatron pass over what they do not
-know.
+Schedules are functions of the iteration, so schemes have little state. It consists of plain numbers in Megatron's
+arguments, which are part of every checkpoint; other versions of Megatron ignore arguments that they do not know.
 """
 
 import argparse
@@ -22,7 +21,7 @@ __all__ = ["add_dynamics"]
 
 
 class _Saved:
-    """A `StepCallback` that puts the schemes' state where the next checkpoint takes it from."""
+    """A `StepCallback` that writes the schemes' state to the arguments, from which checkpoints take it."""
 
     def __init__(self, args: argparse.Namespace, schemes: dict[str, Any]) -> None:
         self._args, self._schemes = args, schemes
@@ -43,9 +42,9 @@ def add_dynamics(
     model: GPTModelConfig,
     report: Callable[[dict[str, Any]], None],
 ) -> list[Callable[[], None]]:
-    """Put the schemes of `config` around the training steps of `model`. report: is given the events of a step.
+    """Install the schemes of `config` around the training steps of `model`. report: called with each event.
 
-    Returns what has to be called when layers have moved to or from a rank.
+    Returns functions to call after layers have moved to or from a rank.
     """
     saved = _load(args)
     schemes: dict[str, Any] = {}
@@ -55,7 +54,7 @@ def add_dynamics(
         schemes["pruning"] = Pruning(args, config, report)
     if config.mixture_of_depths or config.exits():
         schemes["tokens"] = Tokens(args, config, report)
-    callbacks.callbacks.append(_Saved(args, schemes))  # whose step ends last
+    callbacks.callbacks.append(_Saved(args, schemes))  # its step ends last
     for scheme in schemes.values():
         model.post_wrap_hooks.append(scheme.attach)
         callbacks.callbacks.append(scheme)
@@ -63,7 +62,7 @@ def add_dynamics(
 
 
 def _load(args: argparse.Namespace) -> dict[str, Any]:
-    """The schemes' state in the checkpoint that this run goes on from; empty where it has none."""
+    """The schemes' state in the checkpoint that this run resumes; empty if there is none."""
     if not args.load or args.finetune or not os.path.isdir(args.load):
         return {}
     from megatron.training.checkpointing import _load_base_checkpoint

@@ -1,4 +1,4 @@
-"""Dynamic sparse attention (`--sparse-attention`) in the place of Megatron-LM's own core attention."""
+"""Dynamic sparse attention (`--sparse-attention`) as Megatron-LM's core attention."""
 
 import contextlib
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["sparse_attention"]
 
 
 class SparseDotProductAttention(DotProductAttention):
-    """Attention of each block of queries to few blocks of keys. Handed in through the layer spec."""
+    """Attention of each block of queries to a few blocks of keys, installed through the layer spec."""
 
     dynamics: DynamicsConfig
 
@@ -43,5 +43,5 @@ class SparseDotProductAttention(DotProductAttention):
 
 
 def sparse_attention(config: DynamicsConfig) -> type[SparseDotProductAttention]:
-    """The core attention for a model with these flags."""
+    """The core attention class for a model with these flags."""
     return type("SparseDotProductAttention", (SparseDotProductAttention,), {"dynamics": config})

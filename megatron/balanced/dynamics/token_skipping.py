@@ -1,9 +1,9 @@
-"""Layers that run for some of the tokens, in Megatron-LM's training step: mixture of depths and early exit.
+"""Mixture of depths and early exit in Megatron-LM's training step: layers that run for a part of the tokens.
 
-The layers choose for themselves (`megatron.balanced.dynamics.layer`); here they are counted. Of early exit there is
-more to do: which tokens have exited must reach the next pipeline stage, where their hidden states arrive like all
-others, and the loss, which weighs them. A message of a byte a token goes beside the hidden states, in a group of its
-own, so that it does not mix with Megatron's.
+The layers choose their tokens (`megatron.balanced.dynamics.layer`); this module counts them for the report. Early exit
+also has to tell the next pipeline stage, which receives the hidden states of all tokens, and the loss, which weighs
+them, which tokens have exited. It sends one byte a token beside the hidden states, in a separate group, so that these
+messages do not mix with Megatron's.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class Tokens:
         self._flow = TokenFlow()
         self._weighs = False
         self._stages = 1
-        self._group: Any = None  # of so many stages, if there are several
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they have arrived
+        self._group: Any = None  # of this many stages, if there are several
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they are received
         self._iteration = 0
 
     def attach(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -51,8 +51,8 @@ class Tokens:
         return chunks
 
     def renew(self) -> None:
-        """Tell the layers that are here now about exits. To be called again when layers have come or gone, on all ranks
-        of the job: of those that stay when others have left, one may have got the head."""
+        """Connect the present layers to the exits. Called on all ranks of the job again after layers have moved: when
+        stages have left, another rank may have the head."""
         if not self.config.exits():
             return
         for layer in self._layers():
@@ -100,8 +100,8 @@ class Tokens:
         self._sent += [(work, message) for work in works]
 
     def _message(self, kind: Callable, message: torch.Tensor, other: int) -> list[dist.Work]:
-        """Start to send or receive. As a batch of one: for a message by itself NCCL first connects the two ranks, and
-        the receiver comes to this only with the hidden states, which the sender sends later."""
+        """Start to send or receive, as a batch of one: for a single message NCCL would first connect the two ranks, and
+        the receiver gets there only with the hidden states, which the sender sends later."""
         return dist.batch_isend_irecv([dist.P2POp(kind, message, other, self._group)])
 
     def _weigh(self, model: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -144,4 +144,4 @@ class Tokens:
         )
 
     def state_dict(self) -> None:
-        """Nothing to keep: routers are parameters, and exits depend on nothing that is past."""
+        """None: routers are parameters, and exits do not depend on the past."""

@@ -43,7 +43,12 @@ _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "config"}
 def set_layout(
     plan: StagePlan, chunks: Iterable[torch.nn.Module], spec: GPTModelConfig, args: argparse.Namespace
 ) -> None:
-    """Write the layout of `plan` to the configs of all modules, and to the arguments that checkpoints record."""
+    """Write the layout of `plan` to all places that Megatron-LM reads it from.
+
+    chunks: the model chunks of this rank, whose modules' configs are changed.
+    spec: the config that the model was built from.
+    args: Megatron's arguments, which checkpoints record.
+    """
     text = to_layout(plan)
     layout = PipelineParallelLayerLayout(text, plan.stages)
     layout.validate_layer_layout(plan.layers, None)

@@ -1,10 +1,9 @@
-"""Dropout that follows its layer to wherever the layer moves.
+"""Dropout masks that do not depend on the stage of a layer.
 
-Megatron-LM draws masks from generators of the rank, in the order in which the rank computes, so the masks of a layer
-would depend on where it stands and on what else stands there. With layers that move, each pass of a layer draws from a
-stream of its own, keyed by seed, layer, iteration, micro-batch and data-parallel rank, and by the tensor-parallel rank
-where Megatron's masks of these ranks differ. A pass that is recomputed draws the same again. What a rank draws outside
-of its layers, for the embedding, is left as it was.
+Megatron-LM draws masks from generators of the rank, in the order of computation, so the masks of a layer depend on its
+stage and on the other layers there. When layers can move, each pass of a layer draws from its own stream, keyed by
+seed, layer, iteration, micro-batch and data-parallel rank, and by tensor-parallel rank where Megatron's masks of these
+ranks differ. A recomputed pass draws the same masks. Draws outside of layers, for the embedding, are unchanged.
 """
 
 import argparse
@@ -36,7 +35,7 @@ class DropoutStreams:
         return chunks
 
     def watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
-        """Have `layer` draw from its stream. Which model chunk it is in makes no difference."""
+        """Make `layer` draw from its own stream. The number of its model chunk is not used."""
         replays: Replays[int] = Replays()
         before: list[Any] = []
 

@@ -16,9 +16,13 @@ __all__ = ["decision_event", "release_event"]
 def decision_event(
     iteration: int, config: LayerConfig, choice: Choice, before: StagePlan, moved: Moved | None
 ) -> dict[str, Any]:
-    """The event of one decision, before `iteration` (from 0).
+    """The event of one decision.
 
-    before: the plan in force until then. moved: the times of the move, None if no layer moved.
+    iteration: from 0, the one that follows the decision.
+    config: settings of layer balancing.
+    choice: the decision.
+    before: the plan in force until then.
+    moved: bytes and times of the move, None if no layer moved.
     """
     loads = [choice.cost.stage_loads(plan) for plan in (before, choice.plan)]
     took = {} if moved is None else {"move_ms": moved.move_ms, "rebuild_ms": moved.rebuild_ms}
@@ -56,12 +60,15 @@ def release_event(
     ranks_freed: int,
     reason: str,
 ) -> dict[str, Any]:
-    """The event of a pipeline that got shorter, before `iteration` (from 0).
+    """The event of a pipeline that got shorter.
 
+    iteration: from 0, the one that follows.
     before, plan: the layers before and after.
     loads: two arrays [stage], the cost of the stages of each.
     moved: bytes and times of the move.
     ranks_freed: the number of ranks that left.
+    reason: for the log.
+    reason: for the log.
     """
     return event(
         iteration + 1,

@@ -1,13 +1,12 @@
-"""The last stages of a pipeline leave the job, and the other ranks go on without them.
+"""Release of ranks: the last stages of a pipeline leave the job, and the other ranks continue.
 
-Ranks are numbered stage after stage, so those that stay keep their numbers and the last ones go, whole nodes first.
-torch cannot take ranks out of its default group, but another group can take that group's place: a new one of the ranks
-that stay. Megatron's groups are made anew in it. Who holds one that spans stages is given its successor; groups within
-a stage lose nobody and stay good for whoever holds on to them, such as a strategy for checkpoints or replicas of
-experts.
+Ranks are numbered stage after stage, so the ranks that stay keep their numbers, and whole nodes become free. torch
+cannot remove ranks from its default group, but the group can be replaced: by a new one of the ranks that stay, in which
+Megatron's groups are created anew. Modules that refer to a group across stages get its successor. Groups within a stage
+lose no rank and remain valid for their users, such as checkpoint strategies and replicas of experts.
 
-A rank leaves only when all others have what they need of it, as an ordinary exit with code 0, which no launcher takes
-for a failure. Under SLURM the first rank then gives its nodes back.
+A rank leaves once all others have received its tensors, with exit code 0, so that no launcher reports a failure. Under
+SLURM the first rank then returns its nodes.
 """
 
 import argparse
@@ -30,21 +29,21 @@ from balancing.layers.repack import Release
 
 __all__ = ["Departure", "Released", "hand_over_tensorboard"]
 
-# Between a rank's last word and the end of its process lies the interpreter's shutdown. A node that SLURM takes away
-# under a living process counts as a failure of the job.
+# A rank's last message comes before its interpreter has shut down. SLURM counts a node that it takes away from a living
+# process as a failure of the job.
 _GRACE_SECONDS = 10.0
-# Groups of Megatron's that have ranks of several stages.
+# Megatron's groups with ranks of several stages.
 _ACROSS_STAGES = ("pp", "mp", "embd", "pos_embd", "tp_ep_pp", "tp_ep_pp_with_egtp_remat")
 
 
 class Released(SystemExit):
-    """This rank has left the job, which goes on without it. Raised where it stood, it ends the process with code 0."""
+    """This rank has left the job, which continues without it. Ends the process with code 0."""
 
 
 class Departure:
-    """One release, from the first new group to the last word. All ranks of the job make one together.
+    """One release, from the first new group to the exit. All ranks of the job construct it together.
 
-    Afterwards torch and Megatron know only the ranks that stay; on those that leave nothing has changed yet.
+    On ranks that stay, the groups of torch and Megatron then contain only these; ranks that leave are unchanged.
     """
 
     def __init__(self, args: argparse.Namespace, release: Release, chunks: Iterable[torch.nn.Module]) -> None:
@@ -60,9 +59,9 @@ class Departure:
             self._old += _regroup(args, release, list(chunks))
 
     def finish(self, groups: Iterable[Any]) -> None:
-        """To be called when this rank has sent and received all. groups: of the old job, not needed any more.
+        """Called when this rank has sent and received everything. groups: of the old job, to be destroyed.
 
-        Raises Released on ranks that leave, once nobody needs them.
+        Raises Released on ranks that leave, once no other rank needs them.
         """
         if self.leaves:
             self._store.wait([f"done/{rank}" for rank in self._stay], self._timeout)
@@ -70,7 +69,7 @@ class Departure:
             dist.destroy_process_group()
             raise Released(0)
         self._store.set(f"done/{self._rank}", "")
-        # All wait for one another, or a group would be torn down under a rank that still reads from it.
+        # All ranks wait here, so that no group is destroyed while a rank still reads from it.
         self._store.wait([f"left/{rank}" for rank in self.release.ranks], self._timeout)
         for group in (*groups, *self._old):
             dist.destroy_process_group(group)
@@ -79,7 +78,7 @@ class Departure:
 
 
 def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.Module]) -> list[Any]:
-    """Make Megatron's groups for the ranks that stay, and give them to the model. Returns the groups given up."""
+    """Create Megatron's groups for the ranks that stay, and put them into the model. Returns the replaced groups."""
     old = ProcessGroupCollection.use_mpu_process_groups()
     args.world_size, stages = release.stay, release.stages
     args.pipeline_model_parallel_size = args.transformer_pipeline_model_parallel_size = stages
@@ -118,13 +117,13 @@ def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.M
 
 
 def hand_over_tensorboard(args: argparse.Namespace) -> None:
-    """The last rank writes Megatron's scalars: have the one that is the last now go on with them."""
+    """Continue Megatron's TensorBoard log, which the last rank writes, on the rank that is now the last."""
     if args.tensorboard_dir and args.rank == args.world_size - 1 and global_vars.get_tensorboard_writer() is None:
         global_vars._set_tensorboard_writer(args)
 
 
 def _return_nodes(release: Release) -> None:
-    """Give the nodes whose ranks all left back to SLURM, where this job runs under it."""
+    """Return the nodes without ranks to SLURM, if this job runs under it."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None or not release.nodes:
         return

@@ -1,7 +1,8 @@
-"""When a running pipeline gets shorter, and what is asked of it then.
+"""The decision when a running pipeline gets shorter, and to how many stages.
 
-`balancing.layers.repack` weighs sizes by their simulated step; here it is given what this job has measured and what the
-user allows. Megatron-LM keeps losses on the last stage until it logs them, so stages get fewer right after a log line.
+`balancing.layers.repack` compares sizes by their simulated step; its inputs here are the measurements of this job and
+the user's limits. Megatron-LM keeps losses on the last stage until it logs them, so the pipeline gets shorter right
+after a log line.
 """
 
 import argparse
@@ -22,25 +23,31 @@ _SHARE_OF_DEVICE = 0.9  # of a GPU's memory that stages may fill: some goes to b
 
 
 class Repacker:
-    """One on each rank; all decide alike. reason: of the last choice."""
+    """One on each rank; all make the same decision. reason: of the last one."""
 
     def __init__(self, args: argparse.Namespace, config: LayerConfig) -> None:
         self.reason = ""
         self._args, self._config = args, config
-        # A share of the throughput at the start, or of the least that is left of it after a release.
+        # A fraction of the throughput at the start; after a release, of what remains of it.
         self._floor = config.repack_throughput_floor or np.finfo(float).tiny
         self._plan: StagePlan | None = None
 
     def due(self, iteration: int) -> StagePlan | None:
-        """The shorter plan that is to be in force from this iteration on, if there is one."""
+        """The shorter plan to have from this iteration on, or None."""
         if self._plan is None or iteration % self._args.log_interval:
             return None
         plan, self._plan = self._plan, None
         return plan
 
     def consider(self, cost: LayerSeconds, plan: StagePlan, peaks: np.ndarray) -> bool:
-        """Choose a number of stages, if the user asks for it. A choice is made once, and stands until `due` has given
-        it out. peaks: the most bytes that a rank of each stage has held. Returns whether there are to be fewer."""
+        """Choose a shorter plan, if the user allows it, which `due` returns at the next log line.
+
+        cost: measured seconds of the layers.
+        plan: in force.
+        peaks: float array [stage], the most bytes that a rank of each stage held.
+
+        Returns whether the pipeline will get shorter.
+        """
         if not self._config.repacks or self._plan is not None or plan.stages <= self._config.repack_min_stages:
             return False
         per_stage = self._args.world_size // plan.stages
@@ -70,7 +77,7 @@ class Repacker:
         return True
 
     def _limit(self) -> float | None:
-        """Bytes a rank may use; None where nobody said and no device can be asked."""
+        """Bytes that a rank may use; None if the user gave no limit and there is no device with a memory of its own."""
         if self._config.repack_memory_limit is not None:
             return self._config.repack_memory_limit * 1e9
         if is_cpu():  # ranks share the machine's memory
