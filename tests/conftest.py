@@ -1,5 +1,5 @@
-"""What all tests share: the pool of gloo ranks, a small corpus, a time limit on every test, and the check of what we
-claim to have tested."""
+"""Fixtures, options and limits of all tests: the pool of gloo ranks, a small corpus, a time limit on every test, the check
+of the support matrix."""
 
 import faulthandler
 import signal
