@@ -1,5 +1,4 @@
 """Fixtures, options and limits of all tests: the pool of gloo ranks, a small corpus, a time limit for each, the claims."""
-of the support matrix."""
 
 import faulthandler
 import signal
