@@ -1,4 +1,4 @@
-"""Fixtures, options and limits of all tests: the pool of gloo ranks, a small corpus, a time limit for each, the claims."""
+"""Fixtures, options and limits of all tests: the pool of gloo ranks, a corpus, a time limit for each, the claims."""
 
 import faulthandler
 import signal
