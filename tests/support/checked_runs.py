@@ -72,11 +72,12 @@ RUNS = {
         "--mixture-of-depths 0.25 --sparse-attention hash --sparse-attention-block 8 --sparse-attention-keep 2 "
         "--balance-layers",
         {1: ((1,), (3,))},
-        (_TRANSFER, "pruning.py"),
+        (_TRANSFER,),
     ),
     "freezing by plasticity": CheckedRun(
         4,
-        f"{_PP2} {_OVERLAPS} {_UNTIED} --freeze-plasticity 0.5 --freeze-interval 1 --balance-layers",
+        f"{_PP2} {_OVERLAPS} {_UNTIED} --freeze-layers 2 --freeze-layers-policy plasticity "
+        "--freeze-layers-interval 1 --freeze-layers-patience 1 --freeze-layers-tolerance 1 --balance-layers",
         {1: ((1,), (3,))},
         (_TRANSFER,),
     ),

@@ -11,8 +11,8 @@ started (`device_log`) and goes by NCCL's rules:
   outside of a batch has a communicator of its two ranks.
 - An operation begins behind what its stream waits for, and the host launches nothing while it waits itself.
 - With one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) nothing begins before what was launched earlier has begun, whatever
-  streams they are on. With one kernel at a time nothing begins before what was launched earlier has ended: NCCL promises
-  no more where two communicators share a device.
+  streams they are on. With one kernel at a time nothing begins before what was launched earlier has ended: where two
+  communicators share a device, NCCL promises no more.
 """
 
 from collections import defaultdict

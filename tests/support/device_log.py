@@ -2,8 +2,8 @@
 
 gloo forgives what NCCL and CUDA do not: on the CPU device everything has happened when its call returns. A `DeviceLog`
 (put in place by `noted_device`) keeps what would have been left to happen. Each stream has a clock, for which torch's
-own `torch.cuda._sanitizer.StreamSynchronizations` counts kernels and waits. As on a GPU each communicator is a stream of
-its own, and a message outside of a batch goes over a communicator of its two ranks. What the host reads (`item`,
+own `torch.cuda._sanitizer.StreamSynchronizations` counts kernels and waits. As on a GPU each communicator is a stream
+of its own, and a message outside of a batch goes over a communicator of its two ranks. What the host reads (`item`,
 `tolist`) is no wait here, because the CPU device cannot tell tensors of the host from others.
 
 `collective_order` replays the operations of all ranks, `stream_races` checks accesses to memory against the clocks.
@@ -33,7 +33,7 @@ Site = tuple[tuple[str, int], ...]  # file and line, the innermost first
 _REPOSITORY = str(Path(__file__).parents[2]) + "/"
 _BETWEEN = (
     *operations.BETWEEN,
-    str(Path(__file__).parent),
+    *(str(Path(__file__).with_name(name)) for name in ("device_log.py", "noted_device.py", "stream_races.py")),
     str(Path(functools.__file__).parent / "contextlib"),
     str(Path(functools.__file__).parent / "threading"),
     str(Path(functools.__file__).parent / "functools"),

@@ -92,15 +92,16 @@ def install() -> DeviceLog:
     cuda.synchronize = lambda device=None: [
         log.host_wait(clock.copy()) for clock in list(log.syncs.current_sync_states.values())
     ]
-    device._ON_CPU[torch.Tensor.is_cuda.__get__] = lambda tensor: _asked_by_engine(3) or torch.Tensor.is_cuda.__get__(
-        tensor
+    device._ON_CPU[torch.Tensor.is_cuda.__get__] = lambda tensor: (
+        _asked_by_engine(3) or torch.Tensor.is_cuda.__get__(tensor)
     )
     backend = dist.get_backend
     dist.get_backend = lambda group=None: "nccl" if _asked_by_engine(2) else backend(group)
     for kind in (*operations._COLLECTIVES, *operations._MESSAGES):
         if (original := getattr(dist.ProcessGroup, kind, None)) is not None:
             setattr(dist.ProcessGroup, kind, _noted(log, kind, original))
-    wait, is_completed, batch, new_group = dist.Work.wait, dist.Work.is_completed, dist.batch_isend_irecv, dist.new_group
+    wait, is_completed = dist.Work.wait, dist.Work.is_completed
+    batch, new_group = dist.batch_isend_irecv, dist.new_group
 
     @functools.wraps(wait)
     def waited(work: dist.Work, *args: Any, **kwargs: Any) -> Any:

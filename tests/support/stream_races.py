@@ -4,14 +4,15 @@ On a GPU a stream reads what another one writes whenever it likes, unless an eve
 lies between. `StreamRaces` sees every kernel that torch starts (a dispatch mode, as torch's own
 `torch.cuda._sanitizer` is) and every message and collective of `device_log`, with the clocks that are kept there. What
 it adds to torch's sanitizer are ranges of bytes, since slots, buckets and packed messages are parts of one tensor, and
-memory that goes back to the allocator. Three rules:
+memory that goes back to the allocator. Two rules:
 
 - A read comes after the last write of the same bytes; a write comes after all accesses. Messages read what is sent from
   the moment they are started and write what is received until somebody waits for them.
 - Memory goes back to the stream that it was allocated on, which may give it to its next kernel: no other stream may
   still use it then, unless `record_stream` has said so.
-- A backward pass runs on the stream of its forward pass on a GPU, which nothing here needs: side streams carry transfers
-  and what is added on their way, without gradients.
+
+On a GPU a backward pass runs on the stream of its forward pass. Nothing here needs that: side streams carry transfers
+and what is added on their way, without gradients.
 """
 
 import re
@@ -105,9 +106,9 @@ class StreamRaces(TorchDispatchMode):
                     (writes if place in operator.written else reads).extend(t for t in value if t is not None)
             where = site(2)
             if operator.fresh:
-                given = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
+                given = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes) if _has_storage(tensor)}
                 for tensor in result if isinstance(result, (list, tuple)) else (result,):
-                    if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                    if _has_storage(tensor) and tensor.untyped_storage()._cdata not in given:
                         self._allocated(where)
                         if operator.writes:
                             writes.append(tensor)
@@ -140,7 +141,7 @@ class StreamRaces(TorchDispatchMode):
         return memory
 
     def _access(self, tensor: torch.Tensor, access: _Access, writes: bool) -> None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+        if not _has_storage(tensor) or not tensor.numel():
             return
         memory = self._of(tensor, access.stream, access.where)
         item = tensor.element_size()
@@ -220,6 +221,10 @@ class StreamRaces(TorchDispatchMode):
 
 def _name(stream: Any) -> str:
     return f"the stream of {stream}" if isinstance(stream, str) else f"stream {stream}"
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
 
 
 def _known(func: Any) -> _Operator:
