@@ -64,7 +64,10 @@ RUNS = {
         (_TRANSFER,),
     ),
     "early exit, moved and released": CheckedRun(
-        4, f"{_PP4} {_EXITS} {_RELEASE}", {1: ((2,), (1,), (1,)), 2: ((1,), (3,))}, (_TRANSFER, "token_skipping.py")
+        4,
+        f"{_PP4} {_EXITS} {_RELEASE} --global-batch-size 8",
+        {1: ((2,), (1,), (1,)), 2: ((1,), (3,))},
+        (_TRANSFER, "token_skipping.py"),
     ),
     "pruning, mixture of depths, sparse attention": CheckedRun(
         2,

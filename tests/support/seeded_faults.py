@@ -4,17 +4,20 @@ A wait that is left out here still has gloo finish, as if the device had had the
 checkers are not told of the wait.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from tests.support import small_jobs
+from tests.support.checked_runs import Noted
 from tests.support.device_log import DeviceLog
 
-__all__ = ["FAULTS", "SMALL_JOBS", "Fault", "run_small"]
+__all__ = ["FAULTS", "SMALL_JOBS", "Fault", "changes_no_number", "small"]
 
 SMALL_JOBS = {
     "slots, resident": ("slots", (False,)),
@@ -58,21 +61,6 @@ def _slots_do_not_wait(log: DeviceLog, rank: int) -> None:
     Relay.wait_received = _unheard(log, Relay.wait_received)
 
 
-def _relay_does_not_wait(log: DeviceLog, rank: int) -> None:
-    """A message is added to before it has come."""
-    from balancing.experts.engine import relay
-
-    def batch(operations: list[dist.P2POp]) -> list[Any]:
-        return [_Deaf(log, work) for work in dist.batch_isend_irecv(operations)]
-
-    relay.dist = _Instead(dist, batch_isend_irecv=batch)
-
-
-class _Deaf:
-    def __init__(self, log: DeviceLog, work: dist.Work) -> None:
-        self.wait = _unheard(log, work.wait)
-
-
 class _Instead:
     """A module with some of its names replaced."""
 
@@ -84,9 +72,28 @@ class _Instead:
         return getattr(self._module, name)
 
 
+class _Unheard:
+    """A message; who waits for it is not told to anybody."""
+
+    def __init__(self, log: DeviceLog, work: dist.Work) -> None:
+        self.wait = _unheard(log, work.wait)
+
+
+def _waits_unheard(log: DeviceLog) -> _Instead:
+    return _Instead(
+        dist, batch_isend_irecv=lambda batch: [_Unheard(log, work) for work in dist.batch_isend_irecv(batch)]
+    )
+
+
+def _relay_does_not_wait(log: DeviceLog, rank: int) -> None:
+    """A message is added to before it has come."""
+    from balancing.experts.engine import relay
+
+    relay.dist = _waits_unheard(log)
+
+
 def _attention_does_not_wait(log: DeviceLog, rank: int) -> None:
     from balancing.sequences.engine.attention import _Pass
-    from balancing.sequences.engine.program import Compute, Start
     from balancing.sequences.engine.transport import Pending
 
     wait, steps = Pending.wait, _Pass.steps
@@ -98,7 +105,6 @@ def _attention_does_not_wait(log: DeviceLog, rank: int) -> None:
         finally:
             Pending.wait = wait
 
-    assert Compute is not Start
     _Pass.steps = of_pass
 
 
@@ -111,13 +117,7 @@ def _remap_does_not_wait(log: DeviceLog, rank: int) -> None:
 def _move_does_not_wait(log: DeviceLog, rank: int) -> None:
     from balancing.layers import transfer
 
-    transfer.dist = _Instead(
-        dist, batch_isend_irecv=lambda messages: [_DeafWith(log, w) for w in dist.batch_isend_irecv(messages)]
-    )
-
-
-class _DeafWith(_Deaf):
-    """The same; `wait` takes a time limit."""
+    transfer.dist = _waits_unheard(log)
 
 
 def _sends_swapped(log: DeviceLog, rank: int) -> None:
@@ -153,10 +153,24 @@ def _unbatched_pair(log: DeviceLog, rank: int) -> None:
     transport.dist = _Instead(dist, batch_isend_irecv=one_by_one)
 
 
-def _unbatched_exits(log: DeviceLog, rank: int) -> None:
+def _exits_received_late(log: DeviceLog, rank: int) -> None:
+    """Exits are sent before the hidden states and received after them."""
+    from megatron.balanced.dynamics.token_skipping import Tokens
+
+    expect, begin = Tokens._expect, Tokens._begin_chunk
+
+    def begin_chunk(self: Any, *args: Any) -> None:
+        expect(self)
+        begin(self, *args)
+
+    Tokens._expect, Tokens._begin_chunk = lambda self: None, begin_chunk
+
+
+def _exits_by_themselves(log: DeviceLog, rank: int) -> None:
     """The stages connect for exits while one of them waits for hidden states."""
     from megatron.balanced.dynamics.token_skipping import Tokens
 
+    _exits_received_late(log, rank)
     Tokens._message = lambda self, kind, message, other: [kind(message, other, self._group)]
 
 
@@ -240,8 +254,8 @@ def _sent_while_written(log: DeviceLog, rank: int) -> None:
     transport._packed = elsewhere
 
 
-def _other_kind(log: DeviceLog, rank: int) -> None:
-    """One rank has its sum by a reduction of a larger type than the others."""
+def _other_type(log: DeviceLog, rank: int) -> None:
+    """A broadcast of as many bytes, but of another type on the first rank."""
     job = small_jobs.layers
 
     def layers() -> Any:
@@ -272,7 +286,10 @@ FAULTS = {
     ),
     "two sends swapped": Fault("slots, resident", "order", _sends_swapped, ("relay.py", "tag")),
     "an unbatched pair": Fault("ring", "order", _unbatched_pair, ("alone", "transport.py", "the first again")),
-    "early exit without a batch": Fault("exits", "order", _unbatched_exits, ("token_skipping.py", "p2p_communication")),
+    "exits received late": Fault("exits", "order", _exits_received_late, ("token_skipping.py", "p2p_communication")),
+    "exits without a batch": Fault(
+        "exits", "order", _exits_by_themselves, ("alone", "token_skipping.py", "p2p_communication")
+    ),
     "a receive larger than its send": Fault("layers", "order", _receive_too_large, ("transfer.py", "64", "72")),
     "a collective on one rank only": Fault(
         "layers", "order", _collective_on_one_rank, ("seeded_faults.py", "starts no such operation")
@@ -281,17 +298,14 @@ FAULTS = {
         "layers", "order", _communicators_crossed, ("seeded_faults.py", "the first again")
     ),
     "ranks that have not met": Fault("layers", "order", _ranks_do_not_meet, ("transfer.py", "made by all")),
-    "a collective of another type": Fault("layers", "order", _other_kind, ("seeded_faults.py", "float64")),
+    "a collective of another type": Fault("layers", "order", _other_type, ("seeded_faults.py", "float64")),
 }
 
 
-def run_small(job: str, fault: str | None) -> tuple[list[Any], Any]:
+def run_small(job: str, fault: str | None) -> tuple[list[Any], Noted]:
     """The body of one rank: what a small job computes, and what is noted of it."""
-    from tests.support.checked_runs import Noted
     from tests.support.noted_device import install
     from tests.support.stream_races import watch_streams
-
-    import os
 
     log = install()
     races = watch_streams(log)
@@ -300,3 +314,19 @@ def run_small(job: str, fault: str | None) -> tuple[list[Any], Any]:
     name, args = SMALL_JOBS[job]
     result = getattr(small_jobs, name)(*args)
     return result, Noted(log.operations, races.found)
+
+
+_done: dict[tuple[str, str | None], list[tuple[list[Any], Noted]]] = {}
+
+
+def small(pool: Any, job: str, fault: str | None = None) -> list[tuple[list[Any], Noted]]:
+    """What the ranks of a small job compute, and what is noted of them. Each is run once."""
+    if (job, fault) not in _done:
+        _done[job, fault] = pool.run(small_jobs.RANKS[SMALL_JOBS[job][0]], run_small, job, fault)
+    return _done[job, fault]
+
+
+def changes_no_number(pool: Any, fault: str) -> bool:
+    """Whether gloo forgives a fault."""
+    ranks = zip(small(pool, FAULTS[fault].job), small(pool, FAULTS[fault].job, fault), strict=True)
+    return all(np.array_equal(a, b) for (clean, _), (faulty, _) in ranks for a, b in zip(clean, faulty, strict=True))

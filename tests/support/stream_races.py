@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.balanced.cpu import device
 from tests.support.device_log import DeviceLog, Site, show, site
 
 __all__ = ["StreamRaces", "watch_streams"]
@@ -245,6 +244,6 @@ def watch_streams(log: DeviceLog) -> StreamRaces:
     """Check from now on what this thread does."""
     races = StreamRaces(log)
     log.accesses = races.accesses
-    device._ON_CPU[torch.Tensor.record_stream] = races.record
+    torch.Tensor.record_stream = lambda tensor, stream: races.record(tensor, stream)
     races.__enter__()
     return races
