@@ -38,7 +38,7 @@ def test_use_and_release():
         """
         import json, logging, torch, torch._dynamo
         from torch.overrides import _get_current_function_mode_stack as modes
-        from megatron.balanced import device
+        from megatron.balanced.cpu import device
 
         refusals = []
         for requested in ("cuda", "tpu"):
@@ -220,6 +220,7 @@ def _streams_and_events() -> None:
         stream.wait_stream(torch.cuda.current_stream())
         end.record(stream)
     torch.cuda.current_stream().wait_event(end)
+    torch.zeros(2).record_stream(stream)
     torch.cuda.synchronize()
     assert end.query()
     assert 0 <= start.elapsed_time(end) < 10_000

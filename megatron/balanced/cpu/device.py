@@ -8,7 +8,7 @@ of the process. `release_cpu` puts everything back.
 Two mechanisms, both process-wide and both undone by `release_cpu`:
 - attributes of `torch.cuda`, `torch.distributed` and a few more modules are replaced, from one table (`_replacements`);
 - a `TorchFunctionMode` turns every CUDA device that reaches a torch function into the CPU, and the methods that only
-  mean something on a GPU (`cuda`, `pin_memory`, `record_stream`) into no-ops; factories do not pin either.
+  mean something on a GPU (`cuda`, `pin_memory`) into no-ops; factories do not pin either.
 
 It must run before `megatron.core` is imported, since Megatron copies several of these names at import.
 """
@@ -253,7 +253,6 @@ _ON_CPU: dict[Any, Callable] = {
     torch.Tensor.to: _tensor_to,
     torch.Tensor.cuda: _same_tensor,
     torch.Tensor.pin_memory: _same_tensor,
-    torch.Tensor.record_stream: _nothing,
     torch.Tensor.type: _tensor_type,
     torch.Tensor.float: _tensor_float,
 }
@@ -334,6 +333,7 @@ def _replacements() -> dict[str, Any]:
         "torch.cuda.is_current_stream_capturing": lambda: False,
         "torch.cuda.nvtx.range_push": _nothing,
         "torch.cuda.nvtx.range_pop": _nothing,
+        "torch.Tensor.record_stream": _nothing,  # which looks at the type of the stream before any mode is asked
         # Memory: that of the process.
         "torch.cuda.empty_cache": _nothing,
         "torch.cuda.memory_allocated": _memory_resident,
