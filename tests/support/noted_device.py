@@ -22,7 +22,7 @@ __all__ = ["install"]
 def _make_classes(log: DeviceLog) -> tuple[type, type]:
     """Streams and events that keep clocks."""
 
-    class Event(device._Event):
+    class Event(torch.cuda.Event):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__()
             self.id = log.new_event()
@@ -37,7 +37,7 @@ def _make_classes(log: DeviceLog) -> tuple[type, type]:
         def synchronize(self) -> None:
             log.host_wait(log.syncs.recorded_sync_states[self.id])
 
-    class Stream(device._Stream):
+    class Stream(torch.cuda.Stream):
         def __init__(self, *args: Any, stream_id: int | None = None, **kwargs: Any) -> None:
             self.stream_id = self.cuda_stream = log.new_stream() if stream_id is None else stream_id
             self._outer: list[int] = []
@@ -73,8 +73,9 @@ def _make_classes(log: DeviceLog) -> tuple[type, type]:
     return Stream, Event
 
 
-def _asked_by_engine(depth: int) -> bool:
-    return "/engine/" in sys._getframe(depth).f_code.co_filename
+def _asked_by_engine() -> bool:
+    """Whether it is a balancer that asks where it runs."""
+    return "/balancing/" in sys._getframe(2).f_code.co_filename
 
 
 def install() -> DeviceLog:
@@ -92,11 +93,9 @@ def install() -> DeviceLog:
     cuda.synchronize = lambda device=None: [
         log.host_wait(clock.copy()) for clock in list(log.syncs.current_sync_states.values())
     ]
-    device._ON_CPU[torch.Tensor.is_cuda.__get__] = lambda tensor: (
-        _asked_by_engine(3) or torch.Tensor.is_cuda.__get__(tensor)
-    )
-    backend = dist.get_backend
-    dist.get_backend = lambda group=None: "nccl" if _asked_by_engine(2) else backend(group)
+    is_cuda, backend = torch.Tensor.is_cuda, dist.get_backend
+    torch.Tensor.is_cuda = property(lambda tensor: _asked_by_engine() or is_cuda.__get__(tensor))
+    dist.get_backend = lambda group=None: "nccl" if _asked_by_engine() else backend(group)
     for kind in (*operations._COLLECTIVES, *operations._MESSAGES):
         if (original := getattr(dist.ProcessGroup, kind, None)) is not None:
             setattr(dist.ProcessGroup, kind, _noted(log, kind, original))
