@@ -4,7 +4,8 @@ import pytest
 
 from tests.support.checked_runs import RUNS, checked
 from tests.support.collective_order import replay
-from tests.support.seeded_faults import FAULTS, SMALL_JOBS, changes_no_number, small
+from tests.support.fault_runs import changes_no_number, small
+from tests.support.seeded_faults import FAULTS, SMALL_JOBS
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -4,20 +4,17 @@ A wait that is left out here still has gloo finish, as if the device had had the
 checkers are not told of the wait.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from tests.support import small_jobs
-from tests.support.checked_runs import Noted
 from tests.support.device_log import DeviceLog
 
-__all__ = ["FAULTS", "SMALL_JOBS", "Fault", "changes_no_number", "small"]
+__all__ = ["FAULTS", "SMALL_JOBS", "Fault"]
 
 SMALL_JOBS = {
     "slots, resident": ("slots", (False,)),
@@ -300,33 +297,3 @@ FAULTS = {
     "ranks that have not met": Fault("layers", "order", _ranks_do_not_meet, ("transfer.py", "made by all")),
     "a collective of another type": Fault("layers", "order", _other_type, ("seeded_faults.py", "float64")),
 }
-
-
-def run_small(job: str, fault: str | None) -> tuple[list[Any], Noted]:
-    """The body of one rank: what a small job computes, and what is noted of it."""
-    from tests.support.noted_device import install
-    from tests.support.stream_races import watch_streams
-
-    log = install()
-    races = watch_streams(log)
-    if fault is not None:
-        FAULTS[fault].plant(log, int(os.environ["RANK"]))
-    name, args = SMALL_JOBS[job]
-    result = getattr(small_jobs, name)(*args)
-    return result, Noted(log.operations, races.found)
-
-
-_done: dict[tuple[str, str | None], list[tuple[list[Any], Noted]]] = {}
-
-
-def small(pool: Any, job: str, fault: str | None = None) -> list[tuple[list[Any], Noted]]:
-    """What the ranks of a small job compute, and what is noted of them. Each is run once."""
-    if (job, fault) not in _done:
-        _done[job, fault] = pool.run(small_jobs.RANKS[SMALL_JOBS[job][0]], run_small, job, fault)
-    return _done[job, fault]
-
-
-def changes_no_number(pool: Any, fault: str) -> bool:
-    """Whether gloo forgives a fault."""
-    ranks = zip(small(pool, FAULTS[fault].job), small(pool, FAULTS[fault].job, fault), strict=True)
-    return all(np.array_equal(a, b) for (clean, _), (faulty, _) in ranks for a, b in zip(clean, faulty, strict=True))
