@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.device_log import Operation
+from tests.support.checkers.device_log import Operation
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, train_rank
 
 __all__ = ["RUNS", "CheckedRun", "Noted", "checked"]
@@ -116,9 +116,9 @@ def noted_rank(argv: list[str], plans: Any, per_node: int) -> Noted:
     if per_node:
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     from tests.megatron.test_structures import _place_at_random
+    from tests.support.checkers.noted_device import install
+    from tests.support.checkers.stream_races import watch_streams
     from tests.support.moving import move_at
-    from tests.support.noted_device import install
-    from tests.support.stream_races import watch_streams
 
     log = install()
     races = watch_streams(log)

@@ -48,7 +48,7 @@ def slots(shared: bool) -> list[np.ndarray]:
             for leaves in held.leaves(layer):
                 for leaf in leaves:
                     leaf.grad = 2 * leaf.detach()
-            held.collect(layer)
+            held.accumulate_gradients(layer)
             held.end_pass(layer)
         held.end_step()
         for layer in homes:
@@ -62,6 +62,7 @@ def attention(exchange: str, linear: str) -> list[np.ndarray]:
     """A layer of attention, forward and backward. exchange, linear: as `random_plan` takes them."""
     from balancing.sequences.engine import gather
     from balancing.sequences.engine.attention import SequenceAttention
+    from balancing.sequences.engine.rank_program import compile_rank
     from tests.support.sequence_plans import random_plan, zigzag_plan
 
     gather.TILE = 8  # or short sequences would come in one turn
@@ -72,26 +73,26 @@ def attention(exchange: str, linear: str) -> list[np.ndarray]:
     draw = torch.Generator().manual_seed(rank)
     shape = (int(plan.linear_tokens[rank]), 2, 4)
     qkv = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    out = SequenceAttention(plan, rank=rank)(*qkv)
+    out = SequenceAttention(plan, program=compile_rank(plan, rank))(*qkv)
     gradients = torch.autograd.grad((out * out).sum(), qkv)
     return [part.detach().numpy() for part in (out, *gradients)]
 
 
 def layers() -> list[np.ndarray]:
     """What the first rank has, the second takes; the third looks on."""
-    from balancing.layers.transfer import Piece, exchange, plan_transfers
-    from megatron.balanced.process_groups import meet
+    from balancing.layers.transfer import Piece, plan_transfers, run_transfers
+    from balancing.messages import connect
 
     dist.init_process_group("gloo")
-    meet(dist.group.WORLD)
+    connect(dist.group.WORLD)
     group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
-    meet(group)
+    connect(group)
     rank = dist.get_rank()
     transfers = plan_transfers(
         [Piece(name, 0, 0, 8) for name in "ab"], [Piece(name, target, 0, 8) for name, target in (("a", 1), ("b", 1))]
     )
     have = {name: torch.arange(8.0) + ord(name) if rank == 0 else torch.zeros(8) for name in "ab"}
-    exchange(
+    run_transfers(
         [transfer for transfer in transfers if rank in (transfer.source, transfer.target)],
         lambda transfer: have[transfer.tensor][transfer.start : transfer.stop],
         lambda transfer: have[transfer.tensor][transfer.start : transfer.stop],

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.balanced.cpu import device
 from megatron.balanced.watchdog import operations
-from tests.support.device_log import DeviceLog
+from tests.support.checkers.device_log import DeviceLog
 
 __all__ = ["install"]
 

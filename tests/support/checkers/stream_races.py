@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.device_log import DeviceLog, Site, show, site
+from tests.support.checkers.device_log import DeviceLog, Site, show, site
 
 __all__ = ["StreamRaces", "watch_streams"]
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
-from tests.support.device_log import Clock, Operation, show
+from tests.support.checkers.device_log import Clock, Operation, show
 
 __all__ = ["Device", "replay"]
 

@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from tests.support import small_jobs
-from tests.support.checked_runs import Noted
-from tests.support.seeded_faults import FAULTS, SMALL_JOBS
+from tests.support.checkers import small_jobs
+from tests.support.checkers.checked_runs import Noted
+from tests.support.checkers.seeded_faults import FAULTS, SMALL_JOBS
 
 __all__ = ["changes_no_number", "small"]
 
 
 def run_small(job: str, fault: str | None) -> tuple[list[Any], Noted]:
     """The body of one rank: what a small job computes, and what is noted of it."""
-    from tests.support.noted_device import install
-    from tests.support.stream_races import watch_streams
+    from tests.support.checkers.noted_device import install
+    from tests.support.checkers.stream_races import watch_streams
 
     log = install()
     races = watch_streams(log)

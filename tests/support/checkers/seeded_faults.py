@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support import small_jobs
-from tests.support.device_log import DeviceLog
+from tests.support.checkers import small_jobs
+from tests.support.checkers.device_log import DeviceLog
 
 __all__ = ["FAULTS", "SMALL_JOBS", "Fault"]
 
@@ -106,9 +106,9 @@ def _attention_does_not_wait(log: DeviceLog, rank: int) -> None:
 
 
 def _remap_does_not_wait(log: DeviceLog, rank: int) -> None:
-    from balancing.sequences.engine.rank_program import Run
+    from balancing.sequences.engine.attention_call import AttentionCall
 
-    Run.moved = _unheard(log, Run.moved)
+    AttentionCall.change_layout = _unheard(log, AttentionCall.change_layout)
 
 
 def _move_does_not_wait(log: DeviceLog, rank: int) -> None:
@@ -231,9 +231,9 @@ def _communicators_crossed(log: DeviceLog, rank: int) -> None:
 
 def _ranks_do_not_meet(log: DeviceLog, rank: int) -> None:
     """The first thing in a group is a message between two of its three ranks."""
-    from megatron.balanced import process_groups
+    from balancing import messages
 
-    process_groups.meet = lambda group: None
+    messages.connect = lambda group: None
 
 
 def _sent_while_written(log: DeviceLog, rank: int) -> None:
