@@ -7,7 +7,7 @@ replaces, keep state in places that it does not read, or replay work that it cha
 import argparse
 from dataclasses import dataclass
 
-__all__ = ["INCOMPATIBLE", "Incompatible", "check_compatible", "shown"]
+__all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "shown"]
 
 # Features. A dynamic scheme is checked as DYNAMICS and by its own name; those that leave tokens out as SKIP, too.
 EXPERTS, SEQUENCES, LAYERS, RELEASE = "experts", "sequences", "layers", "release"
@@ -32,17 +32,33 @@ class Incompatible:
     instead: str = "drop it"
 
 
+class IncompatibleError(ValueError):
+    """Flags that a feature does not work with. why: flag, as a user gives it -> the reason."""
+
+    def __init__(self, message: str, why: dict[str, str]) -> None:
+        super().__init__(message)
+        self.why = why
+
+
 def check_compatible(args: argparse.Namespace, feature: str, given: str) -> None:
-    """Raise ValueError for the first value in `args` that is incompatible with `feature`.
+    """Raise IncompatibleError, which explains the first, for values in `args` that are incompatible with `feature`.
 
     given: the flag that switched the feature on, as the user gave it.
     """
-    for row in INCOMPATIBLE:
-        if feature not in row.features:
-            continue
-        value = getattr(args, row.flag, row.allowed[0])
-        if value not in row.allowed and (value or all(row.allowed)):
-            raise ValueError(f"{given} is incompatible with {shown(row.flag, value)}: {row.why}; {row.instead}")
+    found = [(row, shown(row.flag, getattr(args, row.flag))) for row in INCOMPATIBLE if _meets(row, args, feature)]
+    if found:
+        (first, flag), *others = found
+        more = f" (also incompatible: {', '.join(other for _, other in others)})" if others else ""
+        raise IncompatibleError(
+            f"{given} is incompatible with {flag}: {first.why}; {first.instead}{more}",
+            {flag: row.why for row, flag in found},
+        )
+
+
+def _meets(row: Incompatible, args: argparse.Namespace, feature: str) -> bool:
+    """Whether `args` have a value that `row` refuses for `feature`."""
+    value = getattr(args, row.flag, row.allowed[0])
+    return feature in row.features and value not in row.allowed and bool(value or all(row.allowed))
 
 
 def shown(name: str, value: object) -> str:
