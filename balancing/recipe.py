@@ -1,13 +1,14 @@
 """Recipe files: the flags of a training job as JSON or YAML, and whether a balancer accepts them.
 
-    python -m balancing.recipe FILE... [FLAGS]
+    python -m balancing.recipe FILE... [--markdown] [FLAGS]
 
+FLAGS are those of pretrain_gpt.py, added to each recipe; without a balancer among them, the answer is given for each.
 A file has one recipe, flag to value, or several, name to recipe. Megatron-LM's own files keep the flags under ARGS or
 MODEL_ARGS and the environment under ENV_VARS. The number of ranks is WORLD_SIZE, or what the name says, as in
 "h100/bf16_256GPU_TP2PP8EP32".
 
-This module reads the files. What Megatron-LM and the balancers say of them is found by `megatron.balanced.recipe`, which
-the command starts.
+This module reads the files. What Megatron-LM and the balancers say of them is found by `megatron.balanced.recipe`,
+which the command starts.
 """
 
 import json

@@ -20,14 +20,15 @@ import torch
 
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
-from megatron.balanced.cpu.device import use_cpu
 from megatron.balanced.config import BalanceConfig
+from megatron.balanced.cpu.device import use_cpu
 
 __all__ = [
     "assume_gpus",
     "assume_packages",
     "assumed_device",
     "assumes_gpus",
+    "groups_along",
     "is_available",
     "model_of",
     "moe_layers",
@@ -77,7 +78,7 @@ def assume_gpus(argv: Sequence[str]) -> bool:
     given = asked.parse_known_args(argv)[0]
     if not given.balance_dry_run or given.device not in ("auto", "cuda") or "RANK" in os.environ:
         return False
-    given_ranks = os.environ.get("WORLD_SIZE", "1")
+    given_ranks = os.environ.pop("WORLD_SIZE", "1")  # which nothing else could read if it is no number
     if not given_ranks.isdecimal() or int(given_ranks) < 1:
         raise ValueError(f"WORLD_SIZE {given_ranks} is not a number of ranks; give 1 or more")
     ranks = int(given_ranks)
@@ -94,11 +95,12 @@ def assume_gpus(argv: Sequence[str]) -> bool:
 
 
 def assumed_device() -> str:
-    """The machine that is assumed, in words."""
+    """The machines that are assumed, in words."""
     launch = detect_launch()
+    capability = ".".join(map(str, _CAPABILITY))
     return (
-        f"a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} and Transformer Engine {_TRANSFORMER_ENGINE} on "
-        f"each of {launch.world_size} ranks, {launch.ranks_per_node} a node; all assumed"
+        f"a GPU of compute capability {capability} and Transformer Engine {_TRANSFORMER_ENGINE} on each of "
+        f"{launch.world_size} rank(s), {launch.ranks_per_node} a node; all assumed"
     )
 
 
@@ -142,21 +144,22 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     """
     lines = []
     if config.experts.balance_experts:
-        lines.append(_scope("--balance-experts", "expert-parallel", _groups(args, "ep", of_experts=True)))
+        lines.append(_scope("--balance-experts", "expert-parallel", groups_along(args, "ep", of_experts=True)))
         lines += _slot_lines(args, config)
     if config.sequences.balance_sequences:
-        lines.append(_scope("--balance-sequences", "context-parallel", _groups(args, "cp")))
+        lines.append(_scope("--balance-sequences", "context-parallel", groups_along(args, "cp")))
     if config.layers.enabled:
         flag = "--balance-layers-once" if config.layers.balance_layers_once else "--balance-layers"
-        pipelines = _groups(args, "pp")
+        pipelines = groups_along(args, "pp")
+        several = "s" if len(pipelines) > 1 else ""
         lines.append(
-            f"plan   {flag}: all {args.world_size} ranks make one plan; layers move along {len(pipelines)} pipeline(s) "
-            f"of {len(pipelines[0])} ranks, the first of {_named(pipelines[0])}"
+            f"plan   {flag}: all {args.world_size} ranks make one plan; layers move along {len(pipelines)} "
+            f"pipeline{several} of {len(pipelines[0])} ranks, the first of {_named(pipelines[0])}"
         )
     return lines or ["plan   no balancer is on"]
 
 
-def _groups(args: argparse.Namespace, axis: str, *, of_experts: bool = False) -> list[list[int]]:
+def groups_along(args: argparse.Namespace, axis: str, *, of_experts: bool = False) -> list[list[int]]:
     """The process groups along one axis of Megatron-LM's layout: [group][place] -> rank."""
     from megatron.core.parallel_state import RankGenerator
 
@@ -175,7 +178,7 @@ def _scope(flag: str, kind: str, groups: list[list[int]]) -> str:
     nodes = max(len({rank // per_node for rank in group}) for group in groups)
     apart = f"{len(groups)} {kind} groups" if len(groups) > 1 else f"one {kind} group"
     return (
-        f"plan   {flag}: {apart} of {len(groups[0])} ranks on {nodes} node(s)"
+        f"plan   {flag}: {apart} of {len(groups[0])} ranks on {nodes} node{'s' * (nodes > 1)}"
         f"{', each with plans of its own' if len(groups) > 1 else ''}; the first of {_named(groups[0])}"
     )
 

@@ -5,6 +5,7 @@ replaces, keep state in places that it does not read, or replay work that it cha
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "shown"]
@@ -40,18 +41,23 @@ class IncompatibleError(ValueError):
         self.why = why
 
 
-def check_compatible(args: argparse.Namespace, feature: str, given: str) -> None:
+def check_compatible(
+    args: argparse.Namespace, feature: str, given: str, also: Sequence[tuple[str, str, str]] = ()
+) -> None:
     """Raise IncompatibleError, which explains the first, for values in `args` that are incompatible with `feature`.
 
+    args: Megatron-LM's arguments.
+    feature: one of the features above.
     given: the flag that switched the feature on, as the user gave it.
+    also: further flags that are incompatible, each as the user gave it, with why and the way out.
     """
-    found = [(row, shown(row.flag, getattr(args, row.flag))) for row in INCOMPATIBLE if _meets(row, args, feature)]
+    rows = [row for row in INCOMPATIBLE if _meets(row, args, feature)]
+    found = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)
     if found:
-        (first, flag), *others = found
-        more = f" (also incompatible: {', '.join(other for _, other in others)})" if others else ""
+        (flag, why, instead), *others = found
+        more = f" (also incompatible: {', '.join(other for other, *_ in others)})" if others else ""
         raise IncompatibleError(
-            f"{given} is incompatible with {flag}: {first.why}; {first.instead}{more}",
-            {flag: row.why for row, flag in found},
+            f"{given} is incompatible with {flag}: {why}; {instead}{more}", {flag: why for flag, why, _ in found}
         )
 
 

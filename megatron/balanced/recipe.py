@@ -23,10 +23,12 @@ from typing import Any
 
 from balancing.command_line import Parser
 from balancing.recipe import Recipe, read_recipes
+from megatron.balanced.checks import MEGATRON_VERSIONS, check_megatron
 
 __all__ = ["Verdict", "answer", "command_line", "main", "markdown", "verdicts"]
 
 BALANCERS = ("--balance-experts", "--balance-layers", "--balance-sequences")
+_NAMED = 4  # flags that a line names
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -128,6 +130,11 @@ def _with_values(option: str, value: Any, *, is_list: bool) -> list[str]:
     return [f"{option}={text}"]
 
 
+def _option(word: str) -> str:
+    """The flag of a word of a command line, which may have its value behind a sign of equality."""
+    return word.partition("=")[0]
+
+
 def _parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
@@ -186,30 +193,41 @@ def verdicts(
     """
     choices = [list(choice) for choice in choices]
     for recipe in recipes:
+        if sum(other.name == recipe.name for other in recipes) > 1:
+            raise ValueError(f"two recipes are named {recipe.name}; name each once")
         if (ranks or recipe.ranks) is None:
             raise ValueError(f"{recipe.name} does not tell how many ranks it is for; set WORLD_SIZE")
     parser = _begin(choices[0])
-    for flag in {token.partition("=")[0] for choice in choices for token in choice if token.startswith("--")}:
-        if flag not in parser._option_string_actions:
-            near = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
-            raise ValueError(f"unknown flag {flag}; {f'did you mean {near[0]}?' if near else 'see pretrain_gpt.py --help'}")
-    jobs, translations = [], []
+    known = parser._option_string_actions
+    for flag in {_option(word) for choice in choices for word in choice if word.startswith("--")} - known.keys():
+        near = difflib.get_close_matches(flag, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see pretrain_gpt.py --help"
+        raise ValueError(f"unknown flag {flag}; {hint}")
+    found, jobs = {}, {}
     for recipe in recipes:
         arguments, translated = command_line(recipe, parser)
-        translations.append(translated)
+        unknown = [word for word in arguments if word.startswith("--") and _option(word) not in known]
+        if unknown:
+            names = [_option(word)[2:].replace("-", "_") for word in unknown]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            line = (
+                f"Megatron-LM {MEGATRON_VERSIONS[-1]} does not know {', '.join(names[:_NAMED])}{more}; drop what it "
+                "does not know from the recipe"
+            )
+            found[recipe.name] = [Verdict(line, translated=translated)] * len(choices)
+            continue
+        found[recipe.name] = []
         environment = recipe.environment | {"WORLD_SIZE": str(ranks or recipe.ranks)}
-        jobs.append(([[*arguments, *choice] for choice in choices], environment))
-    with multiprocessing.get_context("fork").Pool(min(len(jobs), os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        found = pool.map(_answer_all, jobs, chunksize=1)
-    return {
-        recipe.name: [replace(verdict, translated=translated) for verdict in own]
-        for recipe, translated, own in zip(recipes, translations, found, strict=True)
-    }
+        jobs[recipe.name, translated] = [[*arguments, *choice] for choice in choices], environment
+    processes = max(1, min(len(jobs), os.cpu_count() or 1))
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+        for (name, translated), own in zip(jobs, pool.map(_answer_all, jobs.values(), chunksize=1), strict=True):
+            found[name] = [replace(verdict, translated=translated) for verdict in own]
+    return found
 
 
 def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
     """Import Megatron-LM as a dry run does. Returns the parser of pretrain_gpt.py."""
-    from megatron.balanced.checks import check_megatron
     from megatron.balanced.cpu.device import use_cpu
     from megatron.balanced.dry_run import assume_gpus, assume_packages
 
@@ -230,7 +248,7 @@ def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def markdown(found: Mapping[str, Sequence[Verdict]], columns: Sequence[str]) -> str:
-    """A Markdown table: a row a recipe, a column a choice of flags, and below it the reason for each flag refused.
+    """A Markdown table, a row a recipe and a column a choice of flags, and below it the reasons.
 
     found: as `verdicts` returns it; the first verdict is Megatron-LM's alone.
     columns: the heads, without that of the recipes' names.
@@ -238,22 +256,25 @@ def markdown(found: Mapping[str, Sequence[Verdict]], columns: Sequence[str]) -> 
     rows = [["recipe", *columns], ["---"] * (len(columns) + 1)]
     reasons: dict[str, dict[str, list[str]]] = {}
     for name, (alone, *balanced) in found.items():
-        cells = [_cell(alone) + (f", with `{'`, `'.join(alone.translated)}`" if alone.translated else "")]
+        cells = [_cell(alone)]
+        if alone.translated and not alone.refusal:
+            cells[0] += f", with `{'`, `'.join(alone.translated)}`"
         for column, verdict in zip(columns[1:], balanced, strict=True):
             cells.append("as Megatron-LM" if verdict.refusal and verdict.refusal == alone.refusal else _cell(verdict))
-            for flag, why in verdict.why.items():
+            for flag, why in (verdict.why or ({"idle": verdict.idle} if verdict.idle else {})).items():
                 reasons.setdefault(flag, {}).setdefault(why, []).append(column)
         rows.append([name, *cells])
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    lines.append("")
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows] + [""]
     for flag, whys in sorted(reasons.items()):
         text = "; ".join(f"{why} ({', '.join(dict.fromkeys(of))})" for why, of in whys.items())
-        lines.append(f"- `{flag}`: {text}")
+        lines.append(f"- `{flag}`: {text}" if flag != "idle" else f"- idle: {text}")
     return "\n".join(lines) + "\n"
 
 
 def _cell(verdict: Verdict) -> str:
-    return f"refused: `{'`, `'.join(sorted(verdict.why))}`" if verdict.why else verdict.words
+    if verdict.why:
+        return f"refused: `{'`, `'.join(sorted(verdict.why))}`"
+    return "idle" if verdict.idle else verdict.words
 
 
 def _flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -268,7 +289,7 @@ def _flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table with all reasons")
     first = next((place for place, word in enumerate(argv) if word.startswith("--") and place), len(argv))
     own = [word for word in argv if word in ("--markdown", "--help", "-h")]
-    flags = [word for word in argv[first:] if word not in own]
+    flags = [word for word in argv[first:] if word not in (*own, "--balance-dry-run")]
     return parser.parse_args([*argv[:first], *own] if first else own), flags
 
 
@@ -282,16 +303,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
             raise ValueError(f"WORLD_SIZE {ranks} is not a number of ranks; give 1 or more")
         asked = any(flag.startswith("--balance-") for flag in flags)
-        choices = [[], flags] if asked else [[], *([*flags, balancer] for balancer in BALANCERS)]
-        if not asked:
-            choices[0] = list(flags)
-        columns = ["Megatron-LM alone", *([" ".join(f"`{flag}`" for flag in flags)] if asked else map("`{}`".format, BALANCERS))]
+        choices = [[], flags] if asked else [flags, *([*flags, balancer] for balancer in BALANCERS)]
         found = verdicts(recipes, choices, None if ranks is None else int(ranks))
     except ValueError as error:
         print(f"python -m balancing.recipe: error: {error}", file=sys.stderr)
         return 2
     if given.markdown:
-        print(markdown(found, columns), end="")
+        columns = [f"`{' '.join(choice)}`" for choice in choices[1:]]
+        print(markdown(found, ["Megatron-LM alone", *columns]), end="")
     else:
         _print(found, choices, asked=asked)
     return 2 if asked and any(each[-1].refusal for each in found.values()) else 0
@@ -306,7 +325,8 @@ def _print(found: Mapping[str, Sequence[Verdict]], choices: Sequence[Sequence[st
             print(*answers[-1].report, sep="\n")
             continue
         for choice, verdict in zip(choices, answers, strict=True):
-            print(f"    {' '.join(choice) or 'Megatron-LM alone'}: {verdict.words}")
+            balanced = any(word.startswith("--balance-") for word in choice)
+            print(f"    {' '.join(choice) if balanced else 'Megatron-LM alone'}: {verdict.words}")
 
 
 if __name__ == "__main__":
