@@ -29,7 +29,7 @@ from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import check_data, check_folders, check_layout, check_megatron
 from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
-from megatron.balanced.dry_run import assume_gpus, assume_packages, assumed_device, assumes_gpus, model_of
+from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.dynamics.checks import check_dynamics
 from megatron.balanced.experts.checks import check_experts
 from megatron.balanced.layers.checks import check_layers
@@ -192,7 +192,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     sys.argv[1:] = argv  # Megatron's parser reads it
     try:
         check_megatron()
-        assume_gpus(argv)
+        assume_ranks(argv)
         _join_world()
         device = _start_device(argv)
 

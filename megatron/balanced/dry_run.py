@@ -2,11 +2,11 @@
 
 Started without a launcher, a dry run plans for another machine: WORLD_SIZE says how many ranks, and each is taken to
 have a new GPU with the packages that Megatron-LM can use, Transformer Engine above all. Flags are then parsed and
-validated as on that machine; nothing is allocated and no process group exists. Under a launcher it describes the ranks
-that were started. `--device cpu` describes ranks on CPUs.
+validated as on that machine; nothing is allocated and no process group exists. With `--device cpu` the ranks have CPUs
+and the packages of this machine. Under a launcher, a dry run describes the ranks that were started.
 
 Megatron-LM asks for a device and for packages while it validates flags. The CPU answers for the device
-(`megatron.balanced.cpu.device`); `assume_gpus` supplies the other answers.
+(`megatron.balanced.cpu.device`); `assume_ranks` supplies the other answers.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from megatron.balanced.config import BalanceConfig
 from megatron.balanced.cpu.device import use_cpu
 
 __all__ = [
-    "assume_gpus",
     "assume_packages",
+    "assume_ranks",
     "assumed_device",
     "assumes_gpus",
     "groups_along",
@@ -65,27 +65,29 @@ def is_available(package: str) -> bool:
     return _assumed or importlib.util.find_spec(package) is not None
 
 
-def assume_gpus(argv: Sequence[str]) -> bool:
+def assume_ranks(argv: Sequence[str]) -> bool:
     """Begin a dry run for other machines if `argv` and the environment ask for one, before Megatron-LM is imported.
 
-    Sets the environment of rank 0 of WORLD_SIZE. Returns whether it did. Raises ValueError for a WORLD_SIZE that is no
-    number of ranks.
+    Sets the environment of rank 0 of WORLD_SIZE, and assumes GPUs unless `argv` has --device cpu. Returns whether it
+    assumes GPUs. Raises ValueError for a WORLD_SIZE that is no number of ranks.
     """
     global _assumed
     asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     asked.add_argument("--balance-dry-run", action="store_true")
     asked.add_argument("--device", default="auto")
     given = asked.parse_known_args(argv)[0]
-    if not given.balance_dry_run or given.device not in ("auto", "cuda") or "RANK" in os.environ:
+    if not given.balance_dry_run or "RANK" in os.environ:
         return False
     given_ranks = os.environ.pop("WORLD_SIZE", "1")  # which nothing else could read if it is no number
     if not given_ranks.isdecimal() or int(given_ranks) < 1:
         raise ValueError(f"WORLD_SIZE {given_ranks} is not a number of ranks; give 1 or more")
     ranks = int(given_ranks)
     node = next(size for size in range(_RANKS_PER_NODE, 0, -1) if ranks % size == 0)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(node))
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if given.device == "cpu":
+        return False
     # Megatron-LM demands 1 of it in layouts that overlap, on GPUs before Blackwell. The scripts of a job set it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     use_cpu()

@@ -229,13 +229,13 @@ def verdicts(
 def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
     """Import Megatron-LM as a dry run does. Returns the parser of pretrain_gpt.py."""
     from megatron.balanced.cpu.device import use_cpu
-    from megatron.balanced.dry_run import assume_gpus, assume_packages
+    from megatron.balanced.dry_run import assume_packages, assume_ranks
 
     check_megatron()
     for name in _LAUNCHER:
         os.environ.pop(name, None)
     warnings.simplefilter("ignore")
-    if assume_gpus([*flags, "--balance-dry-run"]):
+    if assume_ranks([*flags, "--balance-dry-run"]):
         assume_packages()
     else:
         use_cpu()

@@ -82,14 +82,13 @@ def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
         ("", "0", ("WORLD_SIZE 0",)),
         ("--hidden-size 4100", "1024", ("--hidden-size 4100",)),
         ("--cluster b9000", "1024", ("--cluster", "b9000")),
-        ("--device tpu", "1024", ("--device tpu", "auto, cuda or cpu")),
+        ("--device tpu", "1024", ("--device", "tpu", "'cuda', 'cpu'")),
+        ("--device cpu", "1024", ("Transformer Engine",)),
         ("--moe-permute-fusion --cuda-graph-impl local", "1024", ("--moe-permute-fusion", "--cuda-graph-impl local")),
     ],
 )
 def test_a_refusal_is_one_line(pool, flags, ranks, words):
     argv = [*MOCK_DATA, *JOB, *BALANCE, *flags.split()]
-    if "tpu" in flags:
-        argv = [*MODEL[2:], *MOCK_DATA, *flags.split()]
     ((code, said),) = pool.run(1, _parse, argv, {"WORLD_SIZE": ranks})
     lines = [line for line in said.splitlines() if "error" in line]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("pretrain_gpt.py: error: "), (code, said)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, monkeypatch, capsys, name, 
 
 
 def _main(arguments: list[str]) -> tuple[int, str, str]:
+    os.environ.pop("WORLD_SIZE")  # the pool's
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         code = main(arguments)
