@@ -178,10 +178,12 @@ def groups_along(args: argparse.Namespace, axis: str, *, of_experts: bool = Fals
 def _scope(flag: str, kind: str, groups: list[list[int]]) -> str:
     per_node = detect_launch().ranks_per_node
     nodes = max(len({rank // per_node for rank in group}) for group in groups)
-    apart = f"{len(groups)} {kind} groups" if len(groups) > 1 else f"one {kind} group"
+    span = f"{len(groups[0])} ranks on {nodes} node{'s' * (nodes > 1)}"
+    if len(groups) == 1:
+        return f"plan   {flag}: one {kind} group of {span}, {_named(groups[0])}"
     return (
-        f"plan   {flag}: {apart} of {len(groups[0])} ranks on {nodes} node{'s' * (nodes > 1)}"
-        f"{', each with plans of its own' if len(groups) > 1 else ''}; the first of {_named(groups[0])}"
+        f"plan   {flag}: {len(groups)} {kind} groups of {span}, each with plans of its own; the first of "
+        f"{_named(groups[0])}"
     )
 
 
