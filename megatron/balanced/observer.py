@@ -175,5 +175,5 @@ class Observer(StepCallback):
             longest_sequence=step.longest,
             spans=spans,
             events=step.events,
-            expert_tokens={layer: tokens.cpu().numpy() for layer, tokens in step.expert_tokens.items()},
+            expert_tokens={layer: tokens.numpy() for layer, tokens in step.expert_tokens.items()},
         )

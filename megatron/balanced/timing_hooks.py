@@ -34,7 +34,7 @@ class Step:
     tokens: of this rank in all micro-batches.
     area: query-key pairs that attention computes on this rank.
     longest: tokens of the longest document.
-    expert_tokens: by layer, int64 [experts].
+    expert_tokens: by layer, int64 [experts]; on the host once the device has passed the end of the step.
     events: lines of balancers.
     record: made of the marks when they are read.
     """
@@ -163,10 +163,18 @@ class TimingHooks:
         """End the step in progress and the optimizer's part of it. Returns the step."""
         assert self.step is not None
         self._end_call("optimizer", 0, 0)
+        self._copy_expert_tokens(self.step)
         self.step.end = self.clock.mark()
         step, self.step = self.step, None
         self._config.timers = self._config.timers.timers
         return step
+
+    @staticmethod
+    def _copy_expert_tokens(step: Step) -> None:
+        """Start one copy of all counts to the host, which does not wait for it."""
+        if step.expert_tokens:
+            counts = torch.stack(list(step.expert_tokens.values())).to("cpu", non_blocking=True)
+            step.expert_tokens = dict(zip(step.expert_tokens, counts, strict=True))
 
     def open_backward(self, part: "_Part", micro_batch: int) -> None:
         """The backward pass of `part` begins."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from balancing.cluster import Cluster
@@ -174,11 +173,14 @@ class ReplicaPlanner:
         return 1 if self._shared else get_num_microbatches()
 
 
-def check_same_plans(plans: list[LayerPlan]) -> None:
-    """Raise RuntimeError on all ranks of the expert-parallel group unless they have the same placements."""
+def check_same_plans(plans: list[LayerPlan], hosts: dist.ProcessGroup) -> None:
+    """Raise RuntimeError on all ranks of the expert-parallel group unless they have the same placements.
+
+    hosts: the ranks of the group on gloo, so that no host waits for its device.
+    """
     digest = "".join(plan.placed.digest() for plan in plans).encode()
-    digests: list[Any] = [None] * dist.get_world_size(mpu.get_expert_model_parallel_group())
-    dist.all_gather_object(digests, digest, group=mpu.get_expert_model_parallel_group())
+    digests: list[Any] = [None] * dist.get_world_size(hosts)
+    dist.all_gather_object(digests, digest, group=hosts)
     if len(set(digests)) > 1:
         raise RuntimeError("ranks of an expert-parallel group made different plans for the same load")
 
