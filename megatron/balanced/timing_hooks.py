@@ -8,6 +8,7 @@ outputs. Hooks on hidden states do: the gradient of a layer's output is there wh
 input when it ends.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ class Step:
     area: query-key pairs that attention computes on this rank.
     longest: tokens of the longest document.
     expert_tokens: by layer, int64 [experts]; on the host once the device has passed the end of the step.
-    events: lines of balancers.
+    events: lines of balancers, or functions that give them then.
     record: made of the marks when they are read.
     """
 
@@ -48,7 +49,7 @@ class Step:
     area: int = 0
     longest: int = 0
     expert_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any] | Callable[[], dict[str, Any]]] = field(default_factory=list)
     record: RankRecord | None = None
 
 

@@ -25,7 +25,7 @@ REPORT = "--balance-report report"
 MEGATRON = {
     "pipelines": (2, PP2),
     "experts": (2, f"{EP2} {OVERLAPS}"),
-    "tensor-parallel": (2, f"{TP2} {OVERLAPS}"),
+    "documents, tensor-parallel": (2, f"{TP2} {OVERLAPS} {DOCUMENTS}"),
 }
 # ranks, flags
 RUNS = {
@@ -56,6 +56,19 @@ RUNS = {
 MEASUREMENT = "a measurement of plasticity, every --freeze-layers-interval iterations"
 # Where this package waits, what for, and why.
 ALLOWED: dict[tuple[str, str], str] = {
+    (
+        "megatron/balanced/experts/planning.py:_to_host",
+        "copy to the host",
+    ): "with --cluster, late replicas are chosen on "
+    "the host from the first load of a step; the dispatcher waits for the same counts",
+    (
+        "balancing/experts/engine/slots.py:ReplicaSlots.take_statistics",
+        "synchronize event",
+    ): "with --balance-report, for a time in the backward pass, which the gradient norm has waited for",
+    (
+        "balancing/sequences/engine/attention_call.py:Statistics.exposed_seconds",
+        "synchronize event",
+    ): "likewise",
     ("balancing/dynamics/gather_tokens.py:tokens_of", "item"): "the number of tokens left is a shape; once an exit",
     ("balancing/dynamics/freezing.py:similarity_loss", "item"): MEASUREMENT,
     ("megatron/balanced/dynamics/plasticity.py:Plasticity.end_step", "copy to the device"): MEASUREMENT,

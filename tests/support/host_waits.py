@@ -92,6 +92,7 @@ class WaitCounter:
         _Places(self).__enter__()
         for owner, kind in ((fakes.Stream, "stream"), (fakes.Event, "event"), (torch.cuda, "device")):
             owner.synchronize = self._counted(owner.synchronize, f"synchronize {kind}")
+        dist.Work.wait = self._whole(dist.Work.wait)  # in which gloo copies what NCCL does not
         dist.barrier = self._counted(dist.barrier, "barrier")
         for name in _OBJECTS:
             setattr(dist, name, self._object_collective(getattr(dist, name)))
@@ -132,6 +133,14 @@ class WaitCounter:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.count(kind)
             return original(*args, **kwargs)
+
+        return call
+
+    def _whole(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._as_a_whole():
+                return original(*args, **kwargs)
 
         return call
 

@@ -45,7 +45,7 @@ class ExpertBalancer(StepCallback):
     args: Megatron-LM's arguments.
     config: the expert flags.
     machine: speeds of the hardware for the cost model; None plans for balance alone.
-    report: called with each event of a step, on one rank of each expert-parallel group; None for no events.
+    report: called with each event of a step, as a function that gives it, on one rank of each expert-parallel group; None for no events.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ExpertBalancer(StepCallback):
         args: argparse.Namespace,
         config: ExpertConfig,
         machine: Cluster | None,
-        report: Callable[[dict[str, Any]], None] | None,
+        report: Callable[[Callable[[], dict[str, Any]]], None] | None,
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         self._model: list[torch.nn.Module] = []

@@ -22,7 +22,7 @@ from balancing.experts.config import ExpertConfig
 from balancing.experts.planners.repair import repair
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
-__all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "to_host"]
+__all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans"]
 
 _DRIFT = 0.05  # total variation of the load after which replicas are placed again, with --expert-plan-interval 0
 
@@ -128,7 +128,7 @@ class ReplicaPlanner:
         """
         if self._machine is None or layer.placement.split != "level":
             return layer.placement
-        (load,) = to_host([load])
+        (load,) = _to_host([load])
         return repair(
             load,
             layer.placement,
@@ -141,7 +141,7 @@ class ReplicaPlanner:
     def _plan(
         self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
     ) -> Planned:
-        loads = to_host(loads)
+        loads = _to_host(loads)
         begin = time.perf_counter()
         history, interval = plan.history, self._config.expert_plan_interval
         drift = float(history.record(np.mean(loads, axis=0)))
@@ -185,7 +185,7 @@ def check_same_plans(plans: list[LayerPlan], hosts: dist.ProcessGroup) -> None:
         raise RuntimeError("ranks of an expert-parallel group made different plans for the same load")
 
 
-def to_host(values: list[Any]) -> list[np.ndarray]:
+def _to_host(values: list[Any]) -> list[np.ndarray]:
     """NumPy arrays as they are; tensors of one shape as NumPy arrays, with one copy from the GPU."""
     return list(torch.stack(values).cpu().numpy()) if isinstance(values[0], torch.Tensor) else values
 
