@@ -126,7 +126,7 @@ def test_cached_memory_is_given_back_before_tensors_arrive_and_peaks_start_anew(
         assert [name for name, *_ in seen] == ["begin", "empty_cache", "empty_cache", "reset_peak_memory_stats", "end"]
         begin, first, second, _, end = seen
         assert begin[2] > 0 and end[2] > 0 and first[2] == second[2] == 0
-        assert first[1] <= begin[1] - begin[2], "gradients are not free when the cache is emptied"
+        assert first[1] <= begin[1] - begin[2] + SMALL, "gradients are not free when the cache is emptied"
         assert second[1] <= end[1] - 0.5 * end[2], "the buffer is there before the cache is emptied"
 
 
@@ -156,11 +156,11 @@ def _bytes(argv: list[str]) -> tuple[dict[str, list[float]], dict[int, tuple[flo
 def test_state_of_experts_is_sharded_over_their_own_ranks(pool):
     """With experts on both ranks, no rank shares their state, while that of everything else is on two."""
     flags = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall {DISTRIBUTED}"
-    argv = [*BASE, *flags.split(), "--num-layers", "2", "--train-iters", "1", "--bf16", "--balance-layers"]
+    argv = [*BASE, *flags.split(), "--num-layers", "4", "--train-iters", "1", "--bf16", "--balance-layers"]
     seen = pool.run(4, _bytes, argv)
-    for layer in (0, 1):
+    for layer in range(4):
         ranks = [(counted, held[layer]) for counted, held in seen if layer in held]
-        assert len(ranks) == 2, seen
+        assert len(ranks) == 2
         # What of dense weights a rank has the state of depends on where buckets are cut: the mean does not.
         resident, gradients = (sum(held[i] for _, held in ranks) / 2 for i in (0, 1))
         for counted, _ in ranks:
