@@ -1,5 +1,4 @@
-"""What all tests share: the pool of gloo ranks, a small corpus, a time limit on every test, and the check of what we
-claim to have tested."""
+"""Fixtures, options and limits of all tests: the pool of gloo ranks, a corpus, a time limit for each, the claims."""
 
 import faulthandler
 import signal

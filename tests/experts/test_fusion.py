@@ -36,8 +36,8 @@ def _train_fused(argv: list[str]) -> tuple[RankRun, dict[str, bool], int]:
 
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     layers._grad_accum_fusion_available = True
-    of_this_machine, build = arguments._defaults_of_this_machine, training.setup_model_and_optimizer
-    arguments._defaults_of_this_machine = lambda: of_this_machine() | {"gradient_accumulation_fusion": True}
+    of_this_host, build = arguments._defaults_of_this_host, training.setup_model_and_optimizer
+    arguments._defaults_of_this_host = lambda: of_this_host() | {"gradient_accumulation_fusion": True}
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = build(*args, **kwargs)

@@ -74,14 +74,14 @@ def test_incompatible_settings(given, layers, words):
 )
 def test_nothing_to_balance_is_said_and_switched_off(given, why):
     off, (note,) = check_layers(_args(**given), ON)
-    assert not off.on
+    assert not off.enabled
     assert why in note
 
 
 def test_a_distributed_optimizer_is_saved_for_any_layout():
     args = _args(save="here", use_distributed_optimizer=True, hidden_dropout=0.1)
     on, notes = check_layers(args, ON)
-    assert on.on
+    assert on.enabled
     assert args.dist_ckpt_optim_fully_reshardable
     assert any("--dist-ckpt-optim-fully-reshardable" in note for note in notes)
     assert any("dropout" in note for note in notes)
@@ -131,7 +131,7 @@ def test_ranks_that_cannot_leave(case):
 
 def test_one_layer_a_stage_can_still_be_released():
     on, _ = check_layers(_args(num_layers=2), LayerConfig(balance_layers=True, repack_throughput_floor=0.9))
-    assert on.on and on.repacks
+    assert on.enabled and on.repacks
 
 
 def test_from_the_command_line(pool):

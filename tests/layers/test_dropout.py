@@ -48,7 +48,11 @@ def _draws(argv: list[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def argv(corpus) -> Iterator[list[str]]:
     # Weights far from zero: no activation is 0 by itself.
-    yield [*MODEL, *corpus, *"--train-iters 2 --init-method-std 0.1 --make-vocab-size-divisible-by 64".split()]
+    yield [
+        *MODEL,
+        *corpus,
+        *"--train-iters 2 --global-batch-size 8 --init-method-std 0.1 --make-vocab-size-divisible-by 64".split(),
+    ]
 
 
 def _all_differ(one: list[str], other: list[str]) -> bool:

@@ -106,7 +106,7 @@ def test_recomputed_layers_draw_the_same_dropout(pool):
 
 
 def test_every_pass_has_a_mask_of_its_own(pool):
-    flags = f"{PP2} --balance-layers --init-method-std 0.1 --train-iters 2"
+    flags = f"{PP2} --balance-layers --init-method-std 0.1 --train-iters 2 --global-batch-size 8"
     ranks = pool.run(4, _draws, [*MODEL, *MOCK_DATA, *flags.split()])
     masks = [mask for rank in ranks for kind in ("attention", "hidden") for mask in rank[kind]]
     # On the first stage replicas agree on the masks of the embedding, one a micro-batch.

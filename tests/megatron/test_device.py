@@ -221,6 +221,7 @@ def _streams_and_events() -> None:
         stream.wait_stream(torch.cuda.current_stream())
         end.record(stream)
     torch.cuda.current_stream().wait_event(end)
+    torch.zeros(2).record_stream(stream)
     torch.cuda.synchronize()
     assert end.query()
     assert 0 <= start.elapsed_time(end) < 10_000

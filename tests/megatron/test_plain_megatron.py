@@ -8,6 +8,7 @@ from tests.support.training import MOCK_DATA, MODEL, MOE, assert_same, train
 # ranks, flags
 RUNS = {
     "one rank": (1, ""),
+    "ends of documents without a loss": (1, "--eod-mask-loss"),
     "PP 2": (2, "--pipeline-model-parallel-size 2"),
     "PP 2, interleaved": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     "DP 2, bf16, both overlaps": (

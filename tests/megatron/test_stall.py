@@ -1,5 +1,6 @@
 """A stalled job: every rank reports its state, and one line explains which rank waits for which."""
 
+import json
 import math
 import os
 import re
@@ -28,14 +29,22 @@ def _stops(argv: list[str], folder: Path) -> RankRun:
     class Stop(StepCallback):
         def begin_step(self, iteration: int, config: Any) -> None:
             if iteration == STOPPED_AT and os.environ["RANK"] == "1":
-                stopped.touch()
+                started = {name: dict(log.started) for name, log in operations.logs.items()}
+                stopped.with_suffix(".partial").write_text(json.dumps(started))
+                stopped.with_suffix(".partial").rename(stopped)
                 while not report.exists():
                     time.sleep(0.05)
 
     def limit(watch: Any) -> float:
-        """Rank 0 counts its step as stalled once it waits for the rank that stopped."""
-        waits = watch._moment == (STOPPED_AT, True) and operations.waiting_for(main) is not None
-        return 0.0 if os.environ["RANK"] == "0" and stopped.exists() and waits else math.inf
+        """Rank 0 counts its step as stalled once it waits for an operation that the rank that stopped has not started.
+
+        Other waits end by themselves, on a busy machine later than this looks.
+        """
+        waits = operations.waiting_for(main)
+        if os.environ["RANK"] != "0" or watch._moment != (STOPPED_AT, True) or waits is None or not stopped.exists():
+            return math.inf
+        name, operation = waits
+        return 0.0 if operation.number > json.loads(stopped.read_text())[name].get(operation.key, 0) else math.inf
 
     stall._LOOK_SECONDS = 0.05
     stall._Watch._limit = limit  # type: ignore[method-assign]

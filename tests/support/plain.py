@@ -39,7 +39,7 @@ def _datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
         tokenizer=get_tokenizer(),
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=False,
+        eod_mask_loss=args.eod_mask_loss,
     )
 
     def at_an_end() -> bool:

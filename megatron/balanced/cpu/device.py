@@ -94,6 +94,7 @@ def _replacements() -> dict[str, Any]:
         "torch.cuda.is_current_stream_capturing": lambda: False,
         "torch.cuda.nvtx.range_push": fakes.nothing,
         "torch.cuda.nvtx.range_pop": fakes.nothing,
+        "torch.Tensor.record_stream": fakes.nothing,  # it checks the stream's type before any mode is called
         # Memory: that of the process.
         "torch.cuda.empty_cache": fakes.nothing,
         "torch.cuda.memory_allocated": fakes.memory_resident,

@@ -1,7 +1,7 @@
 """The `TorchFunctionMode` that maps every CUDA device given to a torch function to the CPU.
 
-Methods of tensors that only have a meaning on a GPU (`cuda`, `pin_memory`, `record_stream`) become no-ops, and
-factories do not pin memory.
+Methods of tensors that only have a meaning on a GPU (`cuda`, `pin_memory`) become no-ops, and factories do not pin
+memory.
 """
 
 import functools
@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-from megatron.balanced.cpu.fakes import nothing
 
 __all__ = ["OnCpu", "module_cuda", "module_to"]
 
@@ -58,7 +56,6 @@ _ON_CPU: dict[Any, Callable] = {
     torch.Tensor.to: _tensor_to,
     torch.Tensor.cuda: _same_tensor,
     torch.Tensor.pin_memory: _same_tensor,
-    torch.Tensor.record_stream: nothing,
     torch.Tensor.type: _tensor_type,
     torch.Tensor.float: _tensor_float,
 }

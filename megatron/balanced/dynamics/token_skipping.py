@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from balancing.dynamics.config import DynamicsConfig
@@ -38,6 +39,8 @@ class Tokens(StepCallback):
         self._stages = 1
         self._group: Any = None  # of this many stages, if there are several
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # kept until they are received
+        self._coming: tuple[list[dist.Work], torch.Tensor] | None = None  # of the next micro-batch
+        self._to_come = 0  # messages of this step that are not waited for yet
         self._iteration = 0
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
@@ -82,26 +85,42 @@ class Tokens(StepCallback):
     def _begin_chunk(self, block: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         self._flow.active = None
         self._flow.is_on = block.training and self._iteration >= self.config.early_exit_start
-        if not (self._flow.is_on and not block.pre_process and self._has_exited(block.layers[0].layer_number - 1)):
+        if not self._flow.is_on or self._coming is None:
             return
-        hidden = block.input_tensor
-        active = torch.empty(hidden.shape[:2], dtype=torch.uint8, device=hidden.device)
-        for work in self._message(dist.irecv, active, mpu.get_pipeline_model_parallel_prev_rank()):
+        works, active = self._coming
+        self._coming = None
+        for work in works:
             work.wait()
         self._flow.active = active.bool()
 
     def _end_chunk(self, block: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
         active = self._flow.active
-        if active is None or block.post_process:
+        if active is not None and not block.post_process:
+            self._send(active)
+        if self._flow.is_on:
+            self._expect()
+
+    def _expect(self) -> None:
+        """Start to receive the exits of the next micro-batch, if any. They are sent before its hidden states, and what
+        two communicators do must be started in one order on both sides: if kernels of one had to end before those of
+        the other, as when the device is synchronized, each stage would wait for the other."""
+        if not self._to_come:
             return
+        self._to_come -= 1
+        shape = self._args.seq_length, self._args.micro_batch_size
+        active = torch.empty(shape, dtype=torch.uint8, device=torch.cuda.current_device())
+        works = self._message(dist.irecv, active, mpu.get_pipeline_model_parallel_prev_rank())
+        self._coming = works, active
+
+    def _send(self, active: torch.Tensor) -> None:
         message = active.to(torch.uint8)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         works = self._message(dist.isend, message, mpu.get_pipeline_model_parallel_next_rank())
         self._sent += [(work, message) for work in works]
 
     def _message(self, kind: Callable, message: torch.Tensor, other: int) -> list[dist.Work]:
-        """Start to send or receive, as a batch of one: for a single message NCCL would first connect the two ranks, and
-        the receiver gets there only with the hidden states, which the sender sends later."""
+        """Start to send or receive, as a batch of one: for a single message NCCL would first connect the two ranks,
+        which blocks the host of each until the other has come."""
         return dist.batch_isend_irecv([dist.P2POp(kind, message, other, self._group)])
 
     def _weigh(self, model: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -116,6 +135,14 @@ class Tokens(StepCallback):
         self._iteration = iteration
         for layer in self._layers():
             layer.tokens_run = layer.tokens_seen = 0
+
+    def begin_schedule(self) -> None:
+        if self._stages == 1 or not self.config.exits() or self._iteration < self.config.early_exit_start:
+            return
+        decoder = self._models[0].decoder
+        if not decoder.pre_process and self._has_exited(decoder.layers[0].layer_number - 1):
+            self._to_come = get_num_microbatches()
+            self._expect()
 
     def end_schedule(self) -> None:
         for work, _ in self._sent:
