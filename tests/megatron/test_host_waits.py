@@ -82,7 +82,7 @@ def _waits(argv: list[str]) -> Counter[tuple[str, str]]:
     from megatron.balanced import observer
     from megatron.balanced.callbacks import StepCallback
     from megatron.balanced.experts import moe_layer
-    from tests.support.host_waits import WaitCounter
+    from tests.support.checkers.host_waits import WaitCounter
 
     counter = WaitCounter().install()
     moe_layer.is_cpu = lambda: False
@@ -173,7 +173,7 @@ def _planted(statements: list[str]) -> list[dict[tuple[str, str], int]]:
     """The waits of each statement, as if it stood in this package."""
     import torch
 
-    from tests.support.host_waits import WaitCounter
+    from tests.support.checkers.host_waits import WaitCounter
 
     counter = WaitCounter().install()
     host, found = torch.tensor([0.0, 1.0, 2.0, 3.0]), []

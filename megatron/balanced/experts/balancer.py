@@ -45,8 +45,8 @@ class ExpertBalancer(StepCallback):
     args: Megatron-LM's arguments.
     config: the expert flags.
     machine: speeds of the hardware for the cost model; None plans for balance alone.
-    report: called on one rank of each expert-parallel group with each event of a step, as a function that gives it; None
-        for no events.
+    report: called on one rank of each expert-parallel group with each event of a step, as a function that gives it;
+        None for no events.
     """
 
     def __init__(
