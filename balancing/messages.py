@@ -29,7 +29,11 @@ def connect(group: dist.ProcessGroup) -> None:
 
 
 def start_message(operation: dist.P2POp) -> dist.Work:
-    """Start to send or receive. This rank must be part of the operation's group."""
+    """Start to send or receive, on gloo. This rank must be part of the operation's group.
+
+    NCCL would first build a communicator of the two ranks for a message outside of a batch, for which each rank waits.
+    """
+    assert dist.get_backend(operation.group) != "nccl", "messages over NCCL are started in batches"
     with _starting:
         work = operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
     assert work is not None, "this rank is part of the group"

@@ -7,6 +7,7 @@ block of queries always attends to itself and to the first block. Other blocks a
 """
 
 import math
+from functools import cache
 
 import torch
 
@@ -25,15 +26,19 @@ def hash_scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     The bucket of a vector is the closest of `_BUCKETS` fixed random directions.
     """
-    size = queries.shape[-1]
-    random = torch.randn(size, _BUCKETS // 2, generator=torch.Generator().manual_seed(size), dtype=torch.float32)
-    directions = torch.cat([random, -random], dim=1).to(queries.device, queries.dtype)
+    directions = _directions(queries.shape[-1], queries.device, queries.dtype)
 
     def histogram(vectors: torch.Tensor) -> torch.Tensor:
         bucket = (vectors @ directions).argmax(-1)
         return torch.nn.functional.one_hot(bucket, _BUCKETS).sum(-2).to(torch.float32)
 
     return histogram(queries) @ histogram(keys).transpose(-1, -2)
+
+
+@cache  # saves a copy to the device in every layer, for which the host would wait
+def _directions(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    random = torch.randn(size, _BUCKETS // 2, generator=torch.Generator().manual_seed(size), dtype=torch.float32)
+    return torch.cat([random, -random], dim=1).to(device, dtype)
 
 
 def choose_blocks(scores: torch.Tensor, keep: int) -> tuple[torch.Tensor, torch.Tensor]:

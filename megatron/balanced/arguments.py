@@ -28,10 +28,12 @@ from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks import check_data, check_folders, check_layout, check_megatron
 from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
+from megatron.balanced.cpu.agreement import agree_on_device
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.dynamics.checks import check_dynamics
 from megatron.balanced.experts.checks import check_experts
+from megatron.balanced.incompatible import REPORT, check_compatible
 from megatron.balanced.layers.checks import check_layers
 from megatron.balanced.model_checks import check_model
 from megatron.balanced.refusal import know_flags, know_values
@@ -138,7 +140,10 @@ def _start_device(argv: Sequence[str]) -> str:
         return "cuda"
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--device", default="auto")
-    device = choose_device(early.parse_known_args(argv)[0].device)
+    requested = early.parse_known_args(argv)[0].device
+    device = choose_device(requested)
+    if requested == "auto" and not is_cpu():
+        agree_on_device(device)
     _quiet(device)
     if device == "cpu":
         use_cpu()
@@ -217,6 +222,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         experts, notes = check_experts(args, config.experts, device=device)
         sequences, of_sequences = check_sequences(args, config.sequences)
         layers, of_layers = check_layers(args, config.layers)
+        if config.balance_report is not None:
+            check_compatible(args, REPORT, "--balance-report")
         config = dataclasses.replace(config, experts=experts, sequences=sequences, layers=layers)
         if _is_first_rank():
             print(*(f"> {note}\n" for note in notes + of_sequences + of_layers), sep="", end="", flush=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 __all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "shown"]
 
 # Features. A dynamic scheme is checked as DYNAMICS and by its own name; those that leave tokens out as SKIP, too.
-EXPERTS, SEQUENCES, LAYERS, RELEASE = "experts", "sequences", "layers", "release"
+EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", "release", "report"
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
 
@@ -76,6 +76,7 @@ def shown(name: str, value: object) -> str:
 _OFF = (None,)
 _BALANCERS = (EXPERTS, SEQUENCES, LAYERS)
 _GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ"
+_HOOKS = "the report measures with hooks on modules, which cannot be part of a CUDA graph"
 _TE_EXPERTS = "it needs Transformer Engine's experts, which cannot have replicas yet"
 _PADDING = "it adds tokens that the plan of replicas does not count"
 _MODULES = "our modules, which replace Megatron-LM's, do not support it"
@@ -194,6 +195,9 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("cuda_graph_impl", ("none",), (*_BALANCERS, DYNAMICS), _GRAPH, "use --cuda-graph-impl none"),
     Incompatible("enable_cuda_graph", _OFF, _BALANCERS, _GRAPH),
     Incompatible("external_cuda_graph", _OFF, _BALANCERS, _GRAPH),
+    Incompatible("cuda_graph_impl", ("none",), (REPORT,), _HOOKS, "use --cuda-graph-impl none"),
+    Incompatible("enable_cuda_graph", _OFF, (REPORT,), _HOOKS),
+    Incompatible("external_cuda_graph", _OFF, (REPORT,), _HOOKS),
     Incompatible("optimizer_cuda_graph", _OFF, (LAYERS,), "the graph belongs to an optimizer that a move replaces"),
     # The optimizer, checkpoints and the job
     Incompatible("optimizer", ("adam", "sgd"), (LAYERS,), "a move does not know its state", "use --optimizer adam"),

@@ -7,6 +7,7 @@ gathered and written (`megatron.balanced.report_writer`).
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,8 +72,9 @@ class Observer(StepCallback):
 
     # What balancers and batches add.
 
-    def note(self, event: dict[str, Any]) -> None:
-        """Add a line of a balancer to the log of the step in progress."""
+    def note(self, event: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
+        """Add a line of a balancer to the log of the step in progress, or a function that gives it once the device has
+        passed the end of the step."""
         if self.step is not None:
             self.step.events.append(event)
 
@@ -174,6 +176,6 @@ class Observer(StepCallback):
             attention_area=step.area,
             longest_sequence=step.longest,
             spans=spans,
-            events=step.events,
-            expert_tokens={layer: tokens.cpu().numpy() for layer, tokens in step.expert_tokens.items()},
+            events=[each() if callable(each) else each for each in step.events],
+            expert_tokens={layer: tokens.numpy() for layer, tokens in step.expert_tokens.items()},
         )

@@ -6,8 +6,9 @@ one form: flat tensors that cover elements start to stop of a parameter. New opt
 longer require a gradient, so their state is dropped.
 """
 
+import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.param_layout import FullParamLayout
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "ParameterState",
@@ -26,7 +28,9 @@ __all__ = [
     "future_ranges",
     "optimizer_of",
     "parts",
+    "place_weights",
     "put_back",
+    "reused_buffers",
     "stash_in_gradients",
     "state_bytes",
     "states_of",
@@ -258,3 +262,54 @@ def future_ranges(
             if start < stop:
                 ranges[parameter] = (start - begin, stop - begin)
     return ranges
+
+
+def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Allocate the flat buffers of weights of `layout`, and move parameters there. Returns the buffers in its order.
+
+    arrived: modules whose weights have no content yet.
+
+    Megatron-LM allocates buffers of weights together with those of gradients. The weights would then be in memory twice
+    beside these. Here they move while there are no gradients; `reused_buffers` gives Megatron the buffers.
+    """
+    empty = {parameter for module in arrived for parameter in module.parameters()}
+    buffers = []
+    for key, buffer in {} if layout is None else layout.layouts.items():
+        size = buffer.bucket_indices[-1][1]
+        flat = torch.zeros(size, dtype=key.param_dtype, device=torch.cuda.current_device())
+        for parameter, (begin, end, _) in buffer.param_index_map.items():
+            place = flat[begin:end].view(parameter.shape)
+            if parameter not in empty:
+                place.copy_(parameter.data)
+            parameter.data = place
+        buffers.append(flat)
+    return buffers
+
+
+@contextlib.contextmanager
+def reused_buffers(buffers: list[torch.Tensor]) -> Iterator[None]:
+    """A context in which Megatron-LM's flat buffers get their weights from `buffers`, of `place_weights`, in place of
+    new memory. The copy of weights there is then one of a tensor to itself."""
+    mode = _Reuse(buffers)
+    with mode:
+        yield
+    assert not mode.left, "Megatron-LM made other buffers than planned"
+
+
+class _Reuse(TorchFunctionMode):
+    """For each buffer Megatron-LM calls `torch.zeros` twice: for its weights, and for its gradients."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.left = list(buffers)
+        self._has_weights = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and self.left and args == (self.left[0].numel(),) and "requires_grad" in kwargs:
+            self._has_weights = not self._has_weights
+            if self._has_weights:
+                assert kwargs["dtype"] == self.left[0].dtype, "a buffer has another type than planned"
+                return self.left[0]
+            self.left.pop(0)
+        return func(*args, **kwargs)

@@ -24,15 +24,21 @@ def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
     return (cluster or Cluster.preset("h200-8x400g")).relabel(nodes=nodes, ranks_per_node=len(ranks) // nodes)
 
 
-def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float) -> dist.ProcessGroup:
+def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host: bool = False) -> dist.ProcessGroup:
     """A new group of the ranks of `group`, so that messages of both do not mix. All ranks of the job call it together.
 
     timeout_minutes: of the new group.
+    on_host: make it on gloo, for small messages that hosts exchange without waiting for their devices.
     """
     members: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(members, dist.get_process_group_ranks(group))
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted({tuple(r) for r in members})}
+    backend = "gloo" if on_host else None
+    groups = {
+        ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        for ranks in sorted({tuple(r) for r in members})
+    }
     duplicate = groups[tuple(members[dist.get_rank()])]
-    connect(duplicate)
+    if not on_host:
+        connect(duplicate)
     return duplicate

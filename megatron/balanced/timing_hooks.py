@@ -8,6 +8,7 @@ outputs. Hooks on hidden states do: the gradient of a layer's output is there wh
 input when it ends.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +35,8 @@ class Step:
     tokens: of this rank in all micro-batches.
     area: query-key pairs that attention computes on this rank.
     longest: tokens of the longest document.
-    expert_tokens: by layer, int64 [experts].
-    events: lines of balancers.
+    expert_tokens: by layer, int64 [experts]; on the host once the device has passed the end of the step.
+    events: lines of balancers, or functions that give them then.
     record: made of the marks when they are read.
     """
 
@@ -48,7 +49,7 @@ class Step:
     area: int = 0
     longest: int = 0
     expert_tokens: dict[int, torch.Tensor] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any] | Callable[[], dict[str, Any]]] = field(default_factory=list)
     record: RankRecord | None = None
 
 
@@ -163,10 +164,18 @@ class TimingHooks:
         """End the step in progress and the optimizer's part of it. Returns the step."""
         assert self.step is not None
         self._end_call("optimizer", 0, 0)
+        self._copy_expert_tokens(self.step)
         self.step.end = self.clock.mark()
         step, self.step = self.step, None
         self._config.timers = self._config.timers.timers
         return step
+
+    @staticmethod
+    def _copy_expert_tokens(step: Step) -> None:
+        """Start one copy of all counts to the host, which does not wait for it."""
+        if step.expert_tokens:
+            counts = torch.stack(list(step.expert_tokens.values())).to("cpu", non_blocking=True)
+            step.expert_tokens = dict(zip(step.expert_tokens, counts, strict=True))
 
     def open_backward(self, part: "_Part", micro_batch: int) -> None:
         """The backward pass of `part` begins."""

@@ -77,15 +77,16 @@ def _features(
     if config.balance_report is not None or config.layers.enabled:
         observer = Observer(args, config)
         features.append(observer)
-    report = _no_report if observer is None else observer.note
+    note = observer.note if observer is not None and config.balance_report is not None else None
+    report = note or _no_report
     if config.dynamics.enabled:
         features += dynamics_callbacks(args, config.dynamics, report)
     if config.sequences.balance_sequences:
-        sequences = SequenceBalancer(args, config.sequences, cluster, report)
+        sequences = SequenceBalancer(args, config.sequences, cluster, note)
         features.append(sequences)
         model.pre_wrap_hooks.append(sequences.before_wrapping)
     if config.experts.balance_experts:
-        features.append(ExpertBalancer(args, config.experts, cluster, None if observer is None else observer.note))
+        features.append(ExpertBalancer(args, config.experts, cluster, note))
     if config.layers.enabled:
         assert observer is not None
         features.append(LayerBalancer(args, config.layers, model, observer))

@@ -34,6 +34,22 @@ has_flag() {
     return 1
 }
 
+# needs_one_queue ARGUMENTS...: whether Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, as it does for tensor and context
+# parallelism before Blackwell. Everything else hides transfers better with several queues to a GPU; FSDP demands them.
+needs_one_queue() {
+    [[ " $* " != *fsdp* ]] && ! has_flag --overlap-moe-expert-parallel-comm "$@" || return 1
+    local capability flag size
+    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+    capability=${capability%%.*}
+    [[ ! $capability =~ ^[0-9]+$ ]] || ((capability < 10)) || return 1
+    ! has_flag --use-checkpoint-args "$@" || return 0 # the sizes are in the checkpoint
+    for flag in --tensor-model-parallel-size --context-parallel-size; do
+        size=$(value_of "$flag" "$@")
+        [[ ! $size =~ ^[0-9]+$ ]] || ((size < 2)) || return 0
+    done
+    return 1
+}
+
 # last_checkpoint: the iteration of the last complete checkpoint in SAVE; Megatron writes this file last.
 last_checkpoint() { cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null; }
 

@@ -45,6 +45,23 @@ def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
     split_kernel.kernels_work.cache_clear()
 
 
+def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
+    """As where Triton finds no C compiler, or no driver."""
+    from balancing.experts.split import split_kernel
+
+    def fail(self, load):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+
+    monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused: None)
+    monkeypatch.setattr(split_kernel.SplitKernels, "__call__", fail)
+    split_kernel.kernels_work.cache_clear()
+    with pytest.warns(UserWarning, match="step by step, for Triton cannot compile.*C compiler") as told:
+        assert not split_kernel.kernels_work(4, torch.device("cpu"), numpy_split)
+        assert not split_kernel.kernels_work(4, torch.device("cpu"), numpy_split)
+    assert len(told) == 1 and "\n" not in str(told[0].message)
+    split_kernel.kernels_work.cache_clear()
+
+
 @pytest.mark.parametrize(("kernel", "pointers"), [("balance", 3), ("divide", 4)])
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):

@@ -1,7 +1,8 @@
-"""Peak memory of a move: that of the stage before or after it, plus one layer."""
+"""Peak memory of a move: that of the stage before or after it, plus one layer. The bytes of layers that plans use."""
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.moving import Plans, move_at
-from tests.support.training import MOCK_DATA, MODEL, train_rank
+from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
 PLAN: Plans = {2: ((6,), (2,))}
 BASE = [*MODEL, *MOCK_DATA, *"--num-layers 8 --hidden-size 64 --train-iters 4 --pipeline-model-parallel-size 2".split()]
@@ -70,18 +71,98 @@ def _peak(argv: list[str]) -> tuple[int, int, int, int]:
     return before, after, peak, weights
 
 
-# flags, bytes of a parameter that a rank holds for each of its weight's two, copies of all weights beside that
+DISTRIBUTED = "--use-distributed-optimizer"
+# ranks, flags, bytes that a rank holds for each element of a weight
 CASES = {
-    "bf16": ("", 2 + 4 + 4 + 8, 0),
-    "bf16, distributed optimizer": ("--use-distributed-optimizer", 2 + 4 + 4 + 8, 1),
+    "bf16": (2, "", 2 + 4 + 4 + 8),
+    "bf16, distributed optimizer": (2, DISTRIBUTED, 2 + 4 + 4 + 8),
+    "bf16, distributed optimizer, small buckets": (
+        4,
+        f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
+        2 + 4 + 4 / 2 + 8 / 2,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_more_than_before_or_after_and_one_layer(pool, case):
-    flags, state, copies = CASES[case]
-    for before, after, peak, weights in pool.run(2, _peak, [*BASE, *flags.split(), "--bf16", "--balance-layers"]):
-        layer = weights * state // 2
+    ranks, flags, state = CASES[case]
+    for before, after, peak, weights in pool.run(ranks, _peak, [*BASE, *flags.split(), "--bf16", "--balance-layers"]):
+        layer = weights * state / 2
         assert abs(before - after) > 1.5 * layer, "hardly anything moved"
-        layers = round(max(before, after) / layer)
-        assert peak <= max(before, after) + layer + copies * layers * weights + SMALL
+        assert peak <= max(before, after) + layer + SMALL
+
+
+def _caches(argv: list[str]) -> list[tuple[str, int, int]]:
+    """What a move does to the allocator, with the bytes that all tensors hold by then, and those of gradients."""
+    from megatron.balanced.layers import mover
+
+    seen: list[tuple[str, int, int]] = []
+    move_at(PLAN)
+    move = mover.LayerMover.move
+
+    def watched(self: Any, *args: Any) -> Any:
+        gc.collect()
+        with _Live() as live:
+
+            def note(name: str) -> None:
+                seen.append((name, live.now, sum(b.grad_data.nbytes for ddp in self._chunks for b in ddp.buffers)))
+
+            for name in ("empty_cache", "reset_peak_memory_stats"):
+                setattr(torch.cuda, name, partial(note, name))
+            note("begin")
+            moved = move(self, *args)
+            note("end")
+        return moved
+
+    mover.LayerMover.move = watched
+    train_rank(argv, False)
+    return seen
+
+
+def test_cached_memory_is_given_back_before_tensors_arrive_and_peaks_start_anew(pool):
+    """Else tensors that arrive are carved out of the gradients' cached block, which a new buffer then cannot have."""
+    for seen in pool.run(2, _caches, [*BASE, "--bf16", DISTRIBUTED, "--balance-layers"]):
+        assert [name for name, *_ in seen] == ["begin", "empty_cache", "empty_cache", "reset_peak_memory_stats", "end"]
+        begin, first, second, _, end = seen
+        assert begin[2] > 0 and end[2] > 0 and first[2] == second[2] == 0
+        assert first[1] <= begin[1] - begin[2] + SMALL, "gradients are not free when the cache is emptied"
+        assert second[1] <= end[1] - 0.5 * end[2], "the buffer is there before the cache is emptied"
+
+
+def _bytes(argv: list[str]) -> tuple[dict[str, list[float]], dict[int, tuple[float, float]]]:
+    """Bytes by layer as plans count them, and as they are in memory: weights with optimizer state, and gradients."""
+    from megatron.balanced import callbacks
+    from megatron.balanced.layers import balancer as layers
+    from megatron.balanced.optimizer_state import states_of
+
+    counted: dict[str, list[float]] = {}
+    held: dict[int, tuple[float, float]] = {}
+
+    def end_step(self: Any) -> None:
+        counted.update(travelling=list(self.mover.travelling_bytes()), resting=list(self.mover.resting_bytes()))
+        states = states_of(callbacks.trained().optimizer)
+        for layer in self.mover.models()[0].decoder.layers:
+            resident = sum(p.nbytes for p in layer.parameters())
+            resident += sum(t.nbytes for p in layer.parameters() if p in states for t in states[p].tensors.values())
+            held[layer.layer_number - 1] = resident, sum(p.main_grad.nbytes for p in layer.parameters())
+
+    move_at({})
+    layers.LayerBalancer.end_step = end_step
+    train_rank(argv, False)
+    return counted, held
+
+
+def test_state_of_experts_is_sharded_over_their_own_ranks(pool):
+    """With experts on both ranks, no rank shares their state, while that of everything else is on two."""
+    flags = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall {DISTRIBUTED}"
+    argv = [*BASE, *flags.split(), "--num-layers", "4", "--train-iters", "1", "--bf16", "--balance-layers"]
+    seen = pool.run(4, _bytes, argv)
+    for layer in range(4):
+        ranks = [(counted, held[layer]) for counted, held in seen if layer in held]
+        assert len(ranks) == 2
+        # What of dense weights a rank has the state of depends on where buckets are cut: the mean does not.
+        resident, gradients = (sum(held[i] for _, held in ranks) / 2 for i in (0, 1))
+        for counted, _ in ranks:
+            assert counted["travelling"][layer] == pytest.approx(resident, rel=0.02)
+            assert counted["resting"][layer] == pytest.approx(resident + gradients, rel=0.02)

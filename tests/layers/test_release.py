@@ -307,3 +307,56 @@ def test_a_choice_waits_for_the_log(pool):
     for (asked, peak, stages), (early, due, late) in zip(asks, found, strict=True):
         assert early is None and late is None
         assert (None if due is None else len(due)) == stages, (asked, peak, due)
+
+
+def _destroying_rank(argv: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and ranks of each group that this rank destroys in a release, in order."""
+    import torch.distributed as dist
+
+    from megatron.balanced.layers import release
+
+    destroyed: list[tuple[str, tuple[int, ...]]] = []
+    move_at({1: ((4,),)})
+    destroy, finish = dist.destroy_process_group, release.Departure.finish
+
+    def noted(group: Any = None) -> None:
+        groups = [group]
+        if group is None or group is dist.group.WORLD:  # all that are left, as torch orders them
+            names = dist.distributed_c10d._world.pg_names
+            groups = sorted(names, key=lambda each: names[each], reverse=True)
+        destroyed.extend((f"{each.group_desc} {each.group_name}", _ranks_of(each)) for each in groups)
+        destroy(group)
+
+    def finish_(self: Any, *args: Any) -> None:
+        dist.destroy_process_group = noted
+        try:
+            finish(self, *args)
+        finally:
+            dist.destroy_process_group = destroy
+
+    def _ranks_of(group: Any) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(group))
+
+    release.Departure.finish = finish_
+    try:
+        train_rank(argv, False)
+    except SystemExit as left:
+        assert left.code == 0
+    return destroyed
+
+
+def test_groups_are_destroyed_in_one_order_on_all_their_ranks(pool):
+    """NCCL waits for the ranks of a node when it destroys a communicator: two orders hang."""
+    flags = f"{PP2} {EXACTLY} {EP2} {OVERLAPS} --early-exit-layers 1,2 --train-iters 3 {RELEASE}"
+    ranks = pool.run(4, _destroying_rank, [*BASE, *flags.split()])
+    members = dict(ranks[0] + ranks[2])
+    assert any(name.startswith("INTRA_DISTRIBUTED_OPTIMIZER") for name in members), sorted(members)
+    assert any(name.startswith("PIPELINE") for name in members)
+    for one in range(4):
+        for other in range(one):
+            orders = [[name for name, held in ranks[rank] if {one, other} <= set(held)] for rank in (one, other)]
+            assert orders[0] == orders[1]
+    leave = {2, 3}
+    for name, held in members.items():
+        if leave & set(held) and not leave >= set(held):
+            assert all(name in dict(ranks[rank]) for rank in held), f"{name} is left on a rank"

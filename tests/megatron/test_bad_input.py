@@ -57,6 +57,18 @@ FLAGS = {
     "device": ("--device tpu", "--device tpu", "auto, cuda or cpu"),
     "two precisions": ("--bf16 --fp16", "fp16", "bf16"),
     "float64 and bf16": ("--fp64 --bf16", "--fp64", "--bf16", "drop one"),
+    "report of CUDA graphs": (
+        "--balance-report report --cuda-graph-impl local",
+        "--balance-report",
+        "--cuda-graph-impl local",
+        "hooks",
+        "--cuda-graph-impl none",
+    ),
+    "report of CUDA graphs, by the old flag": (
+        "--balance-report report --enable-cuda-graph",
+        "--enable-cuda-graph",
+        "hooks",
+    ),
     "report interval": ("--balance-report-interval 0", "--balance-report-interval 0", "at least 1"),
     "no save interval": ("--save somewhere", "--save-interval"),
     "tensor parallel": ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3", "2 rank", "multiple of 3"),

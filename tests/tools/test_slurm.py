@@ -391,6 +391,33 @@ def test_outside_of_a_job_it_says_how_to_submit() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "capability", "needed"),
+    [
+        ("--num-layers 2", "9.0", False),
+        ("--tensor-model-parallel-size 2", "9.0", True),
+        ("--context-parallel-size=2", "9.0", True),
+        ("--context-parallel-size 2", "", True),  # no GPU on this host
+        ("--tensor-model-parallel-size 1 --context-parallel-size 1", "9.0", False),
+        ("--tensor-model-parallel-size 2", "10.0", False),
+        ("--tensor-model-parallel-size 2 --use-megatron-fsdp", "9.0", False),
+        ("--use-checkpoint-args", "8.0", True),
+    ],
+)
+def test_one_queue_to_a_gpu_only_where_megatron_demands_it(
+    tmp_path: Path, arguments: str, capability: str, needed: bool
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho {capability}\n" if capability else "#!/bin/sh\nexit 9\n")
+    tool.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-uc", f'source {SCRIPTS}/arguments.sh; needs_one_queue "$@"', "bash", *arguments.split()],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        timeout=PATIENCE,
+    )
+    assert done.returncode == (0 if needed else 1)
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_scripts_pass_shellcheck() -> None:
     scripts = [

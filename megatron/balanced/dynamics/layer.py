@@ -25,6 +25,14 @@ class TokenFlow:
     def __init__(self) -> None:
         self.is_on = False
         self.active: torch.Tensor | None = None  # bool [s, b]
+        self._chosen: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`tokens_of(active)`. The host waits for their number, so they are chosen once until another token exits."""
+        assert self.active is not None
+        if self._chosen is None or self._chosen[0] is not self.active:
+            self._chosen = self.active, tokens_of(self.active)
+        return self._chosen[1]
 
 
 class DynamicLayer(TransformerLayer):
@@ -71,7 +79,7 @@ class DynamicLayer(TransformerLayer):
         if self.depth_router is not None:
             output, context = self._run_chosen(hidden, *args, **kwargs)
         elif flow is not None and flow.active is not None:
-            index, real = tokens_of(flow.active)
+            index, real = flow.tokens()
             output, context = self._run_some(hidden, index, real[..., None].to(hidden.dtype), *args, **kwargs)
         else:
             self._count(hidden, hidden.shape[0] * hidden.shape[1])

@@ -78,8 +78,9 @@ class Plasticity:
                 total += torch.tensor([self._measured, 1.0], dtype=total.dtype, device=total.device)
             dist.all_reduce(total)
             self._measured = None
-            if total[1]:  # the first measurement has no reference
-                self.freezer.observe(float(total[0] / total[1]), learning_rate)
+            measured, count = total.tolist()
+            if count:  # the first measurement has no reference
+                self.freezer.observe(measured / count, learning_rate)
         if self._save_interval and not (self._iteration + 1) % self._save_interval:
             self._is_outdated = True
 

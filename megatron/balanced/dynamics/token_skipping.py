@@ -66,9 +66,7 @@ class Tokens(StepCallback):
             model.register_forward_hook(self._weigh)
         stages = mpu.get_pipeline_model_parallel_world_size()
         if stages != self._stages:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-                self._group = None
+            self._group = None  # the release has destroyed the old one
             if stages > 1:
                 self._group = duplicate_group(
                     mpu.get_pipeline_model_parallel_group(), self._args.distributed_timeout_minutes

@@ -45,7 +45,8 @@ class ExpertBalancer(StepCallback):
     args: Megatron-LM's arguments.
     config: the expert flags.
     machine: speeds of the hardware for the cost model; None plans for balance alone.
-    report: called with each event of a step, on one rank of each expert-parallel group; None for no events.
+    report: called on one rank of each expert-parallel group with each event of a step, as a function that gives it;
+        None for no events.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class ExpertBalancer(StepCallback):
         args: argparse.Namespace,
         config: ExpertConfig,
         machine: Cluster | None,
-        report: Callable[[dict[str, Any]], None] | None,
+        report: Callable[[Callable[[], dict[str, Any]]], None] | None,
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         self._model: list[torch.nn.Module] = []
         self._process_group: Any = None
+        self._hosts: Any = None  # the same ranks on gloo
         self._chunk_at: dict[int, ExpertChunk] = {}  # position of a model chunk with experts -> its slots
         self._cluster: Cluster  # of the expert-parallel group, set with the planner when the model is attached
         self._planner: ReplicaPlanner
@@ -73,9 +75,9 @@ class ExpertBalancer(StepCallback):
         Raises ReplicaMemoryError on all ranks of the job if the slots do not fit into the memory of some rank.
         """
         self._model = chunks
-        self._process_group = duplicate_group(
-            mpu.get_expert_model_parallel_group(), self._args.distributed_timeout_minutes
-        )
+        minutes = self._args.distributed_timeout_minutes
+        self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
+        self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
         self._shared = self._agree_on_mode([layer for own in self._layers_of_model() for layer in own])
         self._planner = ReplicaPlanner(self._args, self.config, self._machine, self._cluster, self._shared)
@@ -156,7 +158,7 @@ class ExpertBalancer(StepCallback):
     def begin_step(self, iteration: int, config: Any) -> None:
         self._iteration = iteration
         if self._planner.adopt():
-            check_same_plans([self._plans[layer] for layer in self._layers()])
+            check_same_plans([self._plans[layer] for layer in self._layers()], self._hosts)
         self._model_config = config
 
     def begin_schedule(self) -> None:

@@ -1,13 +1,15 @@
 """The event of one balanced MoE layer and step, for the report's event log."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from balancing.report import event, imbalance
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
-from megatron.balanced.experts.planning import LayerPlan, to_host
+from megatron.balanced.experts.planning import LayerPlan
 
 __all__ = ["layer_event"]
 
@@ -22,8 +24,9 @@ def layer_event(
     exposed_ms: float,
     plan_ms: float,
     plan_wait_ms: float,
-) -> dict[str, Any]:
-    """One line of the event log.
+) -> Callable[[], dict[str, Any]]:
+    """One line of the event log, as a function to be called once the device has passed the end of the step: the host
+    does not wait for the copies of loads that start here.
 
     iteration: the iteration that has ended, from 0.
     layer: the layer, with the loads of the iteration's micro-batches.
@@ -34,31 +37,44 @@ def layer_event(
     plan_ms: milliseconds spent planning the layer.
     plan_wait_ms: milliseconds for which the step waited for the layer's plan.
     """
-    homes = layer.num_local_experts
-    before = np.mean([imbalance(load.sum(0).reshape(-1, homes).sum(1)) for load in to_host(layer.loads)])
-    served = np.array(to_host(layer.served))  # [micro-batch, rank]
-    after = np.mean([imbalance(tokens) for tokens in served])
-    replicas = layer.placement.replicas
-    return event(
-        iteration + 1,
-        "experts",
-        "layer",
-        imbalance_before=float(before),
-        imbalance_after=float(after),
-        plan_ms=plan_ms,
-        apply_ms=exposed_ms,
-        moved_bytes=chunk.slots.moved_bytes(layer.experts.position),
-        action="replicate" if replicas else "keep",
-        reason="" if replicas else _why_none(layer, iteration),
-        layer=layer.index,
-        tokens_per_rank=served.sum(0),
-        planner=planner,
-        drift=plan.drift,
-        plan_age=plan.age,
-        replicas=replicas,
-        added=replicas - plan.placed.replicas,
-        plan_wait_ms=plan_wait_ms,
-    )
+    homes, replicas = layer.num_local_experts, layer.placement.replicas
+    loads, served = _copy(layer.loads), _copy(layer.served)
+    known = {
+        "plan_ms": plan_ms,
+        "apply_ms": exposed_ms,
+        "moved_bytes": chunk.slots.moved_bytes(layer.experts.position),
+        "action": "replicate" if replicas else "keep",
+        "reason": "" if replicas else _why_none(layer, iteration),
+        "layer": layer.index,
+        "planner": planner,
+        "drift": plan.drift,
+        "plan_age": plan.age,
+        "replicas": replicas,
+        "added": replicas - plan.placed.replicas,
+        "plan_wait_ms": plan_wait_ms,
+    }
+
+    def line() -> dict[str, Any]:
+        before = np.mean([imbalance(load.sum(0).reshape(-1, homes).sum(1)) for load in np.asarray(loads)])
+        tokens = np.asarray(served)  # [micro-batch, rank]
+        return event(
+            iteration + 1,
+            "experts",
+            "layer",
+            imbalance_before=float(before),
+            imbalance_after=float(np.mean([imbalance(each) for each in tokens])),
+            tokens_per_rank=tokens.sum(0),
+            **known,
+        )
+
+    return line
+
+
+def _copy(values: list[Any]) -> Any:
+    """The arrays of all micro-batches on the host, those from a GPU once the device has passed this point."""
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values).to("cpu", non_blocking=True)
+    return np.stack(values)
 
 
 def _why_none(layer: BalancedMoELayer, iteration: int) -> str:

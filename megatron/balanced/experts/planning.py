@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from balancing.cluster import Cluster
@@ -23,7 +22,7 @@ from balancing.experts.config import ExpertConfig
 from balancing.experts.planners.repair import repair
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
-__all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "to_host"]
+__all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans"]
 
 _DRIFT = 0.05  # total variation of the load after which replicas are placed again, with --expert-plan-interval 0
 
@@ -129,7 +128,7 @@ class ReplicaPlanner:
         """
         if self._machine is None or layer.placement.split != "level":
             return layer.placement
-        (load,) = to_host([load])
+        (load,) = _to_host([load])
         return repair(
             load,
             layer.placement,
@@ -142,7 +141,7 @@ class ReplicaPlanner:
     def _plan(
         self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
     ) -> Planned:
-        loads = to_host(loads)
+        loads = _to_host(loads)
         begin = time.perf_counter()
         history, interval = plan.history, self._config.expert_plan_interval
         drift = float(history.record(np.mean(loads, axis=0)))
@@ -174,16 +173,19 @@ class ReplicaPlanner:
         return 1 if self._shared else get_num_microbatches()
 
 
-def check_same_plans(plans: list[LayerPlan]) -> None:
-    """Raise RuntimeError on all ranks of the expert-parallel group unless they have the same placements."""
+def check_same_plans(plans: list[LayerPlan], hosts: dist.ProcessGroup) -> None:
+    """Raise RuntimeError on all ranks of the expert-parallel group unless they have the same placements.
+
+    hosts: the ranks of the group on gloo, so that no host waits for its device.
+    """
     digest = "".join(plan.placed.digest() for plan in plans).encode()
-    digests: list[Any] = [None] * dist.get_world_size(mpu.get_expert_model_parallel_group())
-    dist.all_gather_object(digests, digest, group=mpu.get_expert_model_parallel_group())
+    digests: list[Any] = [None] * dist.get_world_size(hosts)
+    dist.all_gather_object(digests, digest, group=hosts)
     if len(set(digests)) > 1:
         raise RuntimeError("ranks of an expert-parallel group made different plans for the same load")
 
 
-def to_host(values: list[Any]) -> list[np.ndarray]:
+def _to_host(values: list[Any]) -> list[np.ndarray]:
     """NumPy arrays as they are; tensors of one shape as NumPy arrays, with one copy from the GPU."""
     return list(torch.stack(values).cpu().numpy()) if isinstance(values[0], torch.Tensor) else values
 

@@ -62,7 +62,12 @@ def set_layout(
 
 
 def change_layers(
-    plan: StagePlan, models: Sequence[torch.nn.Module], spec: GPTModelConfig, inventories: Sequence[Inventory]
+    plan: StagePlan,
+    models: Sequence[torch.nn.Module],
+    spec: GPTModelConfig,
+    inventories: Sequence[Inventory],
+    *,
+    without_memory: bool = False,
 ) -> list[tuple[torch.nn.Module, int]]:
     """Give this rank's model chunks the layers of `plan`, after `set_layout`.
 
@@ -70,10 +75,12 @@ def change_layers(
     models: the chunks of this rank.
     spec: the config that the model was built from.
     inventories: of all ranks.
+    without_memory: give weights that require gradients one element of memory, until they are placed in a buffer.
 
     Returns the new layers, uninitialized, each with the number of its chunk.
     """
     arrived = []
+    frozen = set().union(*(inventory.frozen for inventory in inventories))
     stage = mpu.get_pipeline_model_parallel_rank()
     for chunk, model in enumerate(models):
         block = model.decoder
@@ -86,13 +93,17 @@ def change_layers(
                 layer = _build(block, position)
                 assert layer.layer_number == number + 1, "the layout gives another layer than the plan"
                 arrived.append((layer, chunk))
+                if without_memory:
+                    for parameter in layer.parameters():
+                        parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
             layers.append(layer)
         block.layers = torch.nn.ModuleList(layers)
         block.num_layers_per_pipeline_rank = len(layers)
-    frozen = set().union(*(inventory.frozen for inventory in inventories))
     for name, parameter in named_parameters(models):
         if name in frozen:
             parameter.requires_grad_(False)
+            if not parameter.is_contiguous():  # no buffer will have it
+                parameter.data = torch.empty_like(parameter.data, memory_format=torch.contiguous_format)
     _register_buffers({layer.layer_number - 1: layer for layer, _ in arrived}, inventories)
     return arrived
 

@@ -10,8 +10,8 @@ a move keeps these objects and replaces their contents:
 5. Wrap the layers for data parallelism anew, build a new optimizer, and put the state back. Meanwhile main parameters
    are stashed in the new gradient buffers.
 
-So the peak memory of a rank is the larger of before and after the move, plus one layer; the weights of a distributed
-optimizer are briefly in memory twice, when they are copied to a new buffer. Embedding, final norm and head stay on
+So the peak memory of a rank is the larger of before and after the move, plus one layer. Weights of a distributed
+optimizer are copied to their new buffer where the gradients were. Embedding, final norm and head stay on
 their stages unless the pipeline gets shorter: then the last stages send everything away and their ranks leave the job
 (`megatron.balanced.layers.release`).
 """
@@ -41,13 +41,23 @@ from balancing.messages import connect
 from megatron.balanced import callbacks
 from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
 from megatron.balanced.layers.release import Departure
-from megatron.balanced.layers.state import Inventory, Request, make_request, take_inventory, transfer
+from megatron.balanced.layers.state import (
+    Held,
+    Inventory,
+    Request,
+    hold_weights,
+    make_request,
+    take_inventory,
+    transfer,
+)
 from megatron.balanced.optimizer_state import (
     ParameterState,
     Taken,
     bucket_layout,
     future_ranges,
+    place_weights,
     put_back,
+    reused_buffers,
     stash_in_gradients,
     state_bytes,
     take,
@@ -110,24 +120,34 @@ class LayerMover:
 
     def parameters(self) -> np.ndarray:
         """Parameters of each layer, of the embedding and of the head on a rank that holds them: [layers + 2]."""
-        counts = np.zeros(self.plan.layers + 2)
+        return self._sum_up(lambda parameter: 1)
+
+    def travelling_bytes(self) -> np.ndarray:
+        """Bytes of each layer, of the embedding and of the head that a rank receives when it gets them: [layers + 2].
+        These are weights, main parameters and two moments."""
+        return self._sum_up(self._travelling)
+
+    def resting_bytes(self) -> np.ndarray:
+        """Bytes of each layer, of the embedding and of the head that a rank holds between steps: [layers + 2]. These
+        are those of a move, and gradients."""
+        weight = self._args.params_dtype.itemsize
+        gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
+        return self._sum_up(lambda parameter: self._travelling(parameter) + gradient)
+
+    def _travelling(self, parameter: torch.nn.Parameter) -> float:
+        dtype, of_expert = self._args.params_dtype, not getattr(parameter, "allreduce", True)
+        return dtype.itemsize + state_bytes(self._chunks[0], dtype, of_expert=of_expert)
+
+    def _sum_up(self, of_element: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
+        """The sum over parameters of their elements times `of_element`, on a rank that holds them: [layers + 2]."""
+        sums = np.zeros(self.plan.layers + 2)
         for model in self.models():
             parts = {layer.layer_number - 1: layer for layer in model.decoder.layers}
             parts |= {-2: getattr(model, "embedding", None), -1: getattr(model, "output_layer", None)}
             for number, part in parts.items():
                 if part is not None:
-                    counts[number] = sum(parameter.numel() for parameter in part.parameters())
-        return np.max(self.gather(counts), axis=0)
-
-    def travelling_bytes(self) -> float:
-        """Bytes that a move transfers for each element of a parameter: weight, main parameter, two moments."""
-        dtype = self._args.params_dtype
-        return dtype.itemsize + state_bytes(self._chunks[0], dtype)
-
-    def resting_bytes(self) -> float:
-        """Bytes that a rank holds for each element of a parameter between steps: those of a move, and the gradient."""
-        weight = self._args.params_dtype.itemsize
-        return self.travelling_bytes() + max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
+                    sums[number] = sum(each.numel() * of_element(each) for each in part.parameters())
+        return np.max(self.gather(sums), axis=0)
 
     def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
         """Move layers to where `plan`, which may have fewer stages, has them. All ranks call it, between two steps.
@@ -143,26 +163,31 @@ class LayerMover:
         inventories = self.gather(inventory)
         taken.states.clear()
         self._free_buffers()
+        # Tensors that arrive would be carved out of the cached memory of gradients, and the new buffers need it whole.
+        torch.cuda.empty_cache()
         departure = self._depart(plan) if plan.stages < self.plan.stages else None
         arrived: list[tuple[torch.nn.Module, int]] = []
         ends: list[torch.nn.Module] = []
         layouts: list[Any] = []
+        weights: list[list[torch.Tensor]] = []
         request = Request([], {}, {})
         if departure is None or not departure.leaves:
             if departure is not None:
                 ends = complete_ends(plan.stages, self.models()[0], self._spec)
-            arrived, layouts, request = self._change(plan, ends, inventories)
+            arrived, layouts, weights, request = self._change(plan, ends, inventories, held)
         requests = [piece for pieces in self.gather(request.pieces) for piece in pieces]
         sent = transfer(self.models(), held, request, inventories, requests, self._tensors, self._timeout)
         request.targets.clear()
         if departure is not None:
             self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
-            departure.finish([self._objects, self._tensors])
+            departure.finish()
             self._make_groups()
             callbacks.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
         moved = time.perf_counter()
+        torch.cuda.empty_cache()
         for chunk, ddp in enumerate(self._chunks):
-            self._wrap(ddp, chunk, layouts[chunk], hooked[chunk])
+            with reused_buffers(weights[chunk]):
+                self._wrap(ddp, chunk, layouts[chunk], hooked[chunk])
         self._remember_nodes()
         self._renew(optimizer, scheduler, request.states, taken)
         for layer, chunk in arrived:
@@ -173,6 +198,7 @@ class LayerMover:
         for callback in callbacks.registered:
             callback.layers_moved()
         self.plan = plan
+        torch.cuda.reset_peak_memory_stats()  # peaks from now on are those of the new layers
         took = self.gather((sent, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3))
         return Moved(sum(bytes for bytes, _, _ in took), max(ms for _, ms, _ in took), max(ms for _, _, ms in took))
 
@@ -185,15 +211,20 @@ class LayerMover:
         )
 
     def _change(
-        self, plan: StagePlan, ends: list[torch.nn.Module], inventories: list[Inventory]
-    ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], Request]:
-        """Build the modules of `plan`. Returns new layers with their chunks, layouts of buffers, and the request."""
+        self, plan: StagePlan, ends: list[torch.nn.Module], inventories: list[Inventory], held: Held
+    ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], list[list[torch.Tensor]], Request]:
+        """Build the modules of `plan`. Returns new layers with their chunks, layouts of buffers, the buffers of weights
+        of each chunk (`place_weights`), and the request. held: of this rank; its weights are now those in buffers.
+        """
         set_layout(plan, self._chunks, self._spec, self._args)
-        arrived = change_layers(plan, self.models(), self._spec, inventories)
-        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
-        ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
+        in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
+        arrived = change_layers(plan, self.models(), self._spec, inventories, without_memory=in_buffers)
         new = [*ends, *(layer for layer, _ in arrived)]
-        return arrived, layouts, make_request(self.models(), new, ranges, inventories)
+        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
+        weights = [place_weights(layout, new) for layout in layouts]
+        hold_weights(self.models(), new, held)
+        ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
+        return arrived, layouts, weights, make_request(self.models(), new, ranges, inventories)
 
     def _agree(self, plan: StagePlan) -> None:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()
@@ -202,7 +233,7 @@ class LayerMover:
         connect(self._tensors)
 
     def _free_buffers(self) -> None:
-        """Free Megatron's flat buffers. One that holds weights is freed once these are in the new one."""
+        """Free Megatron's flat buffers. One that holds weights is freed once these are in the new one or were sent."""
         for ddp in self._chunks:
             for parameter in ddp.module.parameters():
                 if hasattr(parameter, "main_grad"):

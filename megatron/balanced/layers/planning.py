@@ -162,8 +162,8 @@ class LayerPlanner:
         limit = min(self._mover.gather(_device_memory()))
         memory = None
         if limit < np.inf:
-            counts = self._mover.parameters() * self._mover.resting_bytes()
-            resting = LayerMemory(counts[:-2], embedding=counts[-2], head=counts[-1])
+            held = self._mover.resting_bytes()
+            resting = LayerMemory(held[:-2], embedding=held[-2], head=held[-1])
             memory = fit_activations(resting, peaks, plan, micro_batches)
         try:
             return plan_stages(
@@ -192,7 +192,7 @@ class LayerPlanner:
         return LayerSeconds(layers, np.zeros_like(layers), embedding=(counts[-2], 0.0), head=(counts[-1], 0.0))
 
     def _layer_bytes(self) -> np.ndarray:
-        return self._mover.parameters()[:-2] * self._mover.travelling_bytes()
+        return self._mover.travelling_bytes()[:-2]
 
 
 def _step_seconds(cost: LayerSeconds, plan: StagePlan) -> float:

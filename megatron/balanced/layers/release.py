@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,6 @@ __all__ = ["Departure", "Released", "hand_over_tensorboard"]
 # A rank's last message comes before its interpreter has shut down. SLURM counts a node that it takes away from a living
 # process as a failure of the job.
 _GRACE_SECONDS = 10.0
-# Megatron's groups with ranks of several stages.
-_ACROSS_STAGES = ("pp", "mp", "embd", "pos_embd", "tp_ep_pp", "tp_ep_pp_with_egtp_remat")
 
 
 class Released(SystemExit):
@@ -52,33 +49,52 @@ class Departure:
         self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
         self._rank, self._stay = args.rank, range(release.stay)
         self._store = dist.PrefixStore(f"release/{args.world_size}", dist.distributed_c10d._get_default_store().clone())
-        self._old = [dist.group.WORLD]
+        self._shared = _groups_of_both(release)
         smaller = dist.new_group(list(self._stay), timeout=self._timeout)
         if not self.leaves:
             dist.group.WORLD = smaller
-            self._old += _regroup(args, release, list(chunks))
+            _regroup(args, release, list(chunks))
 
-    def finish(self, groups: Iterable[Any]) -> None:
-        """Called when this rank has sent and received everything. groups: of the old job, to be destroyed.
+    def finish(self) -> None:
+        """Called when this rank has sent and received everything. Destroys the groups of ranks that stay and ranks that
+        leave, whoever made them.
 
         Raises Released on ranks that leave, once no other rank needs them.
         """
-        if self.leaves:
-            self._store.wait([f"done/{rank}" for rank in self._stay], self._timeout)
-            self._store.set(f"left/{self._rank}", "")
-            dist.destroy_process_group()
-            raise Released(0)
-        self._store.set(f"done/{self._rank}", "")
         # All ranks wait here, so that no group is destroyed while a rank still reads from it.
-        self._store.wait([f"left/{rank}" for rank in self.release.ranks], self._timeout)
-        for group in (*groups, *self._old):
+        others = [f"done/{rank}" for rank in self._stay] if self.leaves else []
+        others += [] if self.leaves else [f"left/{rank}" for rank in self.release.ranks]
+        self._store.set(f"{'left' if self.leaves else 'done'}/{self._rank}", "")
+        self._store.wait(others, self._timeout)
+        for (
+            group
+        ) in self._shared:  # with the last one, the default group, ranks that leave destroy all others they have
             dist.destroy_process_group(group)
+        if self.leaves:
+            raise Released(0)
         if self._rank == 0:
             threading.Thread(target=_return_nodes, args=(self.release,), name="return-nodes", daemon=True).start()
 
 
-def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.Module]) -> list[Any]:
-    """Create Megatron's groups for the ranks that stay, and put them into the model. Returns the replaced groups."""
+def _groups_of_both(release: Release) -> list[dist.ProcessGroup]:
+    """The groups on this rank that have ranks that leave and ranks that stay, the newest first.
+
+    NCCL waits for the other ranks of a node when it destroys a communicator, so all ranks must destroy groups in one
+    order. All of them made the groups in one order, which their names count.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    found = []
+    for group, name in names.items():
+        leaving = set(dist.get_process_group_ranks(group)) & set(release.ranks)
+        if leaving and len(leaving) < dist.get_world_size(group):
+            found.append((int(name), group))
+    groups = [group for _, group in sorted(found, key=lambda each: each[0], reverse=True)]
+    assert groups[-1] is dist.group.WORLD
+    return groups
+
+
+def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.Module]) -> None:
+    """Create Megatron's groups for the ranks that stay, and put them into the model."""
     old = ProcessGroupCollection.use_mpu_process_groups()
     args.world_size, stages = release.stay, release.stages
     args.pipeline_model_parallel_size = args.transformer_pipeline_model_parallel_size = stages
@@ -112,8 +128,6 @@ def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.M
                 setattr(module, name, replaced[id(value)])
         if hasattr(getattr(module, "config", None), "pipeline_model_parallel_size"):
             module.config.pipeline_model_parallel_size = stages
-    across = {id(group): group for name in _ACROSS_STAGES if (group := getattr(old, name, None)) is not None}
-    return list(across.values())
 
 
 def hand_over_tensorboard(args: argparse.Namespace) -> None:

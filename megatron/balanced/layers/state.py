@@ -21,6 +21,7 @@ __all__ = [
     "Held",
     "Inventory",
     "Request",
+    "hold_weights",
     "make_request",
     "named_buffers",
     "named_parameters",
@@ -120,6 +121,14 @@ def take_inventory(
         inventory.pieces.append(Piece(name, dist.get_rank(), start, start + tensor.numel()))
         inventory.dtypes[name] = tensor.dtype
     return held, inventory
+
+
+def hold_weights(models: Sequence[torch.nn.Module], arrived: Iterable[torch.nn.Module], held: Held) -> None:
+    """Let `held` refer to weights where they are now. arrived: modules whose weights have no content yet."""
+    empty = {parameter for module in arrived for parameter in module.parameters()}
+    for name, parameter in named_parameters(models):
+        if parameter not in empty:
+            held[f"{name}:{_WEIGHT}"] = (0, parameter.data.view(-1))
 
 
 class Request(NamedTuple):

@@ -30,8 +30,9 @@ from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.load import zigzag_areas
+from balancing.upload import upload
 from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.process_groups import cluster_of
+from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequences.checks import why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive
@@ -59,7 +60,7 @@ class SequenceBalancer(StepCallback):
     args: of Megatron.
     config: of this balancer.
     machine: the cluster whose speeds plans use; None for defaults.
-    report: receives the events of a step.
+    report: receives the events of a step; None without a report.
     """
 
     def __init__(
@@ -67,14 +68,16 @@ class SequenceBalancer(StepCallback):
         args: argparse.Namespace,
         config: SequenceConfig,
         machine: Cluster | None,
-        report: Callable[[dict[str, Any]], None],
+        report: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
         self._unpickled: Callable[[bytes], tuple[SequencePlan, RankProgram]] = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
         self._step: list[_Batch] | None = None  # of the training step at hand; None outside of one
-        self._spent = np.zeros((0, 6), dtype=np.int64)
+        # The hosts of the context-parallel group, and of the tensor-parallel group if it has several ranks.
+        self._hosts: Any = None
+        self._tensor_hosts: Any = None
 
     # Building the model and the data.
 
@@ -84,6 +87,10 @@ class SequenceBalancer(StepCallback):
         Data parallelism keeps a table of the modules that it wraps, so a module is replaced before.
         """
         connect(mpu.get_context_parallel_group())
+        minutes = self._args.distributed_timeout_minutes
+        self._hosts = duplicate_group(mpu.get_context_parallel_group(), minutes, on_host=True)
+        if self._args.tensor_model_parallel_size > 1:
+            self._tensor_hosts = duplicate_group(mpu.get_tensor_model_parallel_group(), minutes, on_host=True)
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
                 model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb, self._args.seq_length)
@@ -152,29 +159,34 @@ class SequenceBalancer(StepCallback):
         self._step = []
 
     def end_schedule(self) -> None:
-        """Check that all ranks of the group followed the same plans, and gather what they sent and waited for."""
+        """Check that all ranks of the group followed the same plans, without waiting for the device."""
         assert self._step is not None
         digests = "".join(batch.plan.digest for batch in self._step).encode()
         digest = int.from_bytes(hashlib.sha256(digests).digest()[:7], "little")
-        own = torch.tensor([digest, *_spent(self._step)], device=torch.cuda.current_device())
-        gathered = own.new_empty(self._cluster.world_size, len(own))
-        dist.all_gather_into_tensor(gathered.view(-1), own, group=mpu.get_context_parallel_group())
-        spent = gathered.cpu().numpy()
-        if len(set(spent[:, 0].tolist())) > 1:
+        if len(set(self._gather([digest])[:, 0].tolist())) > 1:
             ranks = dist.get_process_group_ranks(mpu.get_context_parallel_group())
             raise RuntimeError(
                 f"context-parallel ranks {ranks} made different plans; they must read the same documents, with the "
                 "same versions of Python, NumPy and this package"
             )
-        self._spent = spent[:, 1:]
+
+    def _gather(self, own: list[int]) -> np.ndarray:
+        """int64 [rank, number], the numbers of all ranks of the group."""
+        gathered = torch.empty(self._cluster.world_size, len(own), dtype=torch.int64)
+        dist.all_gather(list(gathered), torch.tensor(own), group=self._hosts)
+        return gathered.numpy()
 
     def end_step(self) -> None:
+        """Report what the ranks of the group sent and waited for."""
         batches, self._step = self._step, None
-        if batches and not mpu.get_tensor_model_parallel_rank() and not mpu.get_context_parallel_rank():
-            self._report(self._event(batches))
+        if not batches or self._report is None:
+            return
+        spent = self._gather(_spent(batches))
+        if not mpu.get_tensor_model_parallel_rank() and not mpu.get_context_parallel_rank():
+            self._report(self._event(batches, spent))
 
-    def _event(self, batches: list[_Batch]) -> dict[str, Any]:
-        exposed, waited, *sent = self._spent.T
+    def _event(self, batches: list[_Batch], spent: np.ndarray) -> dict[str, Any]:
+        exposed, waited, *sent = spent.T
         kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
         plans = [batch.plan for batch in batches if batch.chunk == 0]  # every chunk has the same ones
         areas = [(self._upstream_areas(plan), plan.area) for plan in plans]
@@ -243,21 +255,23 @@ class SequenceBalancer(StepCallback):
             sample = next(data_iterator)
             waited = (time.perf_counter() - begin) * 1e3
         group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
-        batch, pickled, milliseconds = receive(sample, group, source, torch.cuda.current_device())
+        batch, pickled, milliseconds = receive(sample, group, self._tensor_hosts, source, torch.cuda.current_device())
         begin = time.perf_counter()
         plan, program = self._unpickled(pickled)
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
         attention = SequenceAttention(plan, program=program, group=mpu.get_context_parallel_group())
+        attention.statistics.is_timed = self._report is not None
         if self._step is not None:
             self._step.append(_Batch(chunk, plan, attention, milliseconds, waited))
-        update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(plan.lengths)]))
+        device = torch.device("cuda", torch.cuda.current_device())
+        update_seqlen_stats_from_cu_seqlens(upload(torch.tensor([0, *accumulate(plan.lengths)]), device))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
         planned = PlannedSequences(
             qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
             max_seqlen_kv=max(plan.lengths),
             attention=attention,
-            positions=positions(plan, rank, rows).cuda(non_blocking=True),
+            positions=upload(positions(plan, rank, rows), device),
             tokens=int(plan.linear_tokens[rank]),
         )
         return batch | {"attention_mask": None}, planned, plan

@@ -125,6 +125,7 @@ def positions(plan: SequencePlan, rank: int, rows: int) -> torch.Tensor:
 def receive(
     sample: dict[str, Any] | None,
     group: dist.ProcessGroup,
+    hosts: dist.ProcessGroup | None,
     source: int,
     device: Any,
 ) -> tuple[dict[str, torch.Tensor], bytes, float]:
@@ -133,6 +134,7 @@ def receive(
 
     sample: from the data loader on the source; None on other ranks.
     group: of tensor parallelism.
+    hosts: the same ranks on gloo, so that no host waits for its device to learn the plan; None for a single rank.
     source: global rank of the group's source.
     device: of tensors that are broadcast.
     """
@@ -141,23 +143,16 @@ def receive(
     if sample is not None:
         (plan,), milliseconds = sample["plan"], float(sample["plan_ms"])
         batch = {name: sample[name].cuda(non_blocking=True) for name in (*_INTEGERS, "loss_mask")}
-    if dist.get_world_size(group) == 1:
+    if hosts is None:
         return batch, plan, milliseconds
-
-    def share(tensor: torch.Tensor) -> torch.Tensor:
+    told: list[Any] = [batch["tokens"].shape[1], plan] if sample is not None else [None, None]
+    dist.broadcast_object_list(told, source, group=hosts)
+    rows, plan = told
+    if sample is not None:
+        integers, mask = torch.cat([batch[name] for name in _INTEGERS]), batch["loss_mask"]
+    else:
+        integers = torch.empty(len(_INTEGERS), rows, dtype=torch.int64, device=device)
+        mask = torch.empty(1, rows, dtype=torch.float32, device=device)
+    for tensor in (integers, mask):
         dist.broadcast(tensor, source, group=group)
-        return tensor
-
-    sizes = [batch["tokens"].shape[1], len(plan)] if sample is not None else [0, 0]
-    rows, length = share(torch.tensor(sizes, device=device)).tolist()
-    empty = dict(device=device)
-    integers = (
-        torch.cat([batch[name] for name in _INTEGERS])
-        if sample is not None
-        else torch.empty(len(_INTEGERS), rows, dtype=torch.int64, **empty)
-    )
-    mask = batch["loss_mask"] if sample is not None else torch.empty(1, rows, dtype=torch.float32, **empty)
-    pickled = torch.frombuffer(bytearray(plan), dtype=torch.uint8) if sample is not None else torch.empty(length).byte()
-    integers, mask, pickled = share(integers), share(mask), share(pickled.to(device))
-    batch = dict(zip(_INTEGERS, integers.split(1), strict=True)) | {"loss_mask": mask}
-    return batch, plan or pickled.cpu().numpy().tobytes(), milliseconds
+    return dict(zip(_INTEGERS, integers.split(1), strict=True)) | {"loss_mask": mask}, plan, milliseconds
