@@ -25,4 +25,6 @@ def test_spread_documents_equal_one_rank(model_of, case):
     """Of which Transformer Engine's own unfused attention computes the documents."""
     model, ranks, flags = CASES[case]
     model = model_of(model)
-    assert_close(model.train(ranks, f"{PACKED} {flags}"), model.alone(f"{PACKED} --calculate-per-token-loss"), 1e-5, 1e-4)
+    assert_close(
+        model.train(ranks, f"{PACKED} {flags}"), model.alone(f"{PACKED} --calculate-per-token-loss"), 1e-5, 1e-4
+    )

@@ -1,9 +1,12 @@
 """Layers and optimizer of Transformer Engine train as Megatron-LM's own do, in every layout."""
 
+from functools import wraps
+from typing import Any
+
 import pytest
 
 from tests.experts.test_fusion import _train_fused
-from tests.support.training import MODEL, Run, join, train
+from tests.support.training import MODEL, RankRun, Run, join, train
 from tests.support.transformer_engine.model import BASE, EXPERTS, LOCAL, TE, assert_close
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -66,11 +69,33 @@ def test_layouts_agree(model_of, case):
     assert_close(model.train(ranks, flags), model.alone())
 
 
+def _train_te_fused(argv: list[str]) -> tuple[RankRun, set[str], int]:
+    """Train with fused accumulation. Returns the run, which of Transformer Engine's layers fuse, and how many weights
+    of the last step were told that their gradient is where it belongs."""
+    from megatron.training import training
+
+    fused, weights = set(), []
+    build = training.setup_model_and_optimizer
+
+    @wraps(build)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        built = build(*args, **kwargs)
+        for name, module in built[0][0].named_modules():
+            if getattr(module, "fuse_wgrad_accumulation", False):
+                fused.add(name.rpartition(".")[2])
+                weights.extend(part for own, part in module.named_parameters() if part.dim() == 2)
+        return built
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    run, _, _ = _train_fused(argv)
+    return run, fused, sum(weight.grad_added_to_main_grad for weight in weights)
+
+
 def test_gradients_accumulate_fused(model_of):
     """Products add to the gradient buffer themselves, as they do on a GPU."""
     model = model_of(EXPERTS)
     flags = "--moe-grouped-gemm --micro-batch-size 2"
-    ((run, fuses, _),) = model.pool.run(1, _train_fused, model.argv(flags))
-    fused = {name.rpartition(".")[2] for name, is_fused in fuses.items() if is_fused}
-    assert fused >= {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+    ((run, fused, added),) = model.pool.run(1, _train_te_fused, model.argv(flags))
+    assert fused == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+    assert added == 4 * (2 + 2 * 4)  # layers; attention's, and those of four experts
     assert_close(join([run]), model.train(1, flags))

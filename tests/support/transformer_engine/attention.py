@@ -1,6 +1,7 @@
 """What unfused attention calls: softmax with a scale and a mask, and documents laid out with padding and without."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -63,7 +64,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
     """[tokens, heads, dim], documents one after the other -> [document, position, heads, dim], padded with 0."""
     bounds = cu_seqlens.tolist()
     padded = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
-    for document, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for document, (start, stop) in enumerate(pairwise(bounds)):
         padded[document, : stop - start] = tensor[start:stop]
     return padded
 
@@ -72,7 +73,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
     bounds = cu_seqlens.tolist()
     tokens = tensor.new_zeros(t, *tensor.shape[2:])
-    for document, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for document, (start, stop) in enumerate(pairwise(bounds)):
         tokens[start:stop] = tensor[document, : stop - start]
     return tokens
 

@@ -1,6 +1,6 @@
 """A model that trains on Transformer Engine's layers, in any layout from the same weights.
 
-Transformer Engine has no float64, so runs are compared in float32. Biases of linear layers are left out: that of the keys
+Transformer Engine has no float64, so runs are compared in float32. Linear layers have no biases: that of the keys
 cannot change a softmax, its gradient is rounding noise, and Adam makes whole steps of it.
 """
 
