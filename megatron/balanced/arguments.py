@@ -160,6 +160,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
+    if config.fp64 and args.transformer_impl == "transformer_engine":
+        raise ValueError(
+            "--fp64 is incompatible with --transformer-impl transformer_engine: it has no kernels of that precision; use "
+            "--transformer-impl local or drop --fp64"
+        )
     if config.balance_report is not None or config.balances:
         detect_launch()  # raises ValueError if it is unknown which ranks share a node
     cluster_from_flags(config, args.world_size)
