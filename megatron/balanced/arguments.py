@@ -162,7 +162,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
     if config.fp64 and args.transformer_impl == "transformer_engine":
         raise ValueError(
-            "--fp64 is incompatible with --transformer-impl transformer_engine: it has no kernels of that precision; use "
+            "--fp64 is incompatible with --transformer-impl transformer_engine, which has no kernels for it; use "
             "--transformer-impl local or drop --fp64"
         )
     if config.balance_report is not None or config.balances:

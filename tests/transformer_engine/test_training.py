@@ -122,4 +122,4 @@ def _error(argv: list[str]) -> str:
 
 def test_float64_is_refused(engine):
     (line,) = engine.run(1, _error, [*MODEL, *MOCK_DATA, *f"--fp64 {TE}".split()])
-    assert line.count("\n") == 1 and "--fp64 is unknown to Transformer Engine" in line
+    assert line.count("\n") == 1 and "--fp64 is incompatible with --transformer-impl transformer_engine" in line
