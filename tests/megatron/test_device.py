@@ -314,6 +314,7 @@ def _choose(argv: list[str], has_cuda: list[bool], port: int) -> tuple[str, str]
 
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
     torch.cuda.is_available = lambda: has_cuda[int(os.environ["RANK"])]
+    torch.cuda.device_count = lambda: 3
     torch.cuda.get_device_name = lambda: "a GPU"
     try:
         device = arguments._start_device(argv)
@@ -365,3 +366,41 @@ def _agree() -> str:
 
 def test_ranks_under_torchrun_agree_on_the_device(pool):
     _assert_named(pool.run(3, _agree))
+
+
+def _refusal(requested: str) -> str:
+    from megatron.balanced.checks import LocalError
+    from megatron.balanced.cpu.device import choose_device
+
+    with pytest.raises(LocalError) as refused:
+        choose_device(requested)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("requested", ["auto", "cuda"])
+def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(monkeypatch, requested):
+    import torch
+
+    def fail() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by "
+            "downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    line = _refusal(requested)
+    assert line.startswith("The NVIDIA driver on your system is too old (found version 11040); ")
+    assert "--device cpu" in line
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    line = _refusal("auto")
+    for word in ("LOCAL_RANK 4", "4 are visible", "at most 4", "NCCL_MULTI_RANK_GPU_ENABLE=1"):
+        assert word in line

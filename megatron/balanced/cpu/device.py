@@ -18,6 +18,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 import torch.distributed
 import torch.utils.data
 
+from megatron.balanced.checks import LocalError
 from megatron.balanced.cpu import fakes, function_mode, gloo
 
 __all__ = ["choose_device", "is_cpu", "release_cpu", "use_cpu"]
@@ -34,7 +36,8 @@ __all__ = ["choose_device", "is_cpu", "release_cpu", "use_cpu"]
 def choose_device(requested: str) -> str:
     """Resolve `--device auto|cuda|cpu` to "cuda" or "cpu".
 
-    Raises ValueError when CUDA is asked for and torch finds no CUDA device.
+    Raises ValueError when CUDA is asked for and torch finds no CUDA device, and LocalError when there is one that torch
+    cannot use, or none for this rank.
     """
     if requested not in ("auto", "cuda", "cpu"):
         raise ValueError(f"--device {requested} is not known; use auto, cuda or cpu")
@@ -42,10 +45,36 @@ def choose_device(requested: str) -> str:
         if requested == "cuda":
             raise ValueError("--device cuda was asked for after this process had already become a CPU device")
         return "cpu"
-    available = torch.cuda.is_available()
-    if requested == "cuda" and not available:
+    if requested == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        _check_local_rank()
+        return "cuda"
+    reason = _why_no_cuda()
+    if "too old" in reason:  # "auto" would leave the GPUs idle without a word
+        raise LocalError(f"{reason}; update the driver, install a torch for it, or use --device cpu")
+    if requested == "cuda":
         raise ValueError("--device cuda was asked for, but torch finds no CUDA device; use --device cpu or auto")
-    return "cuda" if requested != "cpu" and available else "cpu"
+    return "cpu"
+
+
+def _why_no_cuda() -> str:
+    """The first sentence of what torch says when it is to use CUDA."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0].split(". ")[0].rstrip(".")
+    return "no device is visible"
+
+
+def _check_local_rank() -> None:
+    """Raise LocalError if this node has fewer GPUs than ranks. Megatron-LM takes GPU number LOCAL_RANK."""
+    rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= count:
+        raise LocalError(
+            f"LOCAL_RANK {rank} has no GPU, for {count} are visible; start at most {count} ranks a node, or for "
+            "several ranks on a GPU set NCCL_MULTI_RANK_GPU_ENABLE=1 and LOCAL_RANK=0 for all of them"
+        )
 
 
 def _run_backward(original: Callable) -> Callable:

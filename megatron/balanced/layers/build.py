@@ -95,7 +95,7 @@ def change_layers(
                 arrived.append((layer, chunk))
                 if without_memory:
                     for parameter in layer.parameters():
-                        parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
+                        parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             layers.append(layer)
         block.layers = torch.nn.ModuleList(layers)
         block.num_layers_per_pipeline_rank = len(layers)

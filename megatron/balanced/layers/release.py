@@ -66,9 +66,7 @@ class Departure:
         others += [] if self.leaves else [f"left/{rank}" for rank in self.release.ranks]
         self._store.set(f"{'left' if self.leaves else 'done'}/{self._rank}", "")
         self._store.wait(others, self._timeout)
-        for (
-            group
-        ) in self._shared:  # with the last one, the default group, ranks that leave destroy all others they have
+        for group in self._shared:  # the last is the default group, with which torch destroys all that are left
             dist.destroy_process_group(group)
         if self.leaves:
             raise Released(0)
