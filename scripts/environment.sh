@@ -95,3 +95,25 @@ prepare_environment() {
     echo "$key" | tee "$stamp" >"$environment/.installed"
     rm -f "$unfinished"
 }
+
+# prepare_transformer_engine: makes .venv/transformer_engine hold Transformer Engine's own Python. Megatron-LM takes other
+# defaults where it can import Transformer Engine, so only the tests that need it look there; where it cannot be installed,
+# they are skipped and say so.
+prepare_transformer_engine() {
+    local folder=$repository/.venv/transformer_engine list=$repository/scripts/transformer_engine.txt
+    if [ "$(cat "$folder/.installed" 2>/dev/null)" = "$(cat "$list")" ]; then
+        return
+    fi
+    echo "Installing Transformer Engine's Python into .venv/transformer_engine (60 MB)"
+    rm -rf "$folder"
+    trap 'exit 130' INT
+    if "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --target "$folder" \
+        --requirement "$list"; then
+        mkdir -p "$folder"
+        cp "$list" "$folder/.installed"
+    else
+        rm -rf "$folder"
+        echo "Transformer Engine's Python cannot be installed; its tests will be skipped" >&2
+    fi
+    trap - INT
+}

@@ -9,6 +9,7 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment dev
+prepare_transformer_engine
 cd "$repository"
 
 "$python" --version

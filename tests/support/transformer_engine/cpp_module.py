@@ -1,7 +1,7 @@
 """The module that stands in for `transformer_engine_torch`, and how functions get into it.
 
-Transformer Engine looks up many names of its C++ module while it is imported, so every name exists. What nobody stands in
-for raises when it is called, and says its name.
+Transformer Engine looks up many names of its C++ module while it is imported, so every name exists. A function without
+a stand-in raises NotImplementedError with its name when it is called.
 """
 
 import types

@@ -17,7 +17,7 @@ def install() -> None:
     """Have `import transformer_engine.pytorch` work in this process, for good. To be called after `use_cpu` and before
     megatron.core is imported, which looks for Transformer Engine once."""
     add_to_path()
-    for part in ("enums", "machine", "norms", "optimizer", "products", "quantized"):
+    for part in ("attention", "enums", "machine", "norms", "optimizer", "products", "quantized"):
         importlib.import_module(f"tests.support.transformer_engine.{part}")
     sys.modules[MODULE.__name__] = MODULE
     answer_is_cuda()

@@ -1,4 +1,4 @@
-"""What `transformer_engine_torch` tells of the machine: libraries of the time of Transformer Engine 2.20."""
+"""What `transformer_engine_torch` tells of the machine."""
 
 from tests.support.transformer_engine.cpp_module import stands_in
 
@@ -10,7 +10,7 @@ def get_num_cublas_streams() -> int:
 
 @stands_in
 def get_cublasLt_version() -> int:
-    return 130401
+    return 130200  # from 13.3 on, experts of newer GPUs run on kernels that nothing stands in for
 
 
 @stands_in

@@ -1,4 +1,4 @@
-"""What Transformer Engine's Python expects of torch on a GPU, beyond what Megatron-LM does (`megatron.balanced.cpu`)."""
+"""What Transformer Engine's Python expects of a GPU's torch, beyond what Megatron-LM does (`megatron.balanced.cpu`)."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ import torch
 
 from megatron.balanced.cpu import device
 
-__all__ = ["answer_is_cuda", "keep_mode_in_custom_ops"]
+__all__ = ["answer_is_cuda", "have_capability", "keep_mode_in_custom_ops"]
 
 
 def answer_is_cuda() -> None:
@@ -44,3 +44,12 @@ def keep_mode_in_custom_ops() -> None:
         return make if function is None else make(function)
 
     torch.library.custom_op = custom_op
+
+
+def have_capability(major: int, minor: int) -> None:
+    """Be a GPU that quantizes: from 9.0 on with one scale a tensor, from 10.0 on with one for every 32 numbers."""
+    from transformer_engine.pytorch import quantization, utils
+
+    device._Properties.major, device._Properties.minor = major, minor
+    utils._get_device_compute_capability.cache_clear()
+    quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = None

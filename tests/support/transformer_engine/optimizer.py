@@ -45,17 +45,16 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """tensor_lists: gradients, parameters, moments, second moments and, where parameters are in 16 bits, main parameters.
+    """One step of Adam.
 
+    tensor_lists: gradients, parameters, first and second moments, and main parameters if parameters are in 16 bits.
     mode: 1 for decoupled weight decay, as in AdamW.
     """
     gradients, parameters, moments, second_moments, *mains = tensor_lists
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2 = 1 - beta2**step if bias_correction else 1.0
     stepped = mains[0] if mains else parameters
-    for gradient, parameter, m, v, main in zip(
-        gradients, parameters, moments, second_moments, stepped, strict=True
-    ):
+    for gradient, parameter, m, v, main in zip(gradients, parameters, moments, second_moments, stepped, strict=True):
         gradient, weight = gradient.float(), main.float()
         if mode == 0:
             gradient = gradient + weight_decay * weight

@@ -1,14 +1,16 @@
 """Where Transformer Engine and what it imports are installed, and how to tell that they are not."""
 
 import os
+import re
 import sys
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
 __all__ = ["FOLDER", "VERSION", "add_to_path", "why_missing"]
 
+LIST = Path(__file__).resolve().parents[3] / "scripts" / "transformer_engine.txt"
 # The signatures of the C++ module are positional and change between versions.
-VERSION = "2.20.2"
+VERSION = re.findall(r"^transformer_engine==(.+)$", LIST.read_text(), re.M)[0]
 FOLDER = Path(os.environ.get("TRANSFORMER_ENGINE_CPU", Path(sys.prefix) / "transformer_engine"))
 
 

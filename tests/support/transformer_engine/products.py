@@ -1,7 +1,7 @@
 """Matrix products of linear layers: one, or one for each expert.
 
-cuBLAS counts columns first. With A a weight [out, in] and B rows of tokens, "TN" is the layer itself, "NN" the gradient of
-its input and "NT" that of its weight: always op(B) op(A) in the order of torch.
+cuBLAS counts columns first. With A a weight [out, in] and B rows of tokens, "TN" is the layer itself, "NN" the gradient
+of its input and "NT" that of its weight: always op(B) op(A) in the order of torch.
 """
 
 from collections.abc import Sequence

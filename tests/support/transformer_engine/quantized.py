@@ -1,8 +1,9 @@
-"""Numbers in 8 bits with scales beside them: one scale a tensor (Float8Tensor), or one for every 32 numbers (MXFP8Tensor).
+"""Numbers in 8 bits with scales: one for a tensor (Float8Tensor), or one for every 32 numbers (MXFP8Tensor).
 
-Scales of MXFP8 are powers of two, as bytes with an offset of 127 (OCP Microscaling Formats 1.0, section 5.4.1), padded to
-whole tiles as cuBLAS wants them. "Rowwise" data has its blocks along the last dimension, "columnwise" data along the
-first; of a Float8Tensor, columnwise data is the transpose.
+"Rowwise" data of an MXFP8Tensor has its blocks along the last dimension, "columnwise" data along the first. Their
+scales are powers of two, as bytes with an offset of 127 (OCP Microscaling Formats 1.0, section 5.4.1), padded to whole
+tiles. They stay in the order of rows, also where a GPU would order them by tiles for a GEMM. Columnwise data of a
+Float8Tensor is the transpose.
 """
 
 from collections.abc import Sequence
@@ -82,8 +83,6 @@ def _quantize_blocks(rows: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tenso
 
 
 def _quantize_mxfp8(rows: torch.Tensor, kind: torch.dtype, out: Any) -> None:
-    if out._with_gemm_swizzled_scales:
-        raise NotImplementedError("scales in the order of a GEMM have no stand-in on the CPU")
     if out._rowwise_data is not None:
         data, scales = _quantize_blocks(rows, kind)
         out._rowwise_data.copy_(data.view(out._rowwise_data.shape))
