@@ -205,6 +205,8 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 contradicts --bf16 and --fp16; drop one of them")
+    if config.fp64 and args.transformer_impl == "transformer_engine":
+        raise ValueError("--fp64 is unknown to Transformer Engine; use --transformer-impl local or drop --fp64")
     if config.balance_report is not None or config.balances:
         detect_launch()  # who shares a node with whom must be known
     machine_of(config, args.world_size)
