@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.support.transformer_engine.model import EXPERTS, assert_close
+from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 
 EP2 = "--expert-model-parallel-size 2"
 EIGHT = EXPERTS.replace("--num-experts 4", "--num-experts 8")
@@ -18,7 +18,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, "grouped"))
 def test_replicas_change_no_number(model_of, tmp_path, case):
     ranks, flags = CASES[case]
     model = model_of(EIGHT)

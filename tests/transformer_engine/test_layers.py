@@ -9,7 +9,7 @@ import pytest
 from tests.layers.test_release import _train
 from tests.support.moving import train_moving
 from tests.support.training import Run, assert_same, differences, train
-from tests.support.transformer_engine.model import EXPERTS, TE
+from tests.support.transformer_engine.model import EXPERTS, TE, cases
 
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
@@ -41,7 +41,7 @@ def _assert_same_state(state: dict[str, np.ndarray], expected: dict[str, np.ndar
         np.testing.assert_array_equal(whole, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", MOVES)
+@pytest.mark.parametrize("case", cases(MOVES, "PP 2"))
 def test_a_move_changes_no_number(model_of, case):
     model, ranks, flags, plans = MOVES[case]
     model = model_of(model)
@@ -62,11 +62,11 @@ def test_nobody_misses_the_ranks_that_left(model_of):
     _assert_same_state(state, expected)
 
 
-@pytest.mark.parametrize("sharded", ["", OVERLAPS], ids=["whole", "sharded"])
-def test_saved_after_a_move_it_goes_on(model_of, tmp_path, sharded):
+@pytest.mark.parametrize("optimizer", cases(["whole", "sharded"], "whole"))
+def test_saved_after_a_move_it_goes_on(model_of, tmp_path, optimizer):
     """A checkpoint has what Transformer Engine keeps beside weights (`_extra_state`), whichever rank has a layer."""
     model = model_of("")
-    ranks, flags = (4 if sharded else 2), f"{PP2} {sharded}"
+    ranks, flags = (4, f"{PP2} {OVERLAPS}") if optimizer == "sharded" else (2, PP2)
     save = f"{flags} --save {tmp_path} --save-interval 3"
     whole, _ = train_moving(model.pool, ranks, "", {2: ((1,), (3,))}, base=model.argv(save))
     saved = _keys_in(tmp_path / "iter_0000003")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.transformer_engine.model import EXPERTS, assert_close
+from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 
 CP2 = "--context-parallel-size 2 --balance-sequences"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss"
@@ -20,7 +20,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, "CP 2"))
 def test_spread_documents_equal_one_rank(model_of, case):
     """Of which Transformer Engine's own unfused attention computes the documents."""
     model, ranks, flags = CASES[case]

@@ -1,13 +1,15 @@
 """Layers and optimizer of Transformer Engine train as Megatron-LM's own do, in every layout."""
 
+import contextlib
+import io
 from functools import wraps
 from typing import Any
 
 import pytest
 
 from tests.experts.test_fusion import _train_fused
-from tests.support.training import MODEL, RankRun, Run, join, train
-from tests.support.transformer_engine.model import BASE, EXPERTS, LOCAL, TE, assert_close
+from tests.support.training import MOCK_DATA, MODEL, RankRun, Run, join, train
+from tests.support.transformer_engine.model import BASE, EXPERTS, LOCAL, TE, assert_close, cases
 
 PP2 = "--pipeline-model-parallel-size 2"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
@@ -25,6 +27,12 @@ MODELS = {
     "experts": (EXPERTS, ""),
     "recompute": ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "clipped": ("", "--clip-grad 0.5"),
+    "frozen layers": ("", "--untie-embeddings-and-output-weights --freeze-layers 2 --freeze-layers-start 2"),
+    "early exit": (
+        "",
+        "--early-exit-layers 1,2,3 --early-exit-threshold 0.9 --early-exit-start 1 --early-exit-loss-weight 0.5",
+    ),
+    "mixture of depths": ("", "--mixture-of-depths 0.25"),
 }
 # Their modules are named otherwise upstream, and so is what is in checkpoints.
 RENAMED = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -53,7 +61,7 @@ def _as_local(run: Run) -> Run:
     return Run(run.losses, run.grad_norms, run.validation, named)
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", cases(MODELS, "recompute", "clipped", "mixture of depths"))
 def test_trains_as_the_local_implementation(pool, engine, corpus, case):
     model, flags = MODELS[case]
     base = [*MODEL, *corpus, *BASE.split(), *model.split(), *flags.split()]
@@ -62,7 +70,7 @@ def test_trains_as_the_local_implementation(pool, engine, corpus, case):
     assert_close(_as_local(run) if model == EXPERTS else run, local)
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", cases(LAYOUTS, "PP 2", "EP 2, grouped experts"))
 def test_layouts_agree(model_of, case):
     model, ranks, flags = LAYOUTS[case]
     model = model_of(model)
@@ -99,3 +107,19 @@ def test_gradients_accumulate_fused(model_of):
     assert fused == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
     assert added == 4 * (2 + 2 * 4)  # layers; attention's, and those of four experts
     assert_close(join([run]), model.train(1, flags))
+
+
+def _error(argv: list[str]) -> str:
+    """The one line with which this rank stops."""
+    from megatron.balanced.arguments import parse_arguments
+
+    said = io.StringIO()
+    with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(said):
+        parse_arguments(argv)
+    assert stopped.value.code == 2
+    return said.getvalue()
+
+
+def test_float64_is_refused(engine):
+    (line,) = engine.run(1, _error, [*MODEL, *MOCK_DATA, *f"--fp64 {TE}".split()])
+    assert line.count("\n") == 1 and "--fp64 is unknown to Transformer Engine" in line

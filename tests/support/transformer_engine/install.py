@@ -22,6 +22,7 @@ def install() -> None:
     sys.modules[MODULE.__name__] = MODULE
     answer_is_cuda()
     keep_mode_in_custom_ops()
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # Transformer Engine's own Python updates the scales of delayed scaling
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # Transformer Engine loads no libraries then
     try:
         common = _common()
