@@ -19,7 +19,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", cases(CASES, "grouped"))
-def test_replicas_change_no_number(model_of, tmp_path, case):
+def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path, case):
     ranks, flags = CASES[case]
     model = model_of(EIGHT)
     run = model.train(

@@ -42,7 +42,7 @@ def _assert_same_state(state: dict[str, np.ndarray], expected: dict[str, np.ndar
 
 
 @pytest.mark.parametrize("case", cases(MOVES, "PP 2"))
-def test_a_move_changes_no_number(model_of, case):
+def test_a_move_of_transformer_engine_changes_no_number(model_of, case):
     model, ranks, flags, plans = MOVES[case]
     model = model_of(model)
     moved, state = train_moving(model.pool, ranks, "", plans, base=model.argv(flags))
@@ -52,7 +52,7 @@ def test_a_move_changes_no_number(model_of, case):
     _assert_same_state(state, expected)
 
 
-def test_nobody_misses_the_ranks_that_left(model_of):
+def test_ranks_with_transformer_engine_leave(model_of):
     model = model_of("")
     argv = model.argv(f"{PP4} --bf16 --use-distributed-optimizer")
     run, state = _train(model.pool, 4, 2, "", {2: ((3,), (1,))}, argv)

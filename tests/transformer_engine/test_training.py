@@ -71,7 +71,7 @@ def test_trains_as_the_local_implementation(pool, engine, corpus, case):
 
 
 @pytest.mark.parametrize("case", cases(LAYOUTS, "PP 2", "EP 2, grouped experts"))
-def test_layouts_agree(model_of, case):
+def test_layouts_of_transformer_engine_agree(model_of, case):
     model, ranks, flags = LAYOUTS[case]
     model = model_of(model)
     assert_close(model.train(ranks, flags), model.alone())
