@@ -96,24 +96,24 @@ prepare_environment() {
     rm -f "$unfinished"
 }
 
-# prepare_transformer_engine: makes .venv/transformer_engine hold Transformer Engine's own Python. Megatron-LM takes other
-# defaults where it can import Transformer Engine, so only the tests that need it look there; where it cannot be installed,
-# they are skipped and say so.
-prepare_transformer_engine() {
-    local folder=$repository/.venv/transformer_engine list=$repository/scripts/transformer_engine.txt
+# install_apart NAME: makes .venv/NAME hold the packages that scripts/NAME.txt lists, their Python alone and nothing that
+# they ask for. Megatron-LM takes other defaults where it can import these, so only the tests that need them look there;
+# where they cannot be installed, these tests are skipped and say so.
+install_apart() {
+    local name=$1 folder=$repository/.venv/$1 list=$repository/scripts/$1.txt
     if [ "$(cat "$folder/.installed" 2>/dev/null)" = "$(cat "$list")" ]; then
         return
     fi
-    echo "Installing Transformer Engine's Python into .venv/transformer_engine (60 MB)"
+    echo "Installing scripts/$name.txt into .venv/$name"
     rm -rf "$folder"
     trap 'exit 130' INT
-    if "$python" -m pip install --quiet --disable-pip-version-check --retries 1 --no-deps --target "$folder" \
-        --requirement "$list"; then
+    if FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "$python" -m pip install --quiet --disable-pip-version-check --retries 1 \
+        --no-deps --no-build-isolation --target "$folder" --requirement "$list"; then
         mkdir -p "$folder"
         cp "$list" "$folder/.installed"
     else
         rm -rf "$folder"
-        echo "Transformer Engine's Python cannot be installed; its tests will be skipped" >&2
+        echo "scripts/$name.txt cannot be installed; the tests that need it will be skipped" >&2
     fi
     trap - INT
 }

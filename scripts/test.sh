@@ -9,7 +9,8 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment dev
-prepare_transformer_engine
+install_apart transformer_engine
+install_apart flash_attn
 cd "$repository"
 
 "$python" --version

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.packages_apart import why_missing
 from tests.support.pool import Pool
-from tests.support.transformer_engine import why_missing
 from tests.support.transformer_engine.model import Model
 
 
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """As `pool`, where Megatron-LM finds Transformer Engine."""
-    if why := why_missing():
+    if why := why_missing("transformer_engine", "Transformer Engine"):
         pytest.skip(why)
     workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.transformer_engine")
     yield workers

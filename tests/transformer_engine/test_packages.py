@@ -4,11 +4,11 @@ import importlib.util
 
 import pytest
 
+from tests.support.packages_apart import folder, version
 from tests.support.training import MOCK_DATA, MODEL
-from tests.support.transformer_engine.packages import FOLDER, VERSION
 from tests.tools.test_scripts import Machine
 
-PREPARE = "source scripts/environment.sh; prepare_environment ''; prepare_transformer_engine; echo using $python"
+PREPARE = "source scripts/environment.sh; prepare_environment ''; install_apart transformer_engine; echo using $python"
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_tests_go_on_where_it_cannot_be_installed(machine):
 
 def test_other_tests_do_not_find_it():
     found = importlib.util.find_spec("transformer_engine")
-    assert found is None or not (found.origin or "").startswith(str(FOLDER))
+    assert found is None or not (found.origin or "").startswith(str(folder("transformer_engine")))
 
 
 def _seen(argv: list[str]) -> tuple[str, str, bool]:
@@ -51,8 +51,9 @@ def _seen(argv: list[str]) -> tuple[str, str, bool]:
 
     from megatron.balanced.arguments import parse_arguments
 
-    return transformer_engine.__version__, parse_arguments(argv)[0].transformer_impl, is_te_min_version(VERSION)
+    implementation = parse_arguments(argv)[0].transformer_impl
+    return transformer_engine.__version__, implementation, is_te_min_version("2.0")
 
 
 def test_megatron_finds_it_and_a_cpu_takes_the_local_implementation_nevertheless(engine):
-    assert engine.run(1, _seen, [*MODEL, *MOCK_DATA]) == [(VERSION, "local", True)]
+    assert engine.run(1, _seen, [*MODEL, *MOCK_DATA]) == [(version("transformer_engine"), "local", True)]

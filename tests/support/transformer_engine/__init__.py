@@ -10,6 +10,5 @@ other defaults wherever Transformer Engine can be imported.
 """
 
 from tests.support.transformer_engine.install import install
-from tests.support.transformer_engine.packages import why_missing
 
-__all__ = ["install", "why_missing"]
+__all__ = ["install"]

@@ -6,9 +6,9 @@ import os
 import sys
 import types
 
+from tests.support.packages_apart import add_to_path
 from tests.support.transformer_engine.cpp_module import MODULE
 from tests.support.transformer_engine.on_cpu import answer_is_cuda, keep_mode_in_custom_ops
-from tests.support.transformer_engine.packages import add_to_path
 
 __all__ = ["install"]
 
@@ -16,7 +16,7 @@ __all__ = ["install"]
 def install() -> None:
     """Have `import transformer_engine.pytorch` work in this process, for good. To be called after `use_cpu` and before
     megatron.core is imported, which looks for Transformer Engine once."""
-    add_to_path()
+    add_to_path("transformer_engine")
     for part in ("attention", "enums", "machine", "norms", "optimizer", "products", "quantized"):
         importlib.import_module(f"tests.support.transformer_engine.{part}")
     sys.modules[MODULE.__name__] = MODULE
@@ -36,7 +36,7 @@ def _common() -> types.ModuleType:
     """`transformer_engine.common`, which takes the C++ module for loaded. The package itself imports everything else
     right away, so an empty one is in its place for the moment."""
     spec = importlib.util.find_spec("transformer_engine")
-    assert spec is not None and spec.submodule_search_locations is not None, "see packages.why_missing"
+    assert spec is not None and spec.submodule_search_locations is not None, "see packages_apart.why_missing"
     package = types.ModuleType("transformer_engine")
     package.__path__ = list(spec.submodule_search_locations)
     sys.modules["transformer_engine"] = package
