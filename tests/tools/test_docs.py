@@ -64,7 +64,7 @@ def flags():
     assert done.returncode == 0, done.stderr
     own = set(re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", done.stdout, re.M))
     assert {"--balance-experts", "--num-layers"} <= own
-    sources = [*REPOSITORY.glob("balancing/**/*.py"), *REPOSITORY.glob("benchmarks/**/*.py")]
+    sources = [path for part in ("balancing", "benchmarks", "megatron") for path in REPOSITORY.glob(f"{part}/**/*.py")]
     sources += [REPOSITORY / "tests/conftest.py", *(path for path in REPOSITORY.glob("scripts/**/*") if path.is_file())]
     return own | {flag for path in sources for flag in re.findall(r"--[a-z0-9-]+", path.read_text())}
 
