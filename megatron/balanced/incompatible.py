@@ -15,6 +15,9 @@ EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", 
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
 
+_OPTIONS = {"fp8": "fp8_format", "fp4": "fp4_format"}  # arguments whose flag has another name
+
+
 @dataclass(frozen=True)
 class Incompatible:
     """One row of the table.
@@ -70,7 +73,7 @@ def _meets(row: Incompatible, args: argparse.Namespace, feature: str) -> bool:
 def shown(name: str, value: object) -> str:
     """A flag as a user gives it."""
     given = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return "--" + name.replace("_", "-") + ("" if value is True else f" {given}")
+    return "--" + _OPTIONS.get(name, name).replace("_", "-") + ("" if value is True else f" {given}")
 
 
 _OFF = (None,)

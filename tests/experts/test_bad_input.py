@@ -34,7 +34,7 @@ REFUSED = {
     "probabilities on the input": (f"{BALANCE} --moe-apply-probs-on-input", "--moe-apply-probs-on-input", "drop it"),
     "latent experts": (f"{BALANCE} --moe-latent-size 16", "--moe-latent-size 16", "Transformer Engine", "drop it"),
     "permute fusion": (f"{BALANCE} --moe-permute-fusion", "--moe-permute-fusion", "drop it"),
-    "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8 e4m3", "use --bf16"),
+    "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),
     "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "batch overlap": (f"{BALANCE} --overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm", "drop"),
     "delayed gradients": (f"{BALANCE} --delay-wgrad-compute", "--delay-wgrad-compute", "drop it"),

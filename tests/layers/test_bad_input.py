@@ -34,7 +34,7 @@ REFUSED = {
     "CUDA graphs": ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "more tokens": ({"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
-    "fp8": ({"fp8": "e4m3"}, "--fp8 e4m3", "use --bf16"),
+    "fp8": ({"fp8": "e4m3"}, "--fp8-format e4m3", "use --bf16"),
     "optimizer": ({"optimizer": "muon"}, "--optimizer muon", "use --optimizer adam"),
     "state on the host": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload", "--use-distributed-optimizer"),
     "checkpoints by rank": ({"save": "here", "ckpt_format": "torch"}, "--ckpt-format torch", "torch_dist"),
