@@ -39,6 +39,7 @@ setup(
         "matplotlib",
         "rich",
         "jinja2",
+        "pyyaml",  # recipe files
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],

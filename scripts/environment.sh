@@ -95,3 +95,25 @@ prepare_environment() {
     echo "$key" | tee "$stamp" >"$environment/.installed"
     rm -f "$unfinished"
 }
+
+# install_apart NAME: makes .venv/NAME hold the packages that scripts/NAME.txt lists, their Python alone and nothing that
+# they ask for. Megatron-LM takes other defaults where it can import these, so only the tests that need them look there;
+# where they cannot be installed, these tests are skipped and say so.
+install_apart() {
+    local name=$1 folder=$repository/.venv/$1 list=$repository/scripts/$1.txt
+    if [ "$(cat "$folder/.installed" 2>/dev/null)" = "$(cat "$list")" ]; then
+        return
+    fi
+    echo "Installing scripts/$name.txt into .venv/$name"
+    rm -rf "$folder"
+    trap 'exit 130' INT
+    if FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "$python" -m pip install --quiet --disable-pip-version-check --retries 1 \
+        --no-deps --no-build-isolation --target "$folder" --requirement "$list"; then
+        mkdir -p "$folder"
+        cp "$list" "$folder/.installed"
+    else
+        rm -rf "$folder"
+        echo "scripts/$name.txt cannot be installed; the tests that need it will be skipped" >&2
+    fi
+    trap - INT
+}

@@ -8,6 +8,7 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment dev
+install_apart transformer_engine
 cd "$repository"
 
 exec "$python" -m tests.mutants "$@"

@@ -10,6 +10,8 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment dev
+install_apart transformer_engine
+install_apart flash_attn
 cd "$repository"
 
 "$python" --version

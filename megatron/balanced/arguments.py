@@ -6,9 +6,11 @@ gives always win.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -28,6 +30,7 @@ from megatron.balanced.checks import check_data, check_folders, check_layout, ch
 from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.agreement import agree_on_device
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
+from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.dynamics.checks import check_dynamics
 from megatron.balanced.experts.checks import check_experts
 from megatron.balanced.incompatible import REPORT, check_compatible
@@ -37,10 +40,10 @@ from megatron.balanced.refusal import know_flags, know_values
 from megatron.balanced.sequences.checks import check_sequences
 from megatron.balanced.watchdog.heartbeat import stop
 
-__all__ = ["parse_arguments"]
+__all__ = ["add_balance_flags", "parse_arguments"]
 
 
-def _add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     balancing = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
     dynamics = parser.add_argument_group("dynamic models", "Schemes that make layers uneven; all off by default.")
     groups = dict.fromkeys((BalanceConfig, ExpertConfig, SequenceConfig, LayerConfig), balancing)
@@ -85,6 +88,8 @@ def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def _defaults_of_this_host() -> dict[str, object]:
     """Replacements for defaults of Megatron-LM that need Transformer Engine, Apex or a GPU, where these are missing."""
     defaults: dict[str, object] = {}
+    if assumes_gpus():
+        return defaults
     has_apex = find_apex()["state"] == "ok"
     if is_cpu() or importlib.util.find_spec("transformer_engine") is None:
         defaults |= {"transformer_impl": "local", "apply_rope_fusion": False}
@@ -129,6 +134,10 @@ def _quiet(device: str) -> None:
 
 
 def _start_device(argv: Sequence[str]) -> str:
+    if assumes_gpus():
+        _quiet("cpu")
+        print(f"> device: {assumed_device()}", flush=True)
+        return "cuda"
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--device", default="auto")
     requested = early.parse_known_args(argv)[0].device
@@ -151,6 +160,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
+    if config.fp64 and args.transformer_impl == "transformer_engine":
+        raise ValueError(
+            "--fp64 is incompatible with --transformer-impl transformer_engine, which has no kernels for it; use "
+            "--transformer-impl local or drop --fp64"
+        )
     if config.balance_report is not None or config.balances:
         detect_launch()  # raises ValueError if it is unknown which ranks share a node
     cluster_from_flags(config, args.world_size)
@@ -188,6 +202,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     sys.argv[1:] = argv  # Megatron's parser reads it
     try:
         check_megatron()
+        assume_ranks(argv)
         _join_world()
         device = _start_device(argv)
 
@@ -196,7 +211,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
 
         from megatron.balanced import patches
 
-        args = parse_args(_add_balance_flags)
+        if assumes_gpus():
+            assume_packages()
+        args = parse_args(add_balance_flags)
         config = config_from_flags(args, device)
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
@@ -217,7 +234,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             print(*(f"> {note}\n" for note in notes + of_sequences + of_layers), sep="", end="", flush=True)
         if args.sft:  # its dataset has no mask, and asserts that none is requested
             args.create_attention_mask_in_dataloader = False
-        validate_args(args)
+        with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():
+            validate_args(args)  # prints some six hundred arguments
         _refuse(args, config, device)
         check_dynamics(args, config.dynamics)
         if not config.balance_dry_run:  # a dry run shows what does not fit
@@ -225,7 +243,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             patches.check_needed(args, config)
         if config.fp64:
             _use_float64(args)
-        set_global_variables(args)
+        if assumes_gpus():
+            model_of(args)  # Megatron-LM refuses some flags there
+        else:
+            set_global_variables(args)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
         stop(error)
     return args, config

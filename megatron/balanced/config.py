@@ -57,7 +57,11 @@ class BalanceConfig:
         },
     )
     balance_dry_run: bool = dataclasses.field(
-        default=False, metadata={"help": "Print what would be patched in Megatron-LM, and stop before training."}
+        default=False,
+        metadata={
+            "help": "Print what would be patched in Megatron-LM, which ranks would plan together and the memory of "
+            "replica slots, and stop before training. Without a launcher, WORLD_SIZE ranks on GPUs are assumed."
+        },
     )
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
     sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)

@@ -5,9 +5,10 @@ replaces, keep state in places that it does not read, or replay work that it cha
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["INCOMPATIBLE", "Incompatible", "check_compatible", "shown"]
+__all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "shown"]
 
 # Features. A dynamic scheme is checked as DYNAMICS and by its own name; those that leave tokens out as SKIP, too.
 EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", "release", "report"
@@ -32,17 +33,38 @@ class Incompatible:
     instead: str = "drop it"
 
 
-def check_compatible(args: argparse.Namespace, feature: str, given: str) -> None:
-    """Raise ValueError for the first value in `args` that is incompatible with `feature`.
+class IncompatibleError(ValueError):
+    """Flags that a feature does not work with. why: flag, as a user gives it -> the reason."""
 
+    def __init__(self, message: str, why: dict[str, str]) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+def check_compatible(
+    args: argparse.Namespace, feature: str, given: str, also: Sequence[tuple[str, str, str]] = ()
+) -> None:
+    """Raise IncompatibleError, which explains the first, for values in `args` that are incompatible with `feature`.
+
+    args: Megatron-LM's arguments.
+    feature: one of the features above.
     given: the flag that switched the feature on, as the user gave it.
+    also: further flags that are incompatible, each as the user gave it, with why and the way out.
     """
-    for row in INCOMPATIBLE:
-        if feature not in row.features:
-            continue
-        value = getattr(args, row.flag, row.allowed[0])
-        if value not in row.allowed and (value or all(row.allowed)):
-            raise ValueError(f"{given} is incompatible with {shown(row.flag, value)}: {row.why}; {row.instead}")
+    rows = [row for row in INCOMPATIBLE if _meets(row, args, feature)]
+    found = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)
+    if found:
+        (flag, why, instead), *others = found
+        more = f" (also incompatible: {', '.join(other for other, *_ in others)})" if others else ""
+        raise IncompatibleError(
+            f"{given} is incompatible with {flag}: {why}; {instead}{more}", {flag: why for flag, why, _ in found}
+        )
+
+
+def _meets(row: Incompatible, args: argparse.Namespace, feature: str) -> bool:
+    """Whether `args` have a value that `row` refuses for `feature`."""
+    value = getattr(args, row.flag, row.allowed[0])
+    return feature in row.features and value not in row.allowed and bool(value or all(row.allowed))
 
 
 def shown(name: str, value: object) -> str:

@@ -22,6 +22,7 @@ import torch
 
 from megatron.balanced.callbacks import registered, with_callbacks
 from megatron.balanced.config import BalanceConfig
+from megatron.balanced.dry_run import assumes_gpus
 from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.model import replaces_in_prediction
@@ -101,7 +102,7 @@ def _with_own_step(original: Callable) -> Callable:
 def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
-    return bool(args.load and args.use_distributed_optimizer and not HAVE_APEX_OR_TE)
+    return bool(args.load and args.use_distributed_optimizer and not (HAVE_APEX_OR_TE or assumes_gpus()))
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:

@@ -17,6 +17,7 @@ from megatron.balanced import patches
 from megatron.balanced.callbacks import StepCallback, attach, end_training, registered, use_schedule
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.data import forward_step, train_valid_test_datasets
+from megatron.balanced.dry_run import plan_lines
 from megatron.balanced.dynamics.schemes import dynamics_callbacks
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.balancer import LayerBalancer
@@ -41,7 +42,7 @@ def train(args: argparse.Namespace, config: BalanceConfig, callbacks: Sequence[S
     registered[:] = callbacks  # whether there are any decides what is patched
     try:
         if config.balance_dry_run:
-            print_rank_0("\n".join(patches.rows(args, config)))
+            print_rank_0("\n".join([*patches.rows(args, config), *plan_lines(args, config)]))
             return
         for line in patches.install(args, config):
             print_rank_0(f"> {line}")

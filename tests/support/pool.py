@@ -50,11 +50,12 @@ class Pool:
     """Starts its server at the first job, and again after a job that had to be abandoned.
 
     Without `preload` it starts at once, for jobs that need neither torch nor Megatron. pauses: the seed
-    of random pauses, in which ranks stand still as on a busy machine.
+    of random pauses, in which ranks stand still as on a busy machine. before: a module whose `install` is called before
+    Megatron is imported.
     """
 
-    def __init__(self, preload: bool = True, pauses: int | None = None) -> None:
-        self._preload, self._pauses = preload, pauses
+    def __init__(self, preload: bool = True, pauses: int | None = None, before: str | None = None) -> None:
+        self._preload, self._pauses, self._before = preload, pauses, before
         self._server: subprocess.Popen | None = None
         self.output: list[str] = []  # what each rank of the last job printed
 
@@ -147,6 +148,7 @@ class Pool:
                 "-c",
                 "from tests.support import pool_server; pool_server.main()",
                 *(["preload"] if self._preload else []),
+                *([self._before] if self._before else []),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

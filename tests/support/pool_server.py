@@ -246,12 +246,14 @@ def shrink_mock_data() -> None:
     MockGPTLowLevelDataset.size = 2000
 
 
-def _preload() -> None:
+def _preload(before: list[str]) -> None:
     from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is not installed; the same on every import
+        for module in before:
+            importlib.import_module(module).install()
         for module in PRELOAD:
             importlib.import_module(module)
     _read_flags_once()
@@ -267,8 +269,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
-    if sys.argv[1:] == ["preload"]:
-        _preload()
+    if sys.argv[1:2] == ["preload"]:
+        _preload(sys.argv[2:])
     pickle.dump("ready", answers)
     answers.flush()
     while True:

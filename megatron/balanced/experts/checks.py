@@ -7,9 +7,9 @@ gradient before those of its replicas were added, would give wrong numbers or a 
 
 import argparse
 import dataclasses
-import importlib.util
 
 from balancing.experts.config import ExpertConfig
+from megatron.balanced.dry_run import is_available
 from megatron.balanced.incompatible import EXPERTS, check_compatible
 
 __all__ = ["check_experts"]
@@ -86,11 +86,11 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
 
 
 def _check_compatible(args: argparse.Namespace, device: str) -> None:
-    check_compatible(args, EXPERTS, "--balance-experts")
+    also = []
     if args.moe_token_dispatcher_type == "flex":
-        has_backend = args.moe_flex_dispatcher_backend == "deepep" and importlib.util.find_spec("deep_ep") is not None
+        has_backend = args.moe_flex_dispatcher_backend == "deepep" and is_available("deep_ep")
         if device == "cpu" or not has_backend:
-            raise ValueError(
-                "--balance-experts with --moe-token-dispatcher-type flex needs DeepEP on GPUs "
-                "(--moe-flex-dispatcher-backend deepep); use alltoall or allgather"
-            )
+            flag = f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend}"
+            why = "flex needs DeepEP on GPUs (--moe-flex-dispatcher-backend deepep)"
+            also.append((flag, why, "use alltoall or allgather"))
+    check_compatible(args, EXPERTS, "--balance-experts", also)

@@ -280,7 +280,7 @@ def _report(failure: _Failure, *, anywhere: bool = False) -> int:
 def stop(error: Exception) -> NoReturn:
     """End the process because of bad input, with one line for all ranks that have the same error.
 
-    The exit code is 2, as argparse's.
+    The exit code is 2, as argparse's. `error` is the cause of the SystemExit.
     """
     by_machine = isinstance(error, LocalError | OSError | ImportError | RuntimeError)
     line = explain(error)
@@ -288,7 +288,7 @@ def stop(error: Exception) -> NoReturn:
         line += f" (on {socket.gethostname()})"
     failure = _Failure(line=line, traceback="", is_refusal=True, patience=_REFUSAL_SECONDS)
     _report(failure, anywhere=by_machine)
-    raise SystemExit(2)
+    raise SystemExit(2) from error
 
 
 def _is_before_training() -> bool:

@@ -1,0 +1,265 @@
+"""`--balance-dry-run`: what a run would be like, found out without starting it.
+
+Started without a launcher, a dry run plans for another machine: WORLD_SIZE says how many ranks, and each is taken to
+have a new GPU with the packages that Megatron-LM can use, Transformer Engine above all. Flags are then parsed and
+validated as on that machine; nothing is allocated and no process group exists. With `--device cpu` the ranks have CPUs
+and the packages of this machine. Under a launcher, a dry run describes the ranks that were started.
+
+Megatron-LM asks for a device and for packages while it validates flags. The CPU answers for the device
+(`megatron.balanced.cpu.device`); `assume_ranks` supplies the other answers.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from balancing.experts.engine.slots import ReplicaSlots
+from balancing.launch import detect_launch
+from megatron.balanced.config import BalanceConfig
+from megatron.balanced.cpu.device import use_cpu
+
+__all__ = [
+    "assume_packages",
+    "assume_ranks",
+    "assumed_device",
+    "assumes_gpus",
+    "groups_along",
+    "is_available",
+    "model_of",
+    "moe_layers",
+    "plan_lines",
+    "slot_bytes",
+]
+
+_CAPABILITY = (10, 0)  # of the GPUs that are assumed: Blackwell, which has every number format
+_TRANSFORMER_ENGINE = "2.14.0"  # the version of NVIDIA's recipes
+_RANKS_PER_NODE = 8
+
+# Functions of Transformer Engine that Megatron-LM looks for while it validates a model's config.
+_LOOKED_FOR = {
+    "megatron.core.transformer.moe.moe_utils": (
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs",
+        "fused_unpermute",
+    ),
+    "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb",),
+}
+
+_assumed = False
+
+
+def assumes_gpus() -> bool:
+    """Whether this process is a dry run for GPUs that it does not have."""
+    return _assumed
+
+
+def is_available(package: str) -> bool:
+    """Whether ranks can import `package`, which a dry run for other machines assumes."""
+    return _assumed or importlib.util.find_spec(package) is not None
+
+
+def assume_ranks(argv: Sequence[str]) -> bool:
+    """Begin a dry run for other machines if `argv` and the environment ask for one, before Megatron-LM is imported.
+
+    Sets the environment of rank 0 of WORLD_SIZE, and assumes GPUs unless `argv` has --device cpu. Returns whether it
+    assumes GPUs. Raises ValueError for a WORLD_SIZE that is no number of ranks.
+    """
+    global _assumed
+    asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    asked.add_argument("--balance-dry-run", action="store_true")
+    asked.add_argument("--device", default="auto")
+    given = asked.parse_known_args(argv)[0]
+    if not given.balance_dry_run or "RANK" in os.environ:
+        return False
+    given_ranks = os.environ.pop("WORLD_SIZE", "1")  # which nothing else could read if it is no number
+    if not given_ranks.isdecimal() or int(given_ranks) < 1:
+        raise ValueError(f"WORLD_SIZE {given_ranks} is not a number of ranks; give 1 or more")
+    ranks = int(given_ranks)
+    node = next(size for size in range(_RANKS_PER_NODE, 0, -1) if ranks % size == 0)
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(node))
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if given.device == "cpu":
+        return False
+    # Megatron-LM demands 1 of it in layouts that overlap, on GPUs before Blackwell. The scripts of a job set it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    use_cpu()
+    torch.cuda.get_device_capability = lambda device=None: _CAPABILITY
+    _assumed = True
+    return True
+
+
+def assumed_device() -> str:
+    """The machines that are assumed, in words."""
+    launch = detect_launch()
+    capability = ".".join(map(str, _CAPABILITY))
+    return (
+        f"a GPU of compute capability {capability} and Transformer Engine {_TRANSFORMER_ENGINE} on each of "
+        f"{launch.world_size} rank(s), {launch.ranks_per_node} a node; all assumed"
+    )
+
+
+def assume_packages() -> None:
+    """Let Megatron-LM, which is imported here, find the packages of the machine that is assumed."""
+    from megatron.core import utils
+    from packaging.version import Version
+
+    utils._te_version = Version(_TRANSFORMER_ENGINE)
+    for module, names in _LOOKED_FOR.items():
+        owner = importlib.import_module(module)
+        for name in names:
+            if getattr(owner, name) is None:
+                setattr(owner, name, _never_called)
+
+
+def _never_called(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a dry run computes nothing")
+
+
+def model_of(args: argparse.Namespace) -> Any:
+    """Megatron-LM's config of the model that `args` describe. Raises ValueError or AssertionError where it has none.
+
+    A vocabulary that only the tokenizer would tell has an arbitrary size here.
+    """
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    args = argparse.Namespace(**vars(args))
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        args.vocab_size = args.make_vocab_size_divisible_by
+    return gpt_config_from_args(args)
+
+
+# What would be planned.
+
+
+def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+    """For each balancer that is on: the ranks that plan together, and the memory of replica slots on a rank.
+
+    args: validated by Megatron-LM.
+    """
+    lines = []
+    if config.experts.balance_experts:
+        lines.append(_scope("--balance-experts", "expert-parallel", groups_along(args, "ep", of_experts=True)))
+        lines += _slot_lines(args, config)
+    if config.sequences.balance_sequences:
+        lines.append(_scope("--balance-sequences", "context-parallel", groups_along(args, "cp")))
+    if config.layers.enabled:
+        flag = "--balance-layers-once" if config.layers.balance_layers_once else "--balance-layers"
+        pipelines = groups_along(args, "pp")
+        several = "s" if len(pipelines) > 1 else ""
+        lines.append(
+            f"plan   {flag}: all {args.world_size} ranks make one plan; layers move along {len(pipelines)} "
+            f"pipeline{several} of {len(pipelines[0])} ranks, the first of {_named(pipelines[0])}"
+        )
+    return lines or ["plan   no balancer is on"]
+
+
+def groups_along(args: argparse.Namespace, axis: str, *, of_experts: bool = False) -> list[list[int]]:
+    """The process groups along one axis of Megatron-LM's layout: [group][place] -> rank."""
+    from megatron.core.parallel_state import RankGenerator
+
+    pipeline = args.pipeline_model_parallel_size
+    if of_experts:
+        sizes = {"tp": args.expert_tensor_parallel_size, "ep": args.expert_model_parallel_size, "cp": 1}
+    else:
+        sizes = {"tp": args.tensor_model_parallel_size, "ep": 1, "cp": args.context_parallel_size}
+    data = args.world_size // (pipeline * sizes["tp"] * sizes["ep"] * sizes["cp"])
+    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+    return RankGenerator(**sizes, dp=data, pp=pipeline, order=order).get_ranks(axis)
+
+
+def _scope(flag: str, kind: str, groups: list[list[int]]) -> str:
+    per_node = detect_launch().ranks_per_node
+    nodes = max(len({rank // per_node for rank in group}) for group in groups)
+    span = f"{len(groups[0])} ranks on {nodes} node{'s' * (nodes > 1)}"
+    if len(groups) == 1:
+        return f"plan   {flag}: one {kind} group of {span}, {_named(groups[0])}"
+    return (
+        f"plan   {flag}: {len(groups)} {kind} groups of {span}, each with plans of its own; the first of "
+        f"{_named(groups[0])}"
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """'ranks 0-7', 'ranks 0-56 in steps of 8'."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    step = ranks[1] - ranks[0]
+    if list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {ranks[0]}-{ranks[-1]}" + (f" in steps of {step}" if step > 1 else "")
+
+
+def _slot_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+    experts, model = config.experts, model_of(args)
+    layers = moe_layers(model, repeats_prediction=args.mtp_use_repeated_layer)
+    fewest, most = min(map(sum, layers)), max(map(sum, layers))
+    lines = [
+        f"slots  --expert-replica-slots {experts.expert_replica_slots}: beside "
+        f"{args.num_experts // args.expert_model_parallel_size} home expert(s), in each of the "
+        f"{most if fewest == most else f'{fewest} to {most}'} MoE layer(s) of a rank"
+    ]
+    modes = ("resident", "shared") if experts.expert_replica_mode == "auto" else (experts.expert_replica_mode,)
+    need = {
+        mode: max(slot_bytes(model, chunks, experts.expert_replica_slots, shared=mode == "shared") for chunks in layers)
+        for mode in modes
+    }
+    size = ", or ".join(f"{need[mode] / 2**30:,.3f} GiB {mode}" for mode in modes)
+    return [*lines, f"memory --expert-replica-mode {experts.expert_replica_mode}: {size}, on the rank with most of it"]
+
+
+def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int]]:
+    """MoE layers that can have replicas: [stage][model chunk] -> their number, with those of multi-token prediction.
+
+    model: Megatron-LM's config. repeats_prediction: whether one layer of prediction runs several times, which then has
+    no replicas.
+    """
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    frequency = model.moe_layer_freq
+    if isinstance(frequency, int):
+        of_experts = [layer % frequency == 0 for layer in range(model.num_layers)]
+    else:
+        of_experts = [bool(each) for each in frequency]
+    stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    layout = model.pipeline_model_parallel_layout
+    # A layer of prediction is built as the last layer of the model is.
+    prediction = (model.mtp_num_layers or 0) if of_experts[-1] and not repeats_prediction else 0
+    counts = [[0] * chunks for _ in range(stages)]
+    first = 0
+    for chunk in range(chunks):
+        for stage in range(stages):
+            if layout is None:
+                own = get_num_layers_to_build(model, vp_stage=chunk if chunks > 1 else None, pp_rank=stage)
+                predicts = prediction if (chunk, stage) == (chunks - 1, stages - 1) else 0
+            else:
+                own = layout.layout[stage][chunk].count(LayerType.decoder)
+                predicts = min(prediction, layout.layout[stage][chunk].count(LayerType.mtp))
+            counts[stage][chunk] = sum(of_experts[first : first + own]) + predicts
+            first += own
+    return counts
+
+
+def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -> int:
+    """Bytes of replica slots, with gradients, on one rank.
+
+    model: Megatron-LM's config.
+    chunks: [model chunk] -> MoE layers on that rank.
+    slots: maximal number of replicas of a layer.
+    shared: whether two buffers serve all layers of a chunk.
+    """
+    ffn, hidden = model.moe_ffn_hidden_size // model.expert_tensor_parallel_size, model.hidden_size
+    wide = ffn * (2 if model.gated_linear_unit else 1)
+    shapes = [(wide, hidden), (hidden, ffn)]
+    if model.add_bias_linear:
+        shapes += [(wide,), (hidden,)]
+    expert = [torch.empty(shape, dtype=model.params_dtype, device="meta") for shape in shapes]
+    return sum(ReplicaSlots.bytes_needed([[expert]] * layers, slots, shared=shared) for layers in chunks if layers)

@@ -1,0 +1,333 @@
+"""Whether Megatron-LM and the balancers accept recipes: `python -m balancing.recipe FILE... [FLAGS]`.
+
+Each recipe is a dry run (`megatron.balanced.dry_run`) in a process of its own, forked from one that has imported
+Megatron-LM. Recipes are written for Megatron-LM's development branch, so some flags are translated for the version
+that is installed, and the answer says which.
+"""
+
+import argparse
+import contextlib
+import difflib
+import io
+import logging
+import multiprocessing
+import os
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from balancing.command_line import Parser
+from balancing.recipe import Recipe, read_recipes
+from megatron.balanced.checks import MEGATRON_VERSIONS, check_megatron
+
+__all__ = ["Verdict", "answer", "command_line", "main", "markdown", "verdicts"]
+
+BALANCERS = ("--balance-experts", "--balance-layers", "--balance-sequences")
+_NAMED = 4  # flags that a line names
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a dry run says of one command line.
+
+    refusal: the line with which it is refused; empty if it is accepted.
+    why: flag that the balancer does not work with -> the reason; empty for a refusal of another kind.
+    idle: why the balancer that is asked for has nothing to do; empty if it has.
+    translated: the flags that were changed for the installed Megatron-LM.
+    report: lines that a dry run prints.
+    """
+
+    refusal: str = ""
+    why: Mapping[str, str] = field(default_factory=dict)
+    idle: str = ""
+    translated: tuple[str, ...] = ()
+    report: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """In one line."""
+        if self.refusal:
+            return f"refused: {self.refusal}"
+        return f"nothing to balance: {self.idle}" if self.idle else "accepted"
+
+
+# Flags of a recipe as arguments.
+
+
+def _translate(flags: dict[str, Any]) -> tuple[str, ...]:
+    """Change flags in place that Megatron-LM 0.19.2 has under another name or not at all. Returns them in words."""
+    words = []
+    if "cuda_graph_scope" in flags:
+        scope = flags.pop("cuda_graph_scope")
+        if scope in ("full_iteration", ["full_iteration"]):
+            flags["cuda_graph_impl"] = "full_iteration"
+            words.append("--cuda-graph-impl full_iteration")
+        else:
+            flags["cuda_graph_modules"] = scope
+            words.append("--cuda-graph-modules")
+    if flags.get("cross_entropy_loss_fusion") is True and flags.get("cross_entropy_fusion_impl") == "te":
+        flags["cross_entropy_fusion_impl"] = "native"
+        words.append("--cross-entropy-fusion-impl native")
+    return tuple(words)
+
+
+def command_line(recipe: Recipe, parser: argparse.ArgumentParser) -> tuple[list[str], tuple[str, ...]]:
+    """The arguments that a recipe stands for, and in words those that were translated.
+
+    parser: Megatron-LM's; flags that it does not know are left to it to refuse. A flag may also have the name that the
+    parser stores it under, as overlap_p2p_comm, which --no-overlap-p2p-communication switches off. Values with a
+    variable of the shell that is not set are left out: they are paths, which a job fills in.
+
+    Raises ValueError for a value that cannot belong to the flag.
+    """
+    flags = {
+        name: os.path.expandvars(value) if isinstance(value, str) else value for name, value in recipe.flags.items()
+    }
+    translated = _translate(flags)
+    arguments = []
+    for name, value in flags.items():
+        if value is None or value is False or (isinstance(value, str) and re.search(r"\$\{?\w", value)):
+            if value is False:
+                arguments += _switched_off(name, parser)
+            continue
+        option = "--" + name.replace("_", "-")
+        action = parser._option_string_actions.get(option)
+        if action is None and value is True and any(a.dest == name and a.default is True for a in parser._actions):
+            continue  # on by default; only its opposite is a flag
+        if action is not None and action.nargs == 0:
+            if value not in (True, "true", "True"):
+                raise ValueError(f"{recipe.name}: {option} is a flag without a value, not {value!r}; use true or false")
+            arguments.append(option)
+        elif value is True:
+            arguments.append(option)
+        else:
+            arguments += _with_values(option, value, is_list=action is not None and action.nargs is not None)
+    return arguments, translated
+
+
+def _switched_off(name: str, parser: argparse.ArgumentParser) -> list[str]:
+    """The flag that switches off what is on by default; none where `name` is off by default."""
+    opposites = [
+        action for action in parser._actions if action.dest == name and action.const is False and action.default is True
+    ]
+    return [opposites[0].option_strings[0]] if opposites else []
+
+
+def _with_values(option: str, value: Any, *, is_list: bool) -> list[str]:
+    if isinstance(value, (list, tuple)):
+        return [option, *map(str, value)]
+    if is_list:
+        return [option, *shlex.split(str(value))]
+    text = str(value)
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return [f"{option}={text}"]
+
+
+def _option(word: str) -> str:
+    """The flag of a word of a command line, which may have its value behind a sign of equality."""
+    return word.partition("=")[0]
+
+
+def _parser() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron.balanced.arguments import add_balance_flags
+
+    return add_balance_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+# Dry runs.
+
+
+def answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict:
+    """Dry-run a command line in this process, which is of use only for dry runs of the same recipe afterwards.
+
+    environment: with WORLD_SIZE; replaces the launcher's.
+    """
+    from megatron.balanced import patches
+    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.dry_run import plan_lines
+    from megatron.balanced.incompatible import IncompatibleError
+
+    for name in _LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ |= environment
+    logging.disable(logging.INFO)
+    warnings.simplefilter("ignore")
+    out, refused = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(refused):
+        try:
+            args, config = parse_arguments([*arguments, "--balance-dry-run"])
+        except SystemExit as stopped:
+            lines = [line for line in refused.getvalue().splitlines() if line.strip()]
+            cause = stopped.__cause__
+            why = cause.why if isinstance(cause, IncompatibleError) else {}
+            return Verdict(lines[-1].removeprefix("pretrain_gpt.py: error: "), why)
+        report = [*patches.rows(args, config), *plan_lines(args, config)]
+    said = out.getvalue().splitlines()
+    idle = re.findall(r"has nothing to balance: (.*)", out.getvalue())
+    return Verdict(idle="; ".join(idle), report=(*said, *report))
+
+
+def _answer_all(job: tuple[list[list[str]], dict[str, str]]) -> list[Verdict]:
+    lines, environment = job
+    return [answer(arguments, environment) for arguments in lines]
+
+
+def verdicts(
+    recipes: Sequence[Recipe], choices: Iterable[Sequence[str]], ranks: int | None = None
+) -> dict[str, list[Verdict]]:
+    """Dry-run each recipe with each choice of further flags. Recipe's name -> the verdicts in the order of `choices`.
+
+    ranks: of the job; None for the number that a recipe's name tells.
+
+    Called in a process that has not imported Megatron-LM. Raises ValueError for a recipe whose number of ranks is
+    unknown, for values that do not belong to their flags, and for flags in `choices` that do not exist.
+    """
+    choices = [list(choice) for choice in choices]
+    for recipe in recipes:
+        if sum(other.name == recipe.name for other in recipes) > 1:
+            raise ValueError(f"two recipes are named {recipe.name}; name each once")
+        if (ranks or recipe.ranks) is None:
+            raise ValueError(f"{recipe.name} does not tell how many ranks it is for; set WORLD_SIZE")
+    parser = _begin(choices[0])
+    known = parser._option_string_actions
+    for flag in {_option(word) for choice in choices for word in choice if word.startswith("--")} - known.keys():
+        near = difflib.get_close_matches(flag, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see pretrain_gpt.py --help"
+        raise ValueError(f"unknown flag {flag}; {hint}")
+    found, jobs = {}, {}
+    for recipe in recipes:
+        arguments, translated = command_line(recipe, parser)
+        unknown = [word for word in arguments if word.startswith("--") and _option(word) not in known]
+        if unknown:
+            names = [_option(word)[2:].replace("-", "_") for word in unknown]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            line = (
+                f"Megatron-LM {MEGATRON_VERSIONS[-1]} does not know {', '.join(names[:_NAMED])}{more}; drop what it "
+                "does not know from the recipe"
+            )
+            found[recipe.name] = [Verdict(line, translated=translated)] * len(choices)
+            continue
+        found[recipe.name] = []
+        environment = recipe.environment | {"WORLD_SIZE": str(ranks or recipe.ranks)}
+        jobs[recipe.name, translated] = [[*arguments, *choice] for choice in choices], environment
+    processes = max(1, min(len(jobs), os.cpu_count() or 1))
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+        for (name, translated), own in zip(jobs, pool.map(_answer_all, jobs.values(), chunksize=1), strict=True):
+            found[name] = [replace(verdict, translated=translated) for verdict in own]
+    return found
+
+
+def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
+    """Import Megatron-LM as a dry run does. Returns the parser of pretrain_gpt.py."""
+    from megatron.balanced.cpu.device import use_cpu
+    from megatron.balanced.dry_run import assume_packages, assume_ranks
+
+    check_megatron()
+    for name in _LAUNCHER:
+        os.environ.pop(name, None)
+    warnings.simplefilter("ignore")
+    if assume_ranks([*flags, "--balance-dry-run"]):
+        assume_packages()
+    else:
+        use_cpu()
+    import megatron.balanced.train  # noqa: F401  so that the forks need not
+
+    return _parser()
+
+
+# Tables.
+
+
+def markdown(found: Mapping[str, Sequence[Verdict]], columns: Sequence[str]) -> str:
+    """A Markdown table, a row a recipe and a column a choice of flags, and below it the reasons.
+
+    found: as `verdicts` returns it; the first verdict is Megatron-LM's alone.
+    columns: the heads, without that of the recipes' names.
+    """
+    rows = [["recipe", *columns], ["---"] * (len(columns) + 1)]
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for name, (alone, *balanced) in found.items():
+        cells = [_cell(alone)]
+        if alone.translated and not alone.refusal:
+            cells[0] += f", with `{'`, `'.join(alone.translated)}`"
+        for column, verdict in zip(columns[1:], balanced, strict=True):
+            cells.append("as Megatron-LM" if verdict.refusal and verdict.refusal == alone.refusal else _cell(verdict))
+            for flag, why in (verdict.why or ({"idle": verdict.idle} if verdict.idle else {})).items():
+                reasons.setdefault(flag, {}).setdefault(why, []).append(column)
+        rows.append([name, *cells])
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows] + [""]
+    for flag, whys in sorted(reasons.items()):
+        text = "; ".join(f"{why} ({', '.join(dict.fromkeys(of))})" for why, of in whys.items())
+        lines.append(f"- `{flag}`: {text}" if flag != "idle" else f"- idle: {text}")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(verdict: Verdict) -> str:
+    if verdict.why:
+        return f"refused: `{'`, `'.join(sorted(verdict.why))}`"
+    return "idle" if verdict.idle else verdict.words
+
+
+def _flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(
+        prog="python -m balancing.recipe",
+        description="Whether Megatron-LM and the balancers accept recipes: a dry run of each, on no GPU.",
+        epilog="All other flags are those of pretrain_gpt.py, and are added to each recipe. Without --balance-... the "
+        "answer is given for each balancer.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="recipes, .json or .yaml")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table with all reasons")
+    first = next((place for place, word in enumerate(argv) if word.startswith("--") and place), len(argv))
+    own = [word for word in argv if word in ("--markdown", "--help", "-h")]
+    flags = [word for word in argv[first:] if word not in (*own, "--balance-dry-run")]
+    return parser.parse_args([*argv[:first], *own] if first else own), flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a verdict a line, or the report of a single recipe. Returns 0, or 2 if a recipe is refused."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    given, flags = _flags(argv)
+    try:
+        recipes = [recipe for path in given.files for recipe in read_recipes(path)]
+        ranks = os.environ.get("WORLD_SIZE")
+        if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
+            raise ValueError(f"WORLD_SIZE {ranks} is not a number of ranks; give 1 or more")
+        asked = any(flag.startswith("--balance-") for flag in flags)
+        choices = [[], flags] if asked else [flags, *([*flags, balancer] for balancer in BALANCERS)]
+        found = verdicts(recipes, choices, None if ranks is None else int(ranks))
+    except ValueError as error:
+        print(f"python -m balancing.recipe: error: {error}", file=sys.stderr)
+        return 2
+    if given.markdown:
+        columns = [f"`{' '.join(choice)}`" for choice in choices[1:]]
+        print(markdown(found, ["Megatron-LM alone", *columns]), end="")
+    else:
+        _print(found, choices, asked=asked)
+    return 2 if asked and any(each[-1].refusal for each in found.values()) else 0
+
+
+def _print(found: Mapping[str, Sequence[Verdict]], choices: Sequence[Sequence[str]], *, asked: bool) -> None:
+    for name, answers in found.items():
+        print(name)
+        for line in answers[0].translated:
+            print(f"    translated for this Megatron-LM: {line}")
+        if asked and len(found) == 1 and not answers[-1].refusal:
+            print(*answers[-1].report, sep="\n")
+            continue
+        for choice, verdict in zip(choices, answers, strict=True):
+            balanced = any(word.startswith("--balance-") for word in choice)
+            print(f"    {' '.join(choice) if balanced else 'Megatron-LM alone'}: {verdict.words}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

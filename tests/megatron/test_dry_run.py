@@ -1,0 +1,181 @@
+"""A dry run describes a job on any machine: who plans together and what slots take are those of the job itself."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.pool import single_threaded
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# A job of 1024 GPUs.
+JOB = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 1 --global-batch-size 1024 --train-iters 10 --lr 1e-3 --eval-interval 100 --eval-iters 0 "
+    "--num-experts 64 --moe-ffn-hidden-size 1536 --swiglu --disable-bias-linear --bf16 --use-distributed-optimizer "
+    "--overlap-grad-reduce --moe-grouped-gemm --moe-token-dispatcher-type alltoall --attention-dropout 0 "
+    "--hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 4 "
+    "--pipeline-model-parallel-size 4 --expert-model-parallel-size 16 --expert-tensor-parallel-size 1 "
+    "--transformer-impl transformer_engine"
+).split()
+BALANCE = "--balance-experts --balance-layers --balance-sequences".split()
+LAUNCHER = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _dry_run(*flags: str, ranks: str = "1024", **environment: str) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in single_threaded().items() if name not in LAUNCHER}
+    return subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *MOCK_DATA, *flags, "--balance-dry-run"],
+        cwd=REPOSITORY, env={**inherited, "WORLD_SIZE": ranks, **environment}, capture_output=True, text=True,
+        timeout=150, check=False,
+    )  # fmt: skip
+
+
+def test_a_cluster_is_described_from_a_machine_without_gpus():
+    done = _dry_run(*JOB, *BALANCE)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("> device: a GPU") and "1024 rank(s), 8 a node; all assumed" in lines[0]
+    assert any(line.startswith("patch  megatron.training.training:train_step: ") for line in lines)
+    assert lines[-5:] == [
+        "plan   --balance-experts: 64 expert-parallel groups of 16 ranks on 2 nodes, each with plans of its own; the "
+        "first of ranks 0-15",
+        "slots  --expert-replica-slots 2: beside 4 home expert(s), in each of the 8 MoE layer(s) of a rank",
+        # 2 slots x 3 x 4096 x 1536 parameters x (2 + 4 bytes) x 8 layers, or 2 buffers
+        "memory --expert-replica-mode auto: 1.688 GiB resident, or 0.422 GiB shared, on the rank with most of it",
+        "plan   --balance-sequences: 256 context-parallel groups of 4 ranks on 1 node, each with plans of its own; the "
+        "first of ranks 0-6 in steps of 2",
+        "plan   --balance-layers: all 1024 ranks make one plan; layers move along 256 pipelines of 4 ranks, the first "
+        "of ranks 0-768 in steps of 256",
+    ]
+    assert len(lines) < 30, "Megatron-LM's arguments are not what a dry run is asked for"
+
+
+def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
+    """The exit code, "none" if the flags were accepted, and stderr."""
+    from megatron.balanced.arguments import parse_arguments
+
+    for name in (*LAUNCHER, "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ |= environment
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            parse_arguments([*flags, "--balance-dry-run"])
+        except SystemExit as stopped:
+            return stopped.code, said.getvalue()
+    return "none", said.getvalue()
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, words",
+    [
+        ("--fp8-format e4m3", "1024", ("--fp8 e4m3", "--balance-experts", "use --bf16")),
+        ("--pipeline-model-parallel-size 3", "1024", ("multiple of 24", "1024 rank(s)")),
+        ("", "1000", ("multiple of 32", "1000 rank(s)")),
+        ("", "many", ("WORLD_SIZE many",)),
+        ("", "0", ("WORLD_SIZE 0",)),
+        ("--hidden-size 4100", "1024", ("--hidden-size 4100",)),
+        ("--cluster b9000", "1024", ("--cluster", "b9000")),
+        ("--device tpu", "1024", ("--device", "tpu", "'cuda', 'cpu'")),
+        ("--device cpu", "1024", ("Transformer Engine",)),
+        ("--moe-permute-fusion --cuda-graph-impl local", "1024", ("--moe-permute-fusion", "--cuda-graph-impl local")),
+    ],
+)
+def test_a_refusal_is_one_line(pool, flags, ranks, words):
+    argv = [*MOCK_DATA, *JOB, *BALANCE, *flags.split()]
+    ((code, said),) = pool.run(1, _parse, argv, {"WORLD_SIZE": ranks})
+    lines = [line for line in said.splitlines() if "error" in line]
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("pretrain_gpt.py: error: "), (code, said)
+    for word in words:
+        assert word in lines[0]
+
+
+def test_the_hosts_that_a_launcher_started_are_not_assumed(pool):
+    """Under a launcher, and on CPUs, Transformer Engine must be there."""
+    argv = [*MODEL[2:], *MOCK_DATA, *EXACT[1:], "--transformer-impl", "transformer_engine"]
+    alone = {"WORLD_SIZE": "1"}
+    (assumed,) = pool.run(1, _parse, argv, alone)
+    assert assumed == ("none", "")
+    ((_, said),) = pool.run(1, _device_of, ["--device", "cpu", *argv], alone)
+    assert "> device: cpu" in said and "assumed" not in said
+    ((_, said),) = pool.run(1, _device_of, argv, alone | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    assert "assumed" not in said
+
+
+def _device_of(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code, _ = _parse(flags, environment)
+    return code, said.getvalue()
+
+
+# Ranks in the flags of four; every axis has another group on rank 0 than on rank 3.
+LAYOUTS = {
+    "interleaved stages, dense layers, prediction": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+    "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --moe-layer-freq [0]*2+[1]*6 --mtp-num-layers 1 "
+    "--expert-replica-mode resident",
+    "ranks of a tensor share experts": "--tensor-model-parallel-size 2 --sequence-parallel "
+    "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --expert-replica-mode shared",
+    "data before stages": "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --use-tp-pp-dp-mapping "
+    "--expert-replica-mode resident",
+    "uneven stages, spread sequences": "--pipeline-model-parallel-size 2 --context-parallel-size 2 "
+    "--decoder-first-pipeline-num-layers 3 --expert-model-parallel-size 2 --expert-replica-mode resident "
+    "--balance-sequences",
+}
+
+
+def _compare(flags: list[str]) -> dict[str, tuple[object, object]]:
+    """Train a step on this rank. Returns what a dry run tells of it and what is, by subject."""
+    import torch.distributed as dist
+    from megatron.core import mpu
+
+    from balancing.experts.engine.slots import ReplicaSlots
+    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.callbacks import StepCallback
+    from megatron.balanced.dry_run import groups_along, model_of, moe_layers, slot_bytes
+    from megatron.balanced.experts.moe_layer import BalancedMoELayer
+    from megatron.balanced.train import train
+
+    args, config = parse_arguments(flags)
+    found: dict[str, tuple[object, object]] = {}
+
+    class Look(StepCallback):
+        def attach(self, chunks: list) -> None:
+            stage, slots = mpu.get_pipeline_model_parallel_rank(), config.experts.expert_replica_slots
+            shared = config.experts.expert_replica_mode == "shared"
+            own = [[m for m in chunk.modules() if isinstance(m, BalancedMoELayer)] for chunk in chunks]
+            told = moe_layers(model_of(args))[stage]
+            found["layers"] = told, [len(layers) for layers in own]
+            parameters = [
+                [[list(e.parameters()) for e in layer.experts.local_experts] for layer in c] for c in own if c
+            ]
+            taken = sum(ReplicaSlots.bytes_needed(homes, slots, shared=shared) for homes in parameters)
+            found["bytes"] = slot_bytes(model_of(args), told, slots, shared=shared), taken
+            for axis, group in (
+                ("ep", mpu.get_expert_model_parallel_group()),
+                ("cp", mpu.get_context_parallel_group()),
+                ("pp", mpu.get_pipeline_model_parallel_group()),
+            ):
+                groups = groups_along(args, axis, of_experts=axis == "ep")
+                (told_ranks,) = [ranks for ranks in groups if dist.get_rank() in ranks]
+                found[axis] = told_ranks, dist.get_process_group_ranks(group)
+
+    train(args, config, [Look()])
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_told_is_what_is_built(pool, layout):
+    flags = [*MODEL, *MOCK_DATA, *EXACT, *MOE, "--train-iters", "1", "--balance-experts", *LAYOUTS[layout].split()]
+    for found in pool.run(4, _compare, flags):
+        assert found.keys() == {"layers", "bytes", "ep", "cp", "pp"}
+        for subject, (told, built) in found.items():
+            assert told == built, subject
+        assert found["bytes"][1]

@@ -1,0 +1,39 @@
+"""Packages that `scripts/test.sh` installs into folders of their own, for the tests that put them on their path."""
+
+import os
+import re
+import sys
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+__all__ = ["add_to_path", "folder", "version", "why_missing"]
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def folder(name: str) -> Path:
+    """Where the packages of scripts/NAME.txt are."""
+    return Path(os.environ.get(f"{name.upper()}_APART", Path(sys.prefix) / name))
+
+
+def version(name: str) -> str:
+    """The version of the package `name` that scripts/NAME.txt asks for."""
+    pattern = name.replace("_", "[-_]")
+    return re.findall(rf"^{pattern}==(.+)$", (SCRIPTS / f"{name}.txt").read_text(), re.M)[0]
+
+
+def why_missing(name: str, title: str) -> str | None:
+    """Why tests cannot import the package `name`, called `title`; None if they can."""
+    place, how = folder(name), "scripts/test.sh installs it"
+    if not (place / name).is_dir():
+        return f"{title} is not in {place}; {how}"
+    found = {PathDistribution(path).version for path in place.glob(f"{name}-*.dist-info")}
+    if found != {version(name)}:
+        return f"{place} holds {title} {', '.join(sorted(found)) or '?'}, not {version(name)}; {how}"
+    return None
+
+
+def add_to_path(name: str) -> None:
+    """Have imports find the packages. Last, so that what is installed otherwise stays what is imported."""
+    if str(folder(name)) not in sys.path:
+        sys.path.append(str(folder(name)))

@@ -1,0 +1,122 @@
+"""Parameters in 8 bits: their scales go where their numbers go, and documents are spread over ranks that quantize.
+
+Of the kernels' numerics nothing is shown: here as there a scale is the largest number's, of a tensor or of 32 numbers.
+"""
+
+import datetime
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.training import RankRun, differences, join, train_rank
+from tests.support.transformer_engine.model import cases
+
+CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "mxfp8": (10, 0)}
+
+
+def _quantizer(recipe: str) -> Any:
+    import torch
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+
+    kind = tex.DType.kFloat8E4M3
+    if recipe == "mxfp8":
+        return MXFP8Quantizer(kind)
+    if recipe == "delayed":
+        return Float8Quantizer(torch.tensor([8.0]), torch.zeros(1), kind)
+    return Float8CurrentScalingQuantizer(kind, device=torch.device("cuda"))
+
+
+def _stored(parameter: Any) -> dict[str, Any]:
+    """The tensors that a quantized parameter is made of: numbers in 8 bits, also those in another order, and scales."""
+    import torch
+
+    return {name: part for name, part in parameter.get_metadata().items() if isinstance(part, torch.Tensor)}
+
+
+def _copied(recipe: str, weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Rank 0 has the quantized weight, rank 1 memory for it, and both have it after a move. Returns what it is made of,
+    its value, and a product with it."""
+    import torch
+    import torch.distributed as dist
+    import transformer_engine.pytorch as te
+
+    from balancing.layers.transfer import Piece, exchange, plan_transfers
+    from tests.support.transformer_engine.on_cpu import have_capability
+
+    have_capability(*CAPABILITY[recipe])
+    dist.init_process_group("gloo")
+    dist.barrier()
+    rank, quantizer = dist.get_rank(), _quantizer(recipe)
+    whole = torch.from_numpy(weight).bfloat16()
+    made = quantizer(whole) if rank == 0 else quantizer.make_empty(whole.shape, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(made)
+    flat = {name: part.view(-1) for name, part in _stored(parameter).items()}
+    assert any("scale" in name for name in flat)
+    transfers = plan_transfers(
+        [Piece(name, 0, 0, part.numel()) for name, part in flat.items()],
+        [Piece(name, 1, 0, part.numel()) for name, part in flat.items()],
+    )
+
+    def part(transfer: Any) -> Any:
+        return flat[transfer.tensor][transfer.start : transfer.stop]
+
+    sent = exchange(transfers, part, part, dist.group.WORLD, datetime.timedelta(minutes=5))
+    assert sent == (sum(part.numel() * part.element_size() for part in flat.values()) if rank == 0 else 0)
+    if recipe != "mxfp8":
+        parameter._transpose_invalid = False  # which is no tensor, and so not sent
+    linear = te.Linear(*reversed(whole.shape), bias=False, params_dtype=torch.bfloat16, device="cpu")
+    linear.weight = parameter
+    recipes = {"mxfp8": _recipes().MXFP8BlockScaling, "delayed": _recipes().DelayedScaling}
+    rows = torch.linspace(-1, 1, 32 * whole.shape[1]).view(32, -1).bfloat16().requires_grad_()
+    with te.autocast(enabled=True, recipe=recipes.get(recipe, _recipes().Float8CurrentScaling)()):
+        out = linear(rows)
+    out.sum().backward()  # reads the weight in its other order
+    held = {name: part.numpy().copy() for name, part in _stored(parameter).items()}
+    return held, parameter.dequantize().detach().float().numpy(), torch.cat([out, rows.grad]).float().detach().numpy()
+
+
+def _recipes() -> Any:
+    from transformer_engine.common import recipe
+
+    return recipe
+
+
+@pytest.mark.parametrize("recipe", CAPABILITY)
+def test_parameters_are_copied_with_their_scales(engine, recipe):
+    weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    weight[:32] *= 100  # another scale for each block
+    (own, value, product), (copy, copied_value, copied_product) = engine.run(2, _copied, recipe, weight)
+    assert own.keys() == copy.keys()
+    for name, part in own.items():
+        np.testing.assert_array_equal(copy[name], part, err_msg=name)
+    np.testing.assert_array_equal(copied_value, value)
+    np.testing.assert_array_equal(copied_product, product)
+    # E4M3 has three bits of mantissa. Delayed scaling cuts what its scale of yesterday did not foresee.
+    largest = 448 / 8 if recipe == "delayed" else np.inf
+    expected = weight.clip(-largest, largest)
+    assert np.linalg.norm(value - expected) <= 0.05 * np.linalg.norm(expected)
+
+
+def _train_quantized(argv: list[str], capability: tuple[int, int]) -> RankRun:
+    from tests.support.transformer_engine.on_cpu import have_capability
+
+    have_capability(*capability)
+    return train_rank(argv, True)
+
+
+@pytest.mark.parametrize("recipe", cases(["tensorwise", "mxfp8"], "tensorwise"))
+def test_documents_spread_over_ranks_that_quantize(model_of, recipe):
+    """Where each rank quantizes the tokens it has, numbers differ a little from those of one rank."""
+    model = model_of("--seq-length 64 --max-position-embeddings 64 --hidden-size 128 --num-layers 2")
+    flags = f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --dataloader-inter-document-masking"
+    spread = f"{flags} --context-parallel-size 2 --balance-sequences"
+    capability = CAPABILITY[recipe]
+    run = join(model.pool.run(2, _train_quantized, model.argv(spread), capability))
+    alone = join(model.pool.run(1, _train_quantized, model.argv(f"{flags} --calculate-per-token-loss"), capability))
+    in_bf16 = model.alone("--bf16 --dataloader-inter-document-masking --calculate-per-token-loss")
+    assert alone.losses != in_bf16.losses, "nothing was quantized"
+    assert differences(run, alone)[0] <= 0.01
+    assert differences(alone, in_bf16)[0] <= 0.05

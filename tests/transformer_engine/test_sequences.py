@@ -1,0 +1,30 @@
+"""Documents spread over ranks, in a model of Transformer Engine's layers but for its attention."""
+
+import pytest
+
+from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
+
+CP2 = "--context-parallel-size 2 --balance-sequences"
+PACKED = "--dataloader-inter-document-masking --eod-mask-loss"
+
+# model, ranks, flags
+CASES = {
+    "CP 2": ("", 2, CP2),
+    "CP 2, TP 2, sequence parallel": ("", 4, f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "CP 2, PP 2, EP 2, all three balancers": (
+        EXPERTS,
+        4,
+        f"{CP2} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --moe-grouped-gemm --balance-experts "
+        "--balance-layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", cases(CASES, "CP 2"))
+def test_spread_documents_equal_one_rank(model_of, case):
+    """Of which Transformer Engine's own unfused attention computes the documents."""
+    model, ranks, flags = CASES[case]
+    model = model_of(model)
+    assert_close(
+        model.train(ranks, f"{PACKED} {flags}"), model.alone(f"{PACKED} --calculate-per-token-loss"), 1e-5, 1e-4
+    )
