@@ -18,8 +18,6 @@ _MESSAGES = (
     "all_to_all_single",
     "batch_isend_irecv",
     "broadcast",
-    "irecv",
-    "isend",
     "reduce_scatter_tensor",
 )
 
