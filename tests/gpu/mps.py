@@ -73,7 +73,12 @@ def _tell(words: str, environment: dict[str, str]) -> bool:
     """Whether the daemon took a command."""
     try:
         done = subprocess.run(
-            [_CONTROL], input=f"{words}\n", env=os.environ | environment, capture_output=True, text=True, timeout=_SECONDS
+            [_CONTROL],
+            input=f"{words}\n",
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

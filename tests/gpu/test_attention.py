@@ -28,6 +28,13 @@ def _kernels(device: str) -> Iterator[tuple[str, Kernel, torch.dtype, tuple[int,
     sizes = (64, 128, 256)
     yield "matrix products", kernels._PRODUCTS, torch.float32, (64,)
     yield "torch's own", kernels._CUDA, torch.bfloat16, sizes
+    for name in ("FA3", "FA4"):  # which take the place of torch's own where their package is installed
+        try:
+            torch.nn.attention.activate_flash_attention_impl(name)
+        except Exception:  # of whatever kind a package that is not there, or not for this GPU, raises
+            continue
+        yield f"torch's {name}", kernels._CUDA, torch.bfloat16, (64, 128)
+        torch.nn.attention.restore_flash_attention_impl()
     chosen = choose_kernel(torch.device("cuda"), torch.bfloat16, 128)
     if chosen is not kernels._CUDA:
         yield f"chosen by default ({type(chosen).__name__})", chosen, torch.bfloat16, sizes

@@ -137,7 +137,7 @@ def _side_by_side(device: str) -> dict[str, float]:
     return found
 
 
-def test_launches(ranks, device, figure):
+def test_launches_on_a_device(ranks, device, figure):
     cells = []
     for planner in PLANNERS:
         (found,) = ranks.run(1, _replay, device, planner)

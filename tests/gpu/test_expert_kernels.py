@@ -60,7 +60,7 @@ def test_groups_without_rows(ranks, device, figure):
 
 
 def splits(device: str, sizes: tuple[int, ...]) -> int:
-    """Split loads of placements with replicas with the kernels and with NumPy, which must agree. How many there were."""
+    """Split loads with the kernels and with NumPy, which must agree. How many there were."""
     import torch
 
     from balancing.experts.placement import ReplicaPlacement, color_by_rank

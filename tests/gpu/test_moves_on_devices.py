@@ -6,7 +6,7 @@ SMALL = 1 << 15  # bytes of messages about layers, and of what is no layer's
 ROUNDING = 0.01  # of CUDA's allocator
 
 
-def test_release(ranks, device, figure):
+def test_release_on_a_device(ranks, device, figure):
     """From the third iteration on, one of two stages does with all layers; the ranks of the other are gone."""
     argv = [*base(device), *f"{PP2} --balance-layers --repack-throughput-floor 0.5".split()]
     reference = run(ranks, 2, argv, Orders({9: ((2,), (2,))}))
@@ -19,7 +19,7 @@ def test_release(ranks, device, figure):
     figure(f"losses within {found:.1e}, {len(losses(reference))} iterations")
 
 
-def test_memory(ranks, device, figure):
+def test_memory_of_a_move_on_a_device(ranks, device, figure):
     """A move takes at most what a stage holds before or after it, and one layer."""
     width = "--hidden-size 64" if device == "cpu" else "--hidden-size 1024"
     argv = [*base(device, "bf16"), *f"{width} --num-layers 8 {PP2} --balance-layers --train-iters 3".split()]

@@ -40,7 +40,7 @@ class Differences:
         return "; ".join(f"{name}: losses within {found:.1e} ({what})" for name, (found, what) in self._largest.items())
 
 
-def test_experts(ranks, device, tmp_path, figure):
+def test_replicas_on_a_device(ranks, device, tmp_path, figure):
     """Replicas of experts in slots of their own and in slots that layers share."""
     seen = Differences()
     for precision in precisions(device):
@@ -55,7 +55,7 @@ def test_experts(ranks, device, tmp_path, figure):
     figure(str(seen))
 
 
-def test_documents(ranks, device, tmp_path, figure):
+def test_documents_on_a_device(ranks, device, tmp_path, figure):
     """Documents spread over two ranks by each planner, against one rank that has them all."""
     longest = 20 if device == "cpu" else 300
     documents = [text[-longest:] for text in heavy_tailed(400, seed=1)]
@@ -76,7 +76,7 @@ def test_documents(ranks, device, tmp_path, figure):
     figure(str(seen))
 
 
-def test_moved_layers(ranks, device, figure):
+def test_moved_layers_on_a_device(ranks, device, figure):
     """A layer moves to the other stage and two move back, with the state of the distributed optimizer."""
     seen = Differences()
     plans = {1: ((3,), (1,)), 3: ((1,), (3,))}
@@ -89,13 +89,14 @@ def test_moved_layers(ranks, device, figure):
     figure(str(seen))
 
 
-def test_early_exit(ranks, device, tmp_path, figure):
+def test_early_exit_on_a_device(ranks, device, tmp_path, figure):
     """Where no token is confident enough, losses are those of the whole model; then tokens do leave on the way."""
     data = " ".join(write_documents(tmp_path / "documents", heavy_tailed(400)))
     argv = [*base(device, data=data), *f"{PP2} --early-exit-layers 1,2,3 --early-exit-loss-weight 0.5".split()]
     whole = run(ranks, 2, [*base(device, data=data), *PP2.split()])
     nobody = run(ranks, 2, [*argv, "--early-exit-threshold", "1"])
-    assert (found := difference(nobody, whole)) <= TOLERANCE["fp32"]
+    found = difference(nobody, whole)
+    assert found <= TOLERANCE["fp32"]
     report = f"--early-exit-threshold 0.5 --early-exit-start 1 --balance-report {tmp_path}"
     some = run(ranks, 2, [*argv, *report.split()])
     assert np.isfinite(losses(some)).all()
@@ -111,11 +112,13 @@ def _share_of_tokens(folder: Path, scheme: str) -> float:
     return min(float(np.min(np.divide(run_for, of))) for run_for, of in tokens)
 
 
-def test_all_balancers(ranks, device, tmp_path, figure):
+def test_all_balancers_on_a_device(ranks, device, tmp_path, figure):
     """All three in one run: with Transformer Engine's layers on a GPU, on the CPU with Megatron's own."""
     engine = "--transformer-impl transformer_engine"
     if device == "cuda":
-        pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed", exc_type=ImportError)
+        pytest.importorskip(
+            "transformer_engine.pytorch", reason="Transformer Engine is not installed", exc_type=ImportError
+        )
     precision = "bf16" if device == "cuda" else "fp32"
     data = " ".join(write_documents(tmp_path / "documents", heavy_tailed(400, seed=1)))
     layers: dict[str, Any] = {"layers": engine} if device == "cuda" else {}

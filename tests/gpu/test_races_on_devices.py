@@ -24,7 +24,7 @@ def _runs(device: str, folder) -> dict[str, tuple[list[str], Orders]]:
     }
 
 
-def test_late_streams(ranks, device, tmp_path, figure):
+def test_late_streams_on_a_device(ranks, device, tmp_path, figure):
     waits = 0
     for name, (argv, orders) in _runs(device, tmp_path).items():
         reference = run(ranks, 2, argv, orders, environment={"CUDA_LAUNCH_BLOCKING": "1"})
@@ -52,10 +52,10 @@ def _unordered() -> None:
     tensor.mul_(2)
 
 
-def test_sanitizer(ranks, device, tmp_path, figure):
+def test_sanitizer_on_a_device(ranks, device, tmp_path, figure):
     environment = {"TORCH_CUDA_SANITIZER": "1"}
     if device == "cuda":  # or silence would mean nothing
-        with pytest.raises(Exception, match="(?i)CSAN|data race|sanitizer"):
+        with pytest.raises(Exception, match=r"detected \d+ errors"):
             ranks.run(1, _unordered, environment=environment)
     for argv, orders in _runs(device, tmp_path).values():
         run(ranks, 2, argv, orders, environment=environment)

@@ -190,7 +190,7 @@ def _measure_moves(told: Told) -> None:
     layers.LayerBalancer.move = measured
 
 
-def run(ranks: Any, count: int, argv: list[str], orders: Orders = Orders(), **options: Any) -> list[Told]:  # noqa: B008
+def run(ranks: Any, count: int, argv: list[str], orders: Orders = Orders(), **options: Any) -> list[Told]:
     """Train on `count` ranks. A failure names the command line."""
     try:
         return ranks.run(count, pretrain_rank, argv, orders, **options)
