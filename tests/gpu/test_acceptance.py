@@ -158,11 +158,12 @@ DAEMON = """#!{bash}
 echo "$* in $CUDA_MPS_PIPE_DIRECTORY" >>{log}
 if [ "${{1:-}}" = -f ]; then
     [ -z "{works}" ] && exit 1
+    : >"$CUDA_MPS_PIPE_DIRECTORY/up"
     while [ ! -e "$CUDA_MPS_PIPE_DIRECTORY/quit" ]; do {sleep} 0.05; done
     echo ended >>{log}
 else
     read -r words
-    [ -d "$CUDA_MPS_LOG_DIRECTORY" ] || exit 1
+    [ -e "$CUDA_MPS_PIPE_DIRECTORY/up" ] || exit 1
     [ "${{words%% *}}" != quit ] || : >"$CUDA_MPS_PIPE_DIRECTORY/quit"
 fi
 """
