@@ -51,7 +51,7 @@ def _accept(facts: dict[str, Any], log: Path) -> int:
     gpus = facts["torch"]["gpus"]
     device = f"{len(gpus)} x {gpus[0]['name']}"
     remarks = machine.notes(facts)
-    print(f"Acceptance on {device}, driver {facts['driver']['version']}", *remarks, sep="\n", flush=True)
+    print(f"Acceptance on {device}, driver {facts['driver']['version'] or 'unknown'}", *remarks, sep="\n", flush=True)
     folder = REPOSITORY / "runs" / "gpu_check"
     folder.mkdir(parents=True, exist_ok=True)
     verdicts: list[Verdict] = []
@@ -83,7 +83,7 @@ def _about(facts: dict[str, Any], device: str, remarks: list[str]) -> list[str]:
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True
     )
-    machine = f"{device}, driver {facts['driver']['version']}, {facts['cores']} CPU cores"
+    machine = f"{device}, driver {facts['driver']['version'] or 'unknown'}, {facts['cores']} CPU cores"
     versions = f"torch {torch['version']}, CUDA {torch['cuda']}, NCCL {torch['nccl']}, Python {facts['python']}"
     return [
         f"- Commit: {described.stdout.strip() or 'unknown'}",

@@ -1,6 +1,7 @@
 """What the parts share: each runs on the CPU device and, marked `gpu`, on GPUs, one at a time and in its time."""
 
 import fcntl
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ def ranks(device: str, request: pytest.FixtureRequest) -> Iterator[OnCpu | OnGpu
     if device == "cpu":
         yield OnCpu(request.getfixturevalue("pool"))
         return
-    with (Path(tempfile.gettempdir()) / "megatron-balance-gpus.lock").open("w") as lock:
+    with (Path(tempfile.gettempdir()) / f"megatron-balance-gpus-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield request.getfixturevalue("on_gpus")
 

@@ -34,9 +34,9 @@ PARTS = (
         "attention kernels", "test_attention.py::test_kernel_parity", 120, 1, "kernels against float64, merged pieces"
     ),
     Part("grouped GEMM", "test_expert_kernels.py::test_groups_without_rows", 60, 1, "empty groups give zero, not NaN"),
-    Part("split kernels", "test_expert_kernels.py::test_kernels_split_like_numpy", 90, 1, "splits equal to the token"),
-    Part(_TWO, "test_collectives.py::test_two_ranks_talk", 90, 2, "every collective that training uses"),
-    Part(_FOUR, "test_collectives.py::test_four_ranks_talk", 90, 4, "the same, in groups of two as well", _TWO),
+    Part("split kernels", "test_expert_kernels.py::test_kernels_split_like_numpy", 60, 1, "splits equal to the token"),
+    Part(_TWO, "test_collectives.py::test_two_ranks_talk", 60, 2, "every collective that training uses"),
+    Part(_FOUR, "test_collectives.py::test_four_ranks_talk", 60, 4, "the same, in groups of two as well", _TWO),
     Part(
         "experts",
         "test_parity_on_devices.py::test_replicas_on_a_device",
@@ -46,7 +46,7 @@ PARTS = (
         _TWO,
     ),
     Part(
-        "sequences", "test_parity_on_devices.py::test_documents_on_a_device", 210, 2, "losses under each planner", _TWO
+        "sequences", "test_parity_on_devices.py::test_documents_on_a_device", 240, 2, "losses under each planner", _TWO
     ),
     Part(
         "layers",
@@ -59,13 +59,13 @@ PARTS = (
     Part(
         "early exit",
         "test_parity_on_devices.py::test_early_exit_on_a_device",
-        60,
+        90,
         2,
         "tokens exit, no stage waits for ever",
         _TWO,
     ),
     Part(
-        "races", "test_races_on_devices.py::test_late_streams_on_a_device", 150, 2, "late streams change no bit", _TWO
+        "races", "test_races_on_devices.py::test_late_streams_on_a_device", 180, 2, "late streams change no bit", _TWO
     ),
     Part(
         "stream sanitizer",

@@ -23,12 +23,12 @@ PP2 = "--pipeline-model-parallel-size 2"
 _OWN_LAYERS = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --disable-jit-fuser"
 _STEPS = (
     "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 "
-    "--eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 --distributed-timeout-minutes 1 "
+    "--eval-interval 1000 --eval-iters 0 --log-interval 1 --num-workers 0 "
     "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 --num-layers 4"
 )
 _SHAPES = {
-    "cpu": "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32",
-    "cuda": "--hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512",
+    "cpu": "--distributed-timeout-minutes 5 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32",
+    "cuda": "--distributed-timeout-minutes 1 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512",
 }
 MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127"
 EXPERTS = (
