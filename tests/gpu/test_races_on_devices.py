@@ -57,6 +57,7 @@ def test_sanitizer_on_a_device(ranks, device, tmp_path, figure):
     if device == "cuda":  # or silence would mean nothing
         with pytest.raises(Exception, match=r"detected \d+ errors"):
             ranks.run(1, _unordered, environment=environment)
-    for argv, orders in _runs(device, tmp_path).values():
+    runs = list(_runs(device, tmp_path).values())
+    for argv, orders in runs if device == "cuda" else runs[1:]:
         run(ranks, 2, argv, orders, environment=environment)
     figure("no unordered access")

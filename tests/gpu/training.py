@@ -27,8 +27,8 @@ _STEPS = (
     "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 --num-layers 4"
 )
 _SHAPES = {
-    "cpu": "--distributed-timeout-minutes 5 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32",
-    "cuda": "--distributed-timeout-minutes 1 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512",
+    "cpu": "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32",
+    "cuda": "--hidden-size 256 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512",
 }
 MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127"
 EXPERTS = (
@@ -43,7 +43,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 
 def base(device: str, precision: str = "fp32", data: str = MOCK_DATA, layers: str = _OWN_LAYERS) -> list[str]:
     """The flags that all runs on a device share. layers: flags that choose whose layers run."""
-    flags = f"--device {device} {_SHAPES[device]} {_STEPS} {layers} {data}"
+    patience = f"--distributed-timeout-minutes {5 if device == 'cpu' else 1}"
+    flags = f"--device {device} {_SHAPES[device]} {_STEPS} {patience} {layers} {data}"
     return [*flags.split(), *(["--bf16"] if precision == "bf16" else [])]
 
 
