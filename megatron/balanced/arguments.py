@@ -126,15 +126,6 @@ def _quiet(device: str) -> None:
         warnings.filterwarnings("ignore", message=".*'pin_memory' argument is set as true.*")
 
 
-def _check_gpus(local_rank: int, gpus: int) -> None:
-    """Raise ValueError for a rank that has no GPU."""
-    if local_rank >= gpus:
-        raise ValueError(
-            f"LOCAL_RANK {local_rank} has no GPU: this process sees {gpus}; start at most that many ranks a node, or, "
-            "with NCCL 2.30, share GPUs: NCCL_MULTI_RANK_GPU_ENABLE=1 and the number of a GPU as LOCAL_RANK"
-        )
-
-
 def _start_device(argv: Sequence[str]) -> str:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--device", default="auto")
@@ -142,8 +133,6 @@ def _start_device(argv: Sequence[str]) -> str:
     _quiet(device)
     if device == "cpu":
         use_cpu()
-    else:
-        _check_gpus(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
     if _is_first_rank() and not {"-h", "--help"} & set(argv):
         threads = f"{torch.get_num_threads()} thread(s) a rank, gloo"
         where = torch.cuda.get_device_name() if device == "cuda" else threads

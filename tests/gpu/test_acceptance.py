@@ -119,15 +119,6 @@ def test_more_ranks_than_gpus_need_the_mode_of_nccl():
     assert sharing(4, 1, (2, 30, 7))["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
-@pytest.mark.parametrize(("local_rank", "gpus"), [(1, 1), (8, 8)])
-def test_training_refuses_a_rank_without_a_gpu(local_rank, gpus):
-    from megatron.balanced.arguments import _check_gpus
-
-    _check_gpus(local_rank - 1, gpus)
-    with pytest.raises(ValueError, match=f"LOCAL_RANK {local_rank} has no GPU: this process sees {gpus}"):
-        _check_gpus(local_rank, gpus)
-
-
 def test_what_is_missing_is_named_and_its_parts_do_not_run():
     broken = _machine(flash_attn={"state": "broken", "error": "undefined symbol: _ZN3c10"}, compiler=None)
     flash, compiler = notes(broken)
