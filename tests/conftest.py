@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): the time limit of a test, {DEFAULT_SECONDS:.0f} s by default")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
+    config.addinivalue_line("markers", "gpu: runs where torch finds a CUDA device only")
     watch(config)
 
 
@@ -49,6 +50,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu and not _has_gpu():
+        for item in needs_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: torch finds no CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ def examine() -> dict[str, Any]:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         memory=host_memory(),
         nvidia_driver=Path("/dev/nvidiactl").exists(),
+        compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
         slurm={"installed": shutil.which("srun") is not None, "job": os.environ.get("SLURM_JOB_ID")},
     )
     try:
@@ -127,6 +128,8 @@ def missing(facts: dict[str, Any]) -> list[tuple[str, str]]:
         costs.append(("Apex", "slower optimizer steps and norms, and a separate pass to add each weight gradient"))
     if gpu and not torch.get("nccl"):
         costs.append(("NCCL", "this torch has none: GPUs would talk through gloo, by way of host memory"))
+    if gpu and not facts["compiler"]:
+        costs.append(("C compiler", "Triton cannot compile kernels: apt-get install gcc, or name a compiler in CC"))
     if facts["megatron"]["version"] and facts["megatron"]["dataset_helper"] == "absent":
         costs.append(("dataset helper", "--data-path cannot be read: reinstall megatron-core for this Python"))
     if facts["psutil"] is None:

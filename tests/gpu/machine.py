@@ -1,0 +1,80 @@
+"""Whether this machine can run the acceptance, and which of its parts cannot, by what the doctor found and the driver
+says. One line each, with the way out."""
+
+import os
+import subprocess
+from typing import Any
+
+from tests.gpu.parts import Part
+from tests.gpu.ranks import sharing
+
+__all__ = ["look", "notes", "obstacle", "problem"]
+
+
+def look() -> dict[str, Any]:
+    """The doctor's facts, and of the driver: its version and the GPUs it lists."""
+    from balancing.doctor.diagnosis import examine
+
+    return examine() | {"driver": _driver(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+def _driver() -> dict[str, Any]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return {"gpus": [], "version": None}
+    rows = [line.split(", ") for line in done.stdout.splitlines() if done.returncode == 0 and ", " in line]
+    return {"gpus": [row[0] for row in rows], "version": rows[0][-1] if rows else None}
+
+
+def problem(facts: dict[str, Any]) -> str | None:
+    """Why nothing can run here; None where something can."""
+    from balancing.doctor.diagnosis import problem as cannot_train
+
+    torch, driver = facts["torch"], facts["driver"]
+    if (reason := cannot_train(facts)) is not None:
+        return reason
+    if torch["gpus"]:
+        return None
+    if not driver["gpus"]:
+        return "no GPU: neither torch nor nvidia-smi finds one; --dry-run lists what would run"
+    seen = f"nvidia-smi lists {len(driver['gpus'])} GPU(s), but torch {torch['version']} finds none"
+    if facts["visible"] is not None:
+        return f"{seen}: CUDA_VISIBLE_DEVICES={facts['visible']!r} hides them; unset it"
+    if not torch["cuda"]:
+        return f"{seen}: it is built for the CPU only; install PyPI's wheel for Linux, which carries CUDA"
+    return (
+        f"{seen}: driver {driver['version']} is too old for its CUDA {torch['cuda']}; update the driver, or install a "
+        "torch wheel of an older CUDA from https://pytorch.org/get-started/locally"
+    )
+
+
+def notes(facts: dict[str, Any]) -> list[str]:
+    """What is missing or broken without stopping the acceptance."""
+    found, flash = [], facts["flash_attn"]
+    if flash["state"] == "broken":
+        found.append(
+            f"flash-attn is installed but broken ({flash['error']}); reinstall it for this torch, or remove it"
+        )
+    if facts["transformer_engine"]["state"] == "missing":
+        found.append("Transformer Engine is not installed: Megatron's own layers run; pip install -e '.[gpu]' for both")
+    if not facts["compiler"]:
+        found.append("no C compiler, so Triton cannot compile kernels: install gcc, or name one in CC")
+    return found
+
+
+def obstacle(part: Part, facts: dict[str, Any], failed: set[str]) -> str | None:
+    """Why a part cannot run; None where it can. failed: names of parts that did not pass."""
+    gpus, nccl = len(facts["torch"]["gpus"]), facts["torch"]["nccl"]
+    if part.after in failed:
+        return f"it needs '{part.after}', which did not pass"
+    try:
+        sharing(part.ranks, gpus, tuple(map(int, nccl.split("."))) if nccl else ())
+    except ValueError as error:
+        return str(error)
+    if part.name == "split kernels" and not facts["compiler"]:
+        return "no C compiler for Triton: install gcc, or name one in CC"
+    if part.name == "Transformer Engine" and facts["transformer_engine"]["state"] != "ok":
+        return f"Transformer Engine is {facts['transformer_engine']['state']}"
+    return None

@@ -1,0 +1,137 @@
+"""Ranks of a job on the CPU device or on GPUs, started alike.
+
+On the CPU they are forks of the pool's server. A process that has used CUDA cannot be forked, so on GPUs each rank is a
+process of its own. Where there are fewer GPUs than ranks, several ranks share a GPU in the multi-rank mode that NCCL
+has since 2.30, through a private MPS daemon where there is one; without one their kernels take turns.
+"""
+
+import contextlib
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.gpu.mps import private_mps
+from tests.support.patience import PATIENCE
+from tests.support.pool import REPOSITORY, Pool, single_threaded
+from tests.support.pool_server import GRACE_SECONDS, Job, output_file
+
+__all__ = ["OnCpu", "OnGpus", "sharing"]
+
+# A rank's kernels must leave room on the GPU for those of the ranks that they wait for.
+_SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+def sharing(ranks: int, gpus: int, nccl: tuple[int, ...]) -> dict[str, str]:
+    """The environment in which `ranks` ranks run on `gpus` GPUs. nccl: its version.
+
+    Raises ValueError where they need to share GPUs and NCCL cannot.
+    """
+    if ranks <= gpus:
+        return {}
+    if nccl < (2, 30):
+        version = ".".join(map(str, nccl)) or "missing"
+        raise ValueError(f"{ranks} ranks on {gpus} GPU(s) need the multi-rank mode of NCCL 2.30; NCCL is {version}")
+    return dict(_SHARING)
+
+
+class OnCpu:
+    """Ranks on the CPU device."""
+
+    device = "cpu"
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def run(
+        self, ranks: int, function: Callable, *args: Any, environment: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """As `Pool.run`. environment: of ranks on GPUs; here it means nothing."""
+        return self._pool.run(ranks, function, *args, **kwargs)
+
+
+class OnGpus(Pool):
+    """Ranks on the GPUs of this machine. Stop it at the end, which ends the MPS daemon."""
+
+    device = "cuda"
+
+    def __init__(self, gpus: int, nccl: tuple[int, ...], program: tuple[str, ...] = ("-m", "tests.gpu.rank")) -> None:
+        super().__init__()
+        self._gpus, self._nccl, self._program = gpus, nccl, program
+        self._environment: dict[str, str] = {}
+        self._mps = contextlib.ExitStack()
+        self._mps_environment: dict[str, str] | None = None
+
+    def run(  # type: ignore[override]
+        self,
+        world_size: int,
+        function: Callable,
+        *args: Any,
+        timeout: float = PATIENCE,
+        environment: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """As `Pool.run`. environment: more of it, for all ranks. Skips the test where ranks cannot share GPUs."""
+        try:
+            self._environment = sharing(world_size, self._gpus, self._nccl)
+        except ValueError as error:
+            pytest.skip(str(error))
+        if self._environment:
+            self._environment |= self._daemon()
+        self._environment |= environment or {}
+        return super().run(world_size, function, *args, timeout=timeout, **kwargs)
+
+    def _daemon(self) -> dict[str, str]:
+        if self._mps_environment is None:
+            self._mps_environment = self._mps.enter_context(private_mps())
+        return self._mps_environment
+
+    def _ask(self, job: Job) -> dict[int, int]:
+        from torch.distributed import TCPStore
+
+        # The ranks meet in a store of this process, as under torchrun.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (job.folder / "job").write_bytes(pickle.dumps(job))
+        ranks: list[subprocess.Popen] = []
+        try:
+            for rank in range(job.world_size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank % max(1, self._gpus)), "MASTER_PORT": str(store.port)}
+                with output_file(job.folder, rank).open("ab") as output:
+                    ranks.append(
+                        subprocess.Popen(
+                            [sys.executable, *self._program, str(job.folder), str(rank)],
+                            cwd=REPOSITORY,
+                            env=single_threaded() | job.environment | own | self._environment,
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=output,
+                        )
+                    )
+            return dict(_ended(ranks, time.monotonic() + job.timeout))
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+    def stop(self) -> None:
+        self._mps.close()
+        self._mps_environment = None
+
+
+def _ended(ranks: list[subprocess.Popen], deadline: float) -> Iterator[tuple[int, int]]:
+    """(rank, exit code) of those that end before the deadline; after one failed, the others may say why they did."""
+    running = dict(enumerate(ranks))
+    while running and time.monotonic() < deadline:
+        for rank, process in list(running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del running[rank]
+            yield rank, code
+            if code:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.05)

@@ -1,0 +1,135 @@
+"""Every kernel of attention that a device has, in the precision it is used in, against float64 on the same inputs."""
+
+from collections.abc import Iterator
+
+import torch
+
+from balancing.sequences.engine import kernels
+from balancing.sequences.engine.kernels import Kernel, Pieces, accumulation_dtype, choose_kernel, merge
+
+SCALE = 0.2
+HEADS = 4
+BATCHES = {
+    "one sequence": Pieces((257,), (257,), True),
+    "ragged": Pieces((130, 1, 67), (200, 1, 67), True),
+    "single tokens": Pieces((1, 1, 1), (1, 9, 3), True),
+    "keys of others": Pieces((96, 33), (64, 160), False),
+}
+# Relative, in norm, of a result that is rounded to bf16 from sums of products of which one factor is rounded, too.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+
+
+def _kernels(device: str) -> Iterator[tuple[str, Kernel, torch.dtype, tuple[int, ...]]]:
+    """(name, kernel, type, head sizes) of what may be chosen here."""
+    if device == "cpu":
+        yield "torch's for CPUs", choose_kernel(torch.device("cpu"), torch.bfloat16, 64), torch.bfloat16, (64,)
+        yield "matrix products", kernels._PRODUCTS, torch.float32, (64,)
+        return
+    sizes = (64, 128, 256)
+    yield "matrix products", kernels._PRODUCTS, torch.float32, (64,)
+    yield "torch's own", kernels._CUDA, torch.bfloat16, sizes
+    for name in ("FA3", "FA4"):  # which take the place of torch's own where their package is installed
+        try:
+            torch.nn.attention.activate_flash_attention_impl(name)
+        except Exception:  # of whatever kind a package that is not there, or not for this GPU, raises
+            continue
+        yield f"torch's {name}", kernels._CUDA, torch.bfloat16, (64, 128)
+        torch.nn.attention.restore_flash_attention_impl()
+    chosen = choose_kernel(torch.device("cuda"), torch.bfloat16, 128)
+    if chosen is not kernels._CUDA:
+        yield f"chosen by default ({type(chosen).__name__})", chosen, torch.bfloat16, sizes
+
+
+def _inputs(pieces: Pieces, kv_heads: int, place: torch.device, dtype: torch.dtype, size: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    q, grad = (torch.randn(sum(pieces.queries), HEADS, size, generator=draw) for _ in range(2))
+    kv = torch.randn(sum(pieces.keys), 2, kv_heads, size, generator=draw)
+    q, kv, grad = (x.to(device=place, dtype=dtype) for x in (q, kv, grad))
+    return [q, kv[:, 0], kv[:, 1], grad]  # keys and values lie beside each other, as in the engine's workspace
+
+
+def _reference(inputs: list[torch.Tensor], pieces: Pieces) -> list[torch.Tensor]:
+    """Output and gradients in float64."""
+    *qkv, grad = (x.double() for x in inputs)
+    out, logsumexp = kernels._PRODUCTS.forward(*qkv, pieces, SCALE)
+    return [out, *kernels._PRODUCTS.backward(grad, *qkv, out, logsumexp, pieces, SCALE)]
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def _merged(kernel: Kernel, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Attention of a sequence whose keys come in three parts: the first two are seen by all queries, the last is cut
+    from the diagonal."""
+    q, k, v, grad = inputs
+    tokens = len(q) // 3
+    rows = slice(2 * tokens, 3 * tokens)
+    parts = [(slice(0, tokens), False), (slice(tokens, 2 * tokens), False), (rows, True)]
+    total: tuple[torch.Tensor, torch.Tensor] | None = None
+    for keys, causal in parts:
+        out, logsumexp = kernel.forward(q[rows], k[keys], v[keys], Pieces((tokens,), (tokens,), causal), SCALE)
+        wide = out.to(accumulation_dtype(q.dtype)), logsumexp
+        total = wide if total is None else merge(*total, *wide)
+    assert total is not None
+    out, logsumexp = total[0].to(q.dtype), total[1]
+    dq = torch.zeros_like(q[rows], dtype=torch.float32)
+    dkv = []
+    for keys, causal in parts:
+        pieces = Pieces((tokens,), (tokens,), causal)
+        of_q, *of_keys = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out, logsumexp, pieces, SCALE)
+        dq += of_q
+        dkv.append(of_keys)
+    return [out, dq, *(torch.cat(part) for part in zip(*dkv, strict=True))]
+
+
+def test_kernel_parity(ranks, device, figure):
+    place = torch.device(device)
+    worst: dict[str, float] = {}
+    for name, kernel, dtype, sizes in _kernels(device):
+        for size in sizes:
+            for kv_heads in (HEADS, 2, 1):
+                for batch, pieces in BATCHES.items():
+                    inputs = _inputs(pieces, kv_heads, place, dtype, size)
+                    q, k, v, grad = inputs
+                    out, logsumexp = kernel.forward(q, k, v, pieces, SCALE)
+                    assert logsumexp.shape == (HEADS, len(q)) and logsumexp.dtype is torch.float32
+                    found = [out, *kernel.backward(grad, q, k, v, out, logsumexp, pieces, SCALE)]
+                    # Where each query sees one key, the gradients of scores are zero but for rounding.
+                    wanted = _reference(inputs, pieces)
+                    scale = max(float(part.norm()) for part in wanted)
+                    for what, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+                        error = float((one.double() - other).norm()) / max(float(other.norm()), 1e-2 * scale)
+                        assert error <= TOLERANCE[dtype], f"{name}, {what}, {batch}, head {size}, {kv_heads} kv heads"
+                        worst[name] = max(worst.get(name, 0.0), error)
+                whole = Pieces((64,), (192,), True)
+                inputs = _inputs(Pieces((192,), (192,), True), kv_heads, place, dtype, size)
+                q, k, v, grad = inputs
+                wanted = _reference([q[128:], k, v, grad[128:]], whole)
+                for one, other in zip(_merged(kernel, inputs), wanted, strict=True):
+                    assert _error(one, other) <= 2 * TOLERANCE[dtype], f"{name}, merged, head {size}"
+    _check_determinism(device)
+    figure(", ".join(f"{name}: {error:.1e}" for name, error in worst.items()))
+
+
+def _check_determinism(device: str) -> None:
+    """Where torch is asked for deterministic algorithms, the kernel that is chosen gives the same bits twice."""
+    kernel = choose_kernel(torch.device(device), torch.bfloat16, 128)
+    pieces = BATCHES["ragged"]
+    q, k, v, grad = _inputs(pieces, 2, torch.device(device), torch.bfloat16, 128)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        out, logsumexp = kernel.forward(q, k, v, pieces, SCALE)
+        first, second = (kernel.backward(grad, q, k, v, out, logsumexp, pieces, SCALE) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_the_tolerance_finds_a_wrong_kernel():
+    """It is smaller than what one key too many does."""
+    inputs = _inputs(BATCHES["single tokens"], 2, torch.device("cpu"), torch.float32, 64)
+    more = Pieces((1, 1, 1), (2, 8, 3), True)
+    wrong, right = (_reference(inputs, pieces) for pieces in (more, BATCHES["single tokens"]))
+    assert _error(wrong[0], right[0]) > 10 * TOLERANCE[torch.bfloat16]
