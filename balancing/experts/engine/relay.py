@@ -67,8 +67,8 @@ class Relay:
         `advance`; None posts all of them now.
 
     With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and a kernel starts only after those queued earlier
-    have started. Each turn waits for the one before it, so turns that are queued together delay the compute queued after
-    them until the last turn has started. Posted one at a time, with compute in between, they do not.
+    have started. Each turn waits for the one before it, so turns that are queued together delay the compute queued
+    after them until the last turn has started. Posted one at a time, with compute in between, they do not.
 
     On a GPU the waits make the current stream wait, not the host. They raise RuntimeError where a rank has died or has
     not answered within the group's timeout.
