@@ -177,7 +177,9 @@ class GroupedMLP(ReplicatedSequentialMLP):
     def _lay_out(self) -> None:
         """Move the weights of each kind into one tensor, where each has its own memory so far."""
         for weights in zip(*(expert.parameters() for expert in self.local_experts), strict=True):
-            if not all(w.device.type != "meta" and w.untyped_storage().nbytes() == w.nbytes for w in weights):
+            # Not sharded, not quantized, not on the meta device, and in no buffer.
+            own = (type(w) is torch.nn.Parameter and not w.is_meta for w in weights)
+            if not all(own) or any(w.untyped_storage().nbytes() != w.nbytes for w in weights):
                 continue
             for weight, part in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
                 weight.data = part
