@@ -108,3 +108,87 @@ def test_transfers_set_out_when_the_schedule_says(pool, used, shared, stages):
         assert len(seen) == 4 * LAYERS * micro_batches
         for kind, block, moved, known in seen:
             assert moved == known, f"{kind} {block}"
+
+
+CHAIN, PIECES = 4, 3
+TURNS = CHAIN - 1 + PIECES - 1
+
+
+def _post(connections, boundaries):
+    """On one of four ranks, on a device with streams: two layers whose expert of rank 0 has replicas on all others.
+
+    Returns the messages that this rank posts at each call: at the start, at each boundary and while it waits, for the
+    weights of layer 0, and then for its gradients.
+    """
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from balancing.experts.engine import relay
+    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.placement import ReplicaPlacement
+    from tests.support.checkers.noted_device import install
+    from tests.support.checkers.stream_races import watch_streams
+
+    log = install()
+    races = watch_streams(log)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.zeros(1))
+    relay._PIECE_BYTES = SIZE * 4 // PIECES
+    rank = dist.get_rank()
+    weight, total = torch.full((SIZE,), 1.0 + rank, requires_grad=True), torch.zeros(SIZE)
+    slots = ReplicaSlots(
+        [[[weight]]],
+        1,
+        dist.group.WORLD,
+        shared=False,
+        gradient=lambda weight: total,
+        final=lambda layer: None,
+        complete=lambda layer: None,
+    )
+    placement = ReplicaPlacement(np.arange(CHAIN), [[-1], [0], [0], [0]])
+    posted = []
+
+    def note(call, *args, **kwargs):
+        before = len(log.operations)
+        call(*args, **kwargs)
+        posted[-1].append(sum(len(each.messages) for each in log.operations[before:]))
+
+    posted.append([])
+    note(slots.begin_step, [placement], 1)
+    for _ in range(boundaries):
+        note(slots.advance)
+    note(slots.acquire, 0, forward=True)
+    ((leaf,),) = slots.leaves(0)
+    assert rank == 0 or (leaf == 1).all()
+    leaf.grad = torch.full((SIZE,), float(rank))
+    posted.append([])
+    note(slots.accumulate_gradients, 0)
+    for _ in range(boundaries):
+        note(slots.advance)
+    slots.end_pass(0)
+    note(slots.end_step)
+    assert (total == (1 + 2 + 3 if rank == 0 else 0)).all()
+    assert not races.found
+    return posted
+
+
+@pytest.mark.parametrize(
+    ("connections", "boundaries", "first", "between", "rest"),
+    [("8", 2, TURNS, 0, 0), ("1", 2, 1, 2, TURNS - 3), ("1", TURNS + 2, 1, TURNS - 1, 0), ("1", 0, 1, 0, TURNS - 1)],
+    ids=["a queue for each stream", "one queue", "more boundaries than turns", "no boundary"],
+)
+def test_one_turn_is_posted_at_a_boundary(pool, connections, boundaries, first, between, rest):
+    """With one queue, no kernel waits behind more than one turn until the transfer itself is waited for."""
+    ranks = pool.run(CHAIN, _post, connections, boundaries)
+    for transfer, order in ((0, range(CHAIN)), (1, range(CHAIN)[::-1])):
+        for place, rank in enumerate(order):
+            # The messages of each turn: piece n leaves the rank at `place` in turn place + n.
+            sent = [place < CHAIN - 1 and 0 <= turn - place < PIECES for turn in range(TURNS)]
+            received = [place > 0 and 0 <= turn - (place - 1) < PIECES for turn in range(TURNS)]
+            turns = [a + b for a, b in zip(sent, received, strict=True)]
+            singly = [[each] for each in turns[first : first + between]]
+            expected = [turns[:first], *singly, *[[]] * (boundaries - between), turns[TURNS - rest :]]
+            assert ranks[rank][transfer] == [sum(each) for each in expected], (transfer, rank)

@@ -20,6 +20,15 @@ def test_operations_meet_under_the_rules_of_nccl(pool, name):
     assert replay(logs) is None
 
 
+def test_turns_are_posted_between_modules(pool):
+    """One queue serves all streams of these runs (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
+    name = "experts, resident slots, many buckets, both overlaps"
+    calls = {operation.where for rank in checked(pool, name) for operation in rank.operations}
+    lines = {where[2] for where in calls if where[0][0].endswith("engine/relay.py")}
+    directions = {line for file, line in lines if file.endswith("experts/gradients.py")}
+    assert len(directions) == 2, "forward and backward"
+
+
 @pytest.mark.parametrize("job", SMALL_JOBS)
 def test_small_jobs_are_right_before_a_fault_is_planted(pool, job):
     notes = [noted for _, noted in small(pool, job)]

@@ -63,12 +63,18 @@ class Relay:
 
     hops: of this rank, in any order.
     group: process group that is used for nothing else at the same time.
+    turns: on a GPU, the number of turns of the longest chain of the group, to post the first turn now and the others by
+        `advance`; None posts all of them now.
+
+    With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and a kernel starts only after those queued earlier
+    have started. Each turn waits for the one before it, so turns that are queued together delay the compute queued
+    after them until the last turn has started. Posted one at a time, with compute in between, they do not.
 
     On a GPU the waits make the current stream wait, not the host. They raise RuntimeError where a rank has died or has
     not answered within the group's timeout.
     """
 
-    def __init__(self, hops: Sequence[Hop], group: dist.ProcessGroup) -> None:
+    def __init__(self, hops: Sequence[Hop], group: dist.ProcessGroup, turns: int | None = None) -> None:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self._hops = sorted(hops, key=lambda hop: hop.turn)  # keeps the tensors alive, too
@@ -78,13 +84,23 @@ class Relay:
         self._error: BaseException | None = None
         self._received: torch.cuda.Event | None = None
         self._sent: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._turn, self._turns = 0, turns or 0  # posted, and all
         if hops and hops[0].piece.is_cuda:
-            self._on_stream(hops[0].piece.device)
+            self._stream = torch.cuda.Stream(hops[0].piece.device)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._last_received = max((hop.turn - 1 for hop in hops if hop.source is not None), default=-1)
+            self._turns = turns or 1 + max(hop.turn for hop in hops)
         else:
             self._on_host()
+        if turns is None:
+            self.post_rest()
+        else:
+            self.advance()
 
     def wait_received(self) -> None:
-        """Wait for everything that this rank receives. It may still be sending."""
+        """Wait for everything that this rank receives. It may still be sending. Posts the turns that are left."""
+        self.post_rest()
         if self._received is not None:
             torch.cuda.current_stream().wait_event(self._received)
         if self._thread is not None:
@@ -129,26 +145,41 @@ class Relay:
         except BaseException as error:  # raised by `wait_received`
             self._error = error
 
-    def _on_stream(self, device: torch.device) -> None:
+    # On a GPU.
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether all turns are posted."""
+        return self._turn == self._turns
+
+    def advance(self) -> None:
+        """Post the next turn, if one is left. All ranks of the group do this at the same point."""
+        if self.is_posted:
+            return
+        turn = self._turn
+        self._turn += 1
+        if self._stream is None:
+            return  # no part in any chain
         # NCCL runs messages in the order in which they are started, so all ranks start the messages of a turn together.
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream())
-        turns = [hop.turn for hop in self._hops]
-        last_received = max((hop.turn - 1 for hop in self._hops if hop.source is not None), default=-1)
-        with torch.cuda.stream(stream):
-            for turn in range(max(turns) + 1):
-                operations = []
-                for hop in self._hops:
-                    if hop.source is not None and hop.turn == turn + 1:
-                        operations.append(self._operation(dist.irecv, hop, hop.source))
-                    if hop.target is not None and hop.turn == turn:
-                        hop.combine()
-                        operations.append(self._operation(dist.isend, hop, hop.target))
-                for work in dist.batch_isend_irecv(operations) if operations else []:
-                    work.wait()
-                if turn == last_received:
-                    self._received = stream.record_event()
-            self._sent = stream.record_event()
+        with torch.cuda.stream(self._stream):
+            operations = []
+            for hop in self._hops:
+                if hop.source is not None and hop.turn == turn + 1:
+                    operations.append(self._operation(dist.irecv, hop, hop.source))
+                if hop.target is not None and hop.turn == turn:
+                    hop.combine()
+                    operations.append(self._operation(dist.isend, hop, hop.target))
+            for work in dist.batch_isend_irecv(operations) if operations else []:
+                work.wait()
+            if turn == self._last_received:
+                self._received = self._stream.record_event()
+            if turn + 1 == self._turns:
+                self._sent = self._stream.record_event()
+
+    def post_rest(self) -> None:
+        """Post all turns that are left. All ranks of the group do this at the same point."""
+        while not self.is_posted:
+            self.advance()
 
     def _operation(self, send_or_receive: Callable, hop: Hop, other: int) -> dist.P2POp:
         return dist.P2POp(send_or_receive, hop.piece, self._ranks[other], self._group, hop.tag)

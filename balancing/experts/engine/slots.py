@@ -10,10 +10,14 @@ Slots have two modes. Resident: each layer has its own buffer; weights are sent 
 once, whatever the number of micro-batches. Shared: two buffers serve all layers; while one layer computes, the next
 layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass.
 
+Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a transfer's turns are posted one at a time
+(`advance`), with compute in between.
+
 Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches gives.
 `balancing.experts.engine.simulator` computes the resulting overlap from durations.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,6 +125,9 @@ class ReplicaSlots:
         self._accumulated: list[torch.Tensor | None] = [None] * len(homes)
         self._chains: list[list[_Chain]] = [[] for _ in homes]
         self._content: list[int | None] = [None] * buffers
+        # The variable is the same on all ranks.
+        self.turn_by_turn = self._weights.is_cuda and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        self._posting: list[Relay] = []  # with turns to post, the oldest first; the same relays on all ranks
         self._fetching: dict[int, list[Relay]] = {}
         self._leaving: list[Relay] = []  # received, and perhaps still sending
         self._reducing: dict[int, _Reduction] = {}
@@ -204,6 +211,25 @@ class ReplicaSlots:
     def _flat_home(self, layer: int, expert: int) -> torch.Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.homes[layer][expert % self._homes_per_rank]])
 
+    def _relay(self, hops: list[Hop], chains: list[_Chain], dtype: torch.dtype) -> Relay:
+        """Start this rank's hops of `chains`, which are the same on all ranks. dtype: of what is sent."""
+        if not (self.turn_by_turn and chains):
+            return Relay(hops, self._group)
+        pieces = len(split_pieces(torch.empty(self._size, dtype=dtype, device="meta")))
+        relay = Relay(hops, self._group, turns=max(len(chain.ranks) for chain in chains) - 1 + pieces - 1)
+        self._posting.append(relay)
+        return relay
+
+    def advance(self) -> None:
+        """Post the next turn of the oldest transfer with turns left, where they are posted one at a time.
+
+        Called on all ranks at the same points, with compute in between. Whoever waits for a transfer posts the rest.
+        """
+        while self._posting and self._posting[0].is_posted:
+            self._posting.pop(0)
+        if self._posting:
+            self._posting[0].advance()
+
     def prefetch(self, layer: int) -> None:
         """Start sending the weights of `layer`'s replicas, unless they are in the slots or in flight."""
         buffer = self._buffer(layer)
@@ -230,7 +256,7 @@ class ReplicaSlots:
         )
         self._statistics.weight_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._size * self._dtype.itemsize
-        self._fetching.setdefault(layer, []).append(Relay(hops, self._group))
+        self._fetching.setdefault(layer, []).append(self._relay(hops, chains, self._dtype))
 
     def add(self, layer: int, placement: ReplicaPlacement) -> None:
         """Add late replicas to empty slots of `layer` before its first pass of the iteration, which waits for them.
@@ -345,7 +371,7 @@ class ReplicaSlots:
         self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
         assert layer not in self._reducing, "a layer has two reductions in flight"
-        self._reducing[layer] = _Reduction(Relay(hops, self._group), received)
+        self._reducing[layer] = _Reduction(self._relay(hops, self._chains[layer], self._gradient_dtype), received)
 
     def end_pass(self, layer: int) -> None:
         """After a backward pass through the experts of `layer`, homes and replicas, also without replicas.
@@ -366,6 +392,7 @@ class ReplicaSlots:
         if reduction is None:
             return
         relay, received = reduction
+        relay.post_rest()  # here on all ranks, also on those that receive nothing
         if received:
             self._wait(relay.wait_received)
         for home, flat in received:

@@ -103,6 +103,8 @@ class ExpertBalancer(StepCallback):
     def layers_moved(self) -> None:
         """Allocate the slots of the layers on this rank. Called again between two steps when layers have moved or have
         been wrapped again; layers that stay keep their placement and history, layers that arrive start without."""
+        for chunk in self._chunk_at.values():
+            chunk.close()
         before, self._plans, self._chunk_at = self._plans, {}, {}
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from balancing.experts.engine.slots import ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
@@ -51,6 +52,7 @@ class ExpertChunk:
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position
         self._ddp = ddp
+        self._hooks = self._advance_transfers() if self.slots.turn_by_turn else []
         bucket_of, config = ddp.param_to_bucket_group, ddp.ddp_config
         self._buckets = [
             {bucket_of[p]: None for expert in layer for p in expert if p in bucket_of} for layer in homes
@@ -63,6 +65,32 @@ class ExpertChunk:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
             for bucket_group in {group: None for layer in self._buckets for group in layer}:
                 bucket_group.register_grad_ready = self._deferred(bucket_group)
+
+    def _advance_transfers(self) -> list[Any]:
+        """Post a turn of the transfers before each module with weights in the transformer layers, in both directions,
+        and before the experts. Those modules run in the same order on all ranks of the expert-parallel group."""
+        slots, experts = self.slots, [layer.experts for layer in self.layers]
+        within = {module for each in experts for module in each.modules()}
+        blocks = [module for module in self._ddp.modules() if isinstance(module, TransformerLayer)]
+        between = [m for block in blocks for m in block.modules() if m._parameters and m not in within]
+
+        def forward(*unused: Any) -> None:
+            slots.advance()
+
+        def backward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+            output = outputs[0] if isinstance(outputs, tuple) else outputs
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient: slots.advance())
+
+        return [
+            *(module.register_forward_pre_hook(forward) for module in [*between, *experts]),
+            *(module.register_forward_hook(backward) for module in between),
+        ]
+
+    def close(self) -> None:
+        """The modules are no longer this chunk's."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _once(self, bucket_group: Any) -> Callable:
         """The bucket's `start_param_sync` without effect on a gather in flight, which interleaved schedules repeat."""

@@ -115,6 +115,7 @@ def noted_rank(argv: list[str], plans: Any, per_node: int) -> Noted:
     """The body of one rank."""
     if per_node:
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    from balancing.experts.engine import relay
     from tests.megatron.test_structures import _place_at_random
     from tests.support.checkers.noted_device import install
     from tests.support.checkers.stream_races import watch_streams
@@ -124,6 +125,7 @@ def noted_rank(argv: list[str], plans: Any, per_node: int) -> Noted:
     races = watch_streams(log)
     if "--balance-experts" in argv:
         _place_at_random()
+        relay._PIECE_BYTES = 1 << 14  # small experts would be sent in one turn
     if plans:
         move_at(plans)
     try:

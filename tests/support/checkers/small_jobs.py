@@ -42,6 +42,7 @@ def slots(shared: bool) -> list[np.ndarray]:
         held.begin_step([placement] * 3, 1)
         for layer in range(3):
             held.acquire(layer, forward=True)
+            held.advance()
             outputs += [(leaf * leaf).sum() for leaves in held.leaves(layer) for leaf in leaves]
         for layer in reversed(range(3)):
             held.acquire(layer, forward=False)
@@ -49,6 +50,7 @@ def slots(shared: bool) -> list[np.ndarray]:
                 for leaf in leaves:
                     leaf.grad = 2 * leaf.detach()
             held.accumulate_gradients(layer)
+            held.advance()
             held.end_pass(layer)
         held.end_step()
         for layer in homes:
