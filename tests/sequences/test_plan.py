@@ -27,7 +27,7 @@ from balancing.sequences.planners.baselines import hybrid_groups
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.traffic import TokenTraffic, traffic_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
-from benchmarks.sequences.plans import _sources, main, plans
+from benchmarks.sequences.plans import sources, main, plans
 from tests.support.patience import PATIENCE
 
 MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, layers=32, ffn_hidden=11008)
@@ -366,7 +366,7 @@ def test_benchmark_of_plans(tmp_path, capsys):
     recorded = tmp_path / "lengths.txt"
     recorded.write_text("100 5000 700\n8000")
     with Progress(disable=True) as progress:
-        rows = plans(_sources(str(recorded)), [8], 1, progress)
+        rows = plans(sources(str(recorded)), [8], 1, progress)
     found = {(row.section, row.method): row for row in rows if row.case == "recorded, 8 ranks"}
     assert found["attention max / mean", "chunks"].target == 1.02
     assert all(row.met for row in rows if row.target is not None and "received" not in row.section)
