@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         known = sources(options.lengths)
         sizes = options.ranks or ((8, 16) if options.quick else (8, 16, 64))
-        if wrong := [ranks for ranks in sizes if ranks < 2 or ranks > 8 and ranks % 8]:
+        if wrong := [ranks for ranks in sizes if ranks < 2 or (ranks > 8 and ranks % 8)]:
             raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8, or 2 to 8")
         with Progress(console=Console(stderr=True), transient=True) as progress:
             rows = launches(known, sizes, 1 if options.quick else 2, 5, progress)

@@ -27,7 +27,7 @@ from balancing.sequences.planners.baselines import hybrid_groups
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.traffic import TokenTraffic, traffic_seconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
-from benchmarks.sequences.plans import sources, main, plans
+from benchmarks.sequences.plans import main, plans, sources
 from tests.support.patience import PATIENCE
 
 MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, layers=32, ffn_hidden=11008)
