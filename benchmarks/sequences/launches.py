@@ -6,13 +6,13 @@ Batches of documents as in `benchmarks.sequences.plans`: 4k tokens a rank, as lo
 or recorded; an 8B model with grouped queries on H200 nodes. The engine itself runs, forward and backward, on tensors
 without data, with messages that are not sent and a kernel that computes nothing, so everything is counted on a CPU:
 
-- calls: of attention, each one launch of flash attention on a GPU; rounds: transfers of keys that the rank waits for.
+- calls: of attention, each one launch of flash attention on a GPU; rounds: transfers that bring the rank keys.
 - merges: of partial results, forward.
 - launches: attention, merges and every other operation on tensors that writes memory (copies, sums, conversions).
 - messages that the rank sends.
 - bytes written by what is not attention. Keys and values that travel are not among them.
 - host microseconds: processor time of the engine's Python and of torch's dispatch of operations on one number a token,
-  without a driver's time for a launch; the quickest of several runs.
+  without a driver's or Triton's time for a launch; the quickest of several runs.
 
 Figures are of the rank with the most, the mean over the batches; in parentheses the largest. "Transformer Engine" is
 its ring: a call and a correction a round (its fused attention and `thd_out_correction`), not run here. Nothing is
@@ -41,6 +41,7 @@ from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, Statistics, compile_rank, plan_sequences
 from balancing.sequences.engine import attention
 from balancing.sequences.engine.attention_call import AttentionCall
+from balancing.sequences.engine.call_rows import rows_on_device
 from balancing.sequences.engine.program import Wait
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes
 from balancing.sequences.engine.transport import Transport
@@ -75,7 +76,7 @@ class Row:
     """One figure of a planner at a number of ranks.
 
     figure, most: mean and largest over the batches, of the rank with the most.
-    rounds: mean number of transfers of keys that this rank waits for, forward.
+    rounds: mean number of transfers that bring this rank keys, forward.
     met: whether every batch kept to the target; None where there is none.
     """
 
@@ -139,25 +140,30 @@ class _Unlaunched:
 
 @contextmanager
 def _counted_merges(counted: Counted) -> Iterator[None]:
-    original = attention.merge
-
-    def merge(*parts: Any) -> Any:
+    def merge(out: torch.Tensor, logsumexp: torch.Tensor, more_out: torch.Tensor, *unused: Any) -> None:
         counted.merges += 1
-        return original(*parts)
+        counted.launches += 1
+        counted.bytes += more_out.numel() * out.itemsize
 
-    attention.merge = merge
+    original = attention.choose_merge
+    attention.choose_merge = lambda device: merge
     try:
         yield
     finally:
-        attention.merge = original
+        attention.choose_merge = original
 
 
 def count(plan: SequencePlan, program: RankProgram, shape: AttentionShape, repeats: int) -> tuple[Counted, Counted]:
     """Counts of one layer, forward and backward, of the rank whose program it is. repeats: of which time is taken."""
     forward, backward = Counted(), Counted()
+    rows_of = {
+        device: rows_on_device(program.program.calls, program.table, torch.device(device))[0]
+        for device in ("cpu", "meta")
+    }
 
     def run(counted: Counted, heads: int, kv_heads: int, size: int, device: str) -> tuple[Any, ...]:
-        call = AttentionCall(program, _Unsent(program.rank, counted), Statistics(), _Unlaunched(counted), 1.0)
+        transport, kernel = _Unsent(program.rank, counted), _Unlaunched(counted)
+        call = AttentionCall(program, transport, Statistics(), kernel, 1.0, rows_of[device])
         tokens = int(plan.linear_tokens[program.rank])
         inputs = [
             torch.empty(tokens, number, size, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -175,13 +181,15 @@ def count(plan: SequencePlan, program: RankProgram, shape: AttentionShape, repea
     small = partial(run, Counted(), 1, 1, 1, "cpu")
     out, inputs, grad, _ = small()
     again = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
-    forward.microseconds, backward.microseconds = (milliseconds(one, repeats) * 1e3 for one in (small, again))
+    with _counted_merges(Counted()):
+        forward.microseconds, backward.microseconds = (milliseconds(one, repeats) * 1e3 for one in (small, again))
     return forward, backward
 
 
 def rounds_of(program: RankProgram) -> int:
-    """Transfers of keys and values that the rank waits for, forward."""
-    return sum(isinstance(step, Wait) for step in program.program.forward)
+    """Transfers that bring the rank keys and values, forward."""
+    one = program.program
+    return sum(isinstance(step, Wait) and bool(one.messages[step.group].receives) for step in one.forward)
 
 
 def launches(

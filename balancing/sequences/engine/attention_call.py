@@ -7,6 +7,7 @@ from typing import get_args
 
 import torch
 
+from balancing.sequences.engine.call_rows import CallRows
 from balancing.sequences.engine.kernels import Kernel
 from balancing.sequences.engine.program import Kind, Messages, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
@@ -65,6 +66,7 @@ class AttentionCall:
     statistics: counts them.
     kernel: computes attention of pieces.
     scale: factor of the scores.
+    rows: of the program's calls, on the device.
     """
 
     own: RankProgram
@@ -72,6 +74,7 @@ class AttentionCall:
     statistics: Statistics
     kernel: Kernel
     scale: float
+    rows: Sequence[CallRows]
 
     def start(self, group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Pending:
         """Start the messages of a transfer group between the workspaces of the ranks.

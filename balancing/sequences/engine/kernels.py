@@ -12,12 +12,14 @@ CUDA repeat bit for bit under `torch.use_deterministic_algorithms`. On the CPU: 
 float64 included. For everything else: matrix products in tiles of queries, exact and slow.
 """
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+
+from balancing.upload import upload
 
 __all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge"]
 
@@ -30,11 +32,13 @@ class Pieces(NamedTuple):
 
     queries, keys: tokens of each piece; causal pieces have at least as many keys as queries.
     causal: the mask of all of them.
+    ends: int32 [piece + 1], twice: cumulative queries and keys, on the device of a GPU's kernel; made where None.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     causal: bool
+    ends: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Kernel(Protocol):
@@ -276,14 +280,7 @@ def _hidden(rows: slice, queries: int, keys: int, device: torch.device) -> torch
 
 def _bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Cumulative lengths and maximum lengths of queries and keys, the arguments of flash attention."""
-    return (
-        _cumulative(pieces.queries, device),
-        _cumulative(pieces.keys, device),
-        max(pieces.queries),
-        max(pieces.keys),
+    queries, keys = pieces.ends or (
+        upload(np.cumsum((0, *part), dtype=np.int32), device) for part in (pieces.queries, pieces.keys)
     )
-
-
-@functools.lru_cache(maxsize=4096)  # saves a copy to the device in every layer
-def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+    return queries, keys, max(pieces.queries), max(pieces.keys)

@@ -1,0 +1,126 @@
+"""Rows that the calls of a program read and write, on the device, in one upload a micro-batch.
+
+A call of a kernel takes its queries and keys one behind the other. Where they lie so in the workspace they are a slice
+of it; else they are copied together by a table of row numbers. A kernel on a GPU also takes the ends of its pieces. All
+tables of a program are one array, which is made where the program is made and copied to the device once.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from balancing.sequences.engine.kernels import Pieces
+from balancing.sequences.engine.program import Call, Rows
+from balancing.upload import upload
+
+__all__ = ["CallRows", "RowTable", "make_table", "rows_on_device"]
+
+Index = slice | torch.Tensor  # of rows; int32 on the device
+_ALIGNED = 4  # numbers; Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
+
+
+class CallRows(NamedTuple):
+    """One call on a device.
+
+    queries, keys: rows of the workspace.
+    added: rows of keys by which gradients are added: (which of the call's keys, rows of the workspace) one after
+        another, in each of which a row occurs once; None for all of the call's keys.
+    pieces: with their ends on the device.
+    merges: as in `Call`.
+    """
+
+    queries: Index
+    keys: Index
+    added: tuple[tuple[Index | None, Index], ...]
+    pieces: Pieces
+    merges: bool
+
+
+class RowTable(NamedTuple):
+    """Tables of all calls in one array. It can be pickled.
+
+    numbers: int32 [number].
+    parts: of each call, (start, stop) in `numbers` of its ends of queries and of keys, then of rows of queries, rows of
+        keys and, in pairs, what is added; None where rows are adjacent or all.
+    """
+
+    numbers: np.ndarray
+    parts: tuple[tuple[Rows | None, ...], ...]
+
+
+def make_table(calls: Sequence[Call]) -> RowTable:
+    """The table of a program's calls. Equal rows of queries of several calls are there once."""
+    arrays: list[np.ndarray] = []
+    known: dict[tuple[Rows, ...], Rows] = {}
+    size = 0
+
+    def add(array: np.ndarray) -> Rows:
+        nonlocal size
+        start = size
+        arrays.append(np.pad(array, (0, -len(array) % _ALIGNED)))
+        size += len(arrays[-1])
+        return start, start + len(array)
+
+    def add_rows(ranges: tuple[Rows, ...]) -> Rows | None:
+        if len(ranges) == 1:
+            return None
+        if ranges not in known:
+            known[ranges] = add(_rows(ranges))
+        return known[ranges]
+
+    parts: list[tuple[Rows | None, ...]] = []
+    for call in calls:
+        ends = [add(np.cumsum((0, *lengths))) for lengths in (call.pieces.queries, call.pieces.keys)]
+        own: list[Rows | None] = [*ends, add_rows(call.queries), add_rows(call.keys)]
+        if len(call.keys) > 1:
+            rows = _rows(call.keys)
+            for which in _without_repeats(rows):
+                all_keys = len(which) == len(rows)
+                own += [None, own[3]] if all_keys else [add(which), add(rows[which])]
+        parts.append(tuple(own))
+    return RowTable(np.concatenate([np.zeros(0, np.int32), *arrays]).astype(np.int32), tuple(parts))
+
+
+def rows_on_device(
+    calls: Sequence[Call], table: RowTable, device: torch.device, more: np.ndarray | None = None
+) -> tuple[list[CallRows], torch.Tensor]:
+    """The calls with their rows on `device`, and `more` there too, int32 numbers that travel in the same copy."""
+    numbers = table.numbers if more is None else np.concatenate((table.numbers, more.astype(np.int32)))
+    there = upload(numbers, device)
+    views: dict[Rows, torch.Tensor] = {}
+
+    def view(part: Rows) -> torch.Tensor:
+        if part not in views:
+            views[part] = there[part[0] : part[1]]
+        return views[part]
+
+    def rows(part: Rows | None, ranges: tuple[Rows, ...]) -> Index:
+        return slice(*ranges[0]) if part is None else view(part)
+
+    found = []
+    for call, (query_ends, key_ends, queries, keys, *adds) in zip(calls, table.parts, strict=True):
+        assert query_ends is not None and key_ends is not None
+        pairs = [adds[at : at + 2] for at in range(0, len(adds), 2)] or [[None, None]]
+        added = tuple((None if which is None else view(which), rows(into, call.keys)) for which, into in pairs)
+        pieces = call.pieces._replace(ends=(view(query_ends), view(key_ends)))
+        found.append(CallRows(rows(queries, call.queries), rows(keys, call.keys), added, pieces, call.merges))
+    return found, there[len(table.numbers) :]
+
+
+def _rows(ranges: Sequence[Rows]) -> np.ndarray:
+    """int64 [row] of ranges of rows."""
+    start, stop = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+    length = stop - start
+    return np.repeat(start - (np.cumsum(length) - length), length) + np.arange(length.sum())
+
+
+def _without_repeats(rows: np.ndarray) -> Iterable[np.ndarray]:
+    """Positions in `rows`, divided so that no row occurs twice in a part: first occurrences, second ones, and so on."""
+    order = np.argsort(rows, kind="stable")
+    new = np.append(True, np.diff(rows[order]) != 0)
+    first = np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
+    occurrence = np.empty(len(rows), dtype=np.int64)
+    occurrence[order] = np.arange(len(rows)) - first
+    return (np.flatnonzero(occurrence == number) for number in range(int(occurrence.max(initial=-1)) + 1))
