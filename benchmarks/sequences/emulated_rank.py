@@ -246,7 +246,7 @@ def _run_rounds(rounds: Rounds) -> None:
         for routing in ("off", scale.cluster.nics_per_node):
             token_bytes = TokenBytes.of(heads=heads, kv_heads=heads, head_size=scale.width, item_bytes=2)
             own = compile_rank(plan, rank, scale.engine_cluster, routing, token_bytes)
-            call = AttentionCall(own, Transport(), Statistics(), ZeroScores(Device(), 0.0), 1.0)
+            call = AttentionCall(own, Transport(), Statistics(), ZeroScores(Device(), 0.0), 1.0, [])
             rows = torch.full((own.program.rows, 2, heads, scale.width), float(rank), dtype=torch.bfloat16)
             dist.barrier()
             begin = time.perf_counter()

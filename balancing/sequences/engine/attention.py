@@ -75,7 +75,7 @@ class SequenceAttention:
     def upload(self, device: torch.device, more: np.ndarray | None = None) -> torch.Tensor:
         """Bring everything that the program needs to the device in one copy, which the host does not wait for.
 
-        more: whole numbers that go along. Returns them, int32 on the device.
+        more: whole numbers below 2^31 that go along. Returns them, int32 on the device.
         """
         self._rows, there = rows_on_device(self.program.program.calls, self.program.table, device, more)
         self._device = device

@@ -88,7 +88,7 @@ def rows_on_device(
 ) -> tuple[list[CallRows], torch.Tensor]:
     """The calls with their rows on `device`, and `more` there too, int32 numbers that travel in the same copy."""
     numbers = table.numbers if more is None else np.concatenate((table.numbers, more.astype(np.int32)))
-    there = upload(numbers, device)
+    there = upload(numbers, device) if device.type == "cuda" else torch.as_tensor(numbers).to(device)
     views: dict[Rows, torch.Tensor] = {}
 
     def view(part: Rows) -> torch.Tensor:

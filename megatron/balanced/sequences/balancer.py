@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -250,14 +249,17 @@ class SequenceBalancer(StepCallback):
         attention = SequenceAttention(plan, program=program, group=mpu.get_context_parallel_group())
         if self._step is not None:
             self._step.append(_Batch(chunk, plan, attention, milliseconds, waited))
-        update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(plan.lengths)]))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
+        ends = np.cumsum((0, *plan.lengths))
+        own = positions(plan, rank, rows).numpy()
+        there = attention.upload(batch["tokens"].device, np.concatenate((ends, own)))
+        update_seqlen_stats_from_cu_seqlens(there[: len(ends)])
         planned = PlannedSequences(
             qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
             max_seqlen_kv=max(plan.lengths),
             attention=attention,
-            positions=positions(plan, rank, rows).cuda(non_blocking=True),
+            positions=there[len(ends) :],
             tokens=int(plan.linear_tokens[rank]),
         )
         return batch | {"attention_mask": None}, planned, plan
