@@ -139,7 +139,8 @@ def test_every_pair_once_and_every_gradient_home(lengths, ranks, seed, exchange,
 
 def _check_calls(program: Program) -> None:
     """A step is one call, whose rows are those of its tasks; in number as few as transfers allow."""
-    rows, _ = rows_on_device(program.calls, make_table(program.calls), torch.device("cpu"))
+    table = make_table(program.calls, program.messages)
+    rows = rows_on_device(program.calls, table, torch.device("cpu"))[0].calls
     every = np.arange(program.rows)
     for steps in (program.forward, program.backward):
         computes = [step for step in steps if isinstance(step, Compute) and step.call is not None]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.sequences.engine.attention_call import AttentionCall, Statistics
-from balancing.sequences.engine.call_rows import CallRows, rows_on_device
+from balancing.sequences.engine.call_rows import CallRows, DeviceRows, rows_on_device
 from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel
 from balancing.sequences.engine.merging import choose_merge
 from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
@@ -70,7 +70,7 @@ class SequenceAttention:
         self.statistics = Statistics()
         self._kernel = kernel
         self._device: torch.device | None = None
-        self._rows: list[CallRows] = []
+        self._rows = DeviceRows([], {})
 
     def upload(self, device: torch.device, more: np.ndarray | None = None) -> torch.Tensor:
         """Bring everything that the program needs to the device in one copy, which the host does not wait for.
@@ -207,7 +207,7 @@ class _Forward(_Pass):
     def compute(self, step: Compute) -> None:
         if step.call is None:
             return
-        rows = self.call.rows[step.call]
+        rows = self.call.rows.calls[step.call]
         (q,) = self.of_queries(rows)
         out, logsumexp = self.call.kernel.forward(q, *self.keys(rows), rows.pieces, self.call.scale)
         if rows.merges:
@@ -248,7 +248,7 @@ class _Backward(_Pass):
             self.dkv[slice(*step.clear)] = 0
         if step.call is None:
             return
-        rows = self.call.rows[step.call]
+        rows = self.call.rows.calls[step.call]
         grad, q, out, logsumexp = self.of_queries(rows)
         dq, dk, dv = self.call.kernel.backward(grad, q, *self.keys(rows), out, logsumexp, rows.pieces, self.call.scale)
         _add(self.dq, rows.queries, dq)

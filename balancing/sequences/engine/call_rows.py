@@ -1,21 +1,22 @@
-"""Rows that the calls of a program read and write, on the device, in one upload a micro-batch.
+"""Rows that calls and messages of a program read and write, on the device, in one upload a micro-batch.
 
 A call of a kernel takes its queries and keys one behind the other. Where they lie so in the workspace they are a slice
-of it; else they are copied together by a table of row numbers. A kernel on a GPU also takes the ends of its pieces. All
-tables of a program are one array, which is made where the program is made and copied to the device once.
+of it; else they are copied together by a table of row numbers. A kernel on a GPU also takes the ends of its pieces. The
+rows of a transfer group that are not adjacent are copied in one operation each way, too. All tables of a program are
+one array, which is made where the program is made and copied to the device once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from balancing.sequences.engine.kernels import Pieces
-from balancing.sequences.engine.program import Call, Rows
+from balancing.sequences.engine.program import Call, Messages, Rows, TransferGroup
 from balancing.upload import upload
 
-__all__ = ["CallRows", "RowTable", "make_table", "rows_on_device"]
+__all__ = ["CallRows", "DeviceRows", "MessageRows", "RowTable", "make_table", "rows_on_device"]
 
 Index = slice | torch.Tensor  # of rows; int32 on the device
 _ALIGNED = 4  # numbers; Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
@@ -38,20 +39,50 @@ class CallRows(NamedTuple):
     merges: bool
 
 
+class MessageRows(NamedTuple):
+    """Rows of the messages of a transfer group on a device, one message behind another; None where there are none.
+
+    sends: of `Messages.packed_sends`.
+    receives: of `Messages.packed_receives`.
+    added: as in `CallRows`, of what is received, where that is added.
+    """
+
+    sends: torch.Tensor | None
+    receives: torch.Tensor | None
+    added: tuple[tuple[torch.Tensor | None, Index], ...]
+
+
+class DeviceRows(NamedTuple):
+    """Rows of a program's calls, by number, and messages."""
+
+    calls: list[CallRows]
+    messages: dict[TransferGroup, MessageRows]
+
+
+class _MessageParts(NamedTuple):
+    """Places of a `MessageRows` in the array. added: (which, rows, whether these are a range of rows itself)."""
+
+    sends: Rows | None
+    receives: Rows | None
+    added: tuple[tuple[Rows | None, Rows, bool], ...]
+
+
 class RowTable(NamedTuple):
-    """Tables of all calls in one array. It can be pickled.
+    """Tables of all calls and messages in one array. It can be pickled.
 
     numbers: int32 [number].
     parts: of each call, (start, stop) in `numbers` of its ends of queries and of keys, then of rows of queries, rows of
         keys and, in pairs, what is added; None where rows are adjacent or all.
+    messages: of each transfer group with rows that are not adjacent.
     """
 
     numbers: np.ndarray
     parts: tuple[tuple[Rows | None, ...], ...]
+    messages: dict[TransferGroup, _MessageParts]
 
 
-def make_table(calls: Sequence[Call]) -> RowTable:
-    """The table of a program's calls. Equal rows of queries of several calls are there once."""
+def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]) -> RowTable:
+    """The table of a program's calls and of its messages, changes of layout included. Equal rows are there once."""
     arrays: list[np.ndarray] = []
     known: dict[tuple[Rows, ...], Rows] = {}
     size = 0
@@ -80,13 +111,30 @@ def make_table(calls: Sequence[Call]) -> RowTable:
                 all_keys = len(which) == len(rows)
                 own += [None, own[3]] if all_keys else [add(which), add(rows[which])]
         parts.append(tuple(own))
-    return RowTable(np.concatenate([np.zeros(0, np.int32), *arrays]).astype(np.int32), tuple(parts))
+    of_messages = {}
+    for group, one in messages.items():
+        sends, receives = (
+            tuple(rows for message in packed for rows in message.rows)
+            for packed in (one.packed_sends, one.packed_receives)
+        )
+        added: list[tuple[Rows | None, Rows, bool]] = []
+        if one.adds and len(receives) == 1:
+            added.append((None, receives[0], True))
+        elif one.adds:
+            rows = _rows(receives)
+            for which in _without_repeats(rows):
+                added.append((None if len(which) == len(rows) else add(which), add(rows[which]), False))
+        copied = add(_rows(receives)) if receives and not one.adds else None
+        if sends or receives:
+            of_messages[group] = _MessageParts(add(_rows(sends)) if sends else None, copied, tuple(added))
+    numbers = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(np.int32)
+    return RowTable(numbers, tuple(parts), of_messages)
 
 
 def rows_on_device(
     calls: Sequence[Call], table: RowTable, device: torch.device, more: np.ndarray | None = None
-) -> tuple[list[CallRows], torch.Tensor]:
-    """The calls with their rows on `device`, and `more` there too, int32 numbers that travel in the same copy."""
+) -> tuple[DeviceRows, torch.Tensor]:
+    """Calls and messages with their rows on `device`, and the numbers `more`, int32, which travel in the same copy."""
     numbers = table.numbers if more is None else np.concatenate((table.numbers, more.astype(np.int32)))
     there = upload(numbers, device) if device.type == "cuda" else torch.as_tensor(numbers).to(device)
     views: dict[Rows, torch.Tensor] = {}
@@ -106,7 +154,18 @@ def rows_on_device(
         added = tuple((None if which is None else view(which), rows(into, call.keys)) for which, into in pairs)
         pieces = call.pieces._replace(ends=(view(query_ends), view(key_ends)))
         found.append(CallRows(rows(queries, call.queries), rows(keys, call.keys), added, pieces, call.merges))
-    return found, there[len(table.numbers) :]
+    messages = {
+        group: MessageRows(
+            None if part.sends is None else view(part.sends),
+            None if part.receives is None else view(part.receives),
+            tuple(
+                (None if which is None else view(which), slice(*into) if adjacent else view(into))
+                for which, into, adjacent in part.added
+            ),
+        )
+        for group, part in table.messages.items()
+    }
+    return DeviceRows(found, messages), there[len(table.numbers) :]
 
 
 def _rows(ranges: Sequence[Rows]) -> np.ndarray:

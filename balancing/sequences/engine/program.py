@@ -15,6 +15,8 @@ from balancing.sequences.sequence_plan import Range, Shard, by_sequence, join_ad
 
 __all__ = [
     "LAYOUT_CHANGES",
+    "TO_ATTENTION",
+    "TO_LINEAR",
     "Call",
     "Compute",
     "Kind",
@@ -51,6 +53,9 @@ class TransferGroup(NamedTuple):
     round: int = 0
 
 
+TO_ATTENTION, TO_LINEAR = TransferGroup("to attention", True), TransferGroup("to linear", True)
+
+
 class PeerRows(NamedTuple):
     """Rows of the workspace that are sent to or received from `peer` together; those of the rank itself are copied."""
 
@@ -73,6 +78,17 @@ class Messages:
     sends: tuple[PeerRows, ...]
     receives: tuple[PeerRows, ...]
     adds: bool = False
+
+    @property
+    def packed_sends(self) -> list[PeerRows]:
+        """Messages whose rows are copied together before they are sent; all, where types may change on the way."""
+        every = self.adds and len(self.sends) > 1
+        return [message for message in self.sends if every or len(message.rows) > 1]
+
+    @property
+    def packed_receives(self) -> list[PeerRows]:
+        """Messages that are received one behind another and then copied or added to their rows."""
+        return [message for message in self.receives if self.adds or len(message.rows) > 1]
 
 
 class Task(NamedTuple):

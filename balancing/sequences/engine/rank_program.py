@@ -11,7 +11,15 @@ from balancing.cluster import Cluster
 from balancing.sequences.cost import pair_flops, routing_pays
 from balancing.sequences.engine.call_rows import RowTable, make_table
 from balancing.sequences.engine.compiler import make_program
-from balancing.sequences.engine.program import LAYOUT_CHANGES, Messages, Program, TransferGroup, layout_change
+from balancing.sequences.engine.program import (
+    LAYOUT_CHANGES,
+    TO_ATTENTION,
+    TO_LINEAR,
+    Messages,
+    Program,
+    TransferGroup,
+    layout_change,
+)
 from balancing.sequences.engine.routing import Routing, Slice, check_routing, routes
 from balancing.sequences.sequence_plan import SequencePlan
 from balancing.sequences.turns import SMALLEST_TURNS, turn_tokens
@@ -64,7 +72,7 @@ class RankProgram:
     rank: in the plan.
     cluster: which ranks share a node; None if all do.
     program: transfers and computation of attention.
-    table: rows of the program's calls, for the device.
+    table: rows of the program's calls and messages, for the device.
     to_attention, to_linear: changes of layout; None where attention has the linear layout, token for token.
     routes: by transfer group, the rank's part in messages between nodes that do not go directly.
     """
@@ -115,10 +123,12 @@ def compile_rank(
             slices = routes(plan, rank, cluster, token_bytes.of_group, routing, turn_tokens=turns)
     relays = [group for group in slices if group.kind not in LAYOUT_CHANGES]
     program = make_program(plan, rank, cluster, relays=relays, turn_tokens=turns)
-    table = make_table(program.calls)
     own = plan.shards(rank, linear=True)
     if not plan.remapped and own == program.held:
+        table = make_table(program.calls, program.messages)
         return RankProgram(rank, cluster, program, table, None, None, slices)
     # Equal layouts may still order a rank's tokens differently.
     there = layout_change(plan.linear, plan.attention, own, program.held)
-    return RankProgram(rank, cluster, program, table, there, Messages(there.receives, there.sends), slices)
+    back = Messages(there.receives, there.sends)
+    table = make_table(program.calls, {**program.messages, TO_ATTENTION: there, TO_LINEAR: back})
+    return RankProgram(rank, cluster, program, table, there, back, slices)
