@@ -17,9 +17,11 @@ from balancing.sequences.turns import TurnTokens, number_of_turns
 
 __all__ = ["Asked", "plan_rounds", "what_is_asked"]
 
-# Operations of the engine on the device besides calls and merges (`python -m benchmarks.sequences.launches`): of a pass
-# as such (keys into the workspace, sums set to zero, conversions), of a round (rows copied together, gradients added).
-_PASS, _ROUND = (5, 8), (2, 5)  # forward, backward
+# Operations of the engine on the device besides calls and merges, forward and backward, as counted by
+# `python -m benchmarks.sequences.launches`: of a pass (keys into the workspace, sums set to zero, conversions), of a
+# round of a ring and of a turn of gathering (rows copied together, gradients added). Where gradients come back from
+# several ranks in a turn, each of them is added on its own.
+_PASS, _RING, _TURN, _BACK = (5, 8), (1, 10), (3, 8), 2
 _MESSAGES = (1, 2)  # keys forward; keys and their gradients backward
 
 
@@ -85,14 +87,13 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: TokenTraffic, tur
     rings, turns = plan_rounds(plan, cluster, turn_tokens)
     rounds = rings + turns
     pairs = np.unique(moved.source * plan.ranks + moved.target)
-    peers = sum(np.bincount(end, minlength=plan.ranks) for end in np.divmod(pairs, plan.ranks))
+    sends, receives = (np.bincount(end, minlength=plan.ranks) for end in np.divmod(pairs, plan.ranks))
     # Every round of a ring has a message either way; the peers of gathering are spread over its turns, some in several.
-    messages = 2 * rings + np.where(turns > 0, peers + turns, 0)
+    messages = 2 * rings + np.where(turns > 0, sends + receives + turns, 0)
     calls = 1 + rounds + (rings > 0)
-    launches = [
-        calls + own + (rounds if direction == 0 else 0) + each * rounds
-        for direction, (own, each) in enumerate(zip(_PASS, _ROUND, strict=True))
-    ]
+    launches = [calls + own + ring * rings + turn * turns for own, ring, turn in zip(_PASS, _RING, _TURN, strict=True)]
+    launches[0] += rounds  # merges
+    launches[1] += _BACK * turns * sends
     total = launches[0] + launches[1] + sum(_MESSAGES) * messages
     most = int(total.argmax())
     return Asked(

@@ -14,7 +14,10 @@ without data, with messages that are not sent and a kernel that computes nothing
 - host microseconds: processor time of the engine's Python and of torch's dispatch of operations on one number a token,
   without a driver's or Triton's time for a launch; the quickest of several runs.
 
-Figures are of the rank with the most, the mean over the batches; in parentheses the largest. "Transformer Engine" is
+Then modelled seconds of a step on H100 and H200 nodes (`balancing.sequences.cost`): of the plan that auto takes, and of
+the one that it would take if launches, messages and the host cost nothing, over what the step would be without them.
+
+Counts are of the rank with the most, the mean over the batches; in parentheses the largest. "Transformer Engine" is
 its ring: a call and a correction a round (its fused attention and `thd_out_correction`), not run here. Nothing is
 trained. Takes about 5 minutes on one core, with --quick one. Exit code 1 if a row misses its target: calls at most
 rounds + 2, merges at most rounds.
@@ -25,7 +28,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -38,7 +41,7 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balancing.cluster import Cluster
-from balancing.sequences import AttentionShape, SequencePlan, Statistics, compile_rank, plan_sequences
+from balancing.sequences import AttentionShape, SequencePlan, Statistics, compile_rank, plan_sequences, step_cost
 from balancing.sequences.engine import attention
 from balancing.sequences.engine.attention_call import AttentionCall
 from balancing.sequences.engine.call_rows import rows_on_device
@@ -54,7 +57,7 @@ __all__ = ["Counted", "Row", "count", "launches"]
 
 _TOKENS = 4096  # a rank
 _SHAPE = AttentionShape(4096, 32, 4, 32, 14336)
-_PRESET = "h200-8x400g"
+_PRESETS = _, _PRESET = "h100-8x400g", "h200-8x400g"
 _MOST_RANKS = 8  # of a plan, evenly spaced, that are looked at
 _TRANSFORMER_ENGINE = "Transformer Engine's ring"
 
@@ -73,7 +76,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of a planner at a number of ranks.
+    """One figure of a planner at a number of ranks; or of lengths, in `method`, on a preset, in `direction`.
 
     figure, most: mean and largest over the batches, of the rank with the most.
     rounds: mean number of transfers that bring this rank keys, forward.
@@ -102,6 +105,8 @@ class _Writes(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not (func.is_view or name.startswith(("empty", "new_empty", "detach", "_unsafe_view"))):
             outputs = result if isinstance(result, (tuple, list)) else (result,)
+            if name.startswith(("index_add", "index_put", "index_copy")):  # in place, in some rows
+                outputs = [x for x in args if isinstance(x, torch.Tensor)][-1:]
             self._counted.launches += 1
             self._counted.bytes += sum(x.numel() * x.itemsize for x in outputs if isinstance(x, torch.Tensor))
         return result
@@ -200,7 +205,7 @@ def launches(
     token_bytes = TokenBytes.of(heads=_SHAPE.heads, kv_heads=_SHAPE.kv_heads, head_size=_SHAPE.head_size, item_bytes=2)
     cells = [(ranks, method) for ranks in sizes for method in get_args(Method)]
     for ranks, method in progress.track(cells, description="launches"):
-        cluster = Cluster.preset(_PRESET, nodes=max(1, ranks // 8)).relabel(max(1, ranks // 8), min(8, ranks))
+        cluster = _cluster(_PRESET, ranks)
         found: list[tuple[int, Counted, Counted]] = []  # of each batch, of its rank with the most launches
         for source in known.values():
             for batch in range(batches):
@@ -221,6 +226,32 @@ def launches(
                 for what in ("calls", "merges", "launches", "messages")
             ]
     return rows
+
+
+def modelled(known: dict[str, str | np.ndarray], sizes: Sequence[int], batches: int) -> list[Row]:
+    """Modelled time with latencies over that without: of the plan that auto takes, and of the one that it would take
+    without; and the time without of the first over that of the second."""
+    rows = []
+    for preset in _PRESETS:
+        for ranks in sizes:
+            cluster = _cluster(preset, ranks)
+            free = replace(cluster, launch_seconds=0.0, message_seconds=0.0, host_seconds=0.0)
+            for name, source in known.items():
+                figures: dict[str, list[float]] = {}
+                for batch in range(batches):
+                    lengths = draw_batch(source, _TOKENS * ranks, np.random.default_rng(batch))
+                    taken, blind = (plan_sequences(lengths, one, shape=_SHAPE) for one in (cluster, free))
+                    least = step_cost(blind, free, _SHAPE).total
+                    for what, plan in (("taken", taken), ("blind", blind)):
+                        figures.setdefault(what, []).append(step_cost(plan, cluster, _SHAPE).total / least)
+                    figures.setdefault("taken, without", []).append(step_cost(taken, free, _SHAPE).total / least)
+                for what, found in figures.items():
+                    rows.append(Row(ranks, name, preset, what, float(np.mean(found)), max(found), 0.0))
+    return rows
+
+
+def _cluster(preset: str, ranks: int) -> Cluster:
+    return Cluster.preset(preset).relabel(max(1, ranks // 8), min(8, ranks))
 
 
 def _rows(ranks: int, method: str, found: list[tuple[int, Counted, Counted]]) -> Iterator[Row]:
@@ -256,6 +287,16 @@ def _show(rows: Sequence[Row], console: Console) -> None:
             verdict = f"{', '.join(missed)} MISSED" if missed else "met" if line["calls"].met else ""
             table.add_row(str(ranks), method, f"{line['calls'].rounds:.0f}", *cells, verdict)
         console.print(table, "")
+    for preset in _PRESETS:
+        own = [row for row in rows if row.direction == preset]
+        table = Table(title=f"modelled seconds over those without latencies, {preset}", title_justify="left", box=None)
+        for head in ("ranks", "lengths", "auto", "auto without latencies", "auto's, without latencies"):
+            table.add_column(head, justify="left" if head == "lengths" else "right", no_wrap=True)
+        for ranks, name in dict.fromkeys((row.ranks, row.method) for row in own):
+            line = [row for row in own if (row.ranks, row.method) == (ranks, name)]
+            by_name = {row.what: f"{row.figure:.3f} ({row.most:.3f})" for row in line}
+            table.add_row(str(ranks), name, *(by_name[what] for what in ("taken", "blind", "taken, without")))
+        console.print(table, "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -276,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8, or 2 to 8")
         with Progress(console=Console(stderr=True), transient=True) as progress:
             rows = launches(known, sizes, 1 if options.quick else 2, 5, progress)
+            rows += modelled(known, sizes, 1 if options.quick else 4)
         if options.json:
             Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
