@@ -38,6 +38,7 @@ class SequenceAttention:
     kernel: computes attention of pieces; by default the fastest for the device and type of q.
     dropout: of attention; must be 0.
     window: sliding window of attention; must be None or (-1, -1).
+    timed: as in `Statistics`.
 
     `statistics` counts what has been sent. Raises ValueError for the program of another plan, a group that the plan
     does not fit, dropout, and a sliding window.
@@ -52,6 +53,7 @@ class SequenceAttention:
         kernel: Kernel | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] | None = None,
+        timed: bool = True,
     ) -> None:
         if dropout:
             raise ValueError(f"attention dropout {dropout} is not supported with balanced sequences; use 0")
@@ -67,7 +69,7 @@ class SequenceAttention:
         if program.program.held != tuple(sorted(plan.shards(rank))):
             raise ValueError(f"the program of rank {rank} belongs to another plan; compile it from this one")
         self.plan, self.program = plan, program
-        self.statistics = Statistics()
+        self.statistics = Statistics(timed=timed)
         self._kernel = kernel
         self._device: torch.device | None = None
         self._rows = DeviceRows([], {})

@@ -246,7 +246,9 @@ class SequenceBalancer(StepCallback):
         begin = time.perf_counter()
         plan, program = self._unpickled(pickled)
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
-        attention = SequenceAttention(plan, program=program, group=mpu.get_context_parallel_group())
+        timed = getattr(self._args, "balance_report", None) is not None  # nobody else reads what was waited
+        group = mpu.get_context_parallel_group()
+        attention = SequenceAttention(plan, program=program, group=group, timed=timed)
         if self._step is not None:
             self._step.append(_Batch(chunk, plan, attention, milliseconds, waited))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
