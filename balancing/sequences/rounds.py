@@ -19,9 +19,8 @@ __all__ = ["Asked", "plan_rounds", "what_is_asked"]
 
 # Operations of the engine on the device besides calls and merges, forward and backward, as counted by
 # `python -m benchmarks.sequences.launches`: of a pass (keys into the workspace, sums set to zero, conversions), of a
-# round of a ring and of a turn of gathering (rows copied together, gradients added). Where gradients come back from
-# several ranks in a turn, each of them is added on its own.
-_PASS, _RING, _TURN, _BACK = (5, 8), (1, 10), (3, 8), 2
+# round of a ring and of a turn of gathering (rows copied together, gradients added).
+_PASS, _RING, _TURN = (5, 8), (1, 10), (3, 14)
 _MESSAGES = (1, 2)  # keys forward; keys and their gradients backward
 
 
@@ -93,7 +92,6 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: TokenTraffic, tur
     calls = 1 + rounds + (rings > 0)
     launches = [calls + own + ring * rings + turn * turns for own, ring, turn in zip(_PASS, _RING, _TURN, strict=True)]
     launches[0] += rounds  # merges
-    launches[1] += _BACK * turns * sends
     total = launches[0] + launches[1] + sum(_MESSAGES) * messages
     most = int(total.argmax())
     return Asked(

@@ -44,12 +44,15 @@ class MessageRows(NamedTuple):
 
     sends: of `Messages.packed_sends`.
     receives: of `Messages.packed_receives`.
-    added: as in `CallRows`, of what is received, where that is added.
+    added: rows to which what is received is added, each once; None where nothing is.
+    terms: [term, row], which of what is received makes up the sum of a row, in order of peers, with the number of all
+        for none; None where each row of `added` receives one.
     """
 
     sends: torch.Tensor | None
     receives: torch.Tensor | None
-    added: tuple[tuple[torch.Tensor | None, Index], ...]
+    added: Index | None
+    terms: torch.Tensor | None
 
 
 class DeviceRows(NamedTuple):
@@ -60,11 +63,13 @@ class DeviceRows(NamedTuple):
 
 
 class _MessageParts(NamedTuple):
-    """Places of a `MessageRows` in the array. added: (which, rows, whether these are a range of rows itself)."""
+    """Places of a `MessageRows` in the array. adjacent: whether `added` is a range of rows itself."""
 
     sends: Rows | None
     receives: Rows | None
-    added: tuple[tuple[Rows | None, Rows, bool], ...]
+    added: Rows | None
+    adjacent: bool
+    terms: Rows | None
 
 
 class RowTable(NamedTuple):
@@ -117,16 +122,25 @@ def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]
             tuple(rows for message in packed for rows in message.rows)
             for packed in (one.packed_sends, one.packed_receives)
         )
-        added: list[tuple[Rows | None, Rows, bool]] = []
-        if one.adds and len(receives) == 1:
-            added.append((None, receives[0], True))
-        elif one.adds:
+        copied = added = terms = None
+        if receives and not one.adds:
+            copied = add(_rows(receives))
+        elif len(receives) == 1:
+            added = receives[0]
+        elif receives:
             rows = _rows(receives)
-            for which in _without_repeats(rows):
-                added.append((None if len(which) == len(rows) else add(which), add(rows[which]), False))
-        copied = add(_rows(receives)) if receives and not one.adds else None
+            unique, where = np.unique(rows, return_inverse=True)
+            parts_of_sums = list(_without_repeats(rows))
+            table = np.full((len(parts_of_sums), len(unique)), len(rows))
+            for term, which in enumerate(parts_of_sums):
+                table[term, where[which]] = which
+            if len(table) == 1:
+                added = add(rows)
+            else:
+                added, terms = add(unique), add(table.ravel())
         if sends or receives:
-            of_messages[group] = _MessageParts(add(_rows(sends)) if sends else None, copied, tuple(added))
+            packed = add(_rows(sends)) if sends else None
+            of_messages[group] = _MessageParts(packed, copied, added, len(receives) == 1, terms)
     numbers = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(np.int32)
     return RowTable(numbers, tuple(parts), of_messages)
 
@@ -154,17 +168,16 @@ def rows_on_device(
         added = tuple((None if which is None else view(which), rows(into, call.keys)) for which, into in pairs)
         pieces = call.pieces._replace(ends=(view(query_ends), view(key_ends)))
         found.append(CallRows(rows(queries, call.queries), rows(keys, call.keys), added, pieces, call.merges))
-    messages = {
-        group: MessageRows(
-            None if part.sends is None else view(part.sends),
-            None if part.receives is None else view(part.receives),
-            tuple(
-                (None if which is None else view(which), slice(*into) if adjacent else view(into))
-                for which, into, adjacent in part.added
-            ),
+    messages = {}
+    for group, part in table.messages.items():
+        sends, receives, listed, terms = (
+            None if place is None else view(place)
+            for place in (part.sends, part.receives, None if part.adjacent else part.added, part.terms)
         )
-        for group, part in table.messages.items()
-    }
+        into: Index | None = slice(*part.added) if part.adjacent and part.added is not None else listed
+        if terms is not None and listed is not None:
+            terms = terms.view(-1, len(listed))
+        messages[group] = MessageRows(sends, receives, into, terms)
     return DeviceRows(found, messages), there[len(table.numbers) :]
 
 

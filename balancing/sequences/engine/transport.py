@@ -24,7 +24,7 @@ from balancing.sequences.engine.routing import Slice
 __all__ = ["NOTHING_LISTED", "Dtypes", "Pending", "Transport", "dtype_of"]
 
 Dtypes = Mapping[int, torch.dtype]  # by peer
-NOTHING_LISTED = MessageRows(None, None, ())  # all rows are adjacent
+NOTHING_LISTED = MessageRows(None, None, None, None)  # all rows are adjacent
 Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # what is sent to each peer, what is received from it
 
 _SLICE_NUMBERS = 1 << 17  # tags of one transfer group: 0 for direct messages, then those of slices
@@ -74,12 +74,14 @@ class Pending:
             came = parts[0] if len(parts) == 1 else torch.cat(parts)
             if self._listed.receives is not None:
                 self.into[self._listed.receives] = came
-            for which, rows in self._listed.added:
-                part = came if which is None else came.index_select(0, which)
-                if isinstance(rows, slice):
-                    self.into[rows] += part
-                else:
-                    self.into.index_add_(0, rows, part)
+            rows, terms = self._listed.added, self._listed.terms
+            if terms is not None:  # a row may come from several peers, whose sum must not depend on chance
+                zero = came.new_zeros(1, *came.shape[1:])
+                came = torch.cat((came, zero)).index_select(0, terms.flatten()).unflatten(0, terms.shape).sum(0)
+            if isinstance(rows, slice):
+                self.into[rows] += came
+            elif rows is not None:
+                self.into.index_add_(0, rows, came)
         self.works, self.arriving, self.sent = [], [], []
 
 
