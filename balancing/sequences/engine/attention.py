@@ -215,7 +215,7 @@ class _Forward(_Pass):
         if rows.merges:
             self.merge(self.out, self.logsumexp, out, logsumexp, rows.queries)
         elif len(out) == len(self.out):
-            self.out, self.logsumexp = out.to(self.out.dtype), logsumexp
+            self.out, self.logsumexp = out.to(self.out.dtype), logsumexp.contiguous()  # merged into in place
         else:
             self.out[rows.queries], self.logsumexp[:, rows.queries] = out, logsumexp
 
