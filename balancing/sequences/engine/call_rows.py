@@ -73,15 +73,15 @@ class _MessageParts(NamedTuple):
 
 
 class RowTable(NamedTuple):
-    """Tables of all calls and messages in one array. It can be pickled.
+    """Tables of all calls and messages in one array. It can be pickled and compared.
 
-    numbers: int32 [number].
+    numbers: int32 [number], as bytes.
     parts: of each call, (start, stop) in `numbers` of its ends of queries and of keys, then of rows of queries, rows of
         keys and, in pairs, what is added; None where rows are adjacent or all.
     messages: of each transfer group with rows that are not adjacent.
     """
 
-    numbers: np.ndarray
+    numbers: bytes
     parts: tuple[tuple[Rows | None, ...], ...]
     messages: dict[TransferGroup, _MessageParts]
 
@@ -142,14 +142,15 @@ def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]
             packed = add(_rows(sends)) if sends else None
             of_messages[group] = _MessageParts(packed, copied, added, len(receives) == 1, terms)
     numbers = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(np.int32)
-    return RowTable(numbers, tuple(parts), of_messages)
+    return RowTable(numbers.tobytes(), tuple(parts), of_messages)
 
 
 def rows_on_device(
     calls: Sequence[Call], table: RowTable, device: torch.device, more: np.ndarray | None = None
 ) -> tuple[DeviceRows, torch.Tensor]:
     """Calls and messages with their rows on `device`, and the numbers `more`, int32, which travel in the same copy."""
-    numbers = table.numbers if more is None else np.concatenate((table.numbers, more.astype(np.int32)))
+    own = np.frombuffer(table.numbers, np.int32)
+    numbers = np.concatenate((own, np.zeros(0, np.int32) if more is None else more.astype(np.int32)))
     there = upload(numbers, device) if device.type == "cuda" else torch.as_tensor(numbers).to(device)
     views: dict[Rows, torch.Tensor] = {}
 
@@ -178,7 +179,7 @@ def rows_on_device(
         if terms is not None and listed is not None:
             terms = terms.view(-1, len(listed))
         messages[group] = MessageRows(sends, receives, into, terms)
-    return DeviceRows(found, messages), there[len(table.numbers) :]
+    return DeviceRows(found, messages), there[len(own) :]
 
 
 def _rows(ranges: Sequence[Rows]) -> np.ndarray:
