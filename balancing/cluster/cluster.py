@@ -49,6 +49,18 @@ PRESETS: dict[str, dict[str, float]] = {
 }
 _SERVER_GPUS = 8  # of a preset whose node is one host
 
+# Latencies, which data sheets do not print, of H100 and H200; other presets, and files that do not say, have the same.
+# `python -m balancing.cluster --measure` measures them on a GPU.
+# - A message: NCCL's own tuning model (src/graph/tuning.cc, ring and protocol Simple) takes 8.4 us a call, and 3.4 us a
+#   hop over NVLink or 14 us over a network: 12 and 22 us. Taken is what is nearer to the slower one.
+# - A kernel and a host's operation: estimates. The smallest kernels occupy a device for 2 to 3 us, and attention fills
+#   and drains its pipeline besides. A launch costs the driver about 5 us, an operation of PyTorch with Python around
+#   it, or a Triton kernel, about twice that.
+LAUNCH_SECONDS = 5e-6
+MESSAGE_SECONDS = 20e-6
+HOST_SECONDS = 10e-6
+_LATENCIES = ("launch_seconds", "message_seconds", "host_seconds")
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -59,8 +71,12 @@ class Cluster:
     nic_bandwidth: bytes/s that one NIC sends. May be math.inf where there is one node, so that nothing crosses a NIC.
     flops: FLOP/s that one rank achieves in large matrix products.
     memory: bytes of memory of one rank's device.
+    launch_seconds: seconds of a rank's device for a kernel beyond its arithmetic: launch, first loads, last stores.
+    message_seconds: seconds until the first byte of a message arrives.
+    host_seconds: seconds in which the host starts one operation on the device, from Python.
 
-    Raises ValueError for counts below 1 and for speeds or memory that are not positive and finite.
+    Raises ValueError for counts below 1, for speeds or memory that are not positive and finite, and for latencies that
+    are not finite or below 0.
     """
 
     nodes: int
@@ -70,6 +86,9 @@ class Cluster:
     nic_bandwidth: float
     flops: float
     memory: float
+    launch_seconds: float = LAUNCH_SECONDS
+    message_seconds: float = MESSAGE_SECONDS
+    host_seconds: float = HOST_SECONDS
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "nics_per_node"):
@@ -86,6 +105,10 @@ class Cluster:
                     f"{name} is not known, and {self.nodes} node(s) of {self.ranks_per_node} rank(s) need it; measure "
                     f"with as many nodes and ranks, or write it in {_unit(name)} into the cluster's JSON file"
                 )
+        for name in _LATENCIES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+                raise ValueError(f"{name}={value!r} must be a number of seconds of at least 0")
 
     @property
     def world_size(self) -> int:
@@ -152,7 +175,8 @@ class Cluster:
         """Read the file that `to_json` or `python -m balancing.cluster --measure --json` wrote.
 
         One object with every field of the class, null for a bandwidth that was not measured and is not needed, and
-        optionally "about", which is for people. Raises ValueError that names the file and the key for anything else.
+        optionally "about", which is for people. Latencies may be missing or null, for the defaults. Raises ValueError
+        that names the file and the key for anything else.
         """
         path = Path(path)
         try:
@@ -167,12 +191,13 @@ class Cluster:
         for key in raw:
             if key not in (*names, "about"):
                 raise ValueError(f"cluster file {path}: unknown key {key!r}{_did_you_mean(key, names)}")
-        if missing := [name for name in names if name not in raw]:
+        if missing := [name for name in names if name not in raw and name not in _LATENCIES]:
             raise ValueError(
                 f"cluster file {path}: missing {', '.join(f'{name!r} ({_unit(name)})' for name in missing)}; "
                 "write a complete file with python -m balancing.cluster --measure --json FILE"
             )
-        values: dict[str, Any] = {name: raw[name] for name in names}
+        values: dict[str, Any] = {name: raw[name] for name in names if name not in _LATENCIES}
+        values |= {name: raw[name] for name in _LATENCIES if raw.get(name) is not None}
         for name in ("intra_node_bandwidth", "nic_bandwidth"):
             values[name] = math.inf if values[name] is None else values[name]
         try:
@@ -241,7 +266,8 @@ def _ranks_in_rack(world_size: int, rack: int, host: int) -> int:
 
 
 def _unit(name: str) -> str:
-    return {"flops": "FLOP/s", "memory": "bytes"}.get(name, "bytes/s" if name.endswith("bandwidth") else "count")
+    known = {"flops": "FLOP/s", "memory": "bytes"} | dict.fromkeys(_LATENCIES, "seconds")
+    return known.get(name, "bytes/s" if name.endswith("bandwidth") else "count")
 
 
 def _did_you_mean(name: str, known: Any) -> str:

@@ -6,8 +6,8 @@
     python -m balancing.cluster --preset h200-8x400g --nodes 4                         what a preset says
 
 All ranks multiply at the same time, as in training, so what they share (cores, power, clocks) is in the figure.
-Bandwidth is one direction between one pair of ranks, the others quiet. Nothing is guessed: what these ranks cannot
-measure is written as null and printed as not measured.
+Bandwidth is one direction between one pair of ranks, the others quiet. What these ranks cannot measure is written as
+null and printed as not measured; latencies that they cannot measure keep their defaults and are printed as such.
 """
 
 import argparse
@@ -30,11 +30,12 @@ from rich.table import Table
 from balancing.cluster import PRESETS, Cluster
 from balancing.launch import detect_launch, detect_nics, host_memory
 
-__all__ = ["main", "matmul_rate", "measure", "pair_bandwidth"]
+__all__ = ["launch_latency", "main", "matmul_rate", "measure", "message_latency", "pair_bandwidth"]
 
 _TIMEOUT = timedelta(minutes=2)  # for any one wait; the whole measurement takes seconds
 _REPEATS = 7
 _PAIR_REPEATS = 5
+_LAUNCHES, _MESSAGES = 200, 50  # of which a latency is the mean
 _LONG_ENOUGH = 0.1  # seconds of one transfer: far above latency, and past the burst that a shaped NIC lets through
 
 
@@ -60,6 +61,50 @@ def matmul_rate(device: torch.device) -> tuple[float, str]:
         seconds.append(_now(device) - begin)
     rate = 2 * size**3 / statistics.median(seconds[2:])  # the first ones set up libraries and clocks
     return rate, f"{size} x {size} x {size}, {str(dtype).removeprefix('torch.')}"
+
+
+def launch_latency(device: torch.device) -> tuple[float, float]:
+    """Seconds of the smallest kernel on a CUDA device, and seconds in which the host starts one from Python.
+
+    The device is kept busy while the host starts them, so that neither waits for the other. The median of repeats.
+    """
+    tiny = torch.zeros(32, device=device)
+    of_device, of_host = [], []
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(50_000_000)  # cycles, about 30 ms
+        begin.record()
+        start = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            tiny[:16].add_(1.0)  # with the slicing that comes with most operations
+        of_host.append((time.perf_counter() - start) / _LAUNCHES)
+        end.record()
+        torch.cuda.synchronize(device)
+        of_device.append(begin.elapsed_time(end) / 1e3 / _LAUNCHES)
+    return statistics.median(of_device), statistics.median(of_host)
+
+
+def message_latency(sender: int, receiver: int, device: torch.device) -> float:
+    """Seconds of a message of eight bytes from rank `sender` to rank `receiver`: half of the way there and back.
+
+    Every rank of the group calls this; all of them return the figure. Raises RuntimeError where the group's timeout
+    passes.
+    """
+    rank, took = dist.get_rank(), 0.0
+    if rank in (sender, receiver):
+        message = torch.zeros(1, dtype=torch.int64, device=device)
+        for repeat in range(1 + _PAIR_REPEATS):  # the first one opens the connection
+            begin = _now(device)
+            for _ in range(_MESSAGES):
+                for source, target in ((sender, receiver), (receiver, sender)):
+                    if rank == source:
+                        dist.send(message, target)
+                    else:
+                        dist.recv(message, source)
+            seconds = (_now(device) - begin) / (2 * _MESSAGES)
+            took = seconds if repeat == 1 else min(took, seconds)
+    return _gather(took)[sender]
 
 
 def pair_bandwidth(sender: int, receiver: int, device: torch.device) -> float:
@@ -136,6 +181,12 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
     rates = _gather(rate)
     intra_node = pair_bandwidth(0, 1, device) if per_node > 1 else math.inf
     between = pair_bandwidth(0, per_node, device) if len(ranks) > per_node else math.inf
+    latencies = {}
+    if len(ranks) > 1:
+        latencies["message_seconds"] = message_latency(0, per_node if len(ranks) > per_node else 1, device)
+    if device.type == "cuda":
+        launch, host = launch_latency(device)
+        latencies |= {"launch_seconds": max(_gather(launch)), "host_seconds": max(_gather(host))}
     cluster = Cluster(
         nodes=len(ranks) // per_node,
         ranks_per_node=per_node,
@@ -144,6 +195,7 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
         nic_bandwidth=between,
         flops=statistics.median(rates),
         memory=min(_gather(memory)),
+        **latencies,
     )
     spread = f"slowest rank {_quantity(min(rates), 'FLOP/s')}, fastest {_quantity(max(rates), 'FLOP/s')}"
     backend = dist.get_backend() if dist.is_initialized() else "none"
@@ -153,6 +205,7 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
         "device": name,
         "matmul": f"{product}; {spread}",
         "process group": backend,
+        "latencies": f"measured: {', '.join(sorted(latencies)) or 'none'}; the others are defaults",
         "torch": str(torch.__version__),
     }
 
@@ -266,6 +319,12 @@ def _print(cluster: Cluster, about: dict[str, str]) -> None:
     table.add_row("one NIC", bandwidth(cluster.nic_bandwidth, "needs ranks on two nodes"))
     table.add_row("matmul per rank", _quantity(cluster.flops, "FLOP/s"))
     table.add_row("memory per rank", _quantity(cluster.memory, "B"))
+    for name, value in (
+        ("launch of a kernel", cluster.launch_seconds),
+        ("message", cluster.message_seconds),
+        ("operation of the host", cluster.host_seconds),
+    ):
+        table.add_row(name, f"{value * 1e6:.1f} us")
     table.add_section()
     for key, text in about.items():
         table.add_row(key, text)

@@ -25,7 +25,8 @@ Carrying a plan out (`engine`):
 - round, turn: the part of a ring, or of gathering, whose messages are under way together.
 - workspace: rows of keys and values, one a token: the rank's own, then those that it receives.
 - run: adjacent tokens of one sequence on one rank.
-- task, piece: queries against keys that they see, fully or causally; a piece is a task inside a kernel's batch.
+- task, piece: queries against keys that they see, fully or causally; a piece is a task inside a kernel's call.
+- call: all tasks of a step together, one launch of a kernel.
 - route, proxy, slice: a message between nodes is cut into parts, each sent by a proxy over its own NIC, in slices.
 """
 

@@ -16,7 +16,7 @@ from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["Planned", "PlanningAhead", "zone_shares"]
 
-_KEPT = 64  # plans; a megabyte each at most
+_KEPT = 64  # plans; mostly below a megabyte each, a few of them where many ranks gather
 
 
 class Planned(NamedTuple):

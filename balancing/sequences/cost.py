@@ -7,7 +7,11 @@ tokens overlaps with nothing. Link times are those of `traffic`.
 
 Times are of forward and backward of one micro-batch, without recomputation. Backward computes attention 2.5 times
 (flash attention recomputes scores) and linear layers twice; keys and values travel again, and their gradients travel
-back, on a ring inside a node as float32 sums. The latency of messages and kernels is not modelled.
+back, on a ring inside a node as float32 sums.
+
+Besides, every kernel costs the device a launch, every round of keys the latency of a message, and every operation the
+host, which must start all of a layer's, attention and the rest, in no more time than the device takes for them
+(`rounds`; `Cluster.launch_seconds`, `message_seconds`, `host_seconds`).
 """
 
 from collections.abc import Collection, Sequence
@@ -17,8 +21,10 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.load import causal_area
+from balancing.sequences.rounds import what_is_asked
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
 from balancing.sequences.traffic import TokenTraffic, layout_traffic, remap_traffic, traffic_seconds
+from balancing.sequences.turns import turn_tokens
 
 __all__ = [
     "StepCost",
@@ -44,6 +50,7 @@ _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 _NEVER_HIDDEN = {"ring": 0.2, "gather": 0.4}
 # Least share of attention's time to save by routing. Hops have a cost: below this nothing was saved (same file).
 _ROUTING_SAVES = 0.2
+_REST = 75  # operations of the host for the rest of a dense layer, about 25 forward and 50 backward
 _SUM_WIDTH = 2.0  # bytes of a key's gradient over those of a key, in float32 as rings sum them inside a node
 
 
@@ -56,6 +63,9 @@ class StepCost:
     exposed: the part of `exchange` that compute of attention does not hide.
     linear: compute of all other layers.
     remap: transfers between the two layouts.
+    launch: of the kernels of attention, on the device.
+    host: in which the host starts all operations, attention's and the rest.
+    launches: of attention in one layer, forward: calls, merges, copies and conversions.
     """
 
     attention: float
@@ -63,11 +73,14 @@ class StepCost:
     exposed: float
     linear: float
     remap: float
+    launch: float = 0.0
+    host: float = 0.0
+    launches: int = 0
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
-        return self.attention + self.exposed + self.linear + self.remap
+        """Seconds of the step: of the device, or of the host if it takes longer."""
+        return max(self.attention + self.exposed + self.linear + self.remap + self.launch, self.host)
 
 
 def step_cost(
@@ -92,7 +105,10 @@ def step_cost(
     Raises ValueError for a plan with more ranks than the cluster.
     """
     moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
-    exchange = kv_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
+    forward, backward = kv_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
+    asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, kv_bytes(shape)))
+    latency = asked.rounds * cluster.message_seconds
+    exchange = forward + latency, backward + 2 * latency  # gradients follow the keys
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
     exposed = _exposed(plan, exchange, compute)
     remap = 0.0
@@ -107,6 +123,9 @@ def step_cost(
         exposed=shape.layers * exposed,
         linear=linear_seconds(int(tokens), cluster, shape),
         remap=shape.layers * 2 * remap,
+        launch=shape.layers * sum(asked.launches) * cluster.launch_seconds,
+        host=shape.layers * (asked.operations + _REST) * cluster.host_seconds,
+        launches=asked.launches[0],
     )
 
 

@@ -81,8 +81,9 @@ class Scale:
 
     @property
     def cluster(self) -> Cluster:
-        """The modelled machine."""
-        return Cluster.preset("a800-4x200g").relabel(self.nodes, self.ranks_per_node)
+        """The modelled machine, without latencies: launches and messages are not emulated."""
+        machine = Cluster.preset("a800-4x200g").relabel(self.nodes, self.ranks_per_node)
+        return replace(machine, launch_seconds=0.0, message_seconds=0.0, host_seconds=0.0)
 
     @property
     def bytes(self) -> float:

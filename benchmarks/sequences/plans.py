@@ -51,7 +51,7 @@ from balancing.sequences.planners.baselines import hybrid_groups
 from benchmarks.processor_time import milliseconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 
-__all__ = ["Row", "baseline_parts", "plans", "times"]
+__all__ = ["Row", "baseline_parts", "plans", "sources", "times"]
 
 _TOKENS = 4096  # a rank
 _METHODS = ("ring", "gather", "hybrid", "zones", "chunks", "auto")
@@ -270,7 +270,7 @@ def _show(rows: Sequence[Row], console: Console) -> None:
         console.print(table, "")
 
 
-def _sources(path: str | None) -> dict[str, str | np.ndarray]:
+def sources(path: str | None) -> dict[str, str | np.ndarray]:
     """The distributions, and recorded lengths first: every array of an .npz file, or one length a line."""
     found: dict[str, str | np.ndarray] = {}
     if path is not None and path.endswith(".npz"):
@@ -303,12 +303,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     try:
-        sources = _sources(options.lengths)
+        known = sources(options.lengths)
         sizes = options.ranks or ((16, 64) if options.quick else (16, 32, 64, 128))
         if wrong := [ranks for ranks in sizes if ranks < 8 or ranks % 8]:
             raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8")
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            rows = plans(sources, sizes, 2 if options.quick else 4, progress)
+            rows = plans(known, sizes, 2 if options.quick else 4, progress)
             rows += times(5 if options.quick else 10, progress)
         if options.json:
             table = [asdict(row) | {"met": row.met} for row in rows]

@@ -35,6 +35,7 @@ REFUSED = {
     ),
     "positions": (f"{BALANCE} --position-embedding-type mrope", "mrope", "--position-embedding-type rope"),
     "loader": (f"{BALANCE} --dataloader-type external", "--dataloader-type external", "use --dataloader-type single"),
+    "attention backend": (f"{BALANCE} --attention-backend fused", "--attention-backend fused", "use auto or flash"),
     "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "planner": (f"{BALANCE} --sequence-planner best", "best", "zones"),

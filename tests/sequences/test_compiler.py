@@ -6,18 +6,21 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.cluster import Cluster
 from balancing.sequences.engine import gather
+from balancing.sequences.engine.call_rows import make_table, rows_on_device
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.internode_traffic import internode_traffic
-from balancing.sequences.engine.program import Compute, Messages, Program, Start, Task, TransferGroup, layout_change
+from balancing.sequences.engine.program import Compute, Messages, Program, Start, TransferGroup, Wait, layout_change
 from balancing.sequences.engine.routing import route, routes
 from balancing.sequences.planners.linear_layout import linear_layout, token_targets
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 from balancing.sequences.traffic import TokenTraffic
+from balancing.sequences.turns import MOST_TURNS
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -131,16 +134,45 @@ def test_every_pair_once_and_every_gradient_home(lengths, ranks, seed, exchange,
             for one in simulated:
                 assert (one.gradients[: len(one.own)] == wanted.sum(0)[one.own]).all()
     for program in programs:
-        batched = [task for step in program.forward if isinstance(step, Compute) for task in _of_batches(step)]
-        assert batched == [task for step in program.forward if isinstance(step, Compute) for task in step.tasks]
+        _check_calls(program)
 
 
-def _of_batches(step: Compute) -> Iterator[Task]:
-    for batch in step.batches:
-        query, key = batch.queries[0], batch.keys[0]
-        for queries, keys in zip(batch.pieces.queries, batch.pieces.keys, strict=True):
-            yield Task((query, query + queries), (key, key + keys), batch.pieces.causal, batch.merges)
-            query, key = query + queries, key + keys
+def _check_calls(program: Program) -> None:
+    """A step is one call, whose rows are those of its tasks; in number as few as transfers allow."""
+    table = make_table(program.calls, program.messages)
+    rows = rows_on_device(program.calls, table, torch.device("cpu"))[0].calls
+    every = np.arange(program.rows)
+    for steps in (program.forward, program.backward):
+        computes = [step for step in steps if isinstance(step, Compute) and step.call is not None]
+        kinds = "gather", "ring"
+        waits = [
+            step
+            for step in steps
+            if isinstance(step, Wait) and step.group.kind in kinds and program.messages[step.group].receives
+        ]
+        assert len(computes) <= len(waits) + 2
+        assert sum(program.calls[step.call].merges for step in computes) <= len(waits)
+        for step in computes:
+            one = rows[step.call]
+            for end, index in ((0, one.queries), (1, one.keys)):
+                wanted = [row for task in step.tasks for row in range(*task[end])]
+                assert every[_numbers(index)].tolist() == wanted
+            lengths = [[stop - start for start, stop in (task[end] for task in step.tasks)] for end in (0, 1)]
+            assert [list(one.pieces.queries), list(one.pieces.keys)] == lengths
+            assert [np.diff(ends).tolist() for ends in one.pieces.ends] == lengths
+            assert (one.pieces.causal, one.merges) == step.tasks[0][2:]
+            # Every key's gradient is added once, and none twice at the same time.
+            added = np.zeros(sum(one.pieces.keys), int)
+            for which, into in one.added:
+                places = np.arange(len(added))[slice(None) if which is None else _numbers(which)]
+                added[places] += 1
+                assert every[_numbers(into)].tolist() == every[_numbers(one.keys)][places].tolist()
+                assert len(set(every[_numbers(into)].tolist())) == len(places)
+            assert (added == 1).all()
+
+
+def _numbers(index: slice | torch.Tensor) -> slice | np.ndarray:
+    return index if isinstance(index, slice) else index.numpy()
 
 
 @settings(max_examples=30)
@@ -162,11 +194,11 @@ def test_ring_is_double_buffered_and_gathering_comes_in_turns() -> None:
     program = make_program(zigzag_plan((80,), 8, exchange="gather"), 3)
     turns = [one for group, one in program.messages.items() if group.kind == "gather"]
     received = [sum(message.tokens for message in one.receives if message.peer != 3) for one in turns]
-    assert sum(received) == 65 - 10  # the second chunk of rank 3 ends at token 65
-    assert len(turns) == gather.TURNS, "it computes while the rest is under way"
-    assert max(received) <= 65 // gather.TURNS + 4
-    computes = [step.tasks for step in program.backward if isinstance(step, Compute)]
-    assert all(len({task.keys for task in tasks if not task.causal}) <= 1 for tasks in computes), "a turn's keys alone"
+    assert sum(received) == 60 - 5  # the second chunk of rank 3 begins at token 60
+    assert len(turns) == MOST_TURNS, "it computes while the rest is under way"
+    assert max(received) <= 60 // MOST_TURNS + 4
+    computes = [step for step in program.backward if isinstance(step, Compute)]
+    assert len(computes) == 1 + MOST_TURNS
 
 
 def test_order_of_the_forward_pass() -> None:
@@ -178,9 +210,9 @@ def test_order_of_the_forward_pass() -> None:
     assert lines[2:7] == [
         "  start ring inter-node round 1: 0-10 to 1, 43-53 from 3",
         "  start ring intra-node round 1: 10-19 to 1, 53-64 from 1",
-        "  compute 0-10 x 0-10 causal",
-        "  compute 10-19 x 10-19 causal",
-        "  compute 19-26 x 19-26 causal",
+        "  compute 0-10 x 0-10 causal, 10-19 x 10-19 causal, 19-26 x 19-26 causal",
+        "  wait for ring inter-node round 1",
+        "  start ring inter-node round 2: 43-53 to 1, 33-43 from 3",
     ]
 
 

@@ -39,13 +39,17 @@ def test_tiles_are_those_of_the_cost_model():
     lengths = [5000, 1, 127, 129, 3000]
     plan = plan_sequences(lengths, scale.cluster, shape=SHAPES["MHA"], method="gather")
     for rank in range(4):
-        steps = make_program(plan, rank, scale.cluster).forward
-        computed = [batch.pieces for step in steps if isinstance(step, Compute) for batch in step.batches]
+        program = make_program(plan, rank, scale.cluster)
+        computed = [call.pieces for call in (program.calls[step.call] for step in program.forward if _calls(step))]
         # Runs of one rank that stand behind one another are one piece, of no more tiles than two; but a turn of keys
         # may end within a tile.
         assert 0.9 <= sum(map(tile_pairs, computed)) / tile_area(plan)[rank] <= 1.05
     assert tile_pairs(Pieces((128, 1), (256, 129), True)) == (2 + 2) * 128**2
     assert tile_pairs(Pieces((129,), (257,), False)) == 6 * 128**2
+
+
+def _calls(step) -> bool:
+    return isinstance(step, Compute) and step.call is not None
 
 
 def test_the_scaled_machine_keeps_its_proportions():

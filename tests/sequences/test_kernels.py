@@ -1,5 +1,7 @@
 """Kernels of attention on this machine's devices against matrix products, and merging of partial results."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -62,6 +64,39 @@ def test_kernel_equals_products(kv_heads: int, device: str, dtype: torch.dtype, 
         wanted = (reference, *torch.autograd.grad(reference, leaves, grad.double()))
         for one, other in zip(found, (x.detach() for x in wanted), strict=True):
             assert (one.double() - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
+
+
+def _nothing(name: str) -> None:
+    raise ImportError(f"no {name} here\nand more of it")
+
+
+def _too_old(direction: str) -> None:
+    raise AttributeError(direction)
+
+
+@pytest.mark.parametrize(
+    ("major", "activate", "package", "chosen", "said"),
+    [
+        (9, lambda name: None, _too_old, "_CUDA", None),  # FlashAttention 3, through PyTorch's switch
+        (9, _nothing, lambda direction: None, "_PACKAGE", "the flash-attn package; not used: FA3: ImportError no FA3"),
+        (10, _nothing, _too_old, "_CUDA", "PyTorch's own flash attention; not used: FA4: ImportError no FA4 here"),
+        (8, _nothing, lambda direction: None, "_PACKAGE", None),
+        (8, _nothing, _too_old, "_CUDA", None),  # nothing faster is known, and the package is not installed
+    ],
+)
+def test_the_fastest_flash_attention_that_imports(monkeypatch, major, activate, package, chosen, said) -> None:
+    """What is tried on a device of each generation, with imports that succeed and fail; no device takes part."""
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(kernels, "_from_package", package)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    kernels._flash.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert kernels._flash(major) is getattr(kernels, chosen)
+        assert kernels._flash(major) is getattr(kernels, chosen)  # tried once
+    kernels._flash.cache_clear()
+    lines = [str(one.message) for one in caught]
+    assert len(lines) == (said is not None) and all(said in line and "\n" not in line for line in lines)
 
 
 def test_merging_two_sets_of_keys_is_attention_to_both() -> None:

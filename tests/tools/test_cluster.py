@@ -176,6 +176,17 @@ def _edited(tmp_path: Path, **changes: object) -> Path:
     return path
 
 
+def test_a_file_without_latencies_has_the_defaults(tmp_path):
+    latencies = ("launch_seconds", "message_seconds", "host_seconds")
+    for value in ("gone", None):
+        assert Cluster.from_json(_edited(tmp_path, **dict.fromkeys(latencies, value))) == SMALL
+    assert Cluster.from_json(_edited(tmp_path, message_seconds=0)).message_seconds == 0
+    assert replace(SMALL, host_seconds=3e-6).relabel(1, 4).host_seconds == 3e-6
+    for value in (-1e-6, math.inf, "soon", True):
+        with pytest.raises(ValueError, match="must be a number of seconds of at least 0"):
+            replace(SMALL, launch_seconds=value)
+
+
 def test_bad_files_are_refused_with_the_key_named(tmp_path):
     def refused(path: Path, pattern: str) -> None:
         with pytest.raises(ValueError, match=pattern) as caught:

@@ -12,11 +12,14 @@ plans would be better for it.
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from balancing.sequences.engine.attention_call import AttentionCall, Statistics
-from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, merge
+from balancing.sequences.engine.call_rows import CallRows, DeviceRows, rows_on_device
+from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel
+from balancing.sequences.engine.merging import choose_merge
 from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.engine.transport import Pending, Transport
@@ -35,6 +38,7 @@ class SequenceAttention:
     kernel: computes attention of pieces; by default the fastest for the device and type of q.
     dropout: of attention; must be 0.
     window: sliding window of attention; must be None or (-1, -1).
+    timed: as in `Statistics`.
 
     `statistics` counts what has been sent. Raises ValueError for the program of another plan, a group that the plan
     does not fit, dropout, and a sliding window.
@@ -49,6 +53,7 @@ class SequenceAttention:
         kernel: Kernel | None = None,
         dropout: float = 0.0,
         window: tuple[int, int] | None = None,
+        timed: bool = True,
     ) -> None:
         if dropout:
             raise ValueError(f"attention dropout {dropout} is not supported with balanced sequences; use 0")
@@ -64,8 +69,19 @@ class SequenceAttention:
         if program.program.held != tuple(sorted(plan.shards(rank))):
             raise ValueError(f"the program of rank {rank} belongs to another plan; compile it from this one")
         self.plan, self.program = plan, program
-        self.statistics = Statistics()
+        self.statistics = Statistics(timed=timed)
         self._kernel = kernel
+        self._device: torch.device | None = None
+        self._rows = DeviceRows([], {})
+
+    def upload(self, device: torch.device, more: np.ndarray | None = None) -> torch.Tensor:
+        """Bring everything that the program needs to the device in one copy, which the host does not wait for.
+
+        more: whole numbers below 2^31 that go along. Returns them, int32 on the device.
+        """
+        self._rows, there = rows_on_device(self.program.program.calls, self.program.table, device, more)
+        self._device = device
+        return there
 
     def __call__(
         self,
@@ -86,7 +102,9 @@ class SequenceAttention:
         self._check(q, k, v)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         kernel = self._kernel or choose_kernel(q.device, q.dtype, q.shape[-1])
-        call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale)
+        if self._device != q.device:
+            self.upload(q.device)
+        call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale, self._rows)
         return _Attention.apply(q, k, v, call)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -142,6 +160,7 @@ class _Pass:
         self.call, self.q, self.kv = call, q, kv
         self.dtype = accumulation_dtype(q.dtype)
         self.moving: dict[TransferGroup, Pending] = {}
+        self._taken: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def steps(self, steps: tuple[ProgramStep, ...]) -> None:
         for step in steps:
@@ -156,30 +175,49 @@ class _Pass:
     def rows_of(self, group: TransferGroup) -> torch.Tensor:
         return self.kv
 
+    def keys(self, rows: CallRows) -> tuple[torch.Tensor, torch.Tensor]:
+        kv = self.kv[rows.keys] if isinstance(rows.keys, slice) else self.kv.index_select(0, rows.keys)
+        return kv[:, 0], kv[:, 1]
+
+    def of_queries(self, rows: CallRows) -> tuple[torch.Tensor, ...]:
+        """What a call takes of its queries. Rounds that follow each other mostly have the same ones."""
+        if isinstance(rows.queries, slice):
+            return self.take(rows.queries)
+        if self._taken is None or self._taken[0] is not rows.queries:
+            self._taken = rows.queries, self.take(rows.queries)
+        return self._taken[1]
+
+    def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
     def compute(self, step: Compute) -> None:
         raise NotImplementedError
 
 
 class _Forward(_Pass):
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        merges = any(batch.merges for step in self._computes() for batch in step.batches)
+        self.merge = choose_merge(self.q.device)
+        merges = any(call.merges for call in self.call.own.program.calls)
         self.out = torch.empty_like(self.q, dtype=self.dtype if merges else self.q.dtype)
         self.logsumexp = self.q.new_empty(self.q.shape[1], self.q.shape[0], dtype=self.dtype)
         self.steps(self.call.own.program.forward)
         return self.out.to(self.q.dtype), self.logsumexp
 
-    def _computes(self) -> list[Compute]:
-        return [step for step in self.call.own.program.forward if isinstance(step, Compute)]
+    def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.q[rows],)
 
     def compute(self, step: Compute) -> None:
-        for batch in step.batches:
-            rows, keys = slice(*batch.queries), self.kv[slice(*batch.keys)]
-            out, logsumexp = self.call.kernel.forward(
-                self.q[rows], keys[:, 0], keys[:, 1], batch.pieces, self.call.scale
-            )
-            if batch.merges:
-                out, logsumexp = merge(self.out[rows], self.logsumexp[:, rows], out, logsumexp)
-            self.out[rows], self.logsumexp[:, rows] = out, logsumexp
+        if step.call is None:
+            return
+        rows = self.call.rows.calls[step.call]
+        (q,) = self.of_queries(rows)
+        out, logsumexp = self.call.kernel.forward(q, *self.keys(rows), rows.pieces, self.call.scale)
+        if rows.merges:
+            self.merge(self.out, self.logsumexp, out, logsumexp, rows.queries)
+        elif len(out) == len(self.out):
+            self.out, self.logsumexp = out.to(self.out.dtype), logsumexp.contiguous()  # merged into in place
+        else:
+            self.out[rows.queries], self.logsumexp[:, rows.queries] = out, logsumexp
 
 
 class _Backward(_Pass):
@@ -204,17 +242,26 @@ class _Backward(_Pass):
     def rows_of(self, group: TransferGroup) -> torch.Tensor:
         return self.dkv if group.kind in ("return", "ring return") else self.kv
 
+    def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.grad[rows], self.q[rows], self.out[rows], self.logsumexp[:, rows]
+
     def compute(self, step: Compute) -> None:
         if step.clear is not None:
             self.dkv[slice(*step.clear)] = 0
-        for batch in step.batches:
-            rows, keys = slice(*batch.queries), self.kv[slice(*batch.keys)]
-            dq, dk, dv = self.call.kernel.backward(
-                self.grad[rows],
-                *(self.q[rows], keys[:, 0], keys[:, 1], self.out[rows], self.logsumexp[:, rows]),
-                *(batch.pieces, self.call.scale),
-            )
-            self.dq[rows] += dq
-            total = self.dkv[slice(*batch.keys)]
-            total[:, 0] += dk
-            total[:, 1] += dv
+        if step.call is None:
+            return
+        rows = self.call.rows.calls[step.call]
+        grad, q, out, logsumexp = self.of_queries(rows)
+        dq, dk, dv = self.call.kernel.backward(grad, q, *self.keys(rows), out, logsumexp, rows.pieces, self.call.scale)
+        _add(self.dq, rows.queries, dq)
+        for which, into in rows.added:
+            _add(self.dkv[:, 0], into, dk if which is None else dk[which])
+            _add(self.dkv[:, 1], into, dv if which is None else dv[which])
+
+
+def _add(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
+    """Add `part` to rows of `total`, each of which occurs once, so that sums do not depend on an order."""
+    if isinstance(rows, slice):
+        total[rows] += part
+    else:
+        total.index_add_(0, rows, part.to(total.dtype))

@@ -7,15 +7,14 @@ from typing import get_args
 
 import torch
 
+from balancing.sequences.engine.call_rows import DeviceRows
 from balancing.sequences.engine.kernels import Kernel
-from balancing.sequences.engine.program import Kind, Messages, TransferGroup
+from balancing.sequences.engine.program import TO_ATTENTION, TO_LINEAR, Kind, Messages, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.engine.routing import Slice
-from balancing.sequences.engine.transport import Dtypes, Pending, Transport, dtype_of
+from balancing.sequences.engine.transport import NOTHING_LISTED, Dtypes, Pending, Transport, dtype_of
 
 __all__ = ["AttentionCall", "Statistics"]
-
-_TO_ATTENTION, _TO_LINEAR = TransferGroup("to attention", True), TransferGroup("to linear", True)
 
 
 @dataclass
@@ -24,14 +23,14 @@ class Statistics:
 
     intra_bytes, inter_bytes: keys, values and their gradients, to ranks of the same node and of other nodes.
     remap_intra_bytes, remap_inter_bytes: changes of layout, likewise.
-    is_timed: whether `exposed_seconds` is measured, on CUDA by two events around each wait.
+    timed: whether waits on CUDA are measured, which costs two events each.
     """
 
     intra_bytes: int = 0
     inter_bytes: int = 0
     remap_intra_bytes: int = 0
     remap_inter_bytes: int = 0
-    is_timed: bool = True
+    timed: bool = True
     _waited: float = 0.0
     _marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
@@ -46,7 +45,7 @@ class Statistics:
 
     def wait(self, pending: Pending) -> None:
         """Wait for transfers and count the time."""
-        if not self.is_timed:
+        if pending.on_cuda and not self.timed:
             pending.wait()
             return
         if pending.on_cuda:
@@ -70,6 +69,7 @@ class AttentionCall:
     statistics: counts them.
     kernel: computes attention of pieces.
     scale: factor of the scores.
+    rows: of the program's calls and messages, on the device.
     """
 
     own: RankProgram
@@ -77,6 +77,7 @@ class AttentionCall:
     statistics: Statistics
     kernel: Kernel
     scale: float
+    rows: DeviceRows
 
     def start(self, group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Pending:
         """Start the messages of a transfer group between the workspaces of the ranks.
@@ -92,20 +93,22 @@ class AttentionCall:
         near = rows.dtype if group.kind == "ring return" else dtype
         dtypes = {peer: near if self._same_node(peer) else dtype for peer in self._peers(messages, slices)}
         self._count(messages, rows, dtypes, slices, remap=False)
-        return self.transport.start(messages, rows, rows, _tag(group), slices, dtypes)
+        listed = self.rows.messages.get(group, NOTHING_LISTED)
+        return self.transport.start(messages, rows, rows, listed, _tag(group), slices, dtypes)
 
     def change_layout(self, messages: Messages, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`parts` [token, heads, head_size] in the other layout, sent in one message to each peer.
 
         messages: the program's `to_attention` or `to_linear`.
         """
-        group = _TO_ATTENTION if messages is self.own.to_attention else _TO_LINEAR
+        group = TO_ATTENTION if messages is self.own.to_attention else TO_LINEAR
         before = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).contiguous()
         after = before.new_empty(sum(message.tokens for message in messages.receives), *before.shape[1:])
         slices = self.own.routes.get(group, ())
         dtypes = dict.fromkeys(self._peers(messages, slices), before.dtype)
         self._count(messages, before, dtypes, slices, remap=True)
-        self.statistics.wait(self.transport.start(messages, before, after, _tag(group), slices))
+        listed = self.rows.messages.get(group, NOTHING_LISTED)
+        self.statistics.wait(self.transport.start(messages, before, after, listed, _tag(group), slices))
         return after.split([part.shape[1] for part in parts], 1)
 
     def _same_node(self, peer: int) -> bool:

@@ -3,16 +3,17 @@
 Every rank derives its program from the plan alone, without communication (Zeppelin, arXiv 2509.21841, section 4: the
 attention engine).
 
+- The rank's own tokens of a sequence, sorted by position, meet each other under one causal mask, whichever pieces of
+  the sequence they are. A shard of another rank is then seen whole or not at all by each run of own queries.
 - A "ring" sequence is on G ranks. In round t a rank computes with the keys and values of the t-th rank before it and
   passes them on meanwhile. In the backward pass the gradients of keys and values follow them and end on their rank.
-- A "gather" sequence: a rank receives all keys before its last query, in a few turns. All queries meet the keys of a
-  turn while the next is under way; then the gradients of these keys go back to the ranks that hold them.
-- Tasks whose keys are on the rank itself are local; they fill the time in which others are under way.
+- A "gather" sequence: a rank receives all other ranks' keys before its last queries, in a few turns. All queries meet
+  the keys of a turn while the next is under way; then these keys' gradients go back to the ranks that hold them.
 
 Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
 
 The workspace has one row for each token: first the rank's own tokens, sorted by sequence and position, then gathered
-prefixes, then two buffers for rings over nodes and two for rings inside the node.
+keys, turn by turn, then two buffers for rings over nodes and two for rings inside the node.
 """
 
 from collections import defaultdict
@@ -21,14 +22,20 @@ from collections.abc import Iterable
 from balancing.cluster import Cluster
 from balancing.sequences.engine.gather import Need, needs
 from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
-from balancing.sequences.engine.program import Messages, PeerRows, Program, Rows, Task, TransferGroup
+from balancing.sequences.engine.program import Messages, PeerRows, Program, Rows, Task, TransferGroup, in_calls
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, join_adjacent, runs_of
+from balancing.sequences.turns import SMALLEST_TURNS, TurnTokens
 
 __all__ = ["make_program"]
 
 
 def make_program(
-    plan: SequencePlan, rank: int, cluster: Cluster | None = None, *, relays: Iterable[TransferGroup] = ()
+    plan: SequencePlan,
+    rank: int,
+    cluster: Cluster | None = None,
+    *,
+    relays: Iterable[TransferGroup] = (),
+    turn_tokens: TurnTokens = SMALLEST_TURNS,
 ) -> Program:
     """The program of one rank.
 
@@ -37,10 +44,11 @@ def make_program(
     cluster: which ranks share a node; None if all do.
     relays: transfer groups in which the rank relays messages of other ranks, so that it takes part in them even if it
         has nothing to send or receive itself.
+    turn_tokens: least tokens of a turn of gathering, the same on all ranks.
 
     Raises ValueError for a rank outside the plan or a cluster that is smaller than the plan.
     """
-    return _Builder(plan, rank, cluster, relays).program()
+    return _Builder(plan, rank, cluster, relays, turn_tokens).program()
 
 
 class _Rounds:
@@ -60,12 +68,19 @@ class _Rounds:
 
 
 class _Builder:
-    def __init__(self, plan: SequencePlan, rank: int, cluster: Cluster | None, relays: Iterable[TransferGroup]) -> None:
+    def __init__(
+        self,
+        plan: SequencePlan,
+        rank: int,
+        cluster: Cluster | None,
+        relays: Iterable[TransferGroup],
+        turn_tokens: TurnTokens,
+    ) -> None:
         if not 0 <= rank < plan.ranks:
             raise ValueError(f"rank {rank} is not in a plan of {plan.ranks} ranks (0 to {plan.ranks - 1})")
         if cluster is not None and cluster.world_size < plan.ranks:
             raise ValueError(f"a cluster of {cluster.world_size} ranks is too small for a plan of {plan.ranks} ranks")
-        self.plan, self.rank = plan, rank
+        self.plan, self.rank, self.turn_tokens = plan, rank, turn_tokens
         self.node = [0 if cluster is None else cluster.node(r) for r in range(plan.ranks)]
         self.held = tuple(sorted(plan.shards(rank)))
         self.row: dict[tuple[int, int], int] = {}  # (sequence, start of an own shard) -> own row
@@ -82,33 +97,33 @@ class _Builder:
                 self.parts[shard.sequence, shard.rank].append(shard)
         # Where the rank sends or receives itself, its own messages replace these.
         self.messages = {group: Messages((), (), adds=group.kind in ("return", "ring return")) for group in relays}
-        self.local: list[Task] = []
+        self.own: list[Task] = []
+        self.local: list[bool] = []
         self.gathered: dict[TransferGroup, list[Task]] = defaultdict(list)
         self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes; inside a node
 
     def program(self) -> Program:
         for sequence in self.shards:
-            exchange = self.plan.exchange[sequence]
-            ring = self.plan.ring(sequence)
-            if exchange == "ring" and len(ring) > 1:
+            parts, ring = self.parts[sequence, self.rank], self.plan.ring(sequence)
+            rows = self.row[parts[0][:2]], self.row[parts[-1][:2]] + parts[-1].tokens
+            self.own.append(Task(rows, rows, causal=True))
+            self.local.append(len(ring) == 1)
+            if self.plan.exchange[sequence] == "ring" and len(ring) > 1:
                 inter = len({self.node[r] for r in ring}) > 1
                 self.rounds[inter].rings.append((sequence, ring.index(self.rank), ring))
-            else:
-                first, *_ = runs_of(self.parts[sequence, self.rank])
-                if first[0] == 0:  # the whole sequence, or its beginning
-                    rows = self._own_rows(sequence, *first)
-                    self.local.append(Task(rows, rows, causal=True))
         self._gather()
         for inter in (True, False):
             self._ring(inter)
         work = Work(
             self.messages,
+            self.own,
             self.local,
             self.gathered,
             {inter: rounds.tasks for inter, rounds in self.rounds.items()},
             {inter: rounds.region for inter, rounds in self.rounds.items()},
         )
-        return Program(self.rank, self.held, self.rows, self.messages, forward_steps(work), backward_steps(work))
+        calls, (forward, backward) = in_calls(forward_steps(work), backward_steps(work))
+        return Program(self.rank, self.held, self.rows, self.messages, calls, forward, backward)
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
         """Own rows of tokens [start, stop), which lie in one own shard or in several adjacent ones."""
@@ -116,45 +131,40 @@ class _Builder:
         row = self.row[first[:2]] + start - first.start
         return row, row + stop - start
 
-    # Gathered prefixes.
+    # Gathered keys.
 
     def _gather(self) -> None:
         sends: dict[TransferGroup, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
         receives: dict[TransferGroup, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
-        prefix: dict[int, int] = {}  # sequence -> first row
-        for need in needs(self.plan, self.node):
+        for need in sorted(needs(self.plan, self.node, self.turn_tokens), key=lambda need: (need.turn, need.inter)):
             if need.sequence not in self.shards:
                 continue
             group = TransferGroup("gather", need.inter, need.turn)
+            arriving: list[tuple[int, Rows]] = []  # first token and rows
             for shard in self.shards[need.sequence]:
                 start, stop = max(shard.start, need.begin), min(shard.stop, need.stop)
-                if start < stop and shard.rank == self.rank:
+                if start >= stop or shard.rank == need.rank:
+                    continue
+                if shard.rank == self.rank:
                     sends[group][need.rank].append(self._own_rows(need.sequence, start, stop))
-                if start < stop and need.rank == self.rank:
-                    row = prefix.setdefault(need.sequence, self.rows)
-                    receives[group][shard.rank].append((row + start, row + stop))
-            if need.rank == self.rank:
-                row = prefix[need.sequence]
-                self._meet(self.gathered[group], need, row)
-                self.rows = row + need.stop
+                if need.rank == self.rank:
+                    arriving.append((start, (self.rows, self.rows + stop - start)))
+                    self.rows += stop - start
+                    receives[group][shard.rank].append(arriving[-1][1])
+            if arriving:
+                self._meet(self.gathered[group], need, arriving)
         for group in sorted({*sends, *receives}):
             there, back = _messages(sends[group]), _messages(receives[group])
             self.messages[group] = Messages(there, back)
             self.messages[group._replace(kind="return")] = Messages(back, there, adds=True)
 
-    def _meet(self, tasks: list[Task], need: Need, row: int) -> None:
-        """Add tasks of own queries that see keys of `need`. row: of the sequence's first token."""
-        keys = row + need.begin, row + need.stop
+    def _meet(self, tasks: list[Task], need: Need, arriving: list[tuple[int, Rows]]) -> None:
+        """Add tasks of own queries that see keys of `need`. arriving: their first tokens and rows, in order."""
+        first = arriving[0][1][0]
         for start, stop in runs_of(self.parts[need.sequence, self.rank]):
-            if start == 0 or stop <= need.begin:
-                continue
-            queries, before = self._own_rows(need.sequence, start, stop), tasks[-1] if tasks else None
-            if start < need.stop:
-                tasks.append(Task(queries, (keys[0], row + stop), causal=True, merges=need.begin > 0))
-            elif before is not None and not before.causal and (before.keys, before.queries[1]) == (keys, queries[0]):
-                tasks[-1] = before._replace(queries=(before.queries[0], queries[1]))
-            else:
-                tasks.append(Task(queries, keys, causal=False, merges=need.begin > 0))
+            seen = max((rows[1] for token, rows in arriving if token < start), default=first)
+            if seen > first:
+                _join(tasks, Task(self._own_rows(need.sequence, start, stop), (first, seen), causal=False, merges=True))
 
     # Rings.
 
@@ -178,7 +188,7 @@ class _Builder:
                     rounds.row[turn, sequence] += self.rows
             self.rows = max((rounds.region[turn][1] for turn in turns), default=self.rows)
         for sequence, place, ring in rounds.rings:
-            for turn in range(len(ring)):
+            for turn in range(1, len(ring)):
                 self._tasks(rounds, sequence, turn, ring[place - turn])
         for turn in range(1, rounds.last + 1):
             self._ring_messages(inter, turn)
@@ -194,14 +204,8 @@ class _Builder:
         for start, stop in runs_of(self.parts[sequence, self.rank]):
             seen = sum(key_stop - key_start for key_start, key_stop in keys if key_start < stop)
             queries = self._own_rows(sequence, start, stop)
-            task = Task(queries, (first, first + seen), causal=turn == 0, merges=turn > 0)
-            before = tasks[-1] if tasks else None
-            if not seen:
-                continue
-            if before is not None and not task.causal and before.keys == task.keys and before.queries[1] == queries[0]:
-                tasks[-1] = before._replace(queries=(before.queries[0], queries[1]))
-            else:
-                tasks.append(task)
+            if seen:
+                _join(tasks, Task(queries, (first, first + seen), causal=False, merges=True))
 
     def _block(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> Rows:
         own = source == self.rank
@@ -226,6 +230,15 @@ class _Builder:
         self.messages[TransferGroup("ring return", inter, turn + 1)] = Messages(
             _messages(sums_out), _messages(sums_in), adds=True
         )
+
+
+def _join(tasks: list[Task], task: Task) -> None:
+    """Add a task, or join it with the one before it if that has adjacent queries and the same keys."""
+    before = tasks[-1] if tasks else None
+    if before is not None and before.keys == task.keys and before.queries[1] == task.queries[0]:
+        tasks[-1] = before._replace(queries=(before.queries[0], task.queries[1]))
+    else:
+        tasks.append(task)
 
 
 def _messages(rows: dict[int, list[Rows]]) -> tuple[PeerRows, ...]:

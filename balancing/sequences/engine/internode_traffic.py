@@ -13,20 +13,26 @@ from balancing.sequences.engine.gather import needs
 from balancing.sequences.engine.program import TransferGroup
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, columns
 from balancing.sequences.traffic import TokenTraffic, remap_traffic
+from balancing.sequences.turns import SMALLEST_TURNS, TurnTokens
 
 __all__ = ["internode_traffic"]
 
 _Found = dict[TransferGroup, list[TokenTraffic]]
 
 
-def internode_traffic(plan: SequencePlan, cluster: Cluster) -> dict[TransferGroup, TokenTraffic]:
-    """Rows between nodes in each transfer group of attention, forward and backward, changes of layout included."""
+def internode_traffic(
+    plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens = SMALLEST_TURNS
+) -> dict[TransferGroup, TokenTraffic]:
+    """Rows between nodes in each transfer group of attention, forward and backward, changes of layout included.
+
+    turn_tokens: least tokens of a turn of gathering.
+    """
     node = np.arange(plan.ranks) // cluster.ranks_per_node
     found: _Found = defaultdict(list)
     for sequence, shards in by_sequence(plan.attention).items():
         if plan.exchange[sequence] == "ring":
             _ring_flows(found, plan.ring(sequence), shards, node)
-    _gather_flows(found, plan, node)
+    _gather_flows(found, plan, node, turn_tokens)
     if plan.remapped:
         there = remap_traffic(plan)
         found[TransferGroup("to attention", True)].append(there)
@@ -58,9 +64,9 @@ def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], nod
         found[TransferGroup("ring return", True, turn + 1)].append(TokenTraffic(source[edge], target[edge], summed))
 
 
-def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray) -> None:
+def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray, turn_tokens: TurnTokens) -> None:
     wanted: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for need in needs(plan, node.tolist()):
+    for need in needs(plan, node.tolist(), turn_tokens):
         if need.inter:
             wanted[need.sequence].append((need.begin, need.stop, need.rank, need.turn))
     for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in wanted).items():

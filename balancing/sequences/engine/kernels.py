@@ -7,21 +7,29 @@ piece from the output and logsumexp over all keys. Pieces may differ in length a
 Masks are full or causal from the bottom right: the last query sees all keys, the one before it all but the last. Query
 head h reads key-value head h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
 
-On CUDA in half precision: the flash-attn package where it is installed, else PyTorch's flash attention. Gradients on
-CUDA repeat bit for bit under `torch.use_deterministic_algorithms`. On the CPU: PyTorch's flash attention for CPUs,
+On CUDA in half precision: FlashAttention 3 on Hopper and 4 on Blackwell where they are installed, through PyTorch's own
+switch; else the flash-attn package (FlashAttention 2); else PyTorch's own, which is FlashAttention 2, too. Each is
+imported once, and one line says why a faster one is not used. Gradients on CUDA repeat bit for bit under
+`torch.use_deterministic_algorithms`. On the CPU: PyTorch's flash attention for CPUs,
 float64 included. For everything else: matrix products in tiles of queries, exact and slow.
 """
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.nn.attention
+
+from balancing.upload import upload
 
 __all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge"]
 
 _TILE = 512  # queries of a tile of the matrix-product kernel
+_FASTER = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by compute capability, the fastest first
 _CUDA_HEAD_SIZES = range(8, 257, 8)  # supported by flash attention on CUDA
 
 
@@ -30,11 +38,13 @@ class Pieces(NamedTuple):
 
     queries, keys: tokens of each piece; causal pieces have at least as many keys as queries.
     causal: the mask of all of them.
+    ends: int32 [piece + 1], twice: cumulative queries and keys, on the device of a GPU's kernel; made where None.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     causal: bool
+    ends: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Kernel(Protocol):
@@ -95,8 +105,38 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> K
         return _CPU
     half = dtype in (torch.float16, torch.bfloat16)
     if device.type == "cuda" and half and head_size in _CUDA_HEAD_SIZES:
-        return _PACKAGE if importlib.util.find_spec("flash_attn") else _CUDA
+        return _flash(torch.cuda.get_device_capability(device)[0])
     return _PRODUCTS
+
+
+@functools.cache
+def _flash(major: int) -> Kernel:
+    """The kernel for a CUDA device. major: of its compute capability."""
+    faster = _FASTER.get(major, ())
+    reasons = []
+    for name in faster:
+        if torch.nn.attention.current_flash_attention_impl() == name:
+            return _CUDA
+        try:
+            torch.nn.attention.activate_flash_attention_impl(name)
+            return _CUDA
+        except Exception as error:  # not installed, built for another torch, or unknown to this torch
+            reasons.append(f"{name}: {_in_one_line(error)}")
+    try:
+        _from_package("forward"), _from_package("backward")
+        chosen: Kernel = _PACKAGE
+    except Exception as error:  # not installed, another version, or built for another torch
+        if importlib.util.find_spec("flash_attn"):
+            reasons.append(f"flash-attn: {_in_one_line(error)}")
+        chosen = _CUDA
+    if reasons:
+        own = "the flash-attn package" if chosen is _PACKAGE else "PyTorch's own flash attention"
+        warnings.warn(f"attention runs {own}; not used: {'; '.join(reasons)}", stacklevel=2)
+    return chosen
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[0]}".strip()
 
 
 class _OneByOne:
@@ -276,14 +316,7 @@ def _hidden(rows: slice, queries: int, keys: int, device: torch.device) -> torch
 
 def _bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Cumulative lengths and maximum lengths of queries and keys, the arguments of flash attention."""
-    return (
-        _cumulative(pieces.queries, device),
-        _cumulative(pieces.keys, device),
-        max(pieces.queries),
-        max(pieces.keys),
+    queries, keys = pieces.ends or (
+        upload(np.cumsum((0, *part), dtype=np.int32), device) for part in (pieces.queries, pieces.keys)
     )
-
-
-@functools.lru_cache(maxsize=4096)  # saves a copy to the device in every layer
-def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+    return queries, keys, max(pieces.queries), max(pieces.keys)

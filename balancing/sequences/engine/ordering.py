@@ -1,8 +1,10 @@
 """The order in which a rank starts transfers, waits for them and computes.
 
-The forward pass serves sequences on several nodes first, then those inside the node, then local ones, because the
-slowest transfer should start first (Zeppelin, arXiv 2509.21841, section 4.2). Local tasks are divided over the rounds
-under way, so that no rank holds up a round. The backward pass goes the other way round.
+A step computes everything that has become possible in one call of the kernel, since each call costs a launch: first the
+rank's own tokens among themselves, all sequences together, while the first keys travel; then the keys of each round.
+Transfers between nodes start first, because they are the slowest (Zeppelin, arXiv 2509.21841, section 4.2). A part of
+the local sequences is kept for later, to be computed while a round or the last gradients are under way. So a pass makes
+two calls more than it has rounds.
 
 All ranks start transfer groups in one order: a group that a rank waits for was started before any group that another
 rank starts after a wait. So ranks cannot wait for each other in a circle, and a communicator that runs transfers in the
@@ -33,14 +35,16 @@ class Work:
     """The work of one rank, before it is ordered.
 
     messages: by transfer group.
-    local: tasks that need no transfer.
+    own: of each sequence, the task of the rank's own queries and keys, in the order of their rows.
+    local: of each of these, whether its sequence is on this rank alone.
     gathered: by transfer group, tasks that need the keys that it brings.
     rounds: tasks of each round of rings over nodes (True) and inside a node (False).
     regions: rows of the blocks of each round, likewise.
     """
 
     messages: Mapping[TransferGroup, Messages]
-    local: Sequence[Task]
+    own: Sequence[Task]
+    local: Sequence[bool]
     gathered: Mapping[TransferGroup, Sequence[Task]]
     rounds: Mapping[bool, Mapping[int, Sequence[Task]]]
     regions: Mapping[bool, Mapping[int, Rows]]
@@ -86,58 +90,57 @@ class Work:
 
 
 def forward_steps(work: Work) -> tuple[ProgramStep, ...]:
-    """Steps for sequences over nodes, then inside the node, then local ones."""
+    """Own tokens, then gathered keys, then rings over nodes and inside the node."""
     last = work.last_round
-    local = _shares(work.local, max(1, last))
-    steps = work.first_transfers()
-    for inter in (True, False):
-        steps.append(compute(work.rounds[inter].get(0, ())))
-    steps.append(compute(local[0]))
+    first, second = _own_tasks(work, last > 0)
+    steps = [*work.first_transfers(), compute(first)]
     for turn, inter in work.turns():
         steps += work.gather(turn, inter)
     for turn in range(1, last + 1):
         for inter in (True, False):
             steps += work.wait("ring", inter, turn) + work.start("ring", inter, turn + 1)
             steps.append(compute(work.rounds[inter].get(turn, ())))
-        if turn < last:
-            steps.append(compute(local[turn]))
+        if turn == (last + 1) // 2:
+            steps.append(compute(second))
     return tuple(_without_nothing(steps))
 
 
 def backward_steps(work: Work) -> tuple[ProgramStep, ...]:
-    """Steps for local sequences, then inside the node, then over nodes; gradients return once they are complete."""
+    """As forward, but inside the node first. Gradients return once complete, the last ones under own tokens."""
     last = work.last_round
-    gathers = bool(work.turns())
-    local = _shares(work.local, 1 + last + gathers)
-    steps = work.first_transfers()
-    steps.append(compute(local[0]))
-    for inter in (False, True):
-        steps.append(compute(work.rounds[inter].get(0, ())))
+    first, second = _own_tasks(work, last > 0 or bool(work.turns()))
+    steps = [*work.first_transfers(), compute(first)]
     returns: list[ProgramStep] = []
     for turn, inter in work.turns():  # after it, the gradients of its keys are complete
         steps += work.gather(turn, inter) + work.start("return", inter, turn)
         returns += work.wait("return", inter, turn)
     for turn in range(1, last + 2):
-        if turn <= last:
-            steps.append(compute(local[turn]))
+        if turn == last + 1:
+            steps.append(compute(second))
         for inter in (False, True):
             steps += work.wait("ring", inter, turn) + work.start("ring", inter, turn + 1)
             steps.append(compute(work.rounds[inter].get(turn, ()), work.regions[inter].get(turn)))
             steps += work.wait("ring return", inter, turn) + work.start("ring return", inter, turn + 1)
-    if gathers:
-        steps.append(compute(local[-1]))
     steps += returns
     return tuple(_without_nothing(steps))
 
 
-def _shares(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
-    """Tasks in order, cut into `parts` of about equal area."""
-    total, done = sum(task.area for task in tasks), 0
-    found: list[list[Task]] = [[] for _ in range(parts)]
-    for task in tasks:
-        found[min(parts - 1, (done + task.area // 2) * parts // total)].append(task)
-        done += task.area
-    return found
+def _own_tasks(work: Work, later: bool) -> tuple[Sequence[Task], Sequence[Task]]:
+    """Own tasks to compute first, and those to compute later if `later`: local ones at one end of the rows, so that the
+    rows of both stay adjacent, of at most half of the area of local ones."""
+    most = sum(task.area for task, local in zip(work.own, work.local, strict=True) if local) / 2 if later else 0.0
+    ends = []
+    for tasks, local in ((work.own, work.local), (work.own[::-1], work.local[::-1])):
+        number, area = 0, 0
+        while number < len(tasks) and local[number] and area + tasks[number].area <= most:
+            area += tasks[number].area
+            number += 1
+        ends.append((area, number))
+    (head, at_head), (tail, at_tail) = ends
+    if head > tail:
+        return work.own[at_head:], work.own[:at_head]
+    cut = len(work.own) - at_tail
+    return work.own[:cut], work.own[cut:]
 
 
 def _without_nothing(steps: Iterable[ProgramStep]) -> Iterable[ProgramStep]:

@@ -6,7 +6,7 @@ printed, counted and checked without a process. `compiler` makes it from a plan,
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,9 @@ from balancing.sequences.sequence_plan import Range, Shard, by_sequence, join_ad
 
 __all__ = [
     "LAYOUT_CHANGES",
-    "Batch",
+    "TO_ATTENTION",
+    "TO_LINEAR",
+    "Call",
     "Compute",
     "Kind",
     "Messages",
@@ -28,6 +30,7 @@ __all__ = [
     "TransferGroup",
     "Wait",
     "compute",
+    "in_calls",
     "layout_change",
 ]
 
@@ -48,6 +51,9 @@ class TransferGroup(NamedTuple):
     kind: Kind
     inter: bool
     round: int = 0
+
+
+TO_ATTENTION, TO_LINEAR = TransferGroup("to attention", True), TransferGroup("to linear", True)
 
 
 class PeerRows(NamedTuple):
@@ -73,6 +79,17 @@ class Messages:
     receives: tuple[PeerRows, ...]
     adds: bool = False
 
+    @property
+    def packed_sends(self) -> list[PeerRows]:
+        """Messages whose rows are copied together before they are sent; all, where types may change on the way."""
+        every = self.adds and len(self.sends) > 1
+        return [message for message in self.sends if every or len(message.rows) > 1]
+
+    @property
+    def packed_receives(self) -> list[PeerRows]:
+        """Messages that are received one behind another and then copied or added to their rows."""
+        return [message for message in self.receives if self.adds or len(message.rows) > 1]
+
 
 class Task(NamedTuple):
     """Attention of rows of queries to rows of keys.
@@ -92,11 +109,16 @@ class Task(NamedTuple):
         return queries * keys - (queries * (queries - 1) // 2 if self.causal else 0)
 
 
-class Batch(NamedTuple):
-    """Tasks with adjacent queries and adjacent keys, which one kernel computes together."""
+class Call(NamedTuple):
+    """All tasks of one step, which a kernel computes in one call.
 
-    queries: Rows
-    keys: Rows
+    queries, keys: rows of the tasks, in their order, adjacent ones joined. Queries occur once, keys may occur again.
+    pieces: of the kernel, one a task.
+    merges: whether the queries already have partial results.
+    """
+
+    queries: tuple[Rows, ...]
+    keys: tuple[Rows, ...]
     pieces: Pieces
     merges: bool
 
@@ -114,11 +136,15 @@ class Wait(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Compute tasks. clear: rows whose gradients are set to zero before, in the backward pass."""
+    """Compute tasks, which have one mask and all merge or all do not.
+
+    clear: rows whose gradients are set to zero before, in the backward pass.
+    call: number of the call that computes them, in `Program.calls`; None without tasks.
+    """
 
     tasks: tuple[Task, ...]
-    batches: tuple[Batch, ...]
     clear: Rows | None = None
+    call: int | None = None
 
 
 ProgramStep = Start | Wait | Compute
@@ -132,6 +158,7 @@ class Program:
     held: its shards, sorted. Row i of the workspace is token i of them; rows of other ranks' tokens follow.
     rows: of the workspace.
     messages: by transfer group.
+    calls: of the kernel, in either pass.
     forward, backward: steps of the two passes.
     """
 
@@ -139,6 +166,7 @@ class Program:
     held: tuple[Shard, ...]
     rows: int
     messages: dict[TransferGroup, Messages]
+    calls: tuple[Call, ...]
     forward: tuple[ProgramStep, ...]
     backward: tuple[ProgramStep, ...]
 
@@ -186,22 +214,32 @@ def layout_change(
 
 
 def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
-    """The step that computes `tasks`, in as few batches as their order allows."""
-    batches: list[Batch] = []
-    for task in tasks:
-        queries, keys = task.queries[1] - task.queries[0], task.keys[1] - task.keys[0]
-        last = batches[-1] if batches else None
-        if (
-            last is not None
-            and last.queries[1] == task.queries[0]
-            and last.keys[1] == task.keys[0]
-            and (last.pieces.causal, last.merges) == (task.causal, task.merges)
-        ):
-            pieces = Pieces((*last.pieces.queries, queries), (*last.pieces.keys, keys), task.causal)
-            batches[-1] = Batch((last.queries[0], task.queries[1]), (last.keys[0], task.keys[1]), pieces, task.merges)
-        else:
-            batches.append(Batch(task.queries, task.keys, Pieces((queries,), (keys,), task.causal), task.merges))
-    return Compute(tuple(tasks), tuple(batches), clear)
+    """The step that computes `tasks`."""
+    assert len({(task.causal, task.merges) for task in tasks}) <= 1, "the tasks of a step have one mask"
+    return Compute(tuple(tasks), clear)
+
+
+def in_calls(
+    *passes: Iterable[ProgramStep],
+) -> tuple[tuple[Call, ...], list[tuple[ProgramStep, ...]]]:
+    """The calls of programs, and their steps with the number of each call. Equal steps share one."""
+    numbers: dict[tuple[Task, ...], int] = {}
+    numbered = []
+    for steps in passes:
+        found: list[ProgramStep] = []
+        for step in steps:
+            if isinstance(step, Compute) and step.tasks:
+                step = step._replace(call=numbers.setdefault(step.tasks, len(numbers)))
+            found.append(step)
+        numbered.append(tuple(found))
+    return tuple(map(_call, numbers)), numbered
+
+
+def _call(tasks: tuple[Task, ...]) -> Call:
+    queries, keys = [task.queries for task in tasks], [task.keys for task in tasks]
+    lengths, key_lengths = (tuple(stop - start for start, stop in rows) for rows in (queries, keys))
+    pieces = Pieces(lengths, key_lengths, tasks[0].causal)
+    return Call(tuple(join_adjacent(queries)), tuple(join_adjacent(keys)), pieces, tasks[0].merges)
 
 
 def _span(rows: Rows) -> str:

@@ -9,10 +9,20 @@ from typing import NamedTuple
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import pair_flops, routing_pays
+from balancing.sequences.engine.call_rows import RowTable, make_table
 from balancing.sequences.engine.compiler import make_program
-from balancing.sequences.engine.program import LAYOUT_CHANGES, Messages, Program, TransferGroup, layout_change
+from balancing.sequences.engine.program import (
+    LAYOUT_CHANGES,
+    TO_ATTENTION,
+    TO_LINEAR,
+    Messages,
+    Program,
+    TransferGroup,
+    layout_change,
+)
 from balancing.sequences.engine.routing import Routing, Slice, check_routing, routes
 from balancing.sequences.sequence_plan import SequencePlan
+from balancing.sequences.turns import SMALLEST_TURNS, turn_tokens
 
 __all__ = ["RankProgram", "TokenBytes", "compile_rank"]
 
@@ -62,6 +72,7 @@ class RankProgram:
     rank: in the plan.
     cluster: which ranks share a node; None if all do.
     program: transfers and computation of attention.
+    table: rows of the program's calls and messages, for the device.
     to_attention, to_linear: changes of layout; None where attention has the linear layout, token for token.
     routes: by transfer group, the rank's part in messages between nodes that do not go directly.
     """
@@ -69,6 +80,7 @@ class RankProgram:
     rank: int
     cluster: Cluster | None
     program: Program
+    table: RowTable
     to_attention: Messages | None
     to_linear: Messages | None
     routes: dict[TransferGroup, list[Slice]]
@@ -87,12 +99,14 @@ def compile_rank(
     rank: in the plan.
     cluster: which ranks share a node; None if all do.
     routing: "off", "auto", or the number of proxies that share a transfer between nodes.
-    token_bytes: what routes are planned for; needed unless routing is "off".
+    token_bytes: what routes are planned for and turns of gathering sized by; needed unless routing is "off". Without it
+        or a cluster there are as many turns as there may be.
 
     Raises ValueError for a rank outside the plan, an unknown routing, and routing without a cluster of the plan's
     ranks or without token_bytes.
     """
     slices: dict[TransferGroup, list[Slice]] = {}
+    turns = SMALLEST_TURNS if cluster is None or token_bytes is None else turn_tokens(cluster, token_bytes.kv)
     check_routing(routing)
     if routing != "off":
         if cluster is None or cluster.world_size != plan.ranks:
@@ -106,12 +120,15 @@ def compile_rank(
             remap_bytes=token_bytes.qkv + token_bytes.out,
             flops_of_pair=token_bytes.pair_flops,
         ):
-            slices = routes(plan, rank, cluster, token_bytes.of_group, routing)
+            slices = routes(plan, rank, cluster, token_bytes.of_group, routing, turn_tokens=turns)
     relays = [group for group in slices if group.kind not in LAYOUT_CHANGES]
-    program = make_program(plan, rank, cluster, relays=relays)
+    program = make_program(plan, rank, cluster, relays=relays, turn_tokens=turns)
     own = plan.shards(rank, linear=True)
     if not plan.remapped and own == program.held:
-        return RankProgram(rank, cluster, program, None, None, slices)
+        table = make_table(program.calls, program.messages)
+        return RankProgram(rank, cluster, program, table, None, None, slices)
     # Equal layouts may still order a rank's tokens differently.
     there = layout_change(plan.linear, plan.attention, own, program.held)
-    return RankProgram(rank, cluster, program, there, Messages(there.receives, there.sends), slices)
+    back = Messages(there.receives, there.sends)
+    table = make_table(program.calls, {**program.messages, TO_ATTENTION: there, TO_LINEAR: back})
+    return RankProgram(rank, cluster, program, table, there, back, slices)

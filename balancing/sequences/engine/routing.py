@@ -24,6 +24,7 @@ from balancing.sequences.engine.internode_traffic import internode_traffic
 from balancing.sequences.engine.program import TransferGroup
 from balancing.sequences.sequence_plan import SequencePlan
 from balancing.sequences.traffic import TokenTraffic
+from balancing.sequences.turns import SMALLEST_TURNS, TurnTokens
 
 __all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "route", "routes"]
 
@@ -117,6 +118,8 @@ def routes(
     cluster: Cluster,
     row_bytes: Callable[[TransferGroup], int],
     routing: Routing = "auto",
+    *,
+    turn_tokens: TurnTokens = SMALLEST_TURNS,
 ) -> dict[TransferGroup, list[Slice]]:
     """The slices that one rank sends, relays or receives, by transfer group; groups without any are left out.
 
@@ -125,11 +128,12 @@ def routes(
     cluster: of the plan's ranks.
     row_bytes: bytes of one row of a transfer group.
     routing: as in `route`.
+    turn_tokens: least tokens of a turn of gathering.
 
     Rounds of one kind are alike, so the one that moves most rows decides for all of them.
     """
     kinds: dict[str, dict[TransferGroup, TokenTraffic]] = defaultdict(dict)
-    for group, moved in internode_traffic(plan, cluster).items():
+    for group, moved in internode_traffic(plan, cluster, turn_tokens).items():
         kinds[group.kind][group] = moved
     found = {}
     for groups in kinds.values():

@@ -2,7 +2,7 @@
 
 The messages of a transfer group, one for each peer, consist of ranges of rows. They start together on one communicator,
 receives first, because gloo holds back a receive that is posted after a send to the same rank. Adjacent rows are sent
-and received in place; others are packed.
+and received in place; others are packed, those of all messages of a group in one operation.
 
 With a route, messages between nodes go in slices over other ranks, which relay them. On a GPU relaying is the order of
 transfers on the communicator's stream. Elsewhere a thread relays; it sleeps until a slice has arrived.
@@ -11,17 +11,20 @@ transfers on the communicator's stream. Elsewhere a thread relays; it sleeps unt
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 
 from balancing.messages import connect, start_message
-from balancing.sequences.engine.program import Messages, PeerRows
+from balancing.sequences.engine.call_rows import MessageRows
+from balancing.sequences.engine.program import Messages
 from balancing.sequences.engine.routing import Slice
 
-__all__ = ["Dtypes", "Pending", "Transport", "dtype_of"]
+__all__ = ["NOTHING_LISTED", "Dtypes", "Pending", "Transport", "dtype_of"]
 
 Dtypes = Mapping[int, torch.dtype]  # by peer
+NOTHING_LISTED = MessageRows(None, None, None, None)  # all rows are adjacent
 Ends = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]  # what is sent to each peer, what is received from it
 
 _SLICE_NUMBERS = 1 << 17  # tags of one transfer group: 0 for direct messages, then those of slices
@@ -34,12 +37,12 @@ class Pending:
     not answered within the group's timeout.
     """
 
-    def __init__(self, into: torch.Tensor, adds: bool) -> None:
-        self.into, self._adds = into, adds
+    def __init__(self, into: torch.Tensor, listed: MessageRows) -> None:
+        self.into, self._listed = into, listed
         self.on_cuda = into.is_cuda
         self.dtypes: Dtypes = {}
         self.works: list[dist.Work] = []
-        self.arriving: list[tuple[PeerRows, torch.Tensor]] = []  # received packed
+        self.arriving: list[torch.Tensor] = []  # received packed, one behind another; one tensor of each type in turn
         self.sent: list[torch.Tensor] = []  # kept alive until sent
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -66,15 +69,19 @@ class Pending:
             raise self._error
         for work in self.works:
             work.wait()
-        for message, packed in self.arriving:
-            row = 0
-            for start, stop in message.rows:
-                part = packed[row : row + stop - start]
-                row += stop - start
-                if self._adds:
-                    self.into[start:stop] += part
-                else:
-                    self.into[start:stop] = part
+        if self.arriving:
+            parts = [part.to(self.into.dtype) for part in self.arriving]
+            came = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if self._listed.receives is not None:
+                self.into[self._listed.receives] = came
+            rows, terms = self._listed.added, self._listed.terms
+            if terms is not None:  # a row may come from several peers, whose sum must not depend on chance
+                zero = came.new_zeros(1, *came.shape[1:])
+                came = torch.cat((came, zero)).index_select(0, terms.flatten()).unflatten(0, terms.shape).sum(0)
+            if isinstance(rows, slice):
+                self.into[rows] += came
+            elif rows is not None:
+                self.into.index_add_(0, rows, came)
         self.works, self.arriving, self.sent = [], [], []
 
 
@@ -93,6 +100,7 @@ class Transport:
         messages: Messages,
         rows: torch.Tensor,
         into: torch.Tensor,
+        listed: MessageRows = NOTHING_LISTED,
         tag: int = 0,
         slices: Sequence[Slice] = (),
         dtypes: Dtypes | None = None,
@@ -102,25 +110,29 @@ class Transport:
         messages: what is sent and received.
         rows: [row, ...], contiguous; its rows are sent.
         into: [row, ...], contiguous; its rows are received, or added to.
+        listed: rows of packed messages, on the device of `rows`.
         tag: below 16384, different for groups that are under way together.
         slices: this rank's part in messages that do not go directly, as `Route.of` gives them.
         dtypes: type in which rows to be added travel to and from each rank; by default that of `rows`.
 
         All ranks that send, receive or relay start their common groups in the same order.
         """
-        pending = Pending(into, messages.adds)
+        pending = Pending(into, listed)
         if dtypes is None or not messages.adds:
             dtypes = defaultdict(lambda: rows.dtype)
-        sends = {message.peer: _packed(rows, message).to(dtypes[message.peer]) for message in messages.sends}
-        receives: dict[int, torch.Tensor] = {}
-        for message in messages.receives:
-            if message.peer == self.rank:
-                pending.arriving.append((message, sends[self.rank]))
-            elif len(message.rows) == 1 and not messages.adds:
-                receives[message.peer] = into[slice(*message.rows[0])]
-            else:
-                receives[message.peer] = into.new_empty(message.tokens, *into.shape[1:], dtype=dtypes[message.peer])
-                pending.arriving.append((message, receives[message.peer]))
+        sends = _outgoing(messages, rows, listed, dtypes)
+        receives = {
+            message.peer: into[slice(*message.rows[0])]
+            for message in messages.receives
+            if not messages.adds and len(message.rows) == 1
+        }
+        packed = messages.packed_receives
+        for dtype, group in groupby(packed, key=lambda message: dtypes[message.peer]):
+            peers = {message.peer: message.tokens for message in group}
+            pending.arriving.append(into.new_empty(sum(peers.values()), *into.shape[1:], dtype=dtype))
+            receives |= dict(zip(peers, pending.arriving[-1].split(list(peers.values())), strict=True))
+        if self.rank in receives:
+            receives.pop(self.rank).copy_(sends[self.rank])
         pending.sent = [*sends.values(), *receives.values()]
         pending.dtypes = dtypes
         routed = {piece.flow for piece in slices}
@@ -208,6 +220,18 @@ def dtype_of(piece: Slice, dtypes: Dtypes) -> torch.dtype:
     return min((dtypes[end] for end in piece.flow), key=lambda dtype: dtype.itemsize)
 
 
-def _packed(rows: torch.Tensor, message: PeerRows) -> torch.Tensor:
-    parts = [rows[start:stop] for start, stop in message.rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _outgoing(messages: Messages, rows: torch.Tensor, listed: MessageRows, dtypes: Dtypes) -> dict[int, torch.Tensor]:
+    """What is sent to each peer, in order of peers."""
+    packed: dict[int, torch.Tensor] = {}
+    if listed.sends is not None:
+        together, start = rows.index_select(0, listed.sends), 0
+        of_type = {dtype: together.to(dtype) for dtype in {dtypes[message.peer] for message in messages.packed_sends}}
+        for message in messages.packed_sends:
+            packed[message.peer] = of_type[dtypes[message.peer]][start : start + message.tokens]
+            start += message.tokens
+    return {
+        message.peer: packed[message.peer]
+        if message.peer in packed
+        else rows[slice(*message.rows[0])].to(dtypes[message.peer])
+        for message in messages.sends
+    }

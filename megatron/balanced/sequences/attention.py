@@ -23,7 +23,7 @@ class PlannedSequences(PackedSeqParams):
     """One micro-batch as a context-parallel rank holds it.
 
     attention: query, key, value [tokens, heads, head_dim], softmax_scale -> [tokens, heads, head_dim].
-    positions: int64 [rows], of each row in its document.
+    positions: int32 [rows], of each row in its document.
     tokens: number of rows that are tokens; the rest are padding.
     """
 

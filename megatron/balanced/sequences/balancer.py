@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,6 @@ from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.load import zigzag_areas
-from balancing.upload import upload
 from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
@@ -259,19 +257,22 @@ class SequenceBalancer(StepCallback):
         begin = time.perf_counter()
         plan, program = self._unpickled(pickled)
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
-        attention = SequenceAttention(plan, program=program, group=mpu.get_context_parallel_group())
-        attention.statistics.is_timed = self._report is not None
+        timed = self._report is not None  # nobody else reads the times
+        group = mpu.get_context_parallel_group()
+        attention = SequenceAttention(plan, program=program, group=group, timed=timed)
         if self._step is not None:
             self._step.append(_Batch(chunk, plan, attention, milliseconds, waited))
-        device = torch.device("cuda", torch.cuda.current_device())
-        update_seqlen_stats_from_cu_seqlens(upload(torch.tensor([0, *accumulate(plan.lengths)]), device))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
+        ends = np.cumsum((0, *plan.lengths))
+        own = positions(plan, rank, rows).numpy()
+        there = attention.upload(batch["tokens"].device, np.concatenate((ends, own)))
+        update_seqlen_stats_from_cu_seqlens(there[: len(ends)])
         planned = PlannedSequences(
             qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
             max_seqlen_kv=max(plan.lengths),
             attention=attention,
-            positions=upload(positions(plan, rank, rows), device),
+            positions=there[len(ends) :],
             tokens=int(plan.linear_tokens[rank]),
         )
         return batch | {"attention_mask": None}, planned, plan

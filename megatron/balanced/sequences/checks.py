@@ -33,6 +33,12 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
             "--balance-sequences is incompatible with --moe-router-load-balancing-type sinkhorn: it routes a token by "
             "the others on its rank; use aux_loss"
         )
+    backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
+    if backend not in ("auto", "flash"):
+        raise ValueError(
+            f"--balance-sequences is incompatible with --attention-backend {backend}: its attention is merged from "
+            "pieces, which takes flash attention; use auto or flash"
+        )
     _check_sizes(args, sequences)
     notes = []
     if not args.calculate_per_token_loss:

@@ -1,0 +1,101 @@
+"""Rounds of a plan, and what they ask of a rank in launches, messages and operations of the host.
+
+A round is a transfer that brings a rank keys and values: a round of a ring, over nodes or inside one, or a turn of
+gathering. The engine computes each round in one call of attention and merges it in one operation; the rank's own tokens
+are one call before the rounds, and with rings another one between them. All of this follows from a plan before it is
+compiled.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences.sequence_plan import SequencePlan
+from balancing.sequences.traffic import TokenTraffic
+from balancing.sequences.turns import TurnTokens, number_of_turns
+
+__all__ = ["Asked", "plan_rounds", "what_is_asked"]
+
+# Operations of the engine on the device besides calls and merges, forward and backward, as counted by
+# `python -m benchmarks.sequences.launches`: of a pass (keys into the workspace, sums set to zero, conversions), of a
+# round of a ring and of a turn of gathering (rows copied together, gradients added).
+_PASS, _RING, _TURN = (5, 8), (1, 10), (3, 14)
+_MESSAGES = (1, 2)  # keys forward; keys and their gradients backward
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What attention asks of the rank that does most, in one layer: (forward, backward).
+
+    rounds: transfers that bring it keys.
+    launches: kernels on the device, copies and sums included.
+    messages: that it sends and receives.
+    """
+
+    rounds: int
+    launches: tuple[int, int]
+    messages: tuple[int, int]
+
+    @property
+    def operations(self) -> int:
+        """What the host starts, forward and backward."""
+        return sum(self.launches) + sum(self.messages)
+
+
+def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [rank], rounds of rings and turns of gathering of each rank, those over nodes and those inside added up.
+
+    plan: of the batch.
+    cluster: of at least the plan's ranks.
+    turn_tokens: least tokens of a turn.
+    """
+    sequence, start, _, rank = plan.table[np.lexsort((plan.table[:, 1], plan.table[:, 0]))].T
+    node = rank // cluster.ranks_per_node
+    begins = np.flatnonzero(np.diff(sequence, prepend=-1))
+    # The first token of a sequence on another node than its first shard's.
+    first_node = np.empty(len(plan.lengths), dtype=np.int64)
+    first_node[sequence[begins]] = node[begins]
+    elsewhere = np.full(len(plan.lengths), np.iinfo(np.int64).max)
+    away = node != first_node[sequence]
+    np.minimum.at(elsewhere, sequence[away], start[away])
+    member, which = np.unique(sequence * plan.ranks + rank, return_inverse=True)
+    whole, holder = np.divmod(member, plan.ranks)
+    last = np.zeros(len(member), dtype=np.int64)  # start of the member's last shard
+    np.maximum.at(last, which, start)
+    members = np.bincount(whole, minlength=len(plan.lengths))
+    how = np.array(plan.exchange)[whole]
+    rings, turns = np.zeros((2, plan.ranks), dtype=np.int64), np.zeros((2, plan.ranks), dtype=np.int64)
+    over_nodes = elsewhere[whole] < np.iinfo(np.int64).max
+    needs_far = (last > 0) & ((holder // cluster.ranks_per_node != first_node[whole]) | (elsewhere[whole] < last))
+    for level in (False, True):
+        own = (how == "ring") & (over_nodes == level)
+        np.maximum.at(rings[int(level)], holder[own], members[whole[own]] - 1)
+        own = (how == "gather") & (last > 0) & (needs_far == level) & (members[whole] > 1)
+        prefix = np.bincount(holder[own], last[own], plan.ranks).astype(np.int64)
+        turns[int(level)] = np.where(prefix > 0, number_of_turns(prefix, turn_tokens[level]), 0)
+    return rings.sum(0), turns.sum(0)
+
+
+def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: TokenTraffic, turn_tokens: TurnTokens) -> Asked:
+    """Of the rank with most operations.
+
+    plan, cluster, turn_tokens: as in `plan_rounds`.
+    moved: keys and values that are sent forward.
+    """
+    rings, turns = plan_rounds(plan, cluster, turn_tokens)
+    rounds = rings + turns
+    pairs = np.unique(moved.source * plan.ranks + moved.target)
+    sends, receives = (np.bincount(end, minlength=plan.ranks) for end in np.divmod(pairs, plan.ranks))
+    # Every round of a ring has a message either way; the peers of gathering are spread over its turns, some in several.
+    messages = 2 * rings + np.where(turns > 0, sends + receives + turns, 0)
+    calls = 1 + rounds + (rings > 0)
+    launches = [calls + own + ring * rings + turn * turns for own, ring, turn in zip(_PASS, _RING, _TURN, strict=True)]
+    launches[0] += rounds  # merges
+    total = launches[0] + launches[1] + sum(_MESSAGES) * messages
+    most = int(total.argmax())
+    return Asked(
+        int(rounds[most]),
+        (int(launches[0][most]), int(launches[1][most])),
+        (int(messages[most]) * _MESSAGES[0], int(messages[most]) * _MESSAGES[1]),
+    )
