@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.mutants import node_id
 from tests.support.claims import SUPPORT, Claim, claims, not_run
 
-# Of the first table. The second, of recipes, is compared in tests/megatron/test_recipe.py.
+# Of the first table. The second, of recipes, is compared in tests/tools/test_recipe.py.
 MATRIX = SUPPORT.read_text().partition("\n## ")[0]
 ROWS = [line.strip("|").split(" | ") for line in MATRIX.splitlines() if line.startswith("| ")]
 
