@@ -18,7 +18,7 @@ def _empty_groups(device: str) -> float:
     """The largest error of a product or a gradient, relative in norm. Memory is full of NaN before each."""
     import torch
 
-    from megatron.balanced.experts.grouped_mlp import _GroupedProduct
+    from megatron.balanced.experts.grouped_mlp import _GroupedProduct, _Groups
     from tests.gpu.training import local_device
 
     place, worst = local_device(device), 0.0
@@ -34,9 +34,8 @@ def _empty_groups(device: str) -> float:
             weights = [
                 torch.randn(96, 64, generator=draw).to(place, getattr(torch, dtype)).requires_grad_() for _ in counts
             ]
-            ends = torch.tensor(counts).cumsum(0, dtype=torch.int32).to(place)
             poison()
-            out = _GroupedProduct.apply(rows, ends, *weights)
+            out = _GroupedProduct.apply(rows, _Groups(list(counts), place), *weights)
             poison()
             found = [out, *torch.autograd.grad(out, [rows, *weights], torch.ones_like(out))]
             parts = rows.detach().double().split(counts)

@@ -43,7 +43,7 @@ def _copied(recipe: str, weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.
     import torch.distributed as dist
     import transformer_engine.pytorch as te
 
-    from balancing.layers.transfer import Piece, exchange, plan_transfers
+    from balancing.layers.transfer import Piece, plan_transfers, run_transfers
     from tests.support.transformer_engine.on_cpu import have_capability
 
     have_capability(*CAPABILITY[recipe])
@@ -63,7 +63,7 @@ def _copied(recipe: str, weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.
     def part(transfer: Any) -> Any:
         return flat[transfer.tensor][transfer.start : transfer.stop]
 
-    sent = exchange(transfers, part, part, dist.group.WORLD, datetime.timedelta(minutes=5))
+    sent = run_transfers(transfers, part, part, dist.group.WORLD, datetime.timedelta(minutes=5))
     assert sent == (sum(part.numel() * part.element_size() for part in flat.values()) if rank == 0 else 0)
     if recipe != "mxfp8":
         parameter._transpose_invalid = False  # which is no tensor, and so not sent
@@ -112,7 +112,7 @@ def test_documents_spread_over_ranks_that_quantize(model_of, recipe):
     """Where each rank quantizes the tokens it has, numbers differ a little from those of one rank."""
     model = model_of("--seq-length 64 --max-position-embeddings 64 --hidden-size 128 --num-layers 2")
     flags = f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --dataloader-inter-document-masking"
-    spread = f"{flags} --context-parallel-size 2 --balance-sequences"
+    spread = f"{flags} --context-parallel-size 2 --balance-sequences --attention-backend auto"
     capability = CAPABILITY[recipe]
     run = join(model.pool.run(2, _train_quantized, model.argv(spread), capability))
     alone = join(model.pool.run(1, _train_quantized, model.argv(f"{flags} --calculate-per-token-loss"), capability))

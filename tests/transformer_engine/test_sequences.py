@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 
-CP2 = "--context-parallel-size 2 --balance-sequences"
+CP2 = "--context-parallel-size 2 --balance-sequences --attention-backend auto"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss"
 
 # model, ranks, flags

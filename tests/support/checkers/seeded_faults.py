@@ -240,15 +240,15 @@ def _sent_while_written(log: DeviceLog, rank: int) -> None:
     """Rows are packed on a stream that the message does not wait for."""
     from balancing.sequences.engine import transport
 
-    packed = transport._packed
+    outgoing = transport._outgoing
 
-    def elsewhere(*args: Any) -> torch.Tensor:
+    def elsewhere(*args: Any) -> dict[int, torch.Tensor]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            return packed(*args).clone()
+            return {peer: rows.clone() for peer, rows in outgoing(*args).items()}
 
-    transport._packed = elsewhere
+    transport._outgoing = elsewhere
 
 
 def _other_type(log: DeviceLog, rank: int) -> None:

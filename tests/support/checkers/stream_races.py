@@ -18,6 +18,7 @@ and what is added on their way, without gradients.
 import re
 import weakref
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,7 @@ class StreamRaces(TorchDispatchMode):
                             self._of(tensor, self._log.stream, where)
             if not operator.writes:
                 reads = []
+            reads, writes = _rows_alone(func, args, reads), _rows_alone(func, args, writes)
             if reads or writes:
                 stream = self._log.stream
                 self._log.launch(stream)
@@ -224,6 +226,23 @@ def _name(stream: Any) -> str:
 
 def _has_storage(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+
+
+def _rows_alone(func: Any, args: tuple, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`tensors`, where an operator that takes the rows of an index has these rows alone in the place of all."""
+    name, target = func._schema.name, args[0] if args else None
+    if name in ("aten::index_select", "aten::index_add_") and args[1] == 0:
+        index = args[2]
+    elif name in ("aten::index", "aten::index_put_") and len(args[1]) == 1:
+        index = args[1][0]
+    else:
+        return tensors
+    if not any(tensor is target for tensor in tensors) or index.dtype is torch.bool:
+        return tensors
+    wanted = index.unique()
+    bounds = [0, *((wanted.diff() != 1).nonzero().flatten() + 1).tolist(), len(wanted)]
+    runs = [(int(wanted[start]), int(wanted[stop - 1]) + 1) for start, stop in pairwise(bounds) if start < stop]
+    return [tensor for tensor in tensors if tensor is not target] + [target[start:stop] for start, stop in runs]
 
 
 def _known(func: Any) -> _Operator:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.balanced.cpu import device
+from megatron.balanced.cpu import device, fakes, function_mode
 
 __all__ = ["answer_is_cuda", "have_capability", "keep_mode_in_custom_ops"]
 
@@ -23,7 +23,7 @@ def answer_is_cuda() -> None:
         asking = sys._getframe(2).f_globals.get("__name__", "")  # past the mode that calls this
         return asking.startswith("transformer_engine.") or get(tensor)
 
-    device._ON_CPU[get] = is_cuda
+    function_mode._ON_CPU[get] = is_cuda
 
 
 def keep_mode_in_custom_ops() -> None:
@@ -50,6 +50,6 @@ def have_capability(major: int, minor: int) -> None:
     """Be a GPU that quantizes: from 9.0 on with one scale a tensor, from 10.0 on with one for every 32 numbers."""
     from transformer_engine.pytorch import quantization, utils
 
-    device._Properties.major, device._Properties.minor = major, minor
+    fakes.Properties.major, fakes.Properties.minor = major, minor
     utils._get_device_compute_capability.cache_clear()
     quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = None
