@@ -14,7 +14,11 @@ from tests.gpu.ranks import OnCpu, OnGpus
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], scope="session")
+        metafunc.parametrize(
+            "device",
+            [pytest.param("cpu", marks=pytest.mark.exhaustive), pytest.param("cuda", marks=pytest.mark.gpu)],
+            scope="session",
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
