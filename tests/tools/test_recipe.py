@@ -24,6 +24,7 @@ def _found(path: Path, *choices: list[str], ranks: int | None = None) -> dict[st
     return verdicts(read_recipes(path), choices, ranks)
 
 
+@pytest.mark.exhaustive
 def test_the_table_of_the_support_page_is_current(pool):
     """To write it anew: python -m balancing.recipe benchmarks/recipes/moe_recipes.json --markdown"""
     (found,) = pool.run(1, _found, RECIPES, [], *([balancer] for balancer in BALANCERS))
