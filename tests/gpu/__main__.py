@@ -101,7 +101,7 @@ def run_part(part: Part, folder: Path, environment: dict[str, str], device: str 
     name = part.name.replace(" ", "_").replace(",", "")
     report, output = folder / f"{name}.xml", folder / f"{name}.log"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", f"{Path(__file__).parent / part.test}[{device}]"]
+    command = [sys.executable, "-m", "pytest", "--exhaustive", f"{Path(__file__).parent / part.test}[{device}]"]
     command += ["-p", "no:cacheprovider", "-rs", f"--junitxml={report}"]
     begin = time.monotonic()
     with output.open("wb") as file:
