@@ -27,34 +27,13 @@ import psutil
 import torch.distributed as dist
 import torch.utils.data._utils as loader
 
+from megatron.balanced.watchdog.operations import COLLECTIVES, MESSAGES
+
 __all__ = ["Pauses", "dropped_messages", "install"]
 
 # Share of operations that are late, and the most seconds that they are late by: the first that applies.
 _LATENESS = ((0.01, 0.15), (0.1, 0.01), (0.4, 0.001))
 _SLICE = 0.05  # seconds
-_MESSAGES = ("send", "recv", "recv_anysource")
-_COLLECTIVES = (
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
-
 _own = threading.local()
 _threads = itertools.count()
 _unwaited: dict[int, tuple[weakref.ref, str]] = {}  # id of a handle -> the message
@@ -110,9 +89,10 @@ def install(seed: int, rank: int) -> None:
     """Make this process late from now on. Its forks are late by the same draws of their own. There is no way back."""
     words = f"{seed}/{rank}"
     group: Any = dist.ProcessGroup
-    for name in _COLLECTIVES:
-        setattr(group, name, _late(words, getattr(group, name)))
-    for name in _MESSAGES:
+    for name in COLLECTIVES:
+        if hasattr(group, name):
+            setattr(group, name, _late(words, getattr(group, name)))
+    for name in (*MESSAGES, "recv_anysource"):
         setattr(group, name, _late_message(words, name, getattr(group, name)))
     dist.Work.wait = _late_wait(words, dist.Work.wait)  # type: ignore[method-assign]
     threading.Thread.run = _late(words, threading.Thread.run)  # type: ignore[method-assign]

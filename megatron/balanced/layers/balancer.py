@@ -19,7 +19,6 @@ from megatron.training.utils import print_rank_0
 from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import to_layout
-from balancing.report import RankRecord
 from megatron.balanced import callbacks
 from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.layers.events import decision_event, release_event
@@ -59,18 +58,15 @@ class LayerBalancer(StepCallback):
         self.mover.attach(chunks)
         self._planner.restart()
 
-    def _take_in(self, iteration: int, record: RankRecord) -> None:
-        """Add the record of an iteration of this rank."""
-        # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
-        if iteration > self._warm and not self._settled:
-            self._planner.add(iteration, record)
-
     # Around a step.
 
     def begin_step(self, iteration: int, config: Any) -> None:
         self.iteration = iteration
         if self._observer.measured is not None:
-            self._take_in(*self._observer.measured)
+            of, record = self._observer.measured
+            # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
+            if of > self._warm and not self._settled:
+                self._planner.add(of, record)
         if self._first is None:
             self._first = self._warm = iteration
         shorter = self._repacker.due(iteration)

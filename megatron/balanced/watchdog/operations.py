@@ -24,13 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["BETWEEN", "COLLECTIVE", "GroupLog", "Operation", "key_of", "logs", "record_operations", "waiting_for"]
+__all__ = [
+    "BETWEEN", "COLLECTIVE", "COLLECTIVES", "MESSAGES", "GroupLog", "Operation", "key_of", "logs", "record_operations",
+    "waiting_for",
+]  # fmt: skip
 
 COLLECTIVE = "collective"
 _KEPT = 16  # operations of each group
-_MESSAGES = ("send", "recv")
+MESSAGES = ("send", "recv")
 # Methods of ProcessGroup. Names differ between versions of torch; those that exist are wrapped.
-_COLLECTIVES = (
+COLLECTIVES = (
     "_allgather_base",
     "_reduce_scatter_base",
     "all_gather_single",
@@ -140,7 +143,7 @@ def _sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _recorded(kind: str, original: Callable) -> Callable:
-    is_message = kind in _MESSAGES
+    is_message = kind in MESSAGES
 
     @functools.wraps(original)
     def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +182,7 @@ def record_operations() -> Iterator[None]:
     owner: Any
     before = []
     for owner, names, replacement in (
-        (dist.ProcessGroup, (*_COLLECTIVES, *_MESSAGES), _recorded),
+        (dist.ProcessGroup, (*COLLECTIVES, *MESSAGES), _recorded),
         (dist.Work, ("wait",), lambda name, original: _recorded_wait(original)),
     ):
         for name in names:
