@@ -86,6 +86,7 @@ def assume_ranks(argv: Sequence[str]) -> bool:
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(node))
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # no other rank is there to agree with on a refusal
     # Megatron-LM demands 1 of it in layouts that overlap, on GPUs before Blackwell. The scripts of a job set it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if given.device == "cpu":
