@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.checkers.device_log import Operation
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, train_rank
 
-__all__ = ["RUNS", "CheckedRun", "Noted", "checked"]
+__all__ = ["RUNS", "CheckedRun", "Noted", "arguments", "checked", "noted_rank"]
 
 _OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _MOE = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -111,8 +111,8 @@ class Noted:
     races: list[str]
 
 
-def noted_rank(argv: list[str], plans: Any, per_node: int) -> Noted:
-    """The body of one rank."""
+def noted_rank(argv: list[str], plans: Any, per_node: int, checked: bool = True) -> Noted:
+    """The body of one rank. checked: without, nothing is noted."""
     if per_node:
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     from balancing.experts.engine import relay
@@ -121,8 +121,8 @@ def noted_rank(argv: list[str], plans: Any, per_node: int) -> Noted:
     from tests.support.checkers.stream_races import watch_streams
     from tests.support.moving import move_at
 
-    log = install()
-    races = watch_streams(log)
+    log = install() if checked else None
+    races = watch_streams(log) if log else None
     if "--balance-experts" in argv:
         _place_at_random()
         relay._PIECE_BYTES = 1 << 14  # small experts would be sent in one turn
@@ -133,17 +133,21 @@ def noted_rank(argv: list[str], plans: Any, per_node: int) -> Noted:
     except SystemExit as left:
         if left.code != 0:  # else the rank has left the job, which went on
             raise
-    return Noted(log.operations, races.found)
+    return Noted(log.operations, races.found) if log and races else Noted([], [])
 
 
 _STEPS = "--train-iters 3 --global-batch-size 4 --init-method-std 0.1".split()
 _runs: dict[str, list[Noted]] = {}
 
 
+def arguments(run: CheckedRun) -> list[str]:
+    """The command line of a run."""
+    return [*MODEL, *MOCK_DATA, *_STEPS, *EXACT, *run.flags.split()]
+
+
 def checked(pool: Any, name: str) -> list[Noted]:
     """What the ranks of a run of `RUNS` tell."""
     if name not in _runs:
         run = RUNS[name]
-        argv = [*MODEL, *MOCK_DATA, *_STEPS, *EXACT, *run.flags.split()]
-        _runs[name] = pool.run(run.ranks, noted_rank, argv, dict(run.plans), run.per_node)
+        _runs[name] = pool.run(run.ranks, noted_rank, arguments(run), dict(run.plans), run.per_node)
     return _runs[name]

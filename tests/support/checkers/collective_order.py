@@ -9,6 +9,7 @@ started (`device_log`) and goes by NCCL's rules:
   and those of a batch end together.
 - A communicator is made at its first operation, by all of its ranks at once, and keeps the host until then. A message
   outside of a batch has a communicator of its two ranks.
+- A communicator is destroyed by all of its ranks at once, after its operations, and keeps the host until then.
 - An operation begins behind what its stream waits for, and the host launches nothing while it waits itself.
 - With one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) nothing begins before what was launched earlier has begun, whatever
   streams they are on. With one kernel at a time nothing begins before what was launched earlier has ended: where two

@@ -269,6 +269,17 @@ class DeviceLog:
             self.host_groups.add(group.group_name)
         return group
 
+    def destroy_group(self, group: dist.ProcessGroup | None, call: Callable[[], Any]) -> Any:
+        """The ranks of a group destroy it together: the host of each waits for its operations and for the others."""
+        names = dist.distributed_c10d._world.pg_names
+        everything = group is None or group is dist.group.WORLD
+        for each in sorted(names, key=lambda one: names[one], reverse=True) if everything else [group]:
+            comm, ranks = self.identity(each)
+            self.host_wait(self.clock(comm).copy())
+            operation = Operation(f"{comm} at its end", ranks, "destroy_process_group", site(), True)
+            self.host_wait(self.start(operation, [], []))
+        return call()
+
 
 def _of_communicators(clock: Clock) -> Clock:
     return {stream: number for stream, number in clock.items() if isinstance(stream, str) and number}

@@ -100,7 +100,7 @@ def install() -> DeviceLog:
         if (original := getattr(dist.ProcessGroup, kind, None)) is not None:
             setattr(dist.ProcessGroup, kind, _noted(log, kind, original))
     wait, is_completed = dist.Work.wait, dist.Work.is_completed
-    batch, new_group = dist.batch_isend_irecv, dist.new_group
+    batch, new_group, destroy = dist.batch_isend_irecv, dist.new_group, dist.destroy_process_group
 
     @functools.wraps(wait)
     def waited(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
@@ -121,8 +121,12 @@ def install() -> DeviceLog:
     def made(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         return log.new_group(ranks, lambda: new_group(ranks, *args, **kwargs), kwargs.get("backend") == "gloo")
 
+    @functools.wraps(destroy)
+    def destroyed(group: dist.ProcessGroup | None = None) -> None:
+        log.destroy_group(group, lambda: destroy(group))
+
     dist.Work.wait, dist.Work.is_completed = waited, completed
-    dist.batch_isend_irecv, dist.new_group = batch_isend_irecv, made
+    dist.batch_isend_irecv, dist.new_group, dist.destroy_process_group = batch_isend_irecv, made, destroyed
     return log
 
 

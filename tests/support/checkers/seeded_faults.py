@@ -25,6 +25,7 @@ SMALL_JOBS = {
     "layers": ("layers", ()),
     "buckets": ("buckets", ()),
     "exits": ("exits", ()),
+    "release": ("release", ()),
 }
 
 
@@ -266,6 +267,19 @@ def _other_type(log: DeviceLog, rank: int) -> None:
     small_jobs.layers = layers
 
 
+def _destroyed_crosswise(log: DeviceLog, rank: int) -> None:
+    """Groups of ranks that leave and ranks that stay are destroyed in another order on the rank that leaves."""
+    from megatron.balanced.layers import release
+
+    shared = release._groups_of_both
+
+    def crosswise(*args: Any) -> list[dist.ProcessGroup]:
+        *groups, world = shared(*args)
+        return [*(groups[::-1] if rank == 1 else groups), world]
+
+    release._groups_of_both = crosswise
+
+
 FAULTS = {
     "a wait left out, slots": Fault("slots, resident", "races", _slots_do_not_wait, ("relay.py", "small_jobs.py")),
     "a wait left out, relay": Fault("slots, resident", "races", _relay_does_not_wait, ("relay.py", "relay.py")),
@@ -293,6 +307,9 @@ FAULTS = {
     ),
     "two communicators in another order": Fault(
         "layers", "order", _communicators_crossed, ("seeded_faults.py", "the first again")
+    ),
+    "groups destroyed in another order": Fault(
+        "release", "order", _destroyed_crosswise, ("destroy_process_group", "release.py", "the first again")
     ),
     "ranks that have not met": Fault("layers", "order", _ranks_do_not_meet, ("transfer.py", "made by all")),
     "a collective of another type": Fault("layers", "order", _other_type, ("seeded_faults.py", "float64")),

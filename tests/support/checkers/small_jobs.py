@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests.support.patience import PATIENCE
 
-__all__ = ["RANKS", "attention", "buckets", "exits", "layers", "slots"]
+__all__ = ["RANKS", "attention", "buckets", "exits", "layers", "release", "slots"]
 
-RANKS = {"slots": 3, "attention": 3, "layers": 3, "buckets": 2, "exits": 2}
+RANKS = {"slots": 3, "attention": 3, "layers": 3, "buckets": 2, "exits": 2, "release": 2}
 
 
 def slots(shared: bool) -> list[np.ndarray]:
@@ -121,3 +121,15 @@ def exits() -> list[np.ndarray]:
     """Two stages, of which the first lets tokens exit."""
     exits = "--early-exit-layers 1 --early-exit-threshold 0.9 --early-exit-start 0 --early-exit-loss-weight 0.5"
     return _losses(f"--pipeline-model-parallel-size 2 {exits}")
+
+
+def release() -> list[np.ndarray]:
+    """Two stages, of which the last leaves the job."""
+    from tests.support.moving import move_at
+
+    move_at({1: ((2,),)})
+    try:
+        return _losses("--pipeline-model-parallel-size 2 --balance-layers --repack-throughput-floor 0.5")
+    except SystemExit as left:
+        assert left.code == 0
+        return []

@@ -30,6 +30,7 @@ __all__ = ["StreamRaces", "watch_streams"]
 
 _ONLY_ALLOCATES = re.compile(r"aten::(empty|new_empty|empty_like|empty_strided|new_empty_strided)$")
 _KEPT = 64  # findings
+_MOST_RUNS = 8  # of rows that an operator takes; scattered over more, they count as all rows
 
 
 class _Access(NamedTuple):
@@ -241,6 +242,8 @@ def _rows_alone(func: Any, args: tuple, tensors: list[torch.Tensor]) -> list[tor
         return tensors
     wanted = index.unique()
     bounds = [0, *((wanted.diff() != 1).nonzero().flatten() + 1).tolist(), len(wanted)]
+    if len(bounds) > _MOST_RUNS:
+        return tensors
     runs = [(int(wanted[start]), int(wanted[stop - 1]) + 1) for start, stop in pairwise(bounds) if start < stop]
     return [tensor for tensor in tensors if tensor is not target] + [target[start:stop] for start, stop in runs]
 
