@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from tests.support.moving import Plans, move_at
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
-PLAN: Plans = {2: ((6,), (2,))}
-BASE = [*MODEL, *MOCK_DATA, *"--num-layers 8 --hidden-size 64 --train-iters 4 --pipeline-model-parallel-size 2".split()]
-SMALL = 1 << 15  # bytes of messages about layers, and of what is no layer's
+PLAN: Plans = {2: ((18,), (6,))}  # so many that one layer more is less than all weights once more
+BASE = [*MODEL, *MOCK_DATA, *"--num-layers 24 --hidden-size 48 --train-iters 3 --pipeline-model-parallel-size 2".split()]
+SMALL = 24 << 11  # bytes of messages about 24 layers, and of what is no layer's
 
 
 class _Live(TorchDispatchMode):

@@ -29,7 +29,7 @@ def _copy(folder: Path) -> Path:
 
 def _run(tree: Path, tests: list[str]) -> tuple[int | None, str]:
     """Exit code of pytest on `tests` in `tree`, None when their time was over, and what it printed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "--exhaustive", "-x", "-q", "-p", "no:cacheprovider", *tests]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, cwd=tree, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(tree)
