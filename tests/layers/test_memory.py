@@ -14,7 +14,8 @@ from tests.support.moving import Plans, move_at
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
 PLAN: Plans = {2: ((18,), (6,))}  # so many that one layer more is less than all weights once more
-BASE = [*MODEL, *MOCK_DATA, *"--num-layers 24 --hidden-size 48 --train-iters 3 --pipeline-model-parallel-size 2".split()]
+PP2 = "--num-layers 24 --hidden-size 48 --train-iters 3 --pipeline-model-parallel-size 2"
+BASE = [*MODEL, *MOCK_DATA, *PP2.split()]
 SMALL = 24 << 11  # bytes of messages about 24 layers, and of what is no layer's
 
 
