@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, train
+from tests.support.fused_moe import train_fused
+from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, join
 
 SIZES = "--num-layers 2 --global-batch-size 4 --train-iters 4 --expert-model-parallel-size 2"
 GATED = "--swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights --qk-layernorm"
@@ -20,6 +21,11 @@ DEEPSEEK_V3 = (
     "--moe-aux-loss-coeff 1e-4 --moe-router-group-topk 2 --moe-router-num-groups 4 "
     "--moe-router-topk-scaling-factor 2.5 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 1e-3 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"
+)
+FUSED = "--moe-permute-fusion --moe-router-fusion"
+QWEN3 = (
+    f"{GATED} --group-query-attention --num-query-groups 2 --num-experts 8 --moe-ffn-hidden-size 32 "
+    "--moe-router-topk 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3"
 )
 
 # ranks, flags; what is not the sample runs with --exhaustive
@@ -35,15 +41,30 @@ RECIPES = {
         f"{DEEPSEEK_V3} --moe-token-dispatcher-type alltoall --pipeline-model-parallel-size 2 --num-layers 4 "
         "--moe-layer-freq [0]+[1]*3 --recompute-granularity selective --recompute-modules mla_up_proj mlp",
     ),
+    "DeepSeek-V3, fused": (2, f"{DEEPSEEK_V3} --moe-token-dispatcher-type alltoall {FUSED}"),
+    "Qwen3, fused": (2, f"{QWEN3} --moe-token-dispatcher-type alltoall {FUSED}"),
+    "Qwen3, fused, TP 2": (
+        4,
+        f"{QWEN3} --moe-token-dispatcher-type alltoall {FUSED} --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-tensor-parallel-size 2",
+    ),
+    "Qwen3, fused, recomputed": (
+        2,
+        f"{QWEN3} --moe-token-dispatcher-type alltoall {FUSED} --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
 }
-SAMPLE = {"DeepSeek-V3"}
+SAMPLE = {"DeepSeek-V3, fused"}
+
+
+def _train(pool: Any, ranks: int, flags: str) -> Run:
+    argv = [*MODEL, *MOCK_DATA, *EXACT, *SIZES.split(), *flags.split()]
+    return join(pool.run(ranks, train_fused, argv, True))
 
 
 def balanced_run(pool: Any, folder: Any, ranks: int, flags: str, least: int = 4) -> Run:
     """Train with replicas, of which at least `least` times a layer's plan has some."""
-    base = [*MODEL, *MOCK_DATA, *EXACT, *SIZES.split(), *flags.split()]
-    run = train(pool, ranks, f"--balance-experts --expert-min-gain 0 --balance-report {folder}", base=base,
-                parameters=True)  # fmt: skip
+    run = _train(pool, ranks, f"{flags} --balance-experts --expert-min-gain 0 --balance-report {folder}")
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     replicated = [line for line in lines if line["action"] == "replicate"]
     assert len(replicated) >= least, "hardly anything was replicated, so nothing was tested"
@@ -53,7 +74,7 @@ def balanced_run(pool: Any, folder: Any, ranks: int, flags: str, least: int = 4)
 
 @cache
 def _plain_run(pool: Any, ranks: int, flags: str) -> Run:
-    return train(pool, ranks, flags, base=[*MODEL, *MOCK_DATA, *EXACT, *SIZES.split()], parameters=True)
+    return _train(pool, ranks, flags)
 
 
 def assert_same(run: Run, reference: Run) -> None:

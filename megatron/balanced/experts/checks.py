@@ -10,7 +10,7 @@ import dataclasses
 
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.dry_run import is_available
-from megatron.balanced.incompatible import EXPERTS, check_compatible
+from megatron.balanced.incompatible import EXPERTS, check_compatible, shown
 
 __all__ = ["check_experts"]
 
@@ -22,6 +22,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig, *, device: st
     ValueError for flags that cannot work.
     """
     _check_numbers(args)
+    _check_fusions(args)
     if (args.transformer_impl == "local" or experts.balance_experts) and args.num_experts and args.moe_grouped_gemm:
         _check_grouped(args)
     if not experts.balance_experts:
@@ -47,6 +48,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
             f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {ranks}; "
             f"use {-(-experts // ranks) * ranks} experts, or a size that divides {experts}"
         )
+
+
+def _check_fusions(args: argparse.Namespace) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    needs = {"moe_permute_fusion": "fused_permute_with_probs", "moe_router_fusion": "fused_topk_with_score_function"}
+    for flag, function in needs.items():
+        if getattr(args, flag) and getattr(moe_utils, function) is None:
+            raise ValueError(
+                f"{shown(flag, True)} needs Transformer Engine, which is not installed or too old; drop it"
+            )
 
 
 def _check_grouped(args: argparse.Namespace) -> None:
