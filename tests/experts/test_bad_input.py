@@ -23,7 +23,12 @@ REFUSED = {
     "no experts": ("--num-experts 0", "--expert-model-parallel-size 2", "--num-experts"),
     "experts over ranks": ("--num-experts 5", "--num-experts 5", "--expert-model-parallel-size 2", "use 6"),
     "inference": (f"{BALANCE} --transformer-impl inference_optimized", "--transformer-impl inference_opt", "local"),
-    "dispatcher": (f"{BALANCE} --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
+    "HybridEP": (
+        f"{BALANCE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+        "--moe-flex-dispatcher-backend hybridep",
+        "hybrid-ep",
+        "--moe-token-dispatcher-type alltoall",
+    ),
     "padding to capacity": (
         f"{BALANCE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
         "--moe-pad-expert-input-to-capacity",
@@ -84,10 +89,12 @@ def test_layers_of_transformer_engine():
         expert_model_parallel_size=2,
         moe_grouped_gemm=False,
         moe_token_dispatcher_type="alltoall",
+        moe_permute_fusion=False,
+        moe_router_fusion=False,
         mtp_num_layers=None,
         gradient_accumulation_fusion=True,
     )
-    _, (note,) = check_experts(args, ExpertConfig(balance_experts=True), device="cuda")
+    _, (note,) = check_experts(args, ExpertConfig(balance_experts=True))
     assert "in the place of Transformer Engine's" in note
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.flex_buffers import train_flex
 from tests.support.fused_moe import train_fused
 from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, join
 
@@ -22,6 +23,8 @@ DEEPSEEK_V3 = (
     "--moe-router-topk-scaling-factor 2.5 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 1e-3 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"
 )
+DEEPEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"
+HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 FUSED = "--moe-permute-fusion --moe-router-fusion"
 QWEN3 = (
     f"{GATED} --group-query-attention --num-query-groups 2 --num-experts 8 --moe-ffn-hidden-size 32 "
@@ -53,13 +56,33 @@ RECIPES = {
         f"{QWEN3} --moe-token-dispatcher-type alltoall {FUSED} --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
     ),
+    "DeepSeek-V3, DeepEP": (2, f"{DEEPSEEK_V3} {DEEPEP} {FUSED} --moe-router-dtype fp32"),
+    "DeepSeek-V3, HybridEP": (2, f"{DEEPSEEK_V3} {HYBRIDEP} {FUSED} --moe-router-dtype fp32"),
+    "Qwen3, DeepEP, unfused": (2, f"{QWEN3} {DEEPEP}"),
+    "Qwen3, HybridEP, shared experts overlapped": (
+        2,
+        f"{QWEN3} {HYBRIDEP} {FUSED} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap",
+    ),
+    "Qwen3, HybridEP, TP 2": (
+        4,
+        f"{QWEN3} {HYBRIDEP} {FUSED} --moe-permute-fusion-into-hybridep --tensor-model-parallel-size 2 "
+        "--sequence-parallel --expert-tensor-parallel-size 2",
+    ),
+    "Qwen3, DeepEP, TP 2": (
+        4,
+        f"{QWEN3} {DEEPEP} {FUSED} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
+    ),
+    "Qwen3, HybridEP, recomputed": (
+        2,
+        f"{QWEN3} {HYBRIDEP} {FUSED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
 }
-SAMPLE = {"DeepSeek-V3, fused"}
+SAMPLE = {"DeepSeek-V3, fused", "DeepSeek-V3, HybridEP", "Qwen3, DeepEP, unfused"}
 
 
 def _train(pool: Any, ranks: int, flags: str) -> Run:
     argv = [*MODEL, *MOCK_DATA, *EXACT, *SIZES.split(), *flags.split()]
-    return join(pool.run(ranks, train_fused, argv, True))
+    return join(pool.run(ranks, train_flex if "flex" in argv else train_fused, argv, True))
 
 
 def balanced_run(pool: Any, folder: Any, ranks: int, flags: str, least: int = 4) -> Run:
