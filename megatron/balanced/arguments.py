@@ -175,13 +175,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
             f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, which is not "
             "installed or not selected; add --balance-sequences, or use --context-parallel-size 1"
         )
-    if args.transformer_impl == "local" and args.multi_latent_attention:
+    if args.transformer_impl == "local" and args.multi_latent_attention and args.qk_layernorm and not args.q_lora_rank:
         raise ValueError(
-            "--multi-latent-attention needs Transformer Engine's attention, which is not installed or not selected; "
-            "drop it"
+            "--multi-latent-attention with --qk-layernorm needs --q-lora-rank without Transformer Engine, whose fused "
+            "norm and projection is not installed or not selected; give --q-lora-rank or drop --qk-layernorm"
         )
-    if device == "cpu" and args.moe_token_dispatcher_type == "flex":
-        raise ValueError("--moe-token-dispatcher-type flex needs DeepEP on GPUs; use alltoall or allgather")
 
 
 def _use_float64(args: argparse.Namespace) -> None:
@@ -224,7 +222,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         check_layout(args)
         check_model(args)
         check_data(args)
-        experts, notes = check_experts(args, config.experts, device=device)
+        experts, notes = check_experts(args, config.experts)
         sequences, of_sequences = check_sequences(args, config.sequences)
         layers, of_layers = check_layers(args, config.layers)
         if config.balance_report is not None:

@@ -40,13 +40,14 @@ _CAPABILITY = (10, 0)  # of the GPUs that are assumed: Blackwell, which has ever
 _TRANSFORMER_ENGINE = "2.14.0"  # the version of NVIDIA's recipes
 _RANKS_PER_NODE = 8
 
-# Functions of Transformer Engine that Megatron-LM looks for while it validates a model's config.
+# Functions of Transformer Engine that Megatron-LM, or this package, looks for while flags are validated.
 _LOOKED_FOR = {
     "megatron.core.transformer.moe.moe_utils": (
         "fused_permute",
         "fused_permute_with_probs",
         "fused_sort_chunks_by_index",
         "fused_sort_chunks_by_index_with_probs",
+        "fused_topk_with_score_function",
         "fused_unpermute",
     ),
     "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb",),

@@ -125,7 +125,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("moe_router_padding_for_fp8", _OFF, (EXPERTS,), _PADDING),
     Incompatible("moe_apply_probs_on_input", _OFF, (EXPERTS,), _MODULES),
     Incompatible("moe_latent_size", _OFF, (EXPERTS,), _TE_EXPERTS),
-    Incompatible("moe_permute_fusion", _OFF, (EXPERTS,), "it orders tokens in a way that replicas cannot undo"),
     Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
                  "use --balance-report"),
     # Attention, positions and data

@@ -23,7 +23,12 @@ REFUSED = {
     "no experts": ("--num-experts 0", "--expert-model-parallel-size 2", "--num-experts"),
     "experts over ranks": ("--num-experts 5", "--num-experts 5", "--expert-model-parallel-size 2", "use 6"),
     "inference": (f"{BALANCE} --transformer-impl inference_optimized", "--transformer-impl inference_opt", "local"),
-    "dispatcher": (f"{BALANCE} --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
+    "HybridEP": (
+        f"{BALANCE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+        "--moe-flex-dispatcher-backend hybridep",
+        "hybrid-ep",
+        "--moe-token-dispatcher-type alltoall",
+    ),
     "padding to capacity": (
         f"{BALANCE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
         "--moe-pad-expert-input-to-capacity",
@@ -33,7 +38,8 @@ REFUSED = {
     "padding for fp8": (f"{BALANCE} --moe-router-padding-for-fp8", "--moe-router-padding-for-fp8", "drop it"),
     "probabilities on the input": (f"{BALANCE} --moe-apply-probs-on-input", "--moe-apply-probs-on-input", "drop it"),
     "latent experts": (f"{BALANCE} --moe-latent-size 16", "--moe-latent-size 16", "Transformer Engine", "drop it"),
-    "permute fusion": (f"{BALANCE} --moe-permute-fusion", "--moe-permute-fusion", "drop it"),
+    "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),
+    "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),
     "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),
     "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "batch overlap": (f"{BALANCE} --overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm", "drop"),
@@ -60,7 +66,12 @@ REFUSED = {
         "--moe-apply-probs-on-input",
         "drop --moe-grouped-gemm",
     ),
-    "latent attention": (f"{BALANCE} --multi-latent-attention", "--multi-latent-attention", "Transformer Engine"),
+    "latent attention with a norm of queries alone": (
+        "--multi-latent-attention --qk-layernorm",
+        "--qk-layernorm",
+        "Transformer Engine",
+        "give --q-lora-rank",
+    ),
 }
 
 
@@ -78,10 +89,12 @@ def test_layers_of_transformer_engine():
         expert_model_parallel_size=2,
         moe_grouped_gemm=False,
         moe_token_dispatcher_type="alltoall",
+        moe_permute_fusion=False,
+        moe_router_fusion=False,
         mtp_num_layers=None,
         gradient_accumulation_fusion=True,
     )
-    _, (note,) = check_experts(args, ExpertConfig(balance_experts=True), device="cuda")
+    _, (note,) = check_experts(args, ExpertConfig(balance_experts=True))
     assert "in the place of Transformer Engine's" in note
 
 

@@ -95,7 +95,12 @@ FLAGS = {
         "Transformer Engine",
         "add --balance-sequences",
     ),
-    "flex": ("--num-experts 4 --moe-token-dispatcher-type flex", "flex", "alltoall or allgather"),
+    "flex": (
+        "--num-experts 4 --moe-token-dispatcher-type flex",
+        "--moe-flex-dispatcher-backend deepep",
+        "deep_ep",
+        "alltoall",
+    ),
     "hybrid model": ("--hybrid-layer-pattern *-*-", "--hybrid-layer-pattern *-*-", "drop it", "--num-layers"),
     "hybrid model, by its old name": ("--hybrid-override-pattern *-*-", "--hybrid-override-pattern *-*-", "drop it"),
     "hybrid prediction": ("--mtp-hybrid-override-pattern MM", "--mtp-hybrid-override-pattern MM", "drop it"),

@@ -83,7 +83,7 @@ def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
         ("--hidden-size 4100", "1024", ("--hidden-size 4100",)),
         ("--cluster b9000", "1024", ("--cluster", "b9000")),
         ("--device tpu", "1024", ("--device", "tpu", "'cuda', 'cpu'")),
-        ("--moe-permute-fusion --cuda-graph-impl local", "1024", ("--moe-permute-fusion", "--cuda-graph-impl local")),
+        ("--use-megatron-fsdp --spec a b", "1024", ("--spec a b", "--use-megatron-fsdp")),
     ],
 )
 def test_a_refusal_is_one_line(pool, flags, ranks, words):

@@ -165,7 +165,7 @@ def _recipe(folder: Path, **more: object) -> str:
     [
         ({}, "--balance-experts", 0, ("plan   --balance-experts: one expert-parallel group of 8 ranks",)),
         ({}, "", 0, ("Megatron-LM alone: accepted", "--balance-experts: accepted", "nothing to balance")),
-        ({"moe_permute_fusion": True}, "--balance-experts", 2, ("refused: ", "--moe-permute-fusion")),
+        ({"use_megatron_fsdp": True}, "--balance-experts", 2, ("refused: ", "--use-megatron-fsdp")),
         ({"mhc_streams": 4}, "--balance-experts", 2, ("does not know mhc_streams",)),
         ({"swiglu": "often"}, "--balance-experts", 2, ("--swiglu is a flag without a value, not 'often'",)),
         ({"num_layers": "many"}, "--balance-experts", 2, ("--num-layers", "many")),

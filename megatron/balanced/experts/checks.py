@@ -9,26 +9,28 @@ import argparse
 import dataclasses
 
 from balancing.experts.config import ExpertConfig
-from megatron.balanced.dry_run import is_available
-from megatron.balanced.incompatible import EXPERTS, check_compatible
+from megatron.balanced.dry_run import assumes_gpus
+from megatron.balanced.incompatible import EXPERTS, check_compatible, shown
 
 __all__ = ["check_experts"]
 
 
-def check_experts(args: argparse.Namespace, experts: ExpertConfig, *, device: str) -> tuple[ExpertConfig, list[str]]:
+def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
     """Return the settings of expert balancing in force, and notes for the user, one line each.
 
     Called before Megatron validates `args`. Balancing is switched off where there is nothing to balance. Raises
     ValueError for flags that cannot work.
     """
     _check_numbers(args)
+    _check_fusions(args)
+    _check_flex(args)
     if (args.transformer_impl == "local" or experts.balance_experts) and args.num_experts and args.moe_grouped_gemm:
         _check_grouped(args)
     if not experts.balance_experts:
         return experts, []
     if why := _nothing_to_balance(args):
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
-    _check_compatible(args, device)
+    check_compatible(args, EXPERTS, "--balance-experts", _of_flex(args))
     notes = []
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
@@ -47,6 +49,40 @@ def _check_numbers(args: argparse.Namespace) -> None:
             f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {ranks}; "
             f"use {-(-experts // ranks) * ranks} experts, or a size that divides {experts}"
         )
+
+
+def _check_fusions(args: argparse.Namespace) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    needs = {"moe_permute_fusion": "fused_permute_with_probs", "moe_router_fusion": "fused_topk_with_score_function"}
+    for flag, function in needs.items():
+        if getattr(args, flag) and getattr(moe_utils, function) is None:
+            raise ValueError(
+                f"{shown(flag, True)} needs Transformer Engine, which is not installed or too old; drop it"
+            )
+
+
+def _check_flex(args: argparse.Namespace) -> None:
+    """Check that the package of the chosen backend of the flex dispatcher can be imported."""
+    from megatron.core.transformer.moe import fused_a2a
+
+    packages = {
+        "deepep": ("fused_dispatch", "DeepEP (the package deep_ep)"),
+        "hybridep": ("hybrid_ep_dispatch", "HybridEP (the package deep_ep of DeepEP's branch hybrid-ep)"),
+        "ncclep": ("nccl_ep_dispatch", "a Transformer Engine that was built with NCCL EP"),
+    }
+    if args.moe_token_dispatcher_type != "flex" or assumes_gpus():
+        return
+    function, package = packages[args.moe_flex_dispatcher_backend]
+    if getattr(fused_a2a, function) is None:
+        raise ValueError(
+            f"{_flex_backend(args)} needs {package}, which is not installed; install it, or use "
+            "--moe-token-dispatcher-type alltoall"
+        )
+
+
+def _flex_backend(args: argparse.Namespace) -> str:
+    return f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend}"
 
 
 def _check_grouped(args: argparse.Namespace) -> None:
@@ -85,12 +121,8 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _check_compatible(args: argparse.Namespace, device: str) -> None:
-    also = []
-    if args.moe_token_dispatcher_type == "flex":
-        has_backend = args.moe_flex_dispatcher_backend == "deepep" and is_available("deep_ep")
-        if device == "cpu" or not has_backend:
-            flag = f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend}"
-            why = "flex needs DeepEP on GPUs (--moe-flex-dispatcher-backend deepep)"
-            also.append((flag, why, "use alltoall or allgather"))
-    check_compatible(args, EXPERTS, "--balance-experts", also)
+def _of_flex(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    if args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "ncclep":
+        why = "NCCL EP is started once for a number of experts, to which replicas add"
+        return [(_flex_backend(args), why, "use --moe-flex-dispatcher-backend hybridep")]
+    return []

@@ -284,7 +284,8 @@ class BalancedMoELayer(MoELayer):
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         dispatcher = self.token_dispatcher
         reorders = dispatcher is self._physical and isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
-        if reorders and self.config.moe_router_topk > 2:
+        # Transformer Engine's fused permutation has its own order, which is not known here.
+        if reorders and self.config.moe_router_topk > 2 and not self.config.moe_permute_fusion:
             # A token's outputs are summed in the order of rows, and sums of three or more depend on it. Rows are in the
             # order of physical experts; sort them into that of logical experts, as without replicas.
             token, routed = dispatcher.reversed_local_input_permutation_mapping, dispatcher.routing_map
