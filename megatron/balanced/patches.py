@@ -102,7 +102,7 @@ def _with_own_step(original: Callable) -> Callable:
 def _in_any_precision(original: Callable) -> Callable:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        """Check a config of float64 as one of bfloat16, for which it sets nothing."""
+        """Check a config of float32 or float64 as one of bfloat16, for which it sets nothing."""
         self.bf16 = True
         original(self)
         self.bf16 = False
@@ -110,8 +110,8 @@ def _in_any_precision(original: Callable) -> Callable:
     return __post_init__
 
 
-def _overlaps_in_float64(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.fp64 and args.overlap_moe_expert_parallel_comm
+def _overlaps_in_full_precision(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    return args.overlap_moe_expert_parallel_comm and not (args.bf16 or args.fp16)
 
 
 def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
@@ -165,10 +165,10 @@ PATCHES = (
     Patch(
         target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         replacement=_in_any_precision,
-        why="Megatron-LM overlaps the messages of experts in half precision alone, and a reference run has float64",
+        why="Megatron-LM overlaps messages of experts in half precision alone, which nothing in the schedule needs",
         signature=("self",),
         versions=("0.19.2",),
-        needed=_overlaps_in_float64,
+        needed=_overlaps_in_full_precision,
     ),
     Patch(
         target="megatron.core.transformer.moe.token_dispatcher:gather_from_sequence_parallel_region",
