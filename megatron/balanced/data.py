@@ -257,14 +257,17 @@ def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 def forward_step(
     data_iterator: Iterator | None,
     model: torch.nn.Module,
+    return_schedule_plan: bool = False,
     *,
     on_documents: DocumentObserver | None = None,
     sequences: "SequenceBalancer | None" = None,
-) -> tuple[torch.Tensor, Callable]:
+) -> tuple[Any, Callable]:
     """Run the forward pass of one micro-batch. Returns the output tensor and the loss function, as schedules expect.
 
     data_iterator: of this rank; None on ranks without data.
     model: the model chunk.
+    return_schedule_plan: return Megatron-LM's plan of the forward and backward pass in the place of the output tensor,
+        which the schedule then runs in parts (`--overlap-moe-expert-parallel-comm`).
     on_documents: called with the document lengths, the model chunk and the plan of each micro-batch on this rank.
     sequences: plans how documents are spread over context-parallel ranks; None for Megatron-LM's own layout.
     """
@@ -283,7 +286,8 @@ def forward_step(
     timers("batch-generator").stop()
     if on_documents is not None:
         on_documents(_document_lengths(args, packed, plan), vp_stage or 0, plan)
-    output = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

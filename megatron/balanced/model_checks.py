@@ -66,5 +66,3 @@ def _check_batch_overlap(args: argparse.Namespace) -> None:
             f"{flag} is incompatible with --moe-token-dispatcher-type {args.moe_token_dispatcher_type}: it overlaps "
             "all-to-all messages; use alltoall, or drop it"
         )
-    if not (args.bf16 or args.fp16):
-        raise ValueError(f"{flag} works in half precision only; add --bf16 or --fp16, or drop it")

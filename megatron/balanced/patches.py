@@ -99,6 +99,21 @@ def _with_own_step(original: Callable) -> Callable:
     return _set_main_param_and_optimizer_states
 
 
+def _in_any_precision(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        """Check a config of float32 or float64 as one of bfloat16, for which it sets nothing."""
+        self.bf16 = True
+        original(self)
+        self.bf16 = False
+
+    return __post_init__
+
+
+def _overlaps_in_full_precision(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    return args.overlap_moe_expert_parallel_comm and not (args.bf16 or args.fp16)
+
+
 def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
@@ -146,6 +161,14 @@ PATCHES = (
         signature=("self", "model_param", "tensors"),
         versions=("0.19.2",),
         needed=_loads_torch_adam,
+    ),
+    Patch(
+        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        replacement=_in_any_precision,
+        why="Megatron-LM overlaps messages of experts in half precision alone, which nothing in the schedule needs",
+        signature=("self",),
+        versions=("0.19.2",),
+        needed=_overlaps_in_full_precision,
     ),
     Patch(
         target="megatron.core.transformer.moe.token_dispatcher:gather_from_sequence_parallel_region",

@@ -42,8 +42,6 @@ REFUSED = {
     "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),
     "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),
     "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
-    "batch overlap": (f"{BALANCE} --overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm", "drop"),
-    "delayed gradients": (f"{BALANCE} --delay-wgrad-compute", "--delay-wgrad-compute", "drop it"),
     "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "slots": (f"{BALANCE} --expert-replica-slots -1", "--expert-replica-slots -1", "at least 0"),

@@ -119,12 +119,6 @@ FLAGS = {
         "--expert-model-parallel-size 1",
         "drop it",
     ),
-    "batch overlap in full precision": (
-        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
-        "--overlap-moe-expert-parallel-comm",
-        "--overlap-moe-expert-parallel-comm",
-        "add --bf16",
-    ),
     "delayed gradients": ("--delay-wgrad-compute", "--delay-wgrad-compute", "--transformer-impl local"),
     "two sources of data": ("--data-path corpus", "--mock-data", "corpus", "drop one"),
 }

@@ -5,7 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
+from tests.support.checkers.checked_runs import noted_rank
+from tests.support.checkers.collective_order import replay
+from tests.support.training import MOCK_DATA, MODEL
+from tests.support.transformer_engine.model import EXPERTS, SINGLE, TE, assert_close, cases
 
 EP2 = "--expert-model-parallel-size 2"
 EIGHT = EXPERTS.replace("--num-experts 4", "--num-experts 8")
@@ -29,6 +32,40 @@ def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path,
     assert sum(line["action"] == "replicate" for line in lines) > 10, "hardly anything was replicated"
     # Transformer Engine's own grouped linear layers run the experts of the reference.
     assert_close(run, model.alone("--moe-grouped-gemm --train-iters 6"), 1e-5, 1e-4)
+
+
+DELAYED = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+# ranks, flags
+DELAYED_CASES = {
+    "grouped, DP 2, overlap": (4, f"{EP2} --moe-grouped-gemm {OVERLAPS}"),
+    "linear layers": (2, EP2),
+    "interleaved": (
+        4,
+        f"{EP2} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --moe-grouped-gemm "
+        f"{OVERLAPS} --moe-shared-expert-intermediate-size 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", cases(DELAYED_CASES, "linear layers", "interleaved"))
+def test_gradients_of_replicas_are_sent_after_delayed_ones(model_of, tmp_path, case):
+    """Weight gradients come after those of inputs, in a part of the schedule of their own."""
+    ranks, flags = DELAYED_CASES[case]
+    shared = "--moe-shared-expert-intermediate-size 32"
+    model = model_of(f"{EIGHT} --global-batch-size 8 {shared if shared in flags else ''}")
+    run = model.train(ranks, f"{flags} {DELAYED} --balance-experts --expert-min-gain 0 --balance-report {tmp_path}")
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(line["action"] == "replicate" for line in lines) > 5, "hardly anything was replicated"
+    assert_close(run, model.alone("--moe-grouped-gemm"), 1e-5, 1e-4)
+
+
+@pytest.mark.exhaustive
+def test_delayed_gradients_are_sent_in_order(engine):
+    flags = f"{TE} {SINGLE} {EXPERTS} {EP2} --moe-grouped-gemm {OVERLAPS} {DELAYED} --balance-experts"
+    argv = [*MODEL, *MOCK_DATA, *f"{flags} --init-method-std 0.1 --global-batch-size 8 --train-iters 3".split()]
+    ranks = engine.run(4, noted_rank, argv, {}, 0)
+    assert replay([rank.operations for rank in ranks]) is None
+    assert not {race for rank in ranks for race in rank.races}
 
 
 def _with_a_slot(rows: np.ndarray, counts: list[int], gradient: np.ndarray) -> list[np.ndarray]:

@@ -99,6 +99,8 @@ class ReplicatedSequentialMLP(SequentialMLP):
         config = copy.copy(config)
         config.gradient_accumulation_fusion = False
         super().__init__(num_local_experts, config, *args, **kwargs)
+        # Whether `backward_dw` ends a backward pass, after the gradients of inputs have been handed on.
+        self._delays = config.delay_wgrad_compute
 
     def forward(
         self,
@@ -117,7 +119,10 @@ class ReplicatedSequentialMLP(SequentialMLP):
         slots, position = self.slots, self.position
         if slots is None or not self.training:
             return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
-        permuted_local_hidden_states = _OnBackward.apply(permuted_local_hidden_states, lambda: slots.end_pass(position))
+        if not self._delays:
+            permuted_local_hidden_states = _OnBackward.apply(
+                permuted_local_hidden_states, lambda: slots.end_pass(position)
+            )
         if not slots.is_used(position):
             return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
         parts = [sum(counts[:homes]), sum(counts[homes:])]
@@ -133,9 +138,18 @@ class ReplicatedSequentialMLP(SequentialMLP):
         position = self.position
         slots.acquire(position, forward=True)
         # A backward pass reaches `outputs` before the replicas, and `tokens` after them.
-        tokens = _OnBackward.apply(hidden, lambda: slots.accumulate_gradients(position))
+        tokens = hidden if self._delays else _OnBackward.apply(hidden, lambda: slots.accumulate_gradients(position))
         outputs = self._run_replicas(slots.leaves(position), tokens, counts, probs)
         return _OnBackward.apply(outputs, lambda: slots.acquire(position, forward=False))
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward pass has left out, then return those of replicas
+        (`--delay-wgrad-compute`)."""
+        super().backward_dw()
+        if self.slots is not None and self._delays:
+            if self.slots.is_used(self.position):
+                self.slots.accumulate_gradients(self.position)
+            self.slots.end_pass(self.position)
 
     def _run_homes(self, hidden: torch.Tensor, counts: list[int], probs: torch.Tensor) -> torch.Tensor:
         parts = zip(self.local_experts, hidden.split(counts), probs.split(counts), strict=True)

@@ -17,6 +17,7 @@ __all__ = ["RUNS", "CheckedRun", "Noted", "arguments", "checked", "noted_rank"]
 _OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _MOE = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 _EXPERTS = f"{_MOE} --balance-experts"
+_BATCHES = "--overlap-moe-expert-parallel-comm"
 _DOCUMENTS = "--balance-sequences --dataloader-inter-document-masking"
 _PP2, _PP4 = ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")
 _UNTIED = "--untie-embeddings-and-output-weights"
@@ -44,6 +45,14 @@ RUNS = {
     "experts, shared slots, interleaved": CheckedRun(
         4,
         f"{_EXPERTS} {_OVERLAPS} --expert-replica-mode shared {_PP2} --num-virtual-stages-per-pipeline-rank 2",
+        files=(_RELAY,),
+    ),
+    "experts, messages overlapped with compute": CheckedRun(
+        4, f"{_EXPERTS} {_OVERLAPS} {_BATCHES} --ddp-bucket-size 2000 --global-batch-size 8", files=(_RELAY,)
+    ),
+    "experts, messages overlapped with compute, interleaved": CheckedRun(
+        4,
+        f"{_EXPERTS} {_OVERLAPS} {_BATCHES} {_PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8",
         files=(_RELAY,),
     ),
     "experts, grouped, tensor-parallel": CheckedRun(

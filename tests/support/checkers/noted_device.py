@@ -74,8 +74,9 @@ def _make_classes(log: DeviceLog) -> tuple[type, type]:
 
 
 def _asked_by_engine() -> bool:
-    """Whether it is a balancer that asks where it runs."""
-    return "/balancing/" in sys._getframe(2).f_code.co_filename
+    """Whether it is a balancer, or Transformer Engine, that asks where it runs."""
+    asking = sys._getframe(2).f_code.co_filename
+    return "/balancing/" in asking or "/transformer_engine/pytorch/" in asking
 
 
 def install() -> DeviceLog:

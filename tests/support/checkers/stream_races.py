@@ -202,7 +202,8 @@ class StreamRaces(TorchDispatchMode):
             access
             for part in memory.ranges.values()
             for access in part.accesses()
-            if access.stream not in memory.recorded and not self._ordered(access, memory.stream)
+            # It is given away once the streams that it is kept for have done what they were given until now.
+            if not any(self._ordered(access, stream) for stream in (memory.stream, *memory.recorded))
         ]
         if late:
             self._free.append((memory.stream, site(2) or memory.where, late))

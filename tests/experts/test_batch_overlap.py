@@ -1,0 +1,70 @@
+"""Balanced experts where messages of one micro-batch overlap compute of another (`--overlap-moe-expert-parallel-comm`).
+
+Megatron-LM then runs each layer in parts, and the forward pass of one micro-batch alternates with the backward pass of
+another.
+"""
+
+import json
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from tests.experts.test_training import _assert_same
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, join, train, train_rank
+
+BASE = [
+    *MODEL,
+    *MOCK_DATA,
+    *EXACT,
+    *MOE,
+    *"--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --init-method-std 0.1 --num-layers 3".split(),
+    *"--expert-model-parallel-size 2 --global-batch-size 8".split(),
+]
+GRADIENTS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+# ranks, flags
+CASES = {
+    "EP 2": (2, ""),
+    "EP 2, DP 2, gradients and parameters overlapped": (4, GRADIENTS),
+    "interleaved": (4, f"{INTERLEAVED} {GRADIENTS}"),
+    "top-3, shared expert": (2, "--moe-router-topk 3 --moe-shared-expert-intermediate-size 32"),
+    "grouped": (2, "--moe-grouped-gemm"),
+    "slots shared": (2, "--expert-replica-mode shared"),
+    "one home expert": (2, "--num-experts 2"),
+    "more tokens": (2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights"),
+    "ETP 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"),
+}
+
+
+def _train_in_parts(argv: list[str]) -> tuple[RankRun, int]:
+    """Train, and count how often parts of two micro-batches ran in turn."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan as Plan
+
+    both = 0
+    run = Plan.run
+
+    @wraps(run)
+    def counted(f_layer: Any, b_layer: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal both
+        both += f_layer is not None and b_layer is not None
+        return run(f_layer, b_layer, *args, **kwargs)
+
+    Plan.run = staticmethod(counted)
+    return train_rank(argv, True), both
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "EP 2" else pytest.mark.exhaustive) for case in CASES]
+)
+def test_replicas_of_two_micro_batches_in_parts_change_no_number(pool, tmp_path, case):
+    ranks, flags = CASES[case]
+    reference = train(pool, ranks, flags, base=BASE, parameters=True)
+    balanced = (
+        f"{flags} --overlap-moe-expert-parallel-comm --balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    )
+    results = pool.run(ranks, _train_in_parts, [*BASE, *balanced.split()])
+    assert all(both > 3 for _, both in results), "hardly anything ran in turn"
+    _assert_same(join([run for run, _ in results]), reference)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(line["action"] == "replicate" for line in lines) > 5, "hardly anything was replicated"
