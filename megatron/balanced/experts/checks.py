@@ -10,7 +10,7 @@ import dataclasses
 
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.dry_run import is_available
-from megatron.balanced.incompatible import EXPERTS, check_compatible
+from megatron.balanced.incompatible import EXPERTS, OWN_EXPERTS, check_compatible
 
 __all__ = ["check_experts"]
 
@@ -22,7 +22,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig, *, device: st
     ValueError for flags that cannot work.
     """
     _check_numbers(args)
-    if (args.transformer_impl == "local" or experts.balance_experts) and args.num_experts and args.moe_grouped_gemm:
+    if args.transformer_impl == "local" and args.num_experts and args.moe_grouped_gemm:
         _check_grouped(args)
     if not experts.balance_experts:
         return experts, []
@@ -32,9 +32,11 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig, *, device: st
     notes = []
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
-    if args.transformer_impl != "local":
-        how = "torch's grouped GEMM" if args.moe_grouped_gemm else "Megatron-LM's own linear layers"
-        notes.append(f"--balance-experts runs experts on {how} in the place of Transformer Engine's")
+    if args.transformer_impl != "local" and not args.moe_grouped_gemm:
+        notes.append(
+            "--balance-experts runs experts on Megatron-LM's own linear layers in the place of Transformer Engine's; "
+            "with --moe-grouped-gemm it runs them on Transformer Engine's"
+        )
     return experts, notes
 
 
@@ -50,7 +52,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_grouped(args: argparse.Namespace) -> None:
-    """Check the limits of our grouped GEMM experts, which replace Transformer Engine's."""
+    """Check the limits of grouped GEMM experts without Transformer Engine."""
     alone = "drop --moe-grouped-gemm"
     if args.add_bias_linear:
         raise ValueError(
@@ -93,4 +95,6 @@ def _check_compatible(args: argparse.Namespace, device: str) -> None:
             flag = f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend}"
             why = "flex needs DeepEP on GPUs (--moe-flex-dispatcher-backend deepep)"
             also.append((flag, why, "use alltoall or allgather"))
-    check_compatible(args, EXPERTS, "--balance-experts", also)
+    of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
+    features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
+    check_compatible(args, features, "--balance-experts", also)
