@@ -80,7 +80,7 @@ def test_refused(pool, case):
 
 
 def test_layers_of_transformer_engine():
-    """Sequential experts are replaced, with a note, grouped ones are not, and no other option has to be switched off."""
+    """Sequential experts are replaced, with a note, grouped ones are not; no other option has to be switched off."""
     args = argparse.Namespace(
         transformer_impl="transformer_engine",
         num_experts=4,
