@@ -11,6 +11,8 @@ from dataclasses import dataclass
 __all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "shown"]
 
 # Features. A dynamic scheme is checked as DYNAMICS and by its own name; those that leave tokens out as SKIP, too.
+# Balanced experts that are not Transformer Engine's are checked as OWN_EXPERTS, too.
+OWN_EXPERTS = "own experts"
 EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", "release", "report"
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
@@ -45,16 +47,17 @@ class IncompatibleError(ValueError):
 
 
 def check_compatible(
-    args: argparse.Namespace, feature: str, given: str, also: Sequence[tuple[str, str, str]] = ()
+    args: argparse.Namespace, feature: str | tuple[str, ...], given: str, also: Sequence[tuple[str, str, str]] = ()
 ) -> None:
     """Raise IncompatibleError, which explains the first, for values in `args` that are incompatible with `feature`.
 
     args: Megatron-LM's arguments.
-    feature: one of the features above.
+    feature: one or several of the features above.
     given: the flag that switched the feature on, as the user gave it.
     also: further flags that are incompatible, each as the user gave it, with why and the way out.
     """
-    rows = [row for row in INCOMPATIBLE if _meets(row, args, feature)]
+    features = (feature,) if isinstance(feature, str) else feature
+    rows = [row for row in INCOMPATIBLE if any(_meets(row, args, each) for each in features)]
     found = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)
     if found:
         (flag, why, instead), *others = found
@@ -80,7 +83,8 @@ _OFF = (None,)
 _BALANCERS = (EXPERTS, SEQUENCES, LAYERS)
 _GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ"
 _HOOKS = "the report measures with hooks on modules, which cannot be part of a CUDA graph"
-_TE_EXPERTS = "it needs Transformer Engine's experts, which cannot have replicas yet"
+_TE_EXPERTS = "it needs Transformer Engine's grouped experts"
+_USE_TE_EXPERTS = "use --transformer-impl transformer_engine --moe-grouped-gemm"
 _PADDING = "it adds tokens that the plan of replicas does not count"
 _MODULES = "our modules, which replace Megatron-LM's, do not support it"
 _ATTENTION = "this attention cannot be spread over ranks yet"
@@ -117,14 +121,18 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     # Experts
     Incompatible("use_te_activation_func", _OFF, (EXPERTS,), _MODULES),
     Incompatible("use_transformer_engine_op_fuser", _OFF, (EXPERTS,), "fused experts cannot have replicas"),
-    Incompatible("moe_mlp_glu_interleave_size", _OFF, (EXPERTS,), "replicas do not interleave weights"),
+    Incompatible("moe_mlp_glu_interleave_size", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
+    Incompatible("moe_single_grouped_weight", _OFF, (EXPERTS,),
+                 "it keeps all experts in one weight, and replicas are further weights"),
+    Incompatible("moe_single_grouped_bias", _OFF, (EXPERTS,),
+                 "it keeps all experts in one bias, and replicas are further biases"),
     Incompatible("moe_pad_expert_input_to_capacity", _OFF, (EXPERTS,),
                  "it pads logical experts, and replicas would take the padding for tokens",
                  "use --moe-expert-capacity-factor without it"),
     Incompatible("moe_router_padding_for_quantization", _OFF, (EXPERTS,), _PADDING),
     Incompatible("moe_router_padding_for_fp8", _OFF, (EXPERTS,), _PADDING),
     Incompatible("moe_apply_probs_on_input", _OFF, (EXPERTS,), _MODULES),
-    Incompatible("moe_latent_size", _OFF, (EXPERTS,), _TE_EXPERTS),
+    Incompatible("moe_latent_size", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
                  "use --balance-report"),
     # Attention, positions and data

@@ -8,7 +8,6 @@ modules, and those of the balancers and dynamic schemes; nothing is patched.
 import argparse
 import copy
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -36,6 +35,7 @@ from megatron.balanced.dynamics.layer import dynamic_layer
 from megatron.balanced.dynamics.sparse_attention import sparse_attention
 from megatron.balanced.experts.grouped_mlp import GroupedMLP
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.sequences.attention import SequenceCoreAttention
 
@@ -132,15 +132,11 @@ class LayerSpecs:
         _fill_in(spec, self._of_prediction)
 
 
-def _on_own_linears(experts: type[SequentialMLP]) -> Callable[..., SequentialMLP]:
-    """`experts` made of Megatron's own linear layers, whatever the spec has. A replica runs the modules of a home
-    expert with other weights, which modules of Transformer Engine do not allow."""
-
-    def build(*args: Any, submodules: Any, **kwargs: Any) -> SequentialMLP:
-        own = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        return experts(*args, submodules=own, **kwargs)
-
-    return build
+def _on_own_linears(*args: Any, submodules: Any, **kwargs: Any) -> ReplicatedSequentialMLP:
+    """Sequential experts made of Megatron's own linear layers, whatever the spec has. A replica runs the modules of a
+    home expert with other weights, which modules of Transformer Engine do not allow."""
+    own = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ReplicatedSequentialMLP(*args, submodules=own, **kwargs)
 
 
 def _core_attention(args: argparse.Namespace) -> type:
@@ -176,8 +172,8 @@ def _replacements(
         replicated[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)
         replicated[SequentialMLP] = fitting.get(SequentialMLP, ReplicatedSequentialMLP)
         if args.transformer_impl != "local":
-            replicated[SequentialMLP] = _on_own_linears(ReplicatedSequentialMLP)
-            replicated[TEGroupedMLP] = _on_own_linears(GroupedMLP)
+            replicated[SequentialMLP] = _on_own_linears
+            replicated[TEGroupedMLP] = ReplicatedTEGroupedMLP
     dynamic: dict[Any, Any] = {}
     if dynamics.enabled:
         dynamic[TransformerLayer] = dynamic_layer(dynamics)

@@ -37,7 +37,16 @@ REFUSED = {
     "padding for quantization": (f"{BALANCE} --moe-router-padding-for-quantization", "-quantization", "drop it"),
     "padding for fp8": (f"{BALANCE} --moe-router-padding-for-fp8", "--moe-router-padding-for-fp8", "drop it"),
     "probabilities on the input": (f"{BALANCE} --moe-apply-probs-on-input", "--moe-apply-probs-on-input", "drop it"),
-    "latent experts": (f"{BALANCE} --moe-latent-size 16", "--moe-latent-size 16", "Transformer Engine", "drop it"),
+    "latent experts": (
+        f"{BALANCE} --moe-latent-size 16",
+        "--moe-latent-size 16",
+        "Transformer Engine's grouped experts",
+    ),
+    "interleaved halves": (
+        f"{BALANCE} --moe-mlp-glu-interleave-size 8",
+        "--moe-mlp-glu-interleave-size 8",
+        "use --transformer-impl transformer_engine --moe-grouped-gemm",
+    ),
     "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),
     "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),
     "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),
@@ -80,7 +89,7 @@ def test_refused(pool, case):
 
 
 def test_layers_of_transformer_engine():
-    """Their experts are replaced, with a note, and none of their other options has to be switched off."""
+    """Sequential experts are replaced, with a note, grouped ones are not; no other option has to be switched off."""
     args = argparse.Namespace(
         transformer_impl="transformer_engine",
         num_experts=4,
@@ -94,6 +103,8 @@ def test_layers_of_transformer_engine():
     )
     _, (note,) = check_experts(args, ExpertConfig(balance_experts=True))
     assert "in the place of Transformer Engine's" in note
+    args.moe_grouped_gemm = args.add_bias_linear = True
+    assert check_experts(args, ExpertConfig(balance_experts=True), device="cuda")[1] == []
 
 
 def test_grouped_experts_with_biases(pool):

@@ -169,19 +169,20 @@ def test_experts_and_ranks_without_tokens(pool, shared):
 
 
 def _in_the_place_of_transformer_engines() -> list[str]:
-    """Experts of a spec with Transformer Engine's, built as balancing builds them: their kind and their parameters."""
+    """Experts of a spec with Transformer Engine's linear layers, built as balancing builds them: their kind and their
+    parameters."""
     from functools import partial
 
-    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
     from megatron.balanced import model
-    from megatron.balanced.experts.grouped_mlp import GroupedMLP
     from tests.support.one_layer import tiny_config
 
-    theirs = GroupedMLPSubmodules(linear_fc1=None, linear_fc2=None)
-    spec = MoESubmodules(experts=partial(TEGroupedMLP, submodules=theirs))
-    filled = model._fill_in(spec, {TEGroupedMLP: model._on_own_linears(GroupedMLP)})
+    theirs = MLPSubmodules(linear_fc1=None, linear_fc2=None)
+    spec = MoESubmodules(experts=partial(SequentialMLP, submodules=theirs))
+    filled = model._fill_in(spec, {SequentialMLP: model._on_own_linears})
     config, groups = tiny_config()
     built = filled.experts(2, config, pg_collection=groups)
     return [type(built).__name__, *(name for name, _ in built.named_parameters())]
@@ -190,7 +191,7 @@ def _in_the_place_of_transformer_engines() -> list[str]:
 def test_they_stand_in_for_transformer_engines(pool):
     (built,) = pool.run(1, _in_the_place_of_transformer_engines)
     linears = [f"local_experts.{n}.linear_fc{m}.weight" for n in range(2) for m in (1, 2)]
-    assert built == ["GroupedMLP", *linears]
+    assert built == ["ReplicatedSequentialMLP", *linears]
 
 
 MOE = (

@@ -1,13 +1,15 @@
 """Replicas of experts in a model of Transformer Engine's layers, and its grouped linear with replicas in slots."""
 
 import json
+from functools import wraps
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.checkers.checked_runs import noted_rank
 from tests.support.checkers.collective_order import replay
-from tests.support.training import MOCK_DATA, MODEL
+from tests.support.training import MOCK_DATA, MODEL, RankRun, join
 from tests.support.transformer_engine.model import EXPERTS, SINGLE, TE, assert_close, cases
 
 EP2 = "--expert-model-parallel-size 2"
@@ -21,7 +23,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", cases(CASES, "grouped"))
+@pytest.mark.parametrize("case", cases(CASES, "linear layers, slots shared", "grouped"))
 def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path, case):
     ranks, flags = CASES[case]
     model = model_of(EIGHT)
@@ -66,6 +68,71 @@ def test_delayed_gradients_are_sent_in_order(engine):
     ranks = engine.run(4, noted_rank, argv, {}, 0)
     assert replay([rank.operations for rank in ranks]) is None
     assert not {race for rank in ranks for race in rank.races}
+
+
+def _train_watched(argv: list[str]) -> tuple[RankRun, list[int], list[str]]:
+    """Train with fused accumulation. Returns the run, the number of weights of each grouped product in order, and what
+    was wrong with a product: a weight that is neither a parameter's nor a slot's memory, or a gradient outside buffers.
+    """
+    import torch
+    import transformer_engine_torch as tex
+    from megatron.training import training
+
+    from balancing.experts.engine.slots import ReplicaSlots
+    from tests.experts.test_fusion import _train_fused
+
+    groups: list[int] = []
+    wrong: list[str] = []
+    buffers: set[int] = set()  # addresses of memory
+    product, make_slots, build = tex.te_general_grouped_gemm, ReplicaSlots.__init__, training.setup_model_and_optimizer
+    accumulator = ReplicaSlots._accumulator
+
+    def memory(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    def watched_product(a: Any, transa: bool, b: Any, transb: bool, d: Any, *rest: Any, **more: Any) -> Any:
+        groups.append(len(a))
+        if not (buffers >= {memory(each) for each in (d if transb else a)}):
+            wrong.append(f"product {len(groups)}: {'gradients' if transb else 'weights'} are copies")
+        return product(a, transa, b, transb, d, *rest, **more)
+
+    def watched_slots(self: ReplicaSlots, *args: Any, **kwargs: Any) -> None:
+        make_slots(self, *args, **kwargs)
+        buffers.add(memory(self._weights))
+
+    def watched_accumulator(self: ReplicaSlots, layer: int) -> torch.Tensor:
+        gradients = accumulator(self, layer)
+        buffers.add(memory(gradients))
+        return gradients
+
+    @wraps(build)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        built = build(*args, **kwargs)
+        for parameter in (each for chunk in built[0] for each in chunk.parameters()):
+            buffers.update((memory(parameter), memory(parameter.main_grad)))
+        return built
+
+    tex.te_general_grouped_gemm = watched_product
+    ReplicaSlots.__init__, ReplicaSlots._accumulator = watched_slots, watched_accumulator
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    run, _, _ = _train_fused(argv)
+    return run, groups, wrong
+
+
+def test_homes_and_replicas_are_one_product(model_of, tmp_path):
+    """No weight is copied for a product, none more is started, and gradients are added to buffers by the products."""
+    model = model_of(EIGHT)
+    flags = f"{EP2} --moe-grouped-gemm --train-iters 3 --recompute-granularity selective --recompute-modules moe_act"
+    balance = f"--balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    balanced = model.pool.run(2, _train_watched, model.argv(f"{flags} {balance}"))
+    unbalanced = model.pool.run(2, _train_watched, model.argv(flags))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(line["action"] == "replicate" for line in lines) > 3, "hardly anything was replicated"
+    for (_, groups, wrong), (_, groups_before, _) in zip(balanced, unbalanced, strict=True):
+        assert not wrong
+        assert set(groups_before) == {4} and set(groups) == {4, 4 + 2}  # homes, slots
+        assert len(groups) == len(groups_before) == 3 * 2 * 4 * 6  # iterations, micro-batches, layers, products
+    assert_close(join([run for run, *_ in balanced]), join([run for run, *_ in unbalanced]), 1e-5, 1e-4)
 
 
 def _with_a_slot(rows: np.ndarray, counts: list[int], gradient: np.ndarray) -> list[np.ndarray]:

@@ -27,11 +27,10 @@ import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
 from balancing.experts.engine.relay import Hop, Relay, split_pieces
+from balancing.experts.engine.weights import Parameters, WeightFormat, WeightLayout
 from balancing.experts.placement import ReplicaPlacement
 
 __all__ = ["ReplicaSlots", "TransferStatistics"]
-
-Parameters = Sequence[torch.Tensor]  # of one expert, in a fixed order
 
 _MOST_PIECES = 1 << 12  # of one expert; message numbers leave room for as many
 
@@ -84,6 +83,9 @@ class ReplicaSlots:
     group: expert-parallel group, used for nothing else at the same time.
     shared: whether two buffers serve all layers, instead of one buffer for each layer.
     gradient: home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in.
+    fused: whether products with a replica's weight add its gradient to the attribute `main_grad` of the weight, which
+        has the type of `gradient` then, rather than to `grad`.
+    format: how parameters are stored.
     final: called with a layer's number before the weights of its homes are read.
     complete: called with a layer's number after each backward pass, when the gradients of its replicas have been added
         to those of their homes; layers come in the order of `end_pass`.
@@ -99,6 +101,8 @@ class ReplicaSlots:
         gradient: Callable[[torch.Tensor], torch.Tensor],
         final: Callable[[int], None],
         complete: Callable[[int], None],
+        fused: bool = False,
+        format: WeightFormat | None = None,
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
         self._statistics = TransferStatistics()
@@ -110,16 +114,21 @@ class ReplicaSlots:
         self._shapes = [p.shape for p in first]
         self._experts = self._homes_per_rank * dist.get_world_size(group)
         self._size = sum(p.numel() for p in first)
-        self._dtype, self._device = first[0].dtype, first[0].device
+        self._format = format or WeightFormat()
+        self._layout = WeightLayout(first, self._format)
+        self._device = first[0].device
         self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
         self._waits: list[tuple[Any, Any]] = []  # begin and end, marks of the clock
-        self._gradient_dtype = torch.float64 if self._dtype is torch.float64 else torch.float32
+        self._fused = fused
+        self._gradient_dtype = torch.float64 if first[0].dtype is torch.float64 else torch.float32
+        if fused:
+            self._gradient_dtype = gradient(first[0]).dtype
         buffers = min(2, len(homes)) if shared else len(homes)
-        self._weights = torch.zeros(buffers, slots, self._size, dtype=self._dtype, device=self._device)
+        self._weights = torch.zeros(buffers, slots, self._layout.size, dtype=self._layout.dtype, device=self._device)
         # Leaves of autograd. They share the buffers' memory but not their version counters: a shared buffer is written
         # again between a forward pass and its backward pass, and holds the same weights when the backward pass runs.
         self._leaves = [
-            [self._views(self._weights[self._buffer(layer)].data[slot]) for slot in range(slots)]
+            [self._layout.replicas(first, self._weights[self._buffer(layer)].data[slot]) for slot in range(slots)]
             for layer in range(len(homes))
         ]
         self._accumulated: list[torch.Tensor | None] = [None] * len(homes)
@@ -137,17 +146,25 @@ class ReplicaSlots:
         self._micro_batches = 1
 
     @staticmethod
-    def bytes_needed(homes: Sequence[Sequence[Parameters]], slots: int, *, shared: bool) -> int:
-        """Bytes of memory that `ReplicaSlots(homes, slots, ..., shared=shared)` takes on this rank, with gradients."""
+    def bytes_needed(
+        homes: Sequence[Sequence[Parameters]],
+        slots: int,
+        *,
+        shared: bool,
+        format: WeightFormat | None = None,
+        copies: int = 0,
+    ) -> int:
+        """Bytes of memory that replicas take on this rank, with gradients.
+
+        homes, slots, shared, format: as in `ReplicaSlots`.
+        copies: bytes that the layers keep for each number of a replica beside the slots, such as a quantized weight.
+        """
         size = sum(p.numel() for p in homes[0][0])
-        weight, gradient = homes[0][0][0].element_size(), max(4, homes[0][0][0].element_size())
+        gradients = size * max(4, homes[0][0][0].element_size())
         layers = len(homes)
         buffers = min(2, layers) if shared else layers  # of shared gradients, one is filled while the other is sent
-        return slots * size * buffers * (weight + gradient)
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        pieces = flat.split([shape.numel() for shape in self._shapes])
-        return [p.view(shape).detach().requires_grad_() for p, shape in zip(pieces, self._shapes, strict=True)]
+        stored = WeightLayout(homes[0][0], format or WeightFormat()).nbytes
+        return slots * (buffers * (stored + gradients) + layers * size * copies)
 
     def _buffer(self, layer: int) -> int:
         return layer % 2 if self.shared else layer
@@ -209,13 +226,16 @@ class ReplicaSlots:
         return hops
 
     def _flat_home(self, layer: int, expert: int) -> torch.Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in self.homes[layer][expert % self._homes_per_rank]])
+        return self._layout.flat(self.homes[layer][expert % self._homes_per_rank])
 
-    def _relay(self, hops: list[Hop], chains: list[_Chain], dtype: torch.dtype) -> Relay:
-        """Start this rank's hops of `chains`, which are the same on all ranks. dtype: of what is sent."""
+    def _relay(self, hops: list[Hop], chains: list[_Chain], size: int, dtype: torch.dtype) -> Relay:
+        """Start this rank's hops of `chains`, which are the same on all ranks.
+
+        size, dtype: of what is sent of each expert.
+        """
         if not (self.turn_by_turn and chains):
             return Relay(hops, self._group)
-        pieces = len(split_pieces(torch.empty(self._size, dtype=dtype, device="meta")))
+        pieces = len(split_pieces(torch.empty(size, dtype=dtype, device="meta")))
         relay = Relay(hops, self._group, turns=max(len(chain.ranks) for chain in chains) - 1 + pieces - 1)
         self._posting.append(relay)
         return relay
@@ -255,8 +275,9 @@ class ReplicaSlots:
             ),
         )
         self._statistics.weight_bytes += sum(hop.sent_bytes for hop in hops)
-        self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._size * self._dtype.itemsize
-        self._fetching.setdefault(layer, []).append(self._relay(hops, chains, self._dtype))
+        self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._layout.nbytes
+        relay = self._relay(hops, chains, self._layout.size, self._layout.dtype)
+        self._fetching.setdefault(layer, []).append(relay)
 
     def add(self, layer: int, placement: ReplicaPlacement) -> None:
         """Add late replicas to empty slots of `layer` before its first pass of the iteration, which waits for them.
@@ -283,10 +304,20 @@ class ReplicaSlots:
         forward or backward direction."""
         self._finish_sends()
         self.prefetch(layer)
-        for relay in self._fetching.pop(layer, []):
+        fetched = self._fetching.pop(layer, [])
+        for relay in fetched:
             self._wait(relay.wait_received)
             self._leaving.append(relay)
+        if fetched:
+            for leaves in self._held(layer):
+                for leaf in leaves:
+                    self._format.received(leaf)
         self._prefetch_after(layer, forward)
+        if self._fused and not forward and self.is_held(layer):
+            accumulated = self._accumulator(layer)
+            for slot, leaves in enumerate(self._leaves[layer]):
+                for leaf, gradient in zip(leaves, self._like_parameters(accumulated[slot]), strict=True):
+                    leaf.main_grad = gradient  # type: ignore[attr-defined]
 
     def _prefetch_after(self, layer: int, forward: bool) -> None:
         following = self._first_used(range(layer + 1, len(self.homes)) if forward else range(layer - 1, -1, -1))
@@ -299,6 +330,14 @@ class ReplicaSlots:
     def is_used(self, layer: int) -> bool:
         """Whether `layer` has a replica on any rank of the group in this iteration."""
         return bool(self._chains[layer])
+
+    def is_held(self, layer: int) -> bool:
+        """Whether this rank has a replica of `layer` in this iteration."""
+        return bool(self._held(layer))
+
+    def _held(self, layer: int) -> list[list[torch.Tensor]]:
+        """The parameters of this rank's replicas."""
+        return [self._leaves[layer][chain.slot] for chain in self._chains[layer] if chain.slot is not None]
 
     def moved_bytes(self, layer: int) -> int:
         """Bytes that all ranks together have sent for `layer` in this iteration, weights and gradients."""
@@ -332,12 +371,10 @@ class ReplicaSlots:
             for other in list(self._reducing):
                 self._finish_reduction(other)
         self._backwards[layer] += 1
-        accumulated = self._accumulated[layer]
         for chain in self._chains[layer]:
             if chain.slot is None:
                 continue
-            if accumulated is None:
-                accumulated = torch.zeros(self.slots, self._size, dtype=self._gradient_dtype, device=self._device)
+            accumulated = self._accumulator(layer)
             start = 0
             for leaf in self._leaves[layer][chain.slot]:
                 if leaf.grad is not None:
@@ -346,11 +383,27 @@ class ReplicaSlots:
         for slot in self._leaves[layer]:
             for leaf in slot:
                 leaf.grad = None
-        self._accumulated[layer] = accumulated
         if self.shared or self._backwards[layer] == self._micro_batches:
             self._start_reduction(layer)
 
+    def _accumulator(self, layer: int) -> torch.Tensor:
+        """Gradients of the replicas of `layer` on this rank, [slot, numbers of an expert], 0 at first."""
+        accumulated = self._accumulated[layer]
+        if accumulated is None:
+            accumulated = torch.zeros(self.slots, self._size, dtype=self._gradient_dtype, device=self._device)
+            self._accumulated[layer] = accumulated
+        return accumulated
+
+    def _like_parameters(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of an expert's gradients, one for each parameter."""
+        pieces = flat.split([shape.numel() for shape in self._shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
     def _start_reduction(self, layer: int) -> None:
+        if self._fused:
+            for leaves in self._leaves[layer]:
+                for leaf in leaves:
+                    leaf.main_grad = None  # type: ignore[attr-defined]
         accumulated = self._accumulated[layer]
         self._accumulated[layer] = None
         received: list[tuple[int, torch.Tensor]] = []
@@ -371,7 +424,8 @@ class ReplicaSlots:
         self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
         assert layer not in self._reducing, "a layer has two reductions in flight"
-        self._reducing[layer] = _Reduction(self._relay(hops, self._chains[layer], self._gradient_dtype), received)
+        relay = self._relay(hops, self._chains[layer], self._size, self._gradient_dtype)
+        self._reducing[layer] = _Reduction(relay, received)
 
     def end_pass(self, layer: int) -> None:
         """After a backward pass through the experts of `layer`, homes and replicas, also without replicas.
@@ -396,9 +450,8 @@ class ReplicaSlots:
         if received:
             self._wait(relay.wait_received)
         for home, flat in received:
-            pieces = flat.split([shape.numel() for shape in self._shapes])
-            for parameter, piece in zip(self.homes[layer][home], pieces, strict=True):
-                self._gradient(parameter).add_(piece.view(parameter.shape))
+            for parameter, piece in zip(self.homes[layer][home], self._like_parameters(flat), strict=True):
+                self._gradient(parameter).add_(piece)
         self._leaving.append(relay)
 
     def take_statistics(self) -> TransferStatistics:

@@ -29,6 +29,7 @@ from megatron.balanced.experts.events import layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans
+from megatron.balanced.experts.te_grouped_mlp import home_parameters
 from megatron.balanced.optimizer_state import state_bytes
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 
@@ -142,7 +143,7 @@ class ExpertBalancer(StepCallback):
 
     def _mode(self, layers: list[BalancedMoELayer], free: int) -> tuple[bool, str | None]:
         """Whether slots are shared, and the error message if they do not fit into `free` bytes."""
-        homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
+        homes = [home_parameters(layer.experts) for layer in layers]
         slots, mode = self.config.expert_replica_slots, self.config.expert_replica_mode
         resident = ReplicaSlots.bytes_needed(homes, slots, shared=False)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)

@@ -10,7 +10,7 @@ import dataclasses
 
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.dry_run import assumes_gpus
-from megatron.balanced.incompatible import EXPERTS, check_compatible, shown
+from megatron.balanced.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
 
 __all__ = ["check_experts"]
 
@@ -24,19 +24,23 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     _check_numbers(args)
     _check_fusions(args)
     _check_flex(args)
-    if (args.transformer_impl == "local" or experts.balance_experts) and args.num_experts and args.moe_grouped_gemm:
+    if args.transformer_impl == "local" and args.num_experts and args.moe_grouped_gemm:
         _check_grouped(args)
     if not experts.balance_experts:
         return experts, []
     if why := _nothing_to_balance(args):
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
-    check_compatible(args, EXPERTS, "--balance-experts", _of_flex(args))
+    of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
+    features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
+    check_compatible(args, features, "--balance-experts", _of_flex(args))
     notes = []
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
-    if args.transformer_impl != "local":
-        how = "torch's grouped GEMM" if args.moe_grouped_gemm else "Megatron-LM's own linear layers"
-        notes.append(f"--balance-experts runs experts on {how} in the place of Transformer Engine's")
+    if args.transformer_impl != "local" and not args.moe_grouped_gemm:
+        notes.append(
+            "--balance-experts runs experts on Megatron-LM's own linear layers in the place of Transformer Engine's; "
+            "with --moe-grouped-gemm it runs them on Transformer Engine's"
+        )
     return experts, notes
 
 
@@ -86,7 +90,7 @@ def _flex_backend(args: argparse.Namespace) -> str:
 
 
 def _check_grouped(args: argparse.Namespace) -> None:
-    """Check the limits of our grouped GEMM experts, which replace Transformer Engine's."""
+    """Check the limits of grouped GEMM experts without Transformer Engine."""
     alone = "drop --moe-grouped-gemm"
     if args.add_bias_linear:
         raise ValueError(

@@ -17,8 +17,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from balancing.experts.engine.slots import ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP, home_parameters
 
 __all__ = ["ExpertChunk"]
+
+
+def _accumulates_fused(experts: torch.nn.Module) -> bool:
+    """Whether products with the weights of `experts` add gradients to buffers themselves."""
+    return isinstance(experts, ReplicatedTEGroupedMLP) and experts.linear_fc1.fuse_wgrad_accumulation
 
 
 class ExpertChunk:
@@ -39,7 +45,7 @@ class ExpertChunk:
     ):
         self.layers = layers
         self._waiting: dict[int, dict[torch.nn.Parameter, Callable[[], None]]] = {}
-        homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
+        homes = [home_parameters(layer.experts) for layer in layers]
         self.slots = ReplicaSlots(
             homes,
             layers[0].slots,
@@ -48,6 +54,7 @@ class ExpertChunk:
             gradient=lambda parameter: parameter.main_grad,
             final=self._finish_gathers,
             complete=self._release,
+            fused=_accumulates_fused(layers[0].experts),
         )
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position

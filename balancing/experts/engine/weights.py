@@ -1,0 +1,71 @@
+"""How the weights of an expert are stored and laid out in the buffers of replica slots.
+
+An expert is sent as one flat tensor. Its parameters may be plain tensors, or quantized ones made of numbers in 8 bits
+and scales; a replica is then made of the same parts, which lie in the slot's buffer, and equals its home bit for bit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["Parameters", "WeightFormat", "WeightLayout"]
+
+Parameters = Sequence[torch.Tensor]  # of one expert, in a fixed order
+
+_ALIGNMENT = 128  # bytes, of tensors of several types in one buffer; matrix products need 16
+
+
+class WeightFormat:
+    """How parameters are stored: here each is one tensor. Quantized ones have numbers and scales."""
+
+    def parts(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that are sent to a replica of `parameter`, in a fixed order."""
+        return [parameter.detach()]
+
+    def replica(self, parameter: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A leaf of autograd like `parameter` that is stored in `parts`."""
+        return parts[0].detach().requires_grad_()
+
+    def received(self, replica: torch.Tensor) -> None:
+        """The parts of `replica` have been received."""
+
+
+class WeightLayout:
+    """The parts of an expert's parameters, one after the other in a flat buffer.
+
+    parameters: of one expert.
+    format: how they are stored.
+    """
+
+    def __init__(self, parameters: Parameters, format: WeightFormat) -> None:
+        self._format = format
+        of_parameters = [format.parts(p) for p in parameters]
+        self._counts = [len(parts) for parts in of_parameters]
+        self._parts = [(part.shape, part.dtype) for parts in of_parameters for part in parts]
+        types = [dtype for _, dtype in self._parts]
+        alike = len(set(types)) == 1
+        self.dtype = types[0] if alike else torch.uint8
+        unit = 1 if alike else _ALIGNMENT
+        self._used = [shape.numel() * dtype.itemsize // self.dtype.itemsize for shape, dtype in self._parts]
+        self._sizes = [-(-used // unit) * unit for used in self._used]
+        self.size = sum(self._sizes)  # numbers of `dtype`
+        self.nbytes = self.size * self.dtype.itemsize
+
+    def flat(self, parameters: Parameters) -> torch.Tensor:
+        """A copy of an expert's parameters, [size]."""
+        parts = [part.reshape(-1).view(self.dtype) for p in parameters for part in self._format.parts(p)]
+        return torch.cat(
+            [
+                part if used == size else torch.nn.functional.pad(part, (0, size - used))
+                for part, used, size in zip(parts, self._used, self._sizes, strict=True)
+            ]
+        )
+
+    def replicas(self, parameters: Parameters, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Leaves of autograd like `parameters` that are stored in `flat`, [size]."""
+        pieces = zip(flat.split(self._sizes), self._used, self._parts, strict=True)
+        parts = iter([piece[:used].view(dtype).view(shape) for piece, used, (shape, dtype) in pieces])
+        return [
+            self._format.replica(p, [next(parts) for _ in range(count)])
+            for p, count in zip(parameters, self._counts, strict=True)
+        ]
