@@ -206,7 +206,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("optimizer", ("adam", "sgd"), (LAYERS,), "a move does not know its state", "use --optimizer adam"),
     Incompatible("optimizer", ("adam",), (FREEZE, PRUNE), "the scheme edits the moments of Adam",
                  "use --optimizer adam"),
-    Incompatible("use_precision_aware_optimizer", _OFF, (LAYERS, DYNAMICS),
+    Incompatible("use_precision_aware_optimizer", _OFF, (DYNAMICS,),
                  "its main parameters and moments cannot be read"),
     Incompatible("optimizer_cpu_offload", _OFF, (LAYERS, DYNAMICS), "it keeps optimizer state on the host",
                  "use --use-distributed-optimizer to save memory"),

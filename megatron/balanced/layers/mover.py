@@ -136,7 +136,8 @@ class LayerMover:
 
     def _travelling(self, parameter: torch.nn.Parameter) -> float:
         dtype, of_expert = self._args.params_dtype, not getattr(parameter, "allreduce", True)
-        return dtype.itemsize + state_bytes(self._chunks[0], dtype, of_expert=of_expert)
+        config = callbacks.trained().optimizer.config
+        return dtype.itemsize + state_bytes(self._chunks[0], dtype, of_expert=of_expert, config=config)
 
     def _sum_up(self, of_element: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
         """The sum over parameters of their elements times `of_element`, on a rank that holds them: [layers + 2]."""
