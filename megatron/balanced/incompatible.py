@@ -108,7 +108,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("init_model_with_meta_device", _OFF, (LAYERS,), "layers that arrive are built on the device"),
     Incompatible("moe_use_upcycling", _OFF, (LAYERS,), "it builds the model twice", "upcycle in a separate run"),
     Incompatible("mtp_num_layers", _OFF, (SEQUENCES,), "it shifts tokens by one after they were split over ranks"),
-    Incompatible("mtp_num_layers", _OFF, (LAYERS,), "layers of multi-token prediction cannot move"),
+    Incompatible("mtp_num_layers", _OFF, (RELEASE,), "layers of multi-token prediction cannot change their stage"),
     Incompatible("mtp_num_layers", _OFF, (FREEZE,), "it trains the embedding from the last stage"),
     Incompatible("mtp_num_layers", _OFF, (SKIP,), "its layers expect all tokens"),
     Incompatible("use_mup", _OFF, (LAYERS,), "it gives parameters learning rates that a move does not restore"),
