@@ -24,6 +24,7 @@ from balancing.layers.stage_plan import StagePlan
 __all__ = ["CostAverage", "LayerSeconds", "over_ranks"]
 
 FloatArray = NDArray[np.float64]
+_ENDS = ("embedding", "head", "mtp")  # parts that no plan moves
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,7 @@ class LayerSeconds:
     input_gradient: float array [layer]; includes recomputation, and the whole backward if its parts were not timed.
     weight_gradient: float array [layer], or 0 if the parts of the backward were not timed.
     embedding, head: (forward, backward) of the parts that are fixed to the first and the last stage.
+    mtp: (forward, backward) of multi-token prediction, which is fixed to its stage.
 
     Raises ValueError for seconds that are negative or not finite, and arrays of different lengths.
     """
@@ -43,19 +45,20 @@ class LayerSeconds:
     weight_gradient: FloatArray | float = 0.0
     embedding: tuple[float, float] = (0.0, 0.0)
     head: tuple[float, float] = (0.0, 0.0)
+    mtp: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         layers = np.shape(self.forward)
         if len(layers) != 1 or not layers[0]:
             raise ValueError(f"forward has shape {layers}; give one number a layer")
-        for name in ("forward", "input_gradient", "weight_gradient", "embedding", "head"):
+        for name in ("forward", "input_gradient", "weight_gradient", *_ENDS):
             given = np.asarray(getattr(self, name), dtype=float)
-            shapes = [(2,)] if name in ("embedding", "head") else [layers, ()]
+            shapes = [(2,)] if name in _ENDS else [layers, ()]
             if given.shape not in shapes:
                 raise ValueError(f"{name} has shape {given.shape}; it has to be {shapes[0]}")
             if not (np.isfinite(given) & (given >= 0)).all():
                 raise ValueError(f"{name} has {given.min()} among its seconds; they must be finite and at least 0")
-            if name not in ("embedding", "head"):
+            if name not in _ENDS:
                 object.__setattr__(self, name, np.broadcast_to(given, layers))
 
     @property
@@ -80,6 +83,7 @@ class LayerSeconds:
             sums = np.diff(np.concatenate([[0.0], np.cumsum(each)])[first]).reshape(plan.virtual, plan.stages)
             sums[0, 0] += self.embedding[at]
             sums[-1, -1] += self.head[at]
+            sums.flat[sums.size - 1 - plan.behind] += self.mtp[at]
             both.append(np.ascontiguousarray(sums.T))
         return both[0], both[1]
 
@@ -99,14 +103,14 @@ class LayerSeconds:
         return simulate_steps(forward, backward, micro_batches, transfer=transfer)
 
     def _values(self) -> FloatArray:
-        """All values in one array [3 * layers + 4]."""
-        parts = (self.forward, self.input_gradient, self.weight_gradient, self.embedding, self.head)
+        """All values in one array [3 * layers + 6]."""
+        parts = (self.forward, self.input_gradient, self.weight_gradient, self.embedding, self.head, self.mtp)
         return np.concatenate([np.asarray(part, dtype=float) for part in parts])
 
     def _with(self, values: FloatArray) -> "LayerSeconds":
         n = self.layers
         forward, inputs, weights, ends = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :].tolist()
-        return LayerSeconds(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]))
+        return LayerSeconds(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5]))
 
 
 def over_ranks(

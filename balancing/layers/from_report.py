@@ -1,7 +1,7 @@
 """Costs of layers and the plan in force, read from the directory that --balance-report wrote."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,8 +37,8 @@ class RecordedRun:
 def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
     """Read DIR as `balancing.report` does: medians over the iterations under the last layout, without warm-up.
 
-    The embedding and the head cost nothing if they were not timed. Raises ValueError, in one line, if the
-    directory holds no run, or layers were not timed or are incomplete.
+    Embedding, head and multi-token prediction cost nothing if they were not timed. Raises ValueError, in one line, if
+    the directory holds no run, or layers were not timed or are incomplete.
     """
     history = read_history(directory)
     summary = summarize(history)
@@ -50,7 +50,7 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
     if numbers != list(range(len(numbers))):
         missing = sorted(set(range(max(numbers) + 1)) - set(numbers))
         raise ValueError(f"{directory} lacks layer {missing[0]}; a plan needs the cost of every layer")
-    odd = [name for name in costs.names if isinstance(name, str) and name not in ("embedding", "head")]
+    odd = [name for name in costs.names if isinstance(name, str) and name not in ("embedding", "head", "mtp")]
     if odd:
         raise ValueError(f"{directory} has costs of {odd[0]!r}, which stands on no known stage; plans know numbered "
                          "layers, the embedding and the head")  # fmt: skip
@@ -61,6 +61,9 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
     plan = StagePlan.from_counts(tuple(tuple(row) for row in counts.tolist()))
     if plan.stage_of != tuple(stage.tolist()):
         raise ValueError(f"{directory} has layers on stages {stage.tolist()}, which no order of a pipeline gives")
+    if "mtp" in costs.names:
+        at = costs.names.index("mtp")
+        plan = replace(plan, mtp_layers=1, mtp_chunk=int(costs.chunk[at]) * stages + int(costs.stage[at]))
     micro_batches = [history.stages[i]["micro_batches"] for i in summary.counted if i in history.stages]
     if not micro_batches or not micro_batches[-1]:
         raise ValueError(f"{directory} does not say how many micro-batches a step has; train with a newer version")
@@ -82,6 +85,7 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
             0.0,
             ends("embedding"),
             ends("head"),
+            ends("mtp"),
         ),
         plan=plan,
         micro_batches=int(micro_batches[-1]),

@@ -6,6 +6,7 @@ parentheses inside; commas are ignored. "Et*3|(tt|)*2t,L" is four stages of 3, 2
 """
 
 import re
+from dataclasses import replace
 from itertools import groupby
 
 from balancing.layers.stage_plan import StagePlan
@@ -14,29 +15,29 @@ __all__ = ["from_layout", "to_layout"]
 
 
 def to_layout(plan: StagePlan, *, mtp_layers: int = 0) -> str:
-    """The layout string of `plan`. mtp_layers: multi-token-prediction layers, which come before the loss."""
+    """The layout string of `plan`. mtp_layers: multi-token-prediction layers, if not those of `plan`."""
     if mtp_layers < 0:
         raise ValueError(f"mtp_layers={mtp_layers} must be at least 0")
     runs = ["t" * len(chunk) if len(chunk) < 4 else f"t*{len(chunk)}" for chunk in plan.order]
-    end = "m" * mtp_layers + "L"
+    runs[len(runs) - 1 - plan.behind] += "m" * (mtp_layers or plan.mtp_layers)
     if len(runs) == 1:
-        return f"E{runs[0]}{end}"
+        return f"E{runs[0]}L"
     middle = ""
     for run, same in groupby(runs[1:-1]):
         count = len(list(same))
         stage = f"{run}|"
         middle += f"({stage})*{count}" if run and count > 2 else stage * count
-    return f"E{runs[0]}|{middle}{runs[-1]}{end}"
+    return f"E{runs[0]}|{middle}{runs[-1]}L"
 
 
 def from_layout(layout: str, stages: int, *, layers: int | None = None) -> StagePlan:
-    """The plan of a layout string, without its m layers.
+    """The plan of a layout string.
 
     stages: pipeline size. layers: transformer layers of the model; None to take the number in the string.
 
     Raises ValueError for another character than the above, a repetition that cannot be read, a number of virtual
-    stages that `stages` does not divide, E or L missing, repeated or out of place, t after m, and a string that drops
-    or adds layers.
+    stages that `stages` does not divide, E or L missing, repeated or out of place, t after m, m on several virtual
+    stages, and a string that drops or adds layers.
     """
     if stages < 1:
         raise ValueError(f"stages={stages} must be at least 1")
@@ -53,6 +54,9 @@ def from_layout(layout: str, stages: int, *, layers: int | None = None) -> Stage
                              + ("beginning" if place == 0 else "end"))  # fmt: skip
     if "t" in along[along.find("m") :] and "m" in along:
         raise ValueError(f"layout {layout!r} has a t after an m; multi-token prediction comes after all layers")
+    predicting = [number for number, chunk in enumerate(chunks) if "m" in chunk]
+    if len(predicting) > 1:
+        raise ValueError(f"layout {layout!r} has m on {len(predicting)} virtual stages; all must be on one")
     found = along.count("t")
     if layers is not None and found != layers:
         fault = f"drops {layers - found}" if found < layers else f"adds {found - layers}"
@@ -60,7 +64,8 @@ def from_layout(layout: str, stages: int, *, layers: int | None = None) -> Stage
     bounds = [0]
     for chunk in chunks:
         bounds.append(bounds[-1] + chunk.count("t"))
-    return StagePlan.from_bounds(bounds, stages)
+    plan = StagePlan.from_bounds(bounds, stages)
+    return replace(plan, mtp_layers=along.count("m"), mtp_chunk=predicting[0]) if predicting else plan
 
 
 def _unrolled(layout: str) -> str:

@@ -24,12 +24,12 @@ FloatArray = NDArray[np.float64]
 def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
     """Device seconds per micro-batch of each part of the model on one rank in one iteration.
 
-    Returns a float array [layers + 2, 2]: the layers, the embedding and the head; forward, and backward with
-    recomputation. nan for parts that the rank does not hold.
+    Returns a float array [layers + 3, 2]: the layers, the embedding, the head and multi-token prediction; forward, and
+    backward with recomputation. nan for parts that the rank does not hold.
     """
-    seconds = np.zeros((layers + 2, 2))
-    passes = np.zeros(layers + 2)
-    row = {"embedding": layers, "head": layers + 1} | {number: number for number in range(layers)}
+    seconds = np.zeros((layers + 3, 2))
+    passes = np.zeros(layers + 3)
+    row = {"embedding": layers, "head": layers + 1, "mtp": layers + 2} | {number: number for number in range(layers)}
     for span in record.spans:
         if span.layer in row and span.kind in ("forward", "backward", "recompute"):
             seconds[row[span.layer], int(span.kind != "forward")] += span.busy
@@ -40,23 +40,24 @@ def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
 def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[LayerSeconds]:
     """The cost of the whole model in each of several iterations.
 
-    seconds: for each rank an array [iteration, layers + 2, 2] from `layer_seconds`.
+    seconds: for each rank an array [iteration, layers + 3, 2] from `layer_seconds`.
     experts: for each rank the number of its expert-parallel group; ranks of a group wait for each other, so the
         slowest counts.
 
-    Raises ValueError if a part of the model was measured on no rank.
+    Raises ValueError if a part of the model was measured on no rank; one without multi-token prediction has none.
     """
     measured, group = np.stack(seconds), np.asarray(experts)
     whole = np.empty(measured.shape[1:])
+    mtp = measured.shape[2] - 1
+    whole[:, mtp] = 0.0
     for part in range(measured.shape[2]):
         there = ~np.isnan(measured[:, 0, part, 0])
         if not there.any():
-            raise ValueError(f"part {part} of {measured.shape[2]} (layers, embedding, head) was measured on no rank")
+            if part == mtp:
+                continue
+            raise ValueError(f"part {part} of {mtp} (layers, embedding, head) was measured on no rank")
         whole[:, part] = over_ranks(measured[there, :, part], group[there])
-    return [
-        LayerSeconds(step[:-2, 0], step[:-2, 1], embedding=(step[-2, 0], step[-2, 1]), head=(step[-1, 0], step[-1, 1]))
-        for step in whole
-    ]
+    return [LayerSeconds(step[:-3, 0], step[:-3, 1], 0.0, *((end[0], end[1]) for end in step[-3:])) for step in whole]
 
 
 def fit_activations(

@@ -27,6 +27,7 @@ class LayerMemory:
     activation: float array [layer] or one number for all layers, bytes that one micro-batch keeps until its backward;
         0 for a frozen layer.
     embedding, head: static bytes of the parts that are fixed to the first and the last stage.
+    mtp: static bytes of multi-token prediction, which is fixed to its stage.
     embedding_activation, head_activation: bytes that one micro-batch keeps of these.
 
     Raises ValueError for bytes that are negative or not finite, and arrays of different lengths.
@@ -38,6 +39,7 @@ class LayerMemory:
     head: float = 0.0
     embedding_activation: float = 0.0
     head_activation: float = 0.0
+    mtp: float = 0.0
 
     def __post_init__(self) -> None:
         static = np.asarray(self.static, dtype=float)
@@ -48,7 +50,8 @@ class LayerMemory:
             raise ValueError(f"activation bytes have shape {activation.shape}, static bytes {static.shape}")
         object.__setattr__(self, "static", static)
         object.__setattr__(self, "activation", activation)
-        for name in ("static", "activation", "embedding", "head", "embedding_activation", "head_activation"):
+        fixed = ("embedding", "head", "embedding_activation", "head_activation", "mtp")
+        for name in ("static", "activation", *fixed):
             given = np.asarray(getattr(self, name), dtype=float)
             if not (np.isfinite(given) & (given >= 0)).all():
                 raise ValueError(f"{name} bytes have {given.min()} among them; bytes must be finite and at least 0")
@@ -107,8 +110,9 @@ def stage_memory(plan: StagePlan, memory: LayerMemory, micro_batches: int | None
         activation = np.array([memory.activation_of_layers[list(chunk)].sum() for chunk in chunks])
         activation[0] += memory.embedding_activation * first
         activation[-1] += memory.head_activation * last
-        static = sum(memory.static[list(chunk)].sum() for chunk in chunks)
-        peak[stage] = static + memory.embedding * first + memory.head * last + (moments[stage] @ activation).max()
+        static = float(sum(memory.static[list(chunk)].sum() for chunk in chunks))
+        static += memory.embedding * first + memory.head * last + memory.mtp * (stage == plan.stages - 1 - plan.behind)
+        peak[stage] = static + (moments[stage] @ activation).max()
     return peak
 
 

@@ -5,6 +5,7 @@ head that cost as much as layers. A plan assigns layers to stages by their prese
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -30,6 +31,7 @@ def plan_stages(
     *,
     embedding: float = 0.0,
     head: float = 0.0,
+    mtp: float = 0.0,
     memory: LayerMemory | ArrayLike | None = None,
     memory_limit: ArrayLike | None = None,
     virtual: int = 1,
@@ -43,6 +45,7 @@ def plan_stages(
     cost: float array [layer], seconds of forward + backward per micro-batch, or numbers of parameters.
     stages: pipeline size.
     embedding, head: the cost of the parts that are fixed to the first and the last stage.
+    mtp: the cost of multi-token prediction, which stays where `current` has it, or is on the last stage.
     memory: bytes of each layer, as a LayerMemory or as an array [layer] of static bytes.
     memory_limit: bytes a rank may use, one number or one per stage; a hard limit.
     virtual: chunks a stage.
@@ -57,9 +60,9 @@ def plan_stages(
     Raises ValueError for costs that are negative or not finite, sizes below 1, fewer layers than chunks, a method that
     cannot plan several chunks a stage, and a memory limit that the plan does not meet, with the bytes it is short of.
     """
-    problem = _checked(cost, stages, embedding, head, memory, memory_limit, virtual, current, micro_batches,
+    problem = _checked(cost, stages, embedding, head, mtp, memory, memory_limit, virtual, current, micro_batches,
                        min_layers, method)  # fmt: skip
-    start = uniform_bounds(problem.layers, stages * virtual)
+    start = uniform_bounds(problem.layers, stages * virtual - problem.behind) + [problem.layers] * problem.behind
     if current is not None and method != "uniform" and (current.stages, current.virtual) == (stages, virtual):
         start = list(current.bounds)
     if method == "optimal":
@@ -73,6 +76,8 @@ def plan_stages(
     else:
         bounds = start
     plan = StagePlan.from_bounds(bounds, stages, method)
+    if current is not None and (current.stages, current.virtual) == (stages, virtual):
+        plan = replace(plan, mtp_layers=current.mtp_layers, mtp_chunk=current.mtp_chunk)
     assert plan.layers == problem.layers, f"{plan.layers} of {problem.layers} layers are planned"
     if problem.memory is not None and problem.limit is not None:
         excess = stage_memory(plan, problem.memory, micro_batches) - problem.limit
@@ -88,14 +93,14 @@ def plan_stages(
 
 
 def _checked(
-    cost: ArrayLike, stages: int, embedding: float, head: float, memory: LayerMemory | ArrayLike | None,
+    cost: ArrayLike, stages: int, embedding: float, head: float, mtp: float, memory: LayerMemory | ArrayLike | None,
     memory_limit: ArrayLike | None, virtual: int, current: StagePlan | None, micro_batches: int | None,
     min_layers: int, method: str,
 ) -> Problem:  # fmt: skip
     seconds = np.asarray(cost, dtype=float)
     if seconds.ndim != 1 or not len(seconds):
         raise ValueError(f"cost has shape {seconds.shape}; give one number a layer")
-    for name, values in (("cost", seconds), ("embedding", embedding), ("head", head)):
+    for name, values in (("cost", seconds), ("embedding", embedding), ("head", head), ("mtp", mtp)):
         if not (np.isfinite(values) & (np.asarray(values) >= 0)).all():
             raise ValueError(f"{name} has {np.min(values)} among its values; they must be finite and at least 0")
     for name, size, least in (("stages", stages, 1), ("virtual", virtual, 1), ("min_layers", min_layers, 0),
@@ -106,7 +111,13 @@ def _checked(
         raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
     if virtual > 1 and method in ONE_CHUNK:
         raise ValueError(f"method {method!r} plans one chunk a stage, not {virtual}; use 'optimal' or virtual=1")
-    layers, chunks = len(seconds), stages * virtual
+    same = current is not None and (current.stages, current.virtual) == (stages, virtual)
+    behind = current.behind if current is not None and same else 0
+    if behind and method in ONE_CHUNK:
+        raise ValueError(
+            f"method {method!r} cannot leave the chunks after multi-token prediction without layers; use 'optimal'"
+        )
+    layers, chunks = len(seconds), stages * virtual - behind
     fewest = min_layers if method in ("optimal", "diffusion") else max(min_layers, 1)
     if layers < chunks * fewest:
         raise ValueError(
@@ -132,7 +143,7 @@ def _checked(
         home = np.array(current.stage_of)
     weight = np.ones(layers) if bytes_of is None or not bytes_of.static.any() else bytes_of.static
     return Problem(seconds, int(stages), int(virtual), float(embedding), float(head), bytes_of, limit, home, weight,
-                   int(min_layers), micro_batches)  # fmt: skip
+                   int(min_layers), micro_batches, float(mtp), behind)  # fmt: skip
 
 
 def _fits(problem: Problem) -> Callable[[int, int, int], bool]:

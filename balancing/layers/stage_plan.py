@@ -18,13 +18,17 @@ class StagePlan:
 
     chunks[stage][virtual]: global layer numbers from 0, ascending.
     method: the planner that made it.
+    mtp_layers: layers of multi-token prediction, which come after all others.
+    mtp_chunk: the chunk that has these, counted along the pipeline; None for the last one.
 
-    Raises ValueError unless the chunks, read along the pipeline, are 0, 1, 2, ... without gaps, and all stages have the
-    same number of chunks.
+    Raises ValueError unless the chunks, read along the pipeline, are 0, 1, 2, ... without gaps, all stages have the
+    same number of chunks, and no layer comes after those of multi-token prediction.
     """
 
     chunks: tuple[tuple[tuple[int, ...], ...], ...]
     method: str = "given"
+    mtp_layers: int = 0
+    mtp_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if not self.chunks or not self.chunks[0]:
@@ -35,6 +39,8 @@ class StagePlan:
         for expected, layer in enumerate(along):
             if layer != expected:
                 raise ValueError(f"layer {layer} is in the place of layer {expected}; layers must keep their order")
+        if any(self.order[len(self.order) - self.behind :]):
+            raise ValueError(f"layer {self.layers - 1} is on a chunk after that of multi-token prediction")
 
     @classmethod
     def from_counts(cls, counts: tuple[tuple[int, ...], ...], method: str = "given") -> "StagePlan":
@@ -63,6 +69,13 @@ class StagePlan:
     def virtual(self) -> int:
         """Chunks a stage."""
         return len(self.chunks[0])
+
+    @property
+    def behind(self) -> int:
+        """Chunks at the end of the pipeline that have no layers, because multi-token prediction is on one before."""
+        if not self.mtp_layers or self.mtp_chunk is None:
+            return 0
+        return self.stages * self.virtual - 1 - self.mtp_chunk
 
     @property
     def layers(self) -> int:

@@ -17,7 +17,7 @@ class Span(NamedTuple):
 
     kind         "forward", "backward" or "recompute" of one layer; "forward-step" or "backward-step" for the whole call
                  of a stage on one micro-batch; anything else ("plan", "apply", "optimizer") is shown as it is named
-    layer        global layer number from 0, "embedding", "head", or "" where no layer is meant
+    layer        global layer number from 0, "embedding", "head", "mtp", or "" where no layer is meant
     chunk        virtual pipeline chunk of the rank, from 0
     micro_batch  number of the micro-batch in this iteration, from 0
     start        wall-clock seconds after the rank's own step began (`RankRecord.start` puts ranks on one axis)

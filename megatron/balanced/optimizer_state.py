@@ -4,6 +4,11 @@ The FP32 optimizer keeps moments for the parameter itself, the mixed-precision o
 float32, and the distributed optimizer for the shard of either that this data-parallel rank owns. Here all three have
 one form: flat tensors that cover elements start to stop of a parameter. New optimizers leave out parameters that no
 longer require a gradient, so their state is dropped.
+
+With --use-precision-aware-optimizer Transformer Engine's FusedAdam keeps moments, and mostly main parameters too, in
+other types: a main parameter in float32 as the 16 bits that the weight in bfloat16 lacks, and state in float16 or 8
+bits with a scale for each tensor. State is carried as it is stored. Only where shards with different scales become one
+tensor, float16 and 8 bits are rounded to a common scale.
 """
 
 import contextlib
@@ -14,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.param_layout import FullParamLayout
@@ -23,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = [
     "ParameterState",
     "Part",
+    "Scaled",
     "Taken",
     "bucket_layout",
     "future_ranges",
@@ -45,21 +51,31 @@ class ParameterState:
     """The state that this rank's optimizer keeps for one parameter.
 
     start, stop: the elements of the flat parameter that it covers.
-    tensors: kind -> flat tensor [stop - start].
+    tensors: kind -> flat tensor [stop - start], as it is stored; bytes, if that is in 8 bits.
     scalars: kind -> one number, such as the number of steps, as torch's optimizer keeps it.
+    scales: kind -> parts of the parameter that were stored with one scale; absent where state is stored without.
     """
 
     start: int
     stop: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
+    scales: dict[str, list["Scaled"]] = field(default_factory=dict)
+
+
+class Scaled(NamedTuple):
+    """Elements start to stop of a flat parameter, which are `scale` times what is stored."""
+
+    start: int
+    stop: int
+    scale: float
 
 
 class Part(NamedTuple):
     """The part of a parameter that this rank's optimizer steps.
 
-    parameter: of the model. main: the tensor that torch's `optimizer` steps in its place. start, stop: the elements of
-    the flat parameter that it covers.
+    parameter: of the model. main: the tensor that torch's `optimizer` steps in its place; a view of the parameter where
+    Transformer Engine keeps main parameters as state. start, stop: the elements of the flat parameter that it covers.
     """
 
     parameter: torch.nn.Parameter
@@ -71,6 +87,11 @@ class Part(NamedTuple):
     @property
     def state(self) -> dict[str, Any]:
         return self.optimizer.state[self.main]
+
+    @property
+    def has_main(self) -> bool:
+        """Whether `main` is a main parameter with memory of its own."""
+        return self.main.dtype != self.parameter.dtype
 
 
 def optimizer_of(config: Any) -> ChainedOptimizer:
@@ -94,8 +115,10 @@ def parts(optimizer: ChainedOptimizer) -> Iterator[Part]:
 def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Each parameter of one optimizer of the chain, with the tensor that torch's optimizer steps in its place."""
     if isinstance(optimizer, DistributedOptimizer):
+        in_state = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        mains = optimizer.shard_float16_groups if in_state else optimizer.shard_fp32_from_float16_groups
         pairs = [
-            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_float16_groups, mains),
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         ]
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
@@ -111,10 +134,6 @@ def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch
             yield from zip(own, held, strict=True)
 
 
-def _has_main(parameter: torch.Tensor) -> bool:
-    return parameter.dtype in (torch.float16, torch.bfloat16)
-
-
 class Taken(NamedTuple):
     """The state taken out of an optimizer.
 
@@ -128,13 +147,26 @@ class Taken(NamedTuple):
     group_step: int | None
 
 
-def state_bytes(ddp: DistributedDataParallel, dtype: torch.dtype, *, of_expert: bool = False) -> float:
+def state_bytes(
+    ddp: DistributedDataParallel,
+    dtype: torch.dtype,
+    *,
+    of_expert: bool = False,
+    config: OptimizerConfig | None = None,
+) -> float:
     """Bytes that Adam keeps on this rank for each element of a parameter of `ddp`.
 
     Two moments, and a main parameter if weights have fewer bits than float32; a distributed optimizer shards them over
     data-parallel ranks.
+
+    config: the optimizer's, which may ask for other types than float32.
     """
     whole = 2 * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)
+    if config is not None and config.use_precision_aware_optimizer:
+        main = config.main_params_dtype.itemsize
+        if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and config.store_param_remainders and main == 4:
+            main -= dtype.itemsize if dtype == torch.bfloat16 else 0
+        whole = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize + main
     if not ddp.ddp_config.use_distributed_optimizer:
         return whole
     return whole / (ddp.intra_expt_dp_group if of_expert else ddp.intra_dp_cp_group).size()
@@ -145,15 +177,26 @@ def states_of(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, Parameter
     states = {}
     for part in parts(optimizer):
         state = ParameterState(part.start, part.stop)
-        if _has_main(part.parameter):
+        if part.has_main:
             state.tensors[MAIN] = part.main.detach().view(-1)
         for kind, value in part.optimizer.state.get(part.main, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == part.main.shape:
-                state.tensors[kind] = value.view(-1)
+                state.tensors[kind] = getattr(value, "_data", value).view(-1)  # a Float8Tensor has its bytes there
+                if (scale := _scale_of(part, kind, value)) is not None:
+                    state.scales[kind] = [Scaled(part.start, part.stop, scale)]
             else:
                 state.scalars[kind] = value
         states[part.parameter] = state
     return states
+
+
+def _scale_of(part: Part, kind: str, value: torch.Tensor) -> float | None:
+    """The scale with which Transformer Engine's FusedAdam stores `value`; None for other types and optimizers."""
+    if hasattr(value, "_scale_inv"):
+        return float(value._scale_inv)
+    if value.dtype != torch.float16 or not hasattr(part.optimizer, "_scales"):
+        return None
+    return float(part.optimizer._scales[part.main][kind])
 
 
 def take(optimizer: ChainedOptimizer) -> Taken:
@@ -206,13 +249,12 @@ def put_back(
         state = states[part.parameter]
         assert (state.start, state.stop) == (part.start, part.stop), "a bucket was sharded in another way than planned"
         kinds = dict(state.tensors)
-        if _has_main(part.parameter):
+        if part.has_main:
             part.main.data.copy_(kinds.pop(MAIN).view(part.main.shape))
         if kinds or state.scalars:
-            part.optimizer.state[part.main] = {
-                **{kind: _own(value) for kind, value in state.scalars.items()},
-                **{kind: tensor.view(part.main.shape) for kind, tensor in kinds.items()},
-            }
+            part.optimizer.state[part.main] = {kind: _own(value) for kind, value in state.scalars.items()}
+        for kind, tensor in kinds.items():
+            _store(part, kind, tensor.view(part.main.shape), _with_one_scale(state, kind))
     for number, part in enumerate(new.chained_optimizers):
         scaler = scalers[number] if number < len(scalers) else copy.deepcopy(scalers[0])
         if scaler is not None:
@@ -221,6 +263,36 @@ def put_back(
         for group in new.param_groups:
             group["step"] = group_step
     optimizer.__dict__.update(new.__dict__)
+
+
+def _with_one_scale(state: ParameterState, kind: str) -> float:
+    """Round the state of `kind`, in place, to the largest of the scales that it has. Returns that scale."""
+    scales = state.scales.get(kind, [])
+    largest = max((part.scale for part in scales), default=1.0)
+    stored = state.tensors[kind]
+    if scales and stored.dtype == torch.uint8:
+        stored = stored.view(torch.float8_e4m3fn)
+    for part in scales:
+        if part.scale != largest:
+            numbers = stored[part.start - state.start : part.stop - state.start]
+            numbers.copy_(numbers.float() * (part.scale / largest))
+    return largest
+
+
+def _store(part: Part, kind: str, tensor: torch.Tensor, scale: float) -> None:
+    """Make `tensor` state of `part`, as its optimizer stores it."""
+    optimizer: Any = part.optimizer
+    if tensor.dtype == torch.uint8:
+        optimizer._initialize_state(part.main, kind, zero_buffer=False)
+        stored = part.state[kind]
+        stored._data.copy_(tensor)
+        stored._scale_inv.fill_(scale)
+        stored._reset_caches()
+    else:
+        part.state[kind] = tensor
+    if hasattr(optimizer, "_scales") and tensor.dtype not in (torch.float32, torch.int16):
+        scales = optimizer._scales.setdefault(part.main, {})
+        scales[kind] = torch.full([1], scale, dtype=torch.float32, device=tensor.device)
 
 
 def _own(value: Any) -> Any:

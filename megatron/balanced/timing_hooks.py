@@ -72,8 +72,11 @@ class TimingHooks:
         """Put hooks on everything in model chunk `chunk`."""
         for layer in model.decoder.layers:
             self.watch_layer(layer, chunk)
-        if getattr(model, "embedding", None) is not None:
-            self._watch_embedding(model.embedding, chunk)
+        mtp = None
+        if getattr(model, "mtp", None) is not None:
+            mtp = self._watch_mtp(model.mtp, chunk)
+        if model.pre_process:
+            self._watch_embedding(model.embedding, chunk, mtp)
         if model.post_process:
             self.watch_head(model, chunk)
 
@@ -108,19 +111,38 @@ class TimingHooks:
 
         router.register_forward_hook(count)
 
-    def _watch_embedding(self, embedding: torch.nn.Module, chunk: int) -> None:
+    def _watch_embedding(self, embedding: torch.nn.Module, chunk: int, mtp: "_Part | None") -> None:
+        """Put hooks on the embedding, without its passes in multi-token prediction, which belong to `mtp`."""
         part = _Part(self, "embedding", chunk)
-        embedding.register_forward_pre_hook(part.enter)
+
+        def enter(module: torch.nn.Module, *unused: Any) -> None:
+            if mtp is None or mtp.begin is None:
+                part.enter(module)
+
+        embedding.register_forward_pre_hook(enter)
         embedding.register_forward_hook(lambda module, args, output: part.leave(None, output))
 
+    def _watch_mtp(self, mtp: torch.nn.Module, chunk: int) -> "_Part":
+        """Put hooks on the layers of multi-token prediction. Their logits and losses belong to the head."""
+        part = _Part(self, "mtp", chunk)
+
+        def leave(module: torch.nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> None:
+            part.leave(kwargs["hidden_states"], output)
+
+        mtp.register_forward_pre_hook(part.enter)
+        mtp.register_forward_hook(leave, with_kwargs=True)
+        return part
+
     def watch_head(self, model: torch.nn.Module, chunk: int) -> None:
-        """Put hooks on the head: from the input of the output layer to the end of the model's loss, and back."""
+        """Put hooks on the head: from the first input of the output layer, which multi-token prediction calls more than
+        once, to the end of the model's loss, and back."""
         part = _Part(self, "head", chunk)
         hidden_in: list[torch.Tensor] = []
 
         def enter(module: torch.nn.Module, args: tuple) -> None:
-            part.enter(module)
-            hidden_in[:] = args[:1]
+            if not hidden_in:
+                part.enter(module)
+                hidden_in[:] = args[:1]
 
         def leave(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
             part.leave(hidden_in.pop() if hidden_in else None, output)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.enums import ModelType
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.models.gpt import GPTModelConfig
@@ -102,10 +103,23 @@ def _no_report(event: dict[str, Any]) -> None:
     """Drop an event of a run without a report."""
 
 
+def _embedding_ranks(args: argparse.Namespace, model: GPTModelConfig, pipeline: list[int]) -> list[int]:
+    """The ranks of one pipeline that hold the embedding: the first, those of multi-token prediction, and the last if
+    the head shares its weights."""
+    held = {pipeline[0], *get_mtp_ranks(pipeline, model.transformer)}
+    return sorted(held if args.untie_embeddings_and_output_weights else held | {pipeline[-1]})
+
+
 def _pretrain(args: argparse.Namespace, model: GPTModelConfig, datasets: Callable, forward: Callable) -> None:
     container = pretrain_cfg_container_from_args(args, model)
     try:
-        pretrain(container, datasets, ModelType.encoder_or_decoder, forward)
+        pretrain(
+            container,
+            datasets,
+            ModelType.encoder_or_decoder,
+            forward,
+            get_embedding_ranks=partial(_embedding_ranks, args, model) if args.mtp_num_layers else None,
+        )
     except ReplicaMemoryError as error:
         stop(error)
     except Released:

@@ -19,6 +19,8 @@ def _args(**given: object) -> argparse.Namespace:
         "num_virtual_stages_per_pipeline_rank": None,
         "num_layers_per_virtual_pipeline_stage": None,
         "pipeline_model_parallel_layout": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
         "save": None,
         "ckpt_format": "torch_dist",
         "use_distributed_optimizer": False,
@@ -32,7 +34,6 @@ def _args(**given: object) -> argparse.Namespace:
 # what is given beside --balance-layers, and the words that the line must have: the value, and the way out
 REFUSED = {
     "CUDA graphs": ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "--cuda-graph-impl none"),
-    "more tokens": ({"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "fp8": ({"fp8": "e4m3"}, "--fp8-format e4m3", "use --bf16"),
     "optimizer": ({"optimizer": "muon"}, "--optimizer muon", "use --optimizer adam"),
@@ -56,6 +57,7 @@ def test_incompatible_flags(case):
     [
         ({"num_virtual_stages_per_pipeline_rank": 2}, LayerConfig(True, layer_planner="diffusion"), "diffusion"),
         ({"pipeline_model_parallel_layout": "Et|t|t|tL"}, LayerConfig(True, layer_planner="deepspeed"), "deepspeed"),
+        ({"pipeline_model_parallel_layout": "Et*8m|L"}, LayerConfig(True, layer_planner="diffusion"), "multi-token"),
         ({}, LayerConfig(balance_layers=True, balance_layers_once=True), "--balance-layers-once"),
     ],
 )

@@ -50,6 +50,21 @@ def test_uneven_stages_are_evened_out(pool, tmp_path):
     assert [event["action"] for event in later] == ["keep"] * len(later)
 
 
+@pytest.mark.exhaustive
+def test_stages_are_evened_out_beside_multi_token_prediction(pool, tmp_path):
+    base = [*BASE, "--mtp-num-layers", "1"]
+    balanced = join(
+        pool.run(4, _train_willing, [*base, *BALANCE, "--balance-layers", "--balance-report", str(tmp_path)])
+    )
+    plain = train(pool, 4, "", base=base, parameters=True)
+    assert balanced.losses == plain.losses
+    assert all(np.array_equal(balanced.parameters[name], whole) for name, whole in plain.parameters.items())
+    first, *_ = _decisions(tmp_path)
+    assert (first["layout_before"], first["layout_after"]) == ("Ett|tt|tt|ttmL", "Ett|tt|ttt|tmL")
+    # The embedding, a layer and two norms with what joins their outputs, beside the last layer and the head.
+    assert first["stage_cost_after"][3] - first["stage_cost_after"][0] > first["stage_cost_after"][1] / 3
+
+
 def _train_with_slow_layers(argv: list[str]) -> RankRun:
     """The first two layers take long, wherever they are."""
     slow_layers(SetClock().install(), lambda layer: (0.04, 0.0) if layer < 2 else (0.01, 0.0))

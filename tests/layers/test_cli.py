@@ -45,13 +45,16 @@ def test_megatron_reads_what_we_write_and_we_read_it_back(stages, virtual, data)
     for stage in range(stages):
         for chunk in range(virtual):
             assert theirs.layout[stage][chunk].count(LayerType.decoder) == plan.counts[stage][chunk]
-    assert from_layout(text, stages, layers=plan.layers) == plan
+    read = from_layout(text, stages, layers=plan.layers)
+    assert read.chunks == plan.chunks and to_layout(read) == text
 
 
 def test_short_strings():
     assert to_layout(StagePlan.from_counts(((3,),) + ((2,),) * 6 + ((1,),))) == "Ettt|(tt|)*6tL"
     assert to_layout(StagePlan.from_counts(((5,), (4,)))) == "Et*5|t*4L"
-    assert from_layout("Et*3|(tt|)*29,m|L", 32).counts == ((3,),) + ((2,),) * 29 + ((0,), (0,))
+    alone = from_layout("Et*3|(tt|)*29,m|L", 32)
+    assert alone.counts == ((3,),) + ((2,),) * 29 + ((0,), (0,))
+    assert (alone.mtp_layers, alone.mtp_chunk, alone.behind) == (1, 30, 1)
     assert from_layout("E|t|tt|L", 2).chunks == (((), (1, 2)), ((0,), ()))
 
 

@@ -51,6 +51,25 @@ CASES = {
         "--untie-embeddings-and-output-weights",
         TO_THE_RIGHT,
     ),
+    "PP 2, DP 2, multi-token prediction, distributed optimizer": (
+        4,
+        f"{EXACTLY} {PP2} {SHARDED} --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tttmL "
+        "--untie-embeddings-and-output-weights",
+        {1: ((3,), (1,)), 3: ((1,), (3,))},
+    ),
+    # The final norm follows the last layer, which stays before multi-token prediction.
+    "PP 4, multi-token prediction on a stage of its own, experts": (
+        4,
+        f"{EXACTLY} --pipeline-model-parallel-size 4 {' '.join(MOE)} --mtp-num-layers 1 "
+        "--pipeline-model-parallel-layout Et|ttt|m|L --untie-embeddings-and-output-weights",
+        {1: ((2,), (1,), (1,), (0,)), 3: ((1,), (3,), (0,), (0,))},
+    ),
+    "PP 2, VPP 2, embedding and loss count as layers": (
+        2,
+        f"{EXACTLY} {PP2} --num-layers 6 --num-layers-per-virtual-pipeline-stage 2 "
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        {1: ((2, 1), (1, 2)), 2: ((1, 2), (2, 1))},
+    ),
     # The first stage gets the first layers with experts that it has, and loses all of them again.
     "PP 2, EP 2, one dense layer, expert bias, distributed optimizer": (
         4,
@@ -79,7 +98,15 @@ def _assert_same_tensors(tensors: dict[str, np.ndarray], reference: dict[str, np
         assert np.array_equal(tensors[name], whole), name
 
 
-@pytest.mark.parametrize("case", CASES)
+EXHAUSTIVE = (
+    "PP 4, multi-token prediction on a stage of its own, experts",
+    "PP 2, VPP 2, embedding and loss count as layers",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] if case in EXHAUSTIVE else []) for case in CASES]
+)
 def test_a_move_changes_no_number(pool, case):
     world_size, flags, plans = CASES[case]
     run, state = train_moving(pool, world_size, flags, plans, base=BASE)

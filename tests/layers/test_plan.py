@@ -1,6 +1,7 @@
 """Plans of layers: comparison with brute force, and properties for any costs."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.layers import LayerMemory, StagePlan, in_flight, layer_moves, operations, plan_stages, stage_memory
+from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.plan import METHODS
 from balancing.layers.planners.diffusion import neighbour_flows
 
@@ -51,6 +53,39 @@ def test_optimal_is_the_best_of_all(seed):
         found = plan_stages(cost, stages, embedding=0.5, head=head, memory=memory, memory_limit=limit, min_layers=least)
         assert loads(found, cost, 0.5, head).max() == pytest.approx(best, rel=1e-12)
         assert limit is None or stage_memory(found, memory).max() <= limit
+
+
+@pytest.mark.parametrize("seed, virtual", [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (3, 2)])
+def test_no_layer_comes_after_multi_token_prediction(seed, virtual):
+    """It is on the last but one stage, where it counts, in time and in bytes; the last stage has only the head."""
+    layers, stages, mtp = 7, 3, 1.5
+    cost = random_costs(seed, layers)
+    memory = LayerMemory(np.random.default_rng(seed).uniform(1, 3, layers), 0.4, embedding=1, head=2, mtp=4)
+    current = from_layout("Et|" + "t|" * (stages * virtual - 3) + "t" * (layers - stages * virtual + 2) + "m|L", stages)
+
+    def load(plan):
+        return loads(plan, cost, 0.5, 1.0) + mtp * np.eye(stages)[-2]
+
+    every = every_plan(layers, stages, virtual, least=0)
+    plans = [
+        replace(p, mtp_layers=1, mtp_chunk=current.mtp_chunk) for p in every if not p.order[-1] and all(p.order[:-1])
+    ]
+    fullest = [stage_memory(plan, memory).max() for plan in plans]
+    for limit in (None, float(np.quantile(fullest, 0.2))):
+        allowed = [plan for plan, full in zip(plans, fullest, strict=True) if limit is None or full <= limit]
+        found = plan_stages(
+            cost, stages, embedding=0.5, head=1.0, mtp=mtp, memory=memory, memory_limit=limit, virtual=virtual,
+            current=current,
+        )  # fmt: skip
+        assert found.order[-1] == () and to_layout(found).endswith("m|L")
+        best = min(load(plan).max() for plan in allowed)
+        assert load(found).max() <= best * (1 + 1e-12 if virtual == 1 else 1.1)
+        assert limit is None or stage_memory(found, memory).max() <= limit
+    uniform = plan_stages(cost, stages, virtual=virtual, current=current, method="uniform")
+    assert uniform.order[-1] == () and np.ptp([len(chunk) for chunk in uniform.order[:-1]]) <= 1
+    if virtual == 1:
+        with pytest.raises(ValueError, match="multi-token prediction"):
+            plan_stages(cost, stages, current=current, method="diffusion")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -148,6 +148,7 @@ LAYOUTS = {
     "interleaved": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "full recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
     "selective recompute": (1, "--recompute-granularity selective"),
+    "more tokens": (2, "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --untie-embeddings-and-output-weights"),
     "MoE recompute": (1, " ".join(MOE) + " --recompute-granularity selective --recompute-modules moe"),
 }
 
@@ -173,6 +174,7 @@ def test_every_part_of_every_micro_batch_is_timed_once(pool, tmp_path, layout):
     kinds = ["forward", "backward", *(["recompute"] if layout == "full recompute" else [])]
     parts = [(kind, layer) for kind in kinds for layer in range(4)]
     parts += [(kind, part) for kind in ("forward", "backward") for part in ("embedding", "head")]
+    parts += [(kind, "mtp") for kind in ("forward", "backward")] if layout == "more tokens" else []
     assert counted == {(kind, part, micro_batch): 1 for kind, part in parts for micro_batch in range(8)}
 
     for rank, spans in iteration.spans.items():

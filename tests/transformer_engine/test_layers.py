@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.layers.test_memory import BASE, SMALL, _bytes, _peak
 from tests.layers.test_release import _train
 from tests.support.moving import train_moving
 from tests.support.training import Run, assert_same, differences, train
@@ -16,6 +18,10 @@ PP4 = "--pipeline-model-parallel-size 4"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 THERE_AND_BACK = {1: ((1,), (3,)), 2: ((3,), (1,))}
 
+REMAINDERS = "precision-aware, main parameters as remainders, moments in bf16, DP 2"
+SCALED = "precision-aware, main parameters and moments in fp16 with scales"
+PRECISION = f"{PP2} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
+
 # model, ranks, flags, plans
 MOVES = {
     "PP 2": ("", 2, PP2, THERE_AND_BACK),
@@ -24,6 +30,24 @@ MOVES = {
         EXPERTS,
         4,
         f"{PP2} --expert-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS}",
+        THERE_AND_BACK,
+    ),
+    REMAINDERS: (
+        "",
+        4,
+        f"{PRECISION} {OVERLAPS} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16",
+        THERE_AND_BACK,
+    ),
+    SCALED: (
+        "",
+        2,
+        f"{PRECISION} --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
+        THERE_AND_BACK,
+    ),
+    "precision-aware, moments in fp8 and fp16": (
+        "",
+        2,
+        f"{PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
         THERE_AND_BACK,
     ),
 }
@@ -41,7 +65,7 @@ def _assert_same_state(state: dict[str, np.ndarray], expected: dict[str, np.ndar
         np.testing.assert_array_equal(whole, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", cases(MOVES, "PP 2"))
+@pytest.mark.parametrize("case", cases(MOVES, "PP 2", REMAINDERS, SCALED))
 def test_a_move_of_transformer_engine_changes_no_number(model_of, case):
     model, ranks, flags, plans = MOVES[case]
     model = model_of(model)
@@ -50,6 +74,54 @@ def test_a_move_of_transformer_engine_changes_no_number(model_of, case):
     _assert_same(moved, stayed)
     assert state.keys() == expected.keys()
     _assert_same_state(state, expected)
+
+
+def _rounded() -> tuple[float, list[float], float, list[float]]:
+    """Largest scale and state in float16, then in 8 bits, of two shards that were stored with scales 0.5 and 2."""
+    import torch
+
+    from megatron.balanced.optimizer_state import ParameterState, Scaled, _with_one_scale
+
+    found: list[Any] = []
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        numbers = torch.tensor([8.0, 4.0, 3.0, 1.0]).to(dtype)
+        stored = numbers.view(torch.uint8) if dtype.itemsize == 1 else numbers
+        state = ParameterState(10, 14, {"exp_avg": stored}, {}, {"exp_avg": [Scaled(10, 12, 0.5), Scaled(12, 14, 2.0)]})
+        found += [_with_one_scale(state, "exp_avg"), numbers.float().tolist()]
+    return tuple(found)
+
+
+def test_shards_with_different_scales_become_one(engine):
+    """Only the numbers of the smaller scale are rounded: 8 x 0.5 is 2 x 2."""
+    assert engine.run(1, _rounded) == [(2.0, [2.0, 1.0, 3.0, 1.0], 2.0, [2.0, 1.0, 3.0, 1.0])]
+
+
+# flags, bytes that a rank holds for each element of a weight
+MEMORY = {
+    "precision-aware": (f"{PRECISION} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 2 + 4 + 2 + 2 + 2),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MEMORY)
+def test_no_more_memory_than_before_or_after_and_one_layer(engine, case):
+    flags, state = MEMORY[case]
+    argv = [*BASE, *f"{TE} --disable-bias-linear --balance-layers {flags}".split()]
+    for before, after, peak, weights in engine.run(2, _peak, argv):
+        layer = weights * state / 2
+        assert abs(before - after) > 1.5 * layer, "hardly anything moved"
+        assert peak <= max(before, after) + layer + SMALL
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MEMORY)
+def test_bytes_of_state_are_counted(engine, case):
+    flags, _ = MEMORY[case]
+    argv = [*BASE, *f"{TE} --disable-bias-linear --balance-layers --train-iters 1 {flags}".split()]
+    for counted, held in engine.run(2, _bytes, argv):
+        for layer, (resident, gradients) in held.items():
+            assert counted["travelling"][layer] == pytest.approx(resident, rel=0.02)
+            assert counted["resting"][layer] == pytest.approx(resident + gradients, rel=0.02)
 
 
 def test_ranks_with_transformer_engine_leave(model_of):

@@ -39,6 +39,10 @@ class Room:
     count: FloatArray
     limit: FloatArray
 
+    def of_first(self, stages: int) -> "Room":
+        """The limits of the first `stages` stages alone."""
+        return Room(self.static, self.activation, self.base[:stages], self.count[:stages], self.limit[:stages])
+
     def over(self, first: IntArray, last: IntArray) -> FloatArray:
         """Bytes above the limit, [stage, ...], of layers first to last - 1 on every stage."""
         static, activation = (_prefix(each)[last] - _prefix(each)[first] for each in (self.static, self.activation))

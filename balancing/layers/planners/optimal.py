@@ -36,6 +36,8 @@ class Problem:
     weight: [layer], bytes to move it.
     least: fewest layers of a chunk.
     micro_batches: of a step, None for many.
+    mtp: seconds of multi-token prediction.
+    behind: chunks at the end of the pipeline that have no layers; multi-token prediction is on the one before.
     """
 
     cost: FloatArray
@@ -49,6 +51,8 @@ class Problem:
     weight: FloatArray
     least: int
     micro_batches: int | None = None
+    mtp: float = 0.0
+    behind: int = 0
 
     @property
     def layers(self) -> int:
@@ -59,7 +63,12 @@ class Problem:
         load = np.zeros(self.stages)
         load[0] += self.embedding
         load[-1] += self.head
+        load[-1 - self.behind] += self.mtp
         return load
+
+    def filled(self, group: int) -> int:
+        """The number of stages whose chunk `group` may have layers."""
+        return self.stages - (self.behind if group == self.virtual - 1 else 0)
 
 
 def _by_chunk(values: FloatArray, problem: Problem, bounds: Sequence[int]) -> FloatArray:
@@ -78,6 +87,7 @@ def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
     static = _by_chunk(memory.static, problem, bounds)[others].sum(0)
     held = _by_chunk(memory.activation_of_layers, problem, bounds) * others[:, None]
     static[[0, -1]] += memory.embedding, memory.head
+    static[-1 - problem.behind] += memory.mtp
     held[0, 0] += memory.embedding_activation
     held[-1, -1] += memory.head_activation
     part = slice(bounds[group * problem.stages], bounds[(group + 1) * problem.stages])
@@ -107,37 +117,42 @@ def memory_shortfall(problem: Problem) -> float:
     if problem.virtual == 1:
         room = room_of(problem, [0] * problem.stages + [problem.layers], 0)
         assert room is not None
-        return least_over(room, problem.least)
+        return least_over(room.of_first(problem.filled(0)), problem.least)
     held = memory.static + problem.stages * memory.activation_of_layers
-    even = _even_chunks(replace(problem, cost=held, embedding=memory.embedding, head=memory.head))
+    even = _even_chunks(replace(problem, cost=held, embedding=memory.embedding, head=memory.head, mtp=memory.mtp))
     return _quality(problem, even)[0]
 
 
 def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
     """`bounds` with chunk `group` of every stage partitioned anew; [] if that cannot fit."""
-    stages = problem.stages
+    stages, filled = problem.stages, problem.filled(group)
     first, last = bounds[group * stages], bounds[(group + 1) * stages]
     others = np.arange(problem.virtual) != group
     fixed = problem.fixed() + _by_chunk(problem.cost, problem, bounds)[others].sum(0)
+    room = room_of(problem, bounds, group)
     inner = linear_partition(
         problem.cost[first:last],
-        fixed,
+        fixed[:filled],
         home=problem.home[first:last],
         weight=problem.weight[first:last],
         least=problem.least,
-        room=room_of(problem, bounds, group),
+        room=None if room is None else room.of_first(filled),
     )
-    return (
-        [*bounds[: group * stages], *(first + i for i in inner), *bounds[(group + 1) * stages + 1 :]] if inner else []
-    )
+    if not inner:
+        return []
+    empty = [last] * (stages - filled)
+    return [*bounds[: group * stages], *(first + i for i in inner), *empty, *bounds[(group + 1) * stages + 1 :]]
 
 
 def _even_chunks(problem: Problem) -> list[int]:
     """Boundaries with the least load of the slowest chunk, as if each were a stage."""
     fixed = np.zeros(problem.stages * problem.virtual)
     fixed[[0, -1]] += problem.embedding, problem.head
+    fixed[-1 - problem.behind] += problem.mtp
     nowhere = np.full(problem.layers, -1)
-    return linear_partition(problem.cost, fixed, home=nowhere, weight=problem.weight, least=problem.least)
+    filled = fixed[: fixed.size - problem.behind]
+    even = linear_partition(problem.cost, filled, home=nowhere, weight=problem.weight, least=problem.least)
+    return [*even, *[problem.layers] * problem.behind]
 
 
 def _even_numbers(problem: Problem) -> Iterator[list[int]]:
@@ -148,7 +163,12 @@ def _even_numbers(problem: Problem) -> Iterator[list[int]]:
         inner = [group * layers // virtual + shift for group in range(1, virtual)]
         groups = list(pairwise([0, *inner, layers]))
         if min(last - first for first, last in groups) >= problem.least * stages:
-            equal = [first + (last - first) * stage // stages for first, last in groups for stage in range(stages)]
+            equal = [
+                first + (last - first) * min(stage, filled) // filled
+                for group, (first, last) in enumerate(groups)
+                for filled in [problem.filled(group)]
+                for stage in range(stages)
+            ]
             yield [*equal, layers]
 
 
@@ -162,6 +182,7 @@ def _quality(problem: Problem, bounds: Sequence[int]) -> tuple[float, float, flo
     chunk = _by_chunk(problem.cost, problem, bounds)
     chunk[0, 0] += problem.embedding
     chunk[-1, -1] += problem.head
+    chunk[-1, -1 - problem.behind] += problem.mtp
     home = np.repeat(np.arange(chunk.size) % problem.stages, np.diff(bounds))
     moved = problem.weight[(home != problem.home) & (problem.home >= 0)].sum()
     # Twelve digits, so that the rounding of sums in another order is no improvement.

@@ -51,7 +51,7 @@ def set_layout(
     """
     text = to_layout(plan)
     layout = PipelineParallelLayerLayout(text, plan.stages)
-    layout.validate_layer_layout(plan.layers, None)
+    layout.validate_layer_layout(plan.layers, plan.mtp_layers or None)
     args.pipeline_model_parallel_layout = text
     spec.transformer.pipeline_model_parallel_layout = layout
     for chunk in chunks:
@@ -68,7 +68,7 @@ def change_layers(
     inventories: Sequence[Inventory],
     *,
     without_memory: bool = False,
-) -> list[tuple[torch.nn.Module, int]]:
+) -> tuple[list[tuple[torch.nn.Module, int]], list[torch.nn.Module]]:
     """Give this rank's model chunks the layers of `plan`, after `set_layout`.
 
     plan: the layers of all chunks after the move.
@@ -77,9 +77,10 @@ def change_layers(
     inventories: of all ranks.
     without_memory: give weights that require gradients one element of memory, until they are placed in a buffer.
 
-    Returns the new layers, uninitialized, each with the number of its chunk.
+    Returns the new layers, uninitialized, each with the number of its chunk; and the final norm, if it came along with
+    the last layer, as it does in models with multi-token prediction.
     """
-    arrived = []
+    arrived, norms = [], []
     frozen = set().union(*(inventory.frozen for inventory in inventories))
     stage = mpu.get_pipeline_model_parallel_rank()
     for chunk, model in enumerate(models):
@@ -99,13 +100,18 @@ def change_layers(
             layers.append(layer)
         block.layers = torch.nn.ModuleList(layers)
         block.num_layers_per_pipeline_rank = len(layers)
+        if not block.has_final_layernorm_in_this_stage():
+            block.final_layernorm = None
+        elif block.final_layernorm is None:
+            block.final_layernorm = _build_norm(block)
+            norms.append(block.final_layernorm)
     for name, parameter in named_parameters(models):
         if name in frozen:
             parameter.requires_grad_(False)
             if not parameter.is_contiguous():  # no buffer will have it
                 parameter.data = torch.empty_like(parameter.data, memory_format=torch.contiguous_format)
     _register_buffers({layer.layer_number - 1: layer for layer, _ in arrived}, inventories)
-    return arrived
+    return arrived, norms
 
 
 def _layer_spec(model: torch.nn.Module, config: GPTModelConfig) -> Any:
@@ -133,6 +139,14 @@ def _build(block: torch.nn.Module, position: int) -> torch.nn.Module:
             vp_stage=block.vp_stage,
         )
     return _finished(layer, config).train(block.training)
+
+
+def _build_norm(block: torch.nn.Module) -> torch.nn.Module:
+    """Build the final norm of `block` as Megatron-LM does."""
+    config = block.config
+    with _uninitialized(config):
+        norm = block.submodules.layer_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+    return _finished(norm, config).train(block.training)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import dataclasses
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import from_layout
 from balancing.layers.plan import ONE_CHUNK
+from balancing.layers.stage_plan import StagePlan
 from megatron.balanced.incompatible import LAYERS, RELEASE, check_compatible
 
 __all__ = ["check_layers"]
@@ -36,12 +37,17 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     why = None
     if stages == 1:
         why = "--pipeline-model-parallel-size 1 has one stage"
-    elif args.num_layers == stages * chunks and not layers.repacks:
+    elif args.num_layers == stages * chunks and _even(args) and not layers.repacks:
         why = f"each of the {stages * chunks} pipeline stages has one layer"
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
     check_compatible(args, LAYERS, flag)
+    if layers.layer_planner in ONE_CHUNK and (plan := _layout(args)) is not None and plan.behind:
+        raise ValueError(
+            f"--layer-planner {layers.layer_planner} cannot leave the stages after multi-token prediction without "
+            "layers; use optimal or uniform"
+        )
     if chunks > 1 and layers.layer_planner in ONE_CHUNK:
         raise ValueError(
             f"--layer-planner {layers.layer_planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
@@ -83,12 +89,28 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     check_compatible(args, RELEASE, flag)
 
 
+def _layout(args: argparse.Namespace) -> StagePlan | None:
+    """The plan that the user gave; None if Megatron-LM divides layers evenly."""
+    if not args.pipeline_model_parallel_layout:
+        return None
+    return from_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+
+
+def _even(args: argparse.Namespace) -> bool:
+    """Whether all chunks begin with equally many layers."""
+    plan = _layout(args)
+    accounted = args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
+    return not accounted if plan is None else len(set(map(len, plan.order))) == 1
+
+
 def _chunks(args: argparse.Namespace) -> int:
     """Model chunks of a rank, whichever flag sets them."""
     if args.num_virtual_stages_per_pipeline_rank:
         return args.num_virtual_stages_per_pipeline_rank
-    if args.pipeline_model_parallel_layout:
-        return len(from_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size).chunks[0])
+    if (plan := _layout(args)) is not None:
+        return plan.virtual
     if args.num_layers_per_virtual_pipeline_stage:
-        return args.num_layers // args.pipeline_model_parallel_size // args.num_layers_per_virtual_pipeline_stage
+        ends = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+        units = args.num_layers + sum(map(bool, ends))
+        return units // args.pipeline_model_parallel_size // args.num_layers_per_virtual_pipeline_stage
     return 1

@@ -21,6 +21,7 @@ import datetime
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
 from megatron.training import training
 from megatron.training.models.gpt import GPTModelConfig
@@ -102,7 +104,11 @@ class LayerMover:
         mine = [tuple(layer.layer_number - 1 for layer in model.decoder.layers) for model in self.models()]
         every = self.gather((mpu.get_pipeline_model_parallel_rank(), mine))
         stages = {stage: tuple(layers) for stage, layers in every}
-        self.plan = StagePlan(tuple(stages[stage] for stage in sorted(stages)))
+        self.plan = StagePlan(
+            tuple(stages[stage] for stage in sorted(stages)),
+            mtp_layers=self._args.mtp_num_layers or 0,
+            mtp_chunk=_mtp_chunk(self._args, self._spec),
+        )
 
     def _make_groups(self) -> None:
         self._objects = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -119,31 +125,35 @@ class LayerMover:
         return every
 
     def parameters(self) -> np.ndarray:
-        """Parameters of each layer, of the embedding and of the head on a rank that holds them: [layers + 2]."""
+        """Parameters of each layer, of the embedding, of the head and of multi-token prediction, with its embedding, on
+        a rank that holds them: [layers + 3]."""
         return self._sum_up(lambda parameter: 1)
 
     def travelling_bytes(self) -> np.ndarray:
-        """Bytes of each layer, of the embedding and of the head that a rank receives when it gets them: [layers + 2].
-        These are weights, main parameters and two moments."""
+        """Bytes of each of these parts that a rank receives when it gets them: weights, main parameters and moments.
+        [layers + 3]"""
         return self._sum_up(self._travelling)
 
     def resting_bytes(self) -> np.ndarray:
-        """Bytes of each layer, of the embedding and of the head that a rank holds between steps: [layers + 2]. These
-        are those of a move, and gradients."""
+        """Bytes of each of these parts that a rank holds between steps: those of a move, and gradients. [layers + 3]"""
         weight = self._args.params_dtype.itemsize
         gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
         return self._sum_up(lambda parameter: self._travelling(parameter) + gradient)
 
     def _travelling(self, parameter: torch.nn.Parameter) -> float:
         dtype, of_expert = self._args.params_dtype, not getattr(parameter, "allreduce", True)
-        return dtype.itemsize + state_bytes(self._chunks[0], dtype, of_expert=of_expert)
+        config = callbacks.trained().optimizer.config
+        return dtype.itemsize + state_bytes(self._chunks[0], dtype, of_expert=of_expert, config=config)
 
     def _sum_up(self, of_element: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
-        """The sum over parameters of their elements times `of_element`, on a rank that holds them: [layers + 2]."""
-        sums = np.zeros(self.plan.layers + 2)
+        """The sum over parameters of their elements times `of_element`, on a rank that holds them: [layers + 3]."""
+        sums = np.zeros(self.plan.layers + 3)
         for model in self.models():
             parts = {layer.layer_number - 1: layer for layer in model.decoder.layers}
-            parts |= {-2: getattr(model, "embedding", None), -1: getattr(model, "output_layer", None)}
+            embedding = getattr(model, "embedding", None)
+            parts |= {-3: embedding, -2: getattr(model, "output_layer", None)}
+            if (mtp := getattr(model, "mtp", None)) is not None:
+                parts[-1] = mtp if model.pre_process else torch.nn.ModuleList([mtp, embedding])
             for number, part in parts.items():
                 if part is not None:
                     sums[number] = sum(each.numel() * of_element(each) for each in part.parameters())
@@ -155,6 +165,7 @@ class LayerMover:
         Raises RuntimeError, before anything has changed, when ranks have different plans, and Released on ranks that
         leave the job, once no other rank needs them.
         """
+        plan = replace(plan, mtp_layers=self.plan.mtp_layers, mtp_chunk=self.plan.mtp_chunk)
         self._agree(plan)
         begin = time.perf_counter()
         hooked = [_finish_gathering(ddp) for ddp in self._chunks]
@@ -218,8 +229,8 @@ class LayerMover:
         """
         set_layout(plan, self._chunks, self._spec, self._args)
         in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
-        arrived = change_layers(plan, self.models(), self._spec, inventories, without_memory=in_buffers)
-        new = [*ends, *(layer for layer, _ in arrived)]
+        arrived, norms = change_layers(plan, self.models(), self._spec, inventories, without_memory=in_buffers)
+        new = [*ends, *norms, *(layer for layer, _ in arrived)]
         layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
         weights = [place_weights(layout, new) for layout in layouts]
         hold_weights(self.models(), new, held)
@@ -297,6 +308,15 @@ class LayerMover:
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
         scheduler.step(0)  # gives the groups their learning rate and weight decay
+
+
+def _mtp_chunk(args: argparse.Namespace, spec: GPTModelConfig) -> int | None:
+    """The chunk with multi-token prediction, counted along the pipeline; None for the last one."""
+    layout = spec.transformer.pipeline_model_parallel_layout
+    if not args.mtp_num_layers or layout is None:
+        return None
+    has = [LayerType.mtp in chunk for row in zip(*layout.layout, strict=True) for chunk in row]
+    return has.index(True)
 
 
 def _do_nothing(*unused: Any) -> None:

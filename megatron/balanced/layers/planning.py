@@ -71,7 +71,7 @@ class LayerPlanner:
         self.costs = CostAverage(window=config.layer_balance_interval)
         self._args, self._config, self._mover = args, config, mover
         self._gate: Gate | None = None
-        self._seconds: list[np.ndarray] = []  # an iteration: [layers + 2, 2]
+        self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2]
         self._steps: list[tuple[int, float]] = []  # iteration, seconds
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
 
@@ -163,7 +163,7 @@ class LayerPlanner:
         memory = None
         if limit < np.inf:
             held = self._mover.resting_bytes()
-            resting = LayerMemory(held[:-2], embedding=held[-2], head=held[-1])
+            resting = LayerMemory(held[:-3], embedding=held[-3], head=held[-2], mtp=held[-1])
             memory = fit_activations(resting, peaks, plan, micro_batches)
         try:
             return plan_stages(
@@ -171,12 +171,14 @@ class LayerPlanner:
                 plan.stages,
                 embedding=sum(cost.embedding),
                 head=sum(cost.head),
+                mtp=sum(cost.mtp),
                 memory=memory,
                 memory_limit=None if memory is None else np.maximum(limit, stage_memory(plan, memory, micro_batches)),
                 virtual=plan.virtual,
                 current=plan,
                 method=self._config.layer_planner,  # type: ignore[arg-type]
                 micro_batches=micro_batches,
+                min_layers=min(1, *(len(chunk) for chunk in plan.order[: len(plan.order) - plan.behind])),
             )
         except ValueError as error:
             if memory is None:
@@ -188,11 +190,11 @@ class LayerPlanner:
     def _parameters(self) -> LayerSeconds:
         """Numbers of parameters in place of seconds."""
         counts = self._mover.parameters()
-        layers = counts[:-2]
-        return LayerSeconds(layers, np.zeros_like(layers), embedding=(counts[-2], 0.0), head=(counts[-1], 0.0))
+        layers = counts[:-3]
+        return LayerSeconds(layers, np.zeros_like(layers), 0.0, *((count, 0.0) for count in counts[-3:]))
 
     def _layer_bytes(self) -> np.ndarray:
-        return self._mover.travelling_bytes()[:-2]
+        return self._mover.travelling_bytes()[:-3]
 
 
 def _step_seconds(cost: LayerSeconds, plan: StagePlan) -> float:

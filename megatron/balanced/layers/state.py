@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from balancing.layers.transfer import Piece, Transfer, plan_transfers, run_transfers
-from megatron.balanced.optimizer_state import ParameterState
+from megatron.balanced.optimizer_state import ParameterState, Scaled
 
 __all__ = [
     "Held",
@@ -42,6 +42,7 @@ class Inventory:
     pieces: the elements that it holds.
     dtypes: name of a tensor -> its type.
     scalars: name of a parameter -> scalars of its optimizer state, by kind.
+    scales: name of a tensor of optimizer state -> the parts of it that this rank stores with a scale.
     frozen: names of parameters without gradients.
     buffers: name -> shape, type, and whether checkpoints contain it.
     """
@@ -49,6 +50,7 @@ class Inventory:
     pieces: list[Piece] = field(default_factory=list)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scales: dict[str, list[Scaled]] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     buffers: dict[str, tuple[torch.Size, torch.dtype, bool]] = field(default_factory=dict)
 
@@ -111,6 +113,7 @@ def take_inventory(
         state = states.get(parameter)
         if state is not None:
             inventory.scalars[name] = state.scalars
+            inventory.scales |= {f"{name}:{kind}": scales for kind, scales in state.scales.items()}
             for kind, tensor in state.tensors.items():
                 held[f"{name}:{kind}"] = (state.start, tensor)
     for buffer in named_buffers(models):
@@ -159,6 +162,10 @@ def make_request(
     """
     rank = dist.get_rank()
     scalars = {name: numbers for inventory in inventories for name, numbers in inventory.scalars.items()}
+    scales: dict[str, set[Scaled]] = {}
+    for inventory in inventories:
+        for tensor, parts in inventory.scales.items():
+            scales.setdefault(tensor, set()).update(parts)
     kinds: dict[str, set[str]] = {}
     for inventory in inventories:
         for tensor in inventory.dtypes:
@@ -178,6 +185,11 @@ def make_request(
             request.states[parameter] = ParameterState(start, stop, scalars=scalars.get(name, {}))
             for kind in sorted(kinds[name] - {_WEIGHT, _BUFFER}):
                 request.pieces.append(Piece(f"{name}:{kind}", rank, start, stop))
+                request.states[parameter].scales[kind] = [
+                    Scaled(max(part.start, start), min(part.stop, stop), part.scale)
+                    for part in sorted(scales.get(f"{name}:{kind}", ()))
+                    if part.start < stop and start < part.stop
+                ]
     return request
 
 

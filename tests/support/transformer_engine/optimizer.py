@@ -58,11 +58,33 @@ def multi_tensor_adam(
         gradient, weight = gradient.float(), main.float()
         if mode == 0:
             gradient = gradient + weight_decay * weight
-        m.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        update = (m / correction1) / ((v / correction2).sqrt() + epsilon)
+        first = m.float().mul(beta1).add(gradient, alpha=1 - beta1)
+        second = v.float().mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
+        m.copy_(first)  # which may have 16 bits
+        v.copy_(second)
+        update = (first / correction1) / ((second / correction2).sqrt() + epsilon)
         if mode == 1:
             update = update + weight_decay * weight
         main.copy_(weight - lr * update)
         if main is not parameter:
             parameter.copy_(main)
+
+
+@stands_in
+def multi_tensor_adam_param_remainder(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *hyperparameters: Any
+) -> None:
+    """`multi_tensor_adam` where a main parameter is its upper 16 bits, rounded to the parameter, and the lower ones."""
+    gradients, parameters, moments, second_moments, remainders = tensor_lists
+    mains = [_joined(*pair) for pair in zip(parameters, remainders, strict=True)]
+    multi_tensor_adam(chunk_size, noop_flag, [gradients, mains, moments, second_moments], *hyperparameters)
+    for parameter, remainder, main in zip(parameters, remainders, mains, strict=True):
+        remainder.copy_(main.view(torch.int32).bitwise_and(0xFFFF).to(torch.int16))
+        upper = (main.view(torch.int32) >> 16) + (remainder < 0).int()
+        parameter.copy_(upper.to(torch.int16).view(torch.bfloat16))
+
+
+def _joined(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The main parameter in float32 of a parameter in bfloat16 and 16 bits more."""
+    upper = parameter.view(torch.int16).to(torch.int32) - (remainder < 0).int()
+    return ((upper << 16) | remainder.to(torch.int32).bitwise_and(0xFFFF)).view(torch.float32)
