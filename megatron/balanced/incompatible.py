@@ -138,7 +138,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("window_size", _OFF, (SPARSE,), "both choose the keys of a query", "use one of the two"),
     Incompatible("experimental_attention_variant", _OFF, (SEQUENCES,), _ATTENTION),
     Incompatible("linear_attention_freq", _OFF, (SEQUENCES,), _ATTENTION),
-    Incompatible("softmax_type", ("vanilla",), (SEQUENCES, SPARSE),
+    Incompatible("softmax_type", ("vanilla",), (SPARSE,),
                  "only the plain softmax is computed block by block", "use --softmax-type vanilla"),
     Incompatible("qk_clip", _OFF, (SEQUENCES,), _LOGITS),
     Incompatible("log_max_attention_logit", _OFF, (SEQUENCES,), _LOGITS),

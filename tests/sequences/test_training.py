@@ -107,6 +107,22 @@ def test_yarn(pool, tmp_path):
     assert losses > 1e-9, "the flags change nothing"
 
 
+@pytest.mark.parametrize(
+    ("softmax", "layout"),
+    [
+        ("learnable", f"{SP} --sequence-planner gather"),
+        pytest.param("off-by-one", f"{PP} 2 --sequence-planner ring", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_attention_sinks(pool, tmp_path, softmax, layout):
+    """The sink of each head, whose gradient is that of the queries of all context-parallel ranks."""
+    groups = "--group-query-attention --num-query-groups 2"
+    sinks = Packed(pool, tmp_path, f"--softmax-type {softmax} {groups} {SHORT}")
+    reference = sinks.train(1, LOSS)
+    _assert_close(sinks.train(4, f"{BALANCED} {CP} 2 {layout}"), reference)
+    assert ("softmax_offset" in " ".join(reference.parameters)) == (softmax == "learnable")
+
+
 def test_validation_of_spread_documents(packed):
     """Forward passes alone, whose schedule Megatron chooses elsewhere."""
     packed.base[packed.base.index("100,0,0")] = "80,20,0"

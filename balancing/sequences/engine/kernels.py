@@ -26,7 +26,7 @@ import torch.nn.attention
 
 from balancing.upload import upload
 
-__all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge"]
+__all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge", "sink_gradient", "with_sink"]
 
 _TILE = 512  # queries of a tile of the matrix-product kernel
 _FASTER = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by compute capability, the fastest first
@@ -97,6 +97,32 @@ def merge(
     both = torch.logaddexp(logsumexp, more_logsumexp)
     weight, more_weight = ((part - both).exp().transpose(0, 1)[..., None] for part in (logsumexp, more_logsumexp))
     return out * weight + more_out.to(out.dtype) * more_weight, both
+
+
+def with_sink(out: torch.Tensor, logsumexp: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and logsumexp with one score more in each softmax, that of the sink, which has no value.
+
+    out: [tokens, heads, head_size], of attention to all keys.
+    logsumexp: [heads, tokens], likewise, in `accumulation_dtype`.
+    sink: [heads].
+
+    With these, `Kernel.backward` gives the gradients of q, k and v as they are: the sink takes its share of weights and
+    adds nothing to the output.
+    """
+    both = torch.logaddexp(logsumexp, sink.to(logsumexp.dtype)[:, None])
+    return out * (logsumexp - both).exp().t()[..., None], both
+
+
+def sink_gradient(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """[heads], of the scores of the sink: minus its weight times grad x out, summed over queries.
+
+    grad, out: [tokens, heads, head_size].
+    logsumexp: [heads, tokens]. It and `out` are as from `with_sink`.
+    sink: [heads].
+    """
+    weights = (sink.to(logsumexp.dtype)[:, None] - logsumexp).exp()
+    products = (grad.to(logsumexp.dtype) * out.to(logsumexp.dtype)).sum(-1)
+    return -(weights * products.t()).sum(1).to(sink.dtype)
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> Kernel:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -22,7 +24,7 @@ __all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention
 class PlannedSequences(PackedSeqParams):
     """One micro-batch as a context-parallel rank holds it.
 
-    attention: query, key, value [tokens, heads, head_dim], softmax_scale -> [tokens, heads, head_dim].
+    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink -> [tokens, heads, head_dim].
     positions: int32 [rows], of each row in its document.
     tokens: number of rows that are tokens; the rest are padding.
     """
@@ -33,13 +35,25 @@ class PlannedSequences(PackedSeqParams):
 
 
 class SequenceCoreAttention(MegatronModule):
-    """Core attention of one layer, without parameters or state."""
+    """Core attention of one layer. Its only parameter is the sink of `--softmax-type learnable`, under Megatron-LM's
+    name."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *unused: Any, softmax_scale: float | None = None, **kw: Any
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.tp_group = mpu.get_tensor_model_parallel_group()
+        self.softmax_offset: torch.Tensor | None = None
+        if config.softmax_type != "vanilla":
+            heads = config.num_attention_heads // self.tp_group.size()
+            scores = torch.zeros(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
+            learned = config.softmax_type == "learnable"
+            self.softmax_offset = torch.nn.Parameter(scores) if learned else scores
+            if learned and config.perform_initialization and config.transformer_impl == "local":
+                config.init_method(self.softmax_offset)  # Transformer Engine leaves it at 0
+
+    sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def forward(
         self,
@@ -57,7 +71,8 @@ class SequenceCoreAttention(MegatronModule):
         assert isinstance(packed_seq_params, PlannedSequences) and packed_seq_params.attention is not None
         tokens, rows = packed_seq_params.tokens, query.shape[0]
         inputs = [part.squeeze(1)[:tokens] for part in (query, key, value)]
-        output = packed_seq_params.attention(*inputs, softmax_scale=self.softmax_scale).flatten(1)
+        attend, scale = packed_seq_params.attention, self.softmax_scale
+        output = attend(*inputs, softmax_scale=scale, sink=self.softmax_offset).flatten(1)
         if tokens < rows:
             output = torch.nn.functional.pad(output, (0, 0, 0, rows - tokens))
         return output.unsqueeze(1)
