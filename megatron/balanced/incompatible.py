@@ -134,7 +134,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("multi_latent_attention", _OFF, (SEQUENCES,), _ATTENTION),
     Incompatible("multi_latent_attention", _OFF, (SKIP,), _POSITIONS),
     Incompatible("multi_latent_attention", _OFF, (SPARSE,), "its keys are compressed"),
-    Incompatible("window_size", _OFF, (SEQUENCES,), _ATTENTION),
     Incompatible("window_size", _OFF, (SPARSE,), "both choose the keys of a query", "use one of the two"),
     Incompatible("experimental_attention_variant", _OFF, (SEQUENCES,), _ATTENTION),
     Incompatible("linear_attention_freq", _OFF, (SEQUENCES,), _ATTENTION),

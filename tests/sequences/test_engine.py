@@ -9,6 +9,7 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import TokenBytes, compile_rank, linear_layout
 from balancing.sequences.sequence_plan import SequencePlan, Shard
+from balancing.sequences.window import in_window
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
@@ -40,7 +41,7 @@ def _sink(heads: int) -> np.ndarray:
 
 
 def _on_rank(
-    cases: list[Case], twice: bool = False, dtype: str = "float64", sinks: bool = False
+    cases: list[Case], twice: bool = False, dtype: str = "float64", sinks: bool = False, window: int | None = None
 ) -> list[list[np.ndarray]]:
     import torch
     import torch.distributed as dist
@@ -57,8 +58,9 @@ def _on_rank(
         *qkv, grad = (torch.from_numpy(x[own]).to(getattr(torch, dtype)) for x in _inputs(plan, heads, kv_heads))
         leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if sinks else []))]
         for _ in range(1 + twice):
-            program = compile_rank(plan, rank, cluster, routing, _token_bytes(heads, kv_heads))
-            attention = SequenceAttention(plan, program=program)
+            mine = plan if window is None else in_window(plan, window)
+            program = compile_rank(mine, rank, cluster, routing, _token_bytes(heads, kv_heads))
+            attention = SequenceAttention(mine, program=program)
             out = attention(*qkv, softmax_scale=SCALE, sink=leaves[3] if sinks else None)
             found.append([x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, leaves, grad))])
             assert out.dtype is qkv[0].dtype
@@ -66,7 +68,9 @@ def _on_rank(
     return found
 
 
-def _alone(plan: SequencePlan, heads: int, kv_heads: int, sinks: bool = False) -> list[np.ndarray]:
+def _alone(
+    plan: SequencePlan, heads: int, kv_heads: int, sinks: bool = False, window: int | None = None
+) -> list[np.ndarray]:
     """Output and gradients of every document by itself, in plain matrix products."""
     import torch
 
@@ -76,7 +80,8 @@ def _alone(plan: SequencePlan, heads: int, kv_heads: int, sinks: bool = False) -
     for length in plan.lengths:
         q, k, v = (x[start : start + length].transpose(0, 1) for x in qkv)
         k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        every = torch.ones(length, length, dtype=torch.bool)
+        hidden = every.triu(1) if window is None else every.triu(1) | every.tril(-window - 1)
         scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(hidden, float("-inf"))
         if sinks:
             scores = torch.cat((scores, leaves[3][:, None, None].expand(-1, length, 1)), -1)
@@ -93,12 +98,13 @@ def _check(
     dtype: str = "float64",
     tolerance: float = 1e-10,
     sinks: bool = False,
+    window: int | None = None,
 ) -> None:
-    by_rank = pool.run(ranks, _on_rank, cases, dtype=dtype, sinks=sinks)
+    by_rank = pool.run(ranks, _on_rank, cases, dtype=dtype, sinks=sinks, window=window)
     names = ("out", "dq", "dk", "dv", *["dsink"] * sinks)
     for number, (plan, _, _, heads, kv_heads) in enumerate(cases):
         for name, whole, *parts in zip(
-            names, _alone(plan, heads, kv_heads, sinks), *(found[number] for found in by_rank), strict=True
+            names, _alone(plan, heads, kv_heads, sinks, window), *(found[number] for found in by_rank), strict=True
         ):
             if name == "dsink":
                 np.testing.assert_allclose(sum(parts), whole, rtol=tolerance, atol=tolerance, err_msg=f"{name}, {plan}")
@@ -144,6 +150,12 @@ def test_sinks_take_their_share_of_each_softmax(pool: Pool) -> None:
     lengths = (97, 5)
     plans = [zigzag_plan(lengths, 4, linear="random"), random_plan(lengths, 4, 1, exchange="gather", linear="equal")]
     _check(pool, 4, [(plan, None, "off", 4, 2) for plan in plans], "bfloat16", 4e-2, sinks=True)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (7, True), (40, False)])
+def test_sliding_windows(pool: Pool, window: int, sinks: bool) -> None:
+    """Of documents that are longer than the window and of shorter ones, over nodes and routed."""
+    _check(pool, 4, _cases(4)[window % 3 :: 3], sinks=sinks, window=window)
 
 
 @pytest.mark.parametrize(("ranks", "proxies"), [(6, 2), (8, 4)])
@@ -263,7 +275,6 @@ def _refusals(plan: SequencePlan, other: SequencePlan) -> list[str]:
     messages = []
     for make, inputs in (
         ({"dropout": 0.1}, None),
-        ({"window": (128, 0)}, None),
         ({"program": replace(program, rank=1)}, None),
         ({"program": compile_rank(other, 0)}, None),
         ({}, (good[:-1], good, good)),
@@ -282,7 +293,7 @@ def _refusals(plan: SequencePlan, other: SequencePlan) -> list[str]:
 
 def test_what_is_not_supported_is_refused(pool: Pool) -> None:
     (messages,) = pool.run(1, _refusals, random_plan((9, 4), 1, 0), random_plan((9, 5), 1, 0))
-    wanted = ("attention dropout 0.1", "window of (128, 0)", "rank 1 of a plan", "belongs to another plan")
+    wanted = ("attention dropout 0.1", "rank 1 of a plan", "belongs to another plan")
     wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
     wanted += ("one score a query head, 2",)
     for message, part in zip(messages, wanted, strict=True):

@@ -6,8 +6,7 @@ keys and values travel while the rank computes. Partial results are merged in fl
 order, so that a run repeats bit for bit. No query-key pair that the mask hides is computed, except inside tiles
 (Zeppelin, arXiv 2509.21841, section 4). An attention sink is merged once for each query, after its last keys.
 
-Attention dropout is refused: its masks would have to be the same under every plan. A sliding window is refused: other
-plans would be better for it.
+Attention dropout is refused: its masks would have to be the same under every plan.
 """
 
 from typing import Any
@@ -29,7 +28,8 @@ __all__ = ["SequenceAttention"]
 
 
 class SequenceAttention:
-    """Causal attention of each sequence of a plan to itself, forward and backward. All layers of a step may share one.
+    """Causal attention of each sequence of a plan to itself, forward and backward, in the plan's window if it has one.
+    All layers of a step that have this plan may share one.
 
     plan: of the whole batch.
     program: this rank's part of the plan, as `compile_rank` gives it.
@@ -37,11 +37,10 @@ class SequenceAttention:
         same number of times in the same order, and use the group for nothing else meanwhile.
     kernel: computes attention of pieces; by default the fastest for the device and type of q.
     dropout: of attention; must be 0.
-    window: sliding window of attention; must be None or (-1, -1).
     timed: as in `Statistics`.
 
     `statistics` counts what has been sent. Raises ValueError for the program of another plan, a group that the plan
-    does not fit, dropout, and a sliding window.
+    does not fit, and dropout.
     """
 
     def __init__(
@@ -52,13 +51,10 @@ class SequenceAttention:
         group: dist.ProcessGroup | None = None,
         kernel: Kernel | None = None,
         dropout: float = 0.0,
-        window: tuple[int, int] | None = None,
         timed: bool = True,
     ) -> None:
         if dropout:
             raise ValueError(f"attention dropout {dropout} is not supported with balanced sequences; use 0")
-        if window is not None and tuple(window) != (-1, -1):
-            raise ValueError(f"a sliding window of {window} is not supported with balanced sequences; use none")
         self.transport = Transport(group)
         size, rank = dist.get_world_size(group), program.rank
         if (size, self.transport.rank) != (plan.ranks, rank):
