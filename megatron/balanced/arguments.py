@@ -175,10 +175,10 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
             f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, which is not "
             "installed or not selected; add --balance-sequences, or use --context-parallel-size 1"
         )
-    if args.transformer_impl == "local" and args.multi_latent_attention:
+    if args.transformer_impl == "local" and args.multi_latent_attention and args.qk_layernorm and not args.q_lora_rank:
         raise ValueError(
-            "--multi-latent-attention needs Transformer Engine's attention, which is not installed or not selected; "
-            "drop it"
+            "--multi-latent-attention with --qk-layernorm needs --q-lora-rank without Transformer Engine, whose fused "
+            "norm and projection is not installed or not selected; give --q-lora-rank or drop --qk-layernorm"
         )
     if device == "cpu" and args.moe_token_dispatcher_type == "flex":
         raise ValueError("--moe-token-dispatcher-type flex needs DeepEP on GPUs; use alltoall or allgather")

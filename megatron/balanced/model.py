@@ -20,6 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -35,6 +36,7 @@ from megatron.balanced.dynamics.layer import dynamic_layer
 from megatron.balanced.dynamics.sparse_attention import sparse_attention
 from megatron.balanced.experts.grouped_mlp import GroupedMLP
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.sequences.attention import SequenceCoreAttention
 
 __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
@@ -83,6 +85,10 @@ class PackedDotProductAttention(DotProductAttention):
             if stop > start
         ]
         return torch.cat(outputs).squeeze(1)
+
+
+class PackedLatentDotProductAttention(PackedDotProductAttention, LatentDotProductAttention):
+    """The attention of `--multi-latent-attention` over documents packed into one sequence."""
 
 
 def _fill_in(value: Any, replacements: dict[Any, Any]) -> Any:
@@ -153,8 +159,14 @@ def _replacements(
     fitting: dict[Any, Any] = {}  # equivalent to the modules that they replace, in every layer
     if sequences.balance_sequences:
         fitting[_core_attention(args)] = SequenceCoreAttention
-    elif args.transformer_impl == "local" and (args.sft or args.dataloader_inter_document_masking):
-        fitting[DotProductAttention] = PackedDotProductAttention
+    elif args.transformer_impl == "local":
+        packs, latent = args.sft or args.dataloader_inter_document_masking, args.multi_latent_attention
+        if latent:
+            fitting[DotProductAttention] = PackedLatentDotProductAttention if packs else LatentDotProductAttention
+        elif packs:
+            fitting[DotProductAttention] = PackedDotProductAttention
+    if args.transformer_impl == "local" and args.multi_latent_attention:
+        fitting[MLASelfAttention] = LatentSelfAttention
     if args.transformer_impl == "local" and args.sequence_parallel:
         fitting[WrappedTorchNorm] = SequenceParallelNorm
     if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:

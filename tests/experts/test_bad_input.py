@@ -60,7 +60,12 @@ REFUSED = {
         "--moe-apply-probs-on-input",
         "drop --moe-grouped-gemm",
     ),
-    "latent attention": (f"{BALANCE} --multi-latent-attention", "--multi-latent-attention", "Transformer Engine"),
+    "latent attention with a norm of queries alone": (
+        "--multi-latent-attention --qk-layernorm",
+        "--qk-layernorm",
+        "Transformer Engine",
+        "give --q-lora-rank",
+    ),
 }
 
 

@@ -47,6 +47,11 @@ EXPERTS = {
     "EP 2, TP 2, ETP 2": (4, f"{SP} {EP} 2 {ETP} 2"),
     "EP 2, DP 2, both overlaps": (4, f"{EP} 2 {OVERLAPS}"),
 }
+LATENT = {
+    "TP 2": (2, TP2),
+    "TP 2, sequence parallel": (2, SP),
+    "PP 2, recomputed projections": (2, f"{PP} 2 --recompute-granularity selective --recompute-modules mla_up_proj"),
+}
 EXPERTS_ALLTOALL = {
     "PP 2, EP 2, TP 2, ETP 1": (4, f"{PP} 2 {SP} {EP} 2 {ETP} 1"),
     "EP 2, full recompute": (
@@ -61,6 +66,10 @@ MODELS = {
     "untied": "--untie-embeddings-and-output-weights --normalization RMSNorm --swiglu --group-query-attention "
     "--num-query-groups 2 --disable-bias-linear",
     "experts": f"{' '.join(MOE)} {MOE_LOSSES}",
+    # As DeepSeek-V3: values smaller than keys, a part of the keys shared by all heads, YaRN.
+    "latent": "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6 --qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 1.0 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights",
 }
 
 
@@ -113,6 +122,13 @@ def test_dense(references, layout):
 @pytest.mark.parametrize("layout", ["PP 2", "PP 2, interleaved", "TP 2, sequence parallel"])
 def test_untied_embeddings_and_grouped_queries(references, layout):
     references("untied").check(*DENSE[layout])
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[] if layout == "TP 2" else pytest.mark.exhaustive) for layout in LATENT]
+)
+def test_multi_latent_attention(references, layout):
+    references("latent").check(*LATENT[layout])
 
 
 def _every_dispatcher() -> list[Any]:
