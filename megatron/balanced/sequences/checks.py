@@ -42,8 +42,8 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     window = getattr(args, "window_size", None)
     if window and window[1] not in (0, -1):
         raise ValueError(
-            f"--balance-sequences is incompatible with --window-size {window[0]},{window[1]}: no token sees those after "
-            f"it; use --window-size {window[0]},0"
+            f"--balance-sequences is incompatible with --window-size {window[0]},{window[1]}: no token sees "
+            f"those after it; use --window-size {window[0]},0"
         )
     _check_sizes(args, sequences)
     notes = []
