@@ -8,10 +8,9 @@ that takes longer than planning.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["Planned", "PlanningAhead", "zone_shares"]
@@ -20,10 +19,11 @@ _KEPT = 64  # plans; mostly below a megabyte each, a few of them where many rank
 
 
 class Planned(NamedTuple):
-    """A plan, the program of one rank, and the milliseconds that both took to make: 0 where they were known."""
+    """A plan, what was compiled of it for one rank, and the milliseconds that both took to make: 0 where they were
+    known."""
 
     plan: SequencePlan
-    program: RankProgram
+    program: Any
     milliseconds: float
 
 
@@ -31,16 +31,16 @@ class PlanningAhead:
     """Makes plans and programs and keeps the latest. It is pickled into the workers of a data loader.
 
     plan: makes a plan from lengths [sequence], deterministically.
-    compile: makes the program of this rank from a plan.
+    compile: makes the program of this rank from a plan, or programs of several kinds of layers; they can be pickled.
     """
 
     def __init__(
         self,
         plan: Callable[[tuple[int, ...]], SequencePlan],
-        compile: Callable[[SequencePlan], RankProgram],
+        compile: Callable[[SequencePlan], Any],
     ) -> None:
         self._plan, self._compile = plan, compile
-        self._known: OrderedDict[tuple[int, ...], tuple[SequencePlan, RankProgram]] = OrderedDict()
+        self._known: OrderedDict[tuple[int, ...], tuple[SequencePlan, Any]] = OrderedDict()
 
     def __call__(self, lengths: Sequence[int]) -> Planned:
         """For a batch with sequences of `lengths` tokens, each at least 1."""

@@ -9,6 +9,9 @@ Times are of forward and backward of one micro-batch, without recomputation. Bac
 (flash attention recomputes scores) and linear layers twice; keys and values travel again, and their gradients travel
 back, on a ring inside a node as float32 sums.
 
+Layers with a sliding window cost what their own plan does (`window`): tiles outside of the window are neither computed
+nor sent.
+
 Besides, every kernel costs the device a launch, every round of keys the latency of a message, and every operation the
 host, which must start all of a layer's, attention and the rest, in no more time than the device takes for them
 (`rounds`; `Cluster.launch_seconds`, `message_seconds`, `host_seconds`).
@@ -23,8 +26,9 @@ from balancing.cluster import Cluster
 from balancing.sequences.load import causal_area
 from balancing.sequences.rounds import what_is_asked
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
-from balancing.sequences.traffic import TokenTraffic, layout_traffic, remap_traffic, traffic_seconds
+from balancing.sequences.traffic import TokenTraffic, plan_traffic, remap_traffic, traffic_seconds
 from balancing.sequences.turns import turn_tokens
+from balancing.sequences.window import in_window
 
 __all__ = [
     "StepCost",
@@ -54,6 +58,9 @@ _REST = 75  # operations of the host for the rest of a dense layer, about 25 for
 _SUM_WIDTH = 2.0  # bytes of a key's gradient over those of a key, in float32 as rings sum them inside a node
 
 
+_SUMS = ("attention", "exchange", "exposed", "remap", "launch", "host")  # over layers
+
+
 @dataclass(frozen=True)
 class StepCost:
     """Seconds of forward and backward of one micro-batch through all layers, on the slowest rank or link.
@@ -65,7 +72,7 @@ class StepCost:
     remap: transfers between the two layouts.
     launch: of the kernels of attention, on the device.
     host: in which the host starts all operations, attention's and the rest.
-    launches: of attention in one layer, forward: calls, merges, copies and conversions.
+    launches: of attention in one layer, forward: calls, merges, copies and conversions; of the kind that has more.
     """
 
     attention: float
@@ -104,7 +111,29 @@ def step_cost(
 
     Raises ValueError for a plan with more ranks than the cluster.
     """
-    moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
+    kinds = [(plan, shape.layers - shape.windowed_layers)]
+    if shape.window is not None:
+        kinds.append((in_window(plan, shape.window), shape.windowed_layers))
+    parts = [
+        _layers_cost(one, layers, cluster, shape, routed, remapped, gradient_width) for one, layers in kinds if layers
+    ]
+    tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
+    sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
+    linear = linear_seconds(int(tokens), cluster, shape)
+    return StepCost(**sums, linear=linear, launches=max(part.launches for part in parts))
+
+
+def _layers_cost(
+    plan: SequencePlan,
+    layers: int,
+    cluster: Cluster,
+    shape: AttentionShape,
+    routed: bool | None,
+    remapped: bool,
+    gradient_width: float | None,
+) -> StepCost:
+    """The cost of attention in `layers` layers of one kind, with the host's operations for their other modules."""
+    moved = plan_traffic(plan, in_step=True)
     forward, backward = kv_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
     asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, kv_bytes(shape)))
     latency = asked.rounds * cluster.message_seconds
@@ -116,15 +145,14 @@ def step_cost(
         moved = remap_traffic(plan)
         heads = (shape.heads + 2 * shape.kv_heads) + shape.heads  # q, k and v to attention; its output back
         remap = traffic_seconds(moved, heads * shape.head_size * _BYTES, cluster, routed)  # both ways are equally long
-    tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
     return StepCost(
-        attention=shape.layers * (1 + _ATTENTION_BACKWARD) * compute,
-        exchange=shape.layers * sum(exchange),
-        exposed=shape.layers * exposed,
-        linear=linear_seconds(int(tokens), cluster, shape),
-        remap=shape.layers * 2 * remap,
-        launch=shape.layers * sum(asked.launches) * cluster.launch_seconds,
-        host=shape.layers * (asked.operations + _REST) * cluster.host_seconds,
+        attention=layers * (1 + _ATTENTION_BACKWARD) * compute,
+        exchange=layers * sum(exchange),
+        exposed=layers * exposed,
+        linear=0.0,
+        remap=layers * 2 * remap,
+        launch=layers * sum(asked.launches) * cluster.launch_seconds,
+        host=layers * (asked.operations + _REST) * cluster.host_seconds,
         launches=asked.launches[0],
     )
 
@@ -163,7 +191,7 @@ def routing_pays(
     remap_bytes: bytes of one token that are remapped to attention and back.
     flops_of_pair: `pair_flops` of the layer.
     """
-    moved = layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=True)
+    moved = plan_traffic(plan, in_step=True)
     compute = float(tile_area(plan).max(initial=0.0)) * flops_of_pair / (cluster.flops * _ATTENTION_ACHIEVED)
     waits = []
     for routed in (False, True):
@@ -176,7 +204,10 @@ def routing_pays(
 
 def limit_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
     """Seconds of the physical limit: the batch's exact FLOPs spread evenly over all ranks, all transfers hidden."""
-    attention = attention_seconds(causal_area(lengths), cluster, shape)
+    pairs: float = causal_area(lengths)
+    if shape.window is not None:
+        pairs += (causal_area(lengths, shape.window) - pairs) * shape.windowed_layers / shape.layers
+    attention = attention_seconds(pairs, cluster, shape)
     return (attention + linear_seconds(sum(lengths), cluster, shape)) / cluster.world_size
 
 
@@ -229,6 +260,10 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
     rows = -(-(stop - start) // TILE)
     # Rows of tiles end at start + 128, start + 256, ..., stop, and reach back to key 0.
     tiles = (rows - 1) * -(-start // TILE) + rows * (rows - 1) // 2 + -(-stop // TILE)
+    if plan.window is not None:  # less those before the window of a row's first query
+        before = (start - plan.window) // TILE
+        out = np.maximum(rows - np.maximum(-before, 0), 0)  # rows with such tiles
+        tiles -= out * np.maximum(before, 0) + out * (out - 1) // 2
     members = np.array([len(plan.ring(number)) for number in range(len(plan.lengths))])
     # Of a zig-zag ring's pairs one half is with all keys of a rank, the other with its first half alone; in tiles.
     whole, half = (np.array(plan.lengths) / members / part / TILE for part in (1, 2))

@@ -8,34 +8,44 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["causal_area", "zigzag_area", "zigzag_areas"]
+__all__ = ["area_of_first", "causal_area", "zigzag_area", "zigzag_areas"]
 
 
-def causal_area(lengths: Sequence[int] | np.ndarray) -> int:
-    """Query-key pairs of documents of `lengths` tokens [document], each attending to itself alone, causally."""
-    tokens = np.asarray(lengths, dtype=np.int64)
-    return int((tokens * (tokens + 1) // 2).sum())
+def causal_area(lengths: Sequence[int] | np.ndarray, window: int | None = None) -> int:
+    """Query-key pairs of documents of `lengths` tokens [document], each attending to itself alone, causally.
+
+    window: tokens before itself that a token sees; None for all.
+    """
+    return int(area_of_first(np.asarray(lengths, dtype=np.int64), window).sum())
 
 
-def zigzag_areas(lengths: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
+def area_of_first(tokens: np.ndarray, window: int | None = None) -> np.ndarray:
+    """int64, query-key pairs of the first `tokens` tokens of a document. window: as in `causal_area`."""
+    if window is None:
+        return np.asarray(tokens * (tokens + 1) // 2)
+    few = np.minimum(tokens, window + 1)
+    return np.asarray(few * (few + 1) // 2 + (tokens - few) * (window + 1))
+
+
+def zigzag_areas(lengths: Sequence[int] | np.ndarray, ranks: int, window: int | None = None) -> np.ndarray:
     """int64 [rank]: query-key pairs whose queries fall on each of `ranks` context-parallel ranks.
 
     The packed sequence of documents of `lengths` tokens [document] is cut into 2 x ranks equal chunks; a rank holds
-    chunks `rank` and `2 x ranks - 1 - rank`, as in Megatron-LM; one rank holds all. Raises ValueError if the tokens do
-    not divide into equal chunks.
+    chunks `rank` and `2 x ranks - 1 - rank`, as in Megatron-LM; one rank holds all. window: as in `causal_area`. Raises
+    ValueError if the tokens do not divide into equal chunks.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     if ranks == 1:
-        return np.array([causal_area(tokens)])
+        return np.array([causal_area(tokens, window)])
     total, chunks = int(tokens.sum()), 2 * ranks
     if total % chunks:
         raise ValueError(f"{total} tokens do not cut into {chunks} equal chunks; make it a multiple of {chunks}")
     begin = np.concatenate([[0], np.cumsum(tokens)])
-    whole = np.concatenate([[0], np.cumsum(tokens * (tokens + 1) // 2)])  # pairs of the documents before
+    whole = np.concatenate([[0], np.cumsum(area_of_first(tokens, window))])  # pairs of the documents before
     cuts = np.arange(chunks + 1) * (total // chunks)
     document = np.searchsorted(begin, cuts, side="right") - 1
     inside = cuts - begin[document]
-    pairs = np.diff(whole[document] + inside * (inside + 1) // 2)
+    pairs = np.diff(whole[document] + area_of_first(inside, window))
     return pairs[:ranks] + pairs[: ranks - 1 : -1]
 
 

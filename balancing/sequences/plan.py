@@ -16,11 +16,11 @@ from balancing.cluster import Cluster
 from balancing.sequences.cost import step_cost
 from balancing.sequences.planners.baselines import Scheduler, even_layout, hybrid_layout
 from balancing.sequences.planners.chunks import balanced_chunks
-from balancing.sequences.planners.kv_exchange import choose_exchange, same_exchange
+from balancing.sequences.planners.kv_exchange import choose_exchange
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.planners.zigzag import token_quotas
 from balancing.sequences.planners.zones import zone_layout
-from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard
+from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard, same_exchange
 
 __all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "plan_sequences"]
 

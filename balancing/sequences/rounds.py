@@ -14,6 +14,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.sequence_plan import SequencePlan
 from balancing.sequences.traffic import TokenTraffic
 from balancing.sequences.turns import TurnTokens, number_of_turns
+from balancing.sequences.window import reaches
 
 __all__ = ["Asked", "plan_rounds", "what_is_asked"]
 
@@ -50,6 +51,8 @@ def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens) -
     cluster: of at least the plan's ranks.
     turn_tokens: least tokens of a turn.
     """
+    if plan.window is not None:
+        return np.zeros(plan.ranks, dtype=np.int64), _reaching(plan, cluster)
     sequence, start, _, rank = plan.table[np.lexsort((plan.table[:, 1], plan.table[:, 0]))].T
     node = rank // cluster.ranks_per_node
     begins = np.flatnonzero(np.diff(sequence, prepend=-1))
@@ -77,6 +80,15 @@ def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens) -
     return rings.sum(0), turns.sum(0)
 
 
+def _reaching(plan: SequencePlan, cluster: Cluster) -> np.ndarray:
+    """int64 [rank], turns that bring it the keys in its windows: one from inside the node, one from other nodes."""
+    levels = {
+        (reach.rank, any(not cluster.same_node(shard.rank, reach.rank) for shard in reach.holders))
+        for reach in reaches(plan)
+    }
+    return np.bincount([rank for rank, _ in levels], minlength=plan.ranks).astype(np.int64)
+
+
 def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: TokenTraffic, turn_tokens: TurnTokens) -> Asked:
     """Of the rank with most operations.
 
@@ -91,7 +103,8 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: TokenTraffic, tur
     messages = 2 * rings + np.where(turns > 0, sends + receives + turns, 0)
     calls = 1 + rounds + (rings > 0)
     launches = [calls + own + ring * rings + turn * turns for own, ring, turn in zip(_PASS, _RING, _TURN, strict=True)]
-    launches[0] += rounds  # merges
+    if plan.window is None:
+        launches[0] += rounds  # merges
     total = launches[0] + launches[1] + sum(_MESSAGES) * messages
     most = int(total.argmax())
     return Asked(

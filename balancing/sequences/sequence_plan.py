@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from balancing.sequences.load import causal_area
+from balancing.sequences.load import area_of_first, causal_area
 
 __all__ = [
     "AttentionShape",
@@ -27,6 +27,7 @@ __all__ = [
     "columns",
     "join_adjacent",
     "runs_of",
+    "same_exchange",
 ]
 
 KVExchange = Literal["local", "ring", "gather"]
@@ -62,8 +63,11 @@ class AttentionShape:
     layers: transformer layers.
     ffn_hidden: width of the feed-forward layer.
     head_size: numbers of a head; hidden / heads unless given.
+    window: tokens before itself that a token sees in layers with a sliding window; None without such layers.
+    windowed_layers: of the layers, those with the window.
 
-    Raises ValueError for sizes below 1, heads that kv_heads does not divide, and hidden that heads does not divide.
+    Raises ValueError for sizes below 1, heads that kv_heads does not divide, hidden that heads does not divide, and
+    windowed layers without a window or more of them than layers.
     """
 
     hidden: int
@@ -72,6 +76,8 @@ class AttentionShape:
     layers: int
     ffn_hidden: int
     head_size: int = 0
+    window: int | None = None
+    windowed_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "kv_heads", "layers", "ffn_hidden"):
@@ -83,6 +89,10 @@ class AttentionShape:
             if self.hidden % self.heads:
                 raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}; or give head_size")
             object.__setattr__(self, "head_size", self.hidden // self.heads)
+        if not 0 <= self.windowed_layers <= self.layers or (self.window is None) != (self.windowed_layers == 0):
+            raise ValueError(
+                f"windowed_layers={self.windowed_layers} of layers={self.layers} does not go with window={self.window}"
+            )
 
 
 @dataclass(frozen=True)
@@ -97,9 +107,10 @@ class SequencePlan:
     exchange: of each sequence. "local": all of it is on one rank. "ring": the ranks that hold it pass their shares
         round in the order of `ring(sequence)`. "gather": each rank receives the keys that its queries see.
     capacity: most tokens of a rank in attention; None for no limit.
+    window: tokens before itself that a token sees, in layers with a sliding window; None for all.
 
     Raises ValueError if a layout does not hold every token exactly once, a rank is out of range, a "local" sequence is
-    on several ranks, or a rank exceeds the capacity.
+    on several ranks, a sequence with a window is on a ring, or a rank exceeds the capacity.
     """
 
     lengths: tuple[int, ...]
@@ -109,6 +120,7 @@ class SequencePlan:
     linear: tuple[Shard, ...]
     exchange: tuple[KVExchange, ...]
     capacity: int | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.exchange) != len(self.lengths):
@@ -122,7 +134,9 @@ class SequencePlan:
         for sequence, exchange in enumerate(self.exchange):
             if exchange == "local" and len(self.ring(sequence)) > 1:
                 raise ValueError(f"sequence {sequence} is local, but lies on ranks {self.ring(sequence)}")
-        assert int(self.area.sum()) == causal_area(self.lengths), "areas of the shards do not add up"
+        if self.window is not None and (self.window < 0 or "ring" in self.exchange):
+            raise ValueError(f"window={self.window} must be at least 0, and its keys are gathered, not sent on rings")
+        assert int(self.area.sum()) == causal_area(self.lengths, self.window), "areas of the shards do not add up"
         if self.capacity is not None and len(self.tokens) and int(self.tokens.max()) > self.capacity:
             rank = int(self.tokens.argmax())
             raise ValueError(f"rank {rank} holds {self.tokens[rank]} tokens, over its capacity of {self.capacity}")
@@ -159,12 +173,15 @@ class SequencePlan:
     @cached_property
     def area(self) -> np.ndarray:
         """int64 [rank], query-key pairs whose query is on the rank."""
-        return self._sum(self.table, lambda start, stop: (stop * (stop + 1) - start * (start + 1)) // 2)
+        window = self.window
+        return self._sum(self.table, lambda start, stop: area_of_first(stop, window) - area_of_first(start, window))
 
     @cached_property
     def digest(self) -> str:
         """Hash of the plan, by which ranks check that they follow the same one."""
-        content = (self.lengths, self.ranks, self.attention, self.linear, self.exchange)
+        content: tuple[object, ...] = (self.lengths, self.ranks, self.attention, self.linear, self.exchange)
+        if self.window is not None:
+            content += (self.window,)
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
     def _sum(self, table: np.ndarray, what: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
@@ -200,6 +217,16 @@ def by_sequence(shards: Iterable[Shard]) -> Mapping[int, list[Shard]]:
     for shard in sorted(shards):
         found[shard.sequence].append(shard)
     return found
+
+
+def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: KVExchange) -> tuple[KVExchange, ...]:
+    """`shared` for every sequence that lies on several ranks, "local" for the others."""
+    holder: dict[int, int] = {}
+    found: list[KVExchange] = ["local"] * len(lengths)
+    for shard in shards:
+        if holder.setdefault(shard.sequence, shard.rank) != shard.rank:
+            found[shard.sequence] = shared
+    return tuple(found)
 
 
 def runs_of(shards: Iterable[Shard]) -> list[Range]:

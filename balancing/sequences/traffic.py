@@ -8,8 +8,9 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.cluster.links import link_seconds, routed_link_seconds
 from balancing.sequences.sequence_plan import SequencePlan, columns
+from balancing.sequences.window import reaches
 
-__all__ = ["TokenTraffic", "kv_traffic", "layout_traffic", "remap_traffic", "traffic_seconds"]
+__all__ = ["TokenTraffic", "kv_traffic", "layout_traffic", "plan_traffic", "remap_traffic", "traffic_seconds"]
 
 
 class TokenTraffic(NamedTuple):
@@ -39,9 +40,22 @@ def kv_traffic(plan: SequencePlan) -> TokenTraffic:
     """Tokens whose keys and values are sent in one layer, forward.
 
     On a ring each rank passes to the next one all tokens that the next one does not hold. Gathered, a rank receives
-    every token that its last query sees and that it does not hold, from the rank that holds it.
+    every token that its last query sees and that it does not hold, from the rank that holds it; with a window, every
+    token that any of its queries sees.
     """
-    return layout_traffic(plan.table, plan.lengths, plan.exchange)
+    return plan_traffic(plan)
+
+
+def plan_traffic(plan: SequencePlan, *, in_step: bool = False) -> TokenTraffic:
+    """As `kv_traffic`. in_step: as in `layout_traffic`."""
+    if plan.window is None:
+        return layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=in_step)
+    found = [
+        (shard.rank, reach.rank, min(shard.stop, reach.stop) - max(shard.start, reach.begin))
+        for reach in reaches(plan)
+        for shard in reach.holders
+    ]
+    return TokenTraffic(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
 
 
 def layout_traffic(

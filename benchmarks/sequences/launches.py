@@ -1,6 +1,6 @@
 """What a layer's attention asks of the host and of the device: launches, merges, messages, bytes copied, host time.
 
-    python -m benchmarks.sequences.launches [--quick] [--lengths FILE] [--ranks N ...] [--json FILE]
+    python -m benchmarks.sequences.launches [--quick] [--lengths FILE] [--ranks N ...] [--window N] [--json FILE]
 
 Batches of documents as in `benchmarks.sequences.plans`: 4k tokens a rank, as long as those of published training sets
 or recorded; an 8B model with grouped queries on H200 nodes. The engine itself runs, forward and backward, on tensors
@@ -16,6 +16,8 @@ without data, with messages that are not sent and a kernel that computes nothing
 
 Then modelled seconds of a step on H100 and H200 nodes (`balancing.sequences.cost`): of the plan that auto takes, and of
 the one that it would take if launches, messages and the host cost nothing, over what the step would be without them.
+
+With --window counts are of layers with a sliding window, modelled seconds those of a model whose layers all have it.
 
 Counts are of the rank with the most, the mean over the batches; in parentheses the largest. "Transformer Engine" is
 its ring: a call and a correction a round (its fused attention and `thd_out_correction`), not run here. Nothing is
@@ -49,6 +51,7 @@ from balancing.sequences.engine.program import Wait
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes
 from balancing.sequences.engine.transport import Transport
 from balancing.sequences.plan import Method
+from balancing.sequences.window import in_window
 from benchmarks.processor_time import milliseconds
 from benchmarks.sequences.lengths import draw_batch
 from benchmarks.sequences.plans import sources
@@ -174,7 +177,7 @@ def count(plan: SequencePlan, program: RankProgram, shape: AttentionShape, repea
             torch.empty(tokens, number, size, dtype=torch.bfloat16, device=device, requires_grad=True)
             for number in (heads, kv_heads, kv_heads)
         ]
-        out = attention._Attention.apply(*inputs, call)
+        out = attention._Attention.apply(*inputs, None, call)
         return out, inputs, torch.empty_like(out), call
 
     with _counted_merges(forward), _Writes(forward):
@@ -198,9 +201,15 @@ def rounds_of(program: RankProgram) -> int:
 
 
 def launches(
-    known: dict[str, str | np.ndarray], sizes: Sequence[int], batches: int, repeats: int, progress: Progress
+    known: dict[str, str | np.ndarray],
+    sizes: Sequence[int],
+    batches: int,
+    repeats: int,
+    progress: Progress,
+    shape: AttentionShape = _SHAPE,
 ) -> list[Row]:
-    """Rows of all planners at all numbers of ranks, with those of Transformer Engine's ring."""
+    """Rows of all planners at all numbers of ranks, with those of Transformer Engine's ring. shape: of the model; if it
+    has layers with a window, these are counted."""
     rows: list[Row] = []
     token_bytes = TokenBytes.of(heads=_SHAPE.heads, kv_heads=_SHAPE.kv_heads, head_size=_SHAPE.head_size, item_bytes=2)
     cells = [(ranks, method) for ranks in sizes for method in get_args(Method)]
@@ -211,13 +220,15 @@ def launches(
             for batch in range(batches):
                 lengths = draw_batch(source, _TOKENS * ranks, np.random.default_rng(batch))
                 try:
-                    plan = plan_sequences(lengths, cluster, shape=_SHAPE, method=method)
+                    plan = plan_sequences(lengths, cluster, shape=shape, method=method)
                 except ValueError:
                     continue  # upstream's scheduler fails on some batches; the others count
+                if shape.window is not None:
+                    plan = in_window(plan, shape.window)
                 every = max(1, ranks // _MOST_RANKS)
                 programs = [compile_rank(plan, rank, cluster, "off", token_bytes) for rank in range(0, ranks, every)]
                 most = max(programs, key=lambda one: len(one.program.forward))
-                found.append((rounds_of(most), *count(plan, most, _SHAPE, repeats)))
+                found.append((rounds_of(most), *count(plan, most, shape, repeats)))
         rows += _rows(ranks, method, found)
         if method == get_args(Method)[-1]:
             ring = Counted(ranks, ranks - 1, 2 * ranks - 1, ranks - 1)
@@ -228,7 +239,9 @@ def launches(
     return rows
 
 
-def modelled(known: dict[str, str | np.ndarray], sizes: Sequence[int], batches: int) -> list[Row]:
+def modelled(
+    known: dict[str, str | np.ndarray], sizes: Sequence[int], batches: int, shape: AttentionShape = _SHAPE
+) -> list[Row]:
     """Modelled time with latencies over that without: of the plan that auto takes, and of the one that it would take
     without; and the time without of the first over that of the second."""
     rows = []
@@ -240,11 +253,11 @@ def modelled(known: dict[str, str | np.ndarray], sizes: Sequence[int], batches: 
                 figures: dict[str, list[float]] = {}
                 for batch in range(batches):
                     lengths = draw_batch(source, _TOKENS * ranks, np.random.default_rng(batch))
-                    taken, blind = (plan_sequences(lengths, one, shape=_SHAPE) for one in (cluster, free))
-                    least = step_cost(blind, free, _SHAPE).total
+                    taken, blind = (plan_sequences(lengths, one, shape=shape) for one in (cluster, free))
+                    least = step_cost(blind, free, shape).total
                     for what, plan in (("taken", taken), ("blind", blind)):
-                        figures.setdefault(what, []).append(step_cost(plan, cluster, _SHAPE).total / least)
-                    figures.setdefault("taken, without", []).append(step_cost(taken, free, _SHAPE).total / least)
+                        figures.setdefault(what, []).append(step_cost(plan, cluster, shape).total / least)
+                    figures.setdefault("taken, without", []).append(step_cost(taken, free, shape).total / least)
                 for what, found in figures.items():
                     rows.append(Row(ranks, name, preset, what, float(np.mean(found)), max(found), 0.0))
     return rows
@@ -307,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one batch of each distribution, 8 and 16 ranks")
     parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (default 8 16 64)")
+    parser.add_argument("--window", type=int, metavar="N", help="tokens before itself that a token sees (default all)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -315,9 +329,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = options.ranks or ((8, 16) if options.quick else (8, 16, 64))
         if wrong := [ranks for ranks in sizes if ranks < 2 or (ranks > 8 and ranks % 8)]:
             raise ValueError(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8, or 2 to 8")
+        windowed = 0 if options.window is None else _SHAPE.layers
+        shape = replace(_SHAPE, window=options.window, windowed_layers=windowed)
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            rows = launches(known, sizes, 1 if options.quick else 2, 5, progress)
-            rows += modelled(known, sizes, 1 if options.quick else 4)
+            rows = launches(known, sizes, 1 if options.quick else 2, 5, progress, shape)
+            rows += modelled(known, sizes, 1 if options.quick else 4, shape)
         if options.json:
             Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:

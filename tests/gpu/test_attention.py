@@ -14,6 +14,7 @@ BATCHES = {
     "ragged": Pieces((130, 1, 67), (200, 1, 67), True),
     "single tokens": Pieces((1, 1, 1), (1, 9, 3), True),
     "keys of others": Pieces((96, 33), (64, 160), False),
+    "windows": Pieces((130, 1, 67, 257), (200, 1, 67, 257), True, 64),
 }
 # Relative, in norm, of a result that is rounded to bf16 from sums of products of which one factor is rounded, too.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}

@@ -27,7 +27,9 @@ def _asked_scales() -> list[float]:
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
     asked: list[float] = []
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, sink: None
+    ) -> torch.Tensor:
         asked.append(softmax_scale)
         return q + 1
 

@@ -18,8 +18,7 @@ BALANCE = "--balance-sequences"
 REFUSED = {
     "attention dropout": (f"{BALANCE} --attention-dropout 0.1", "--attention-dropout 0.1", "use --attention-dropout 0"),
     "latent attention": (f"{BALANCE} --multi-latent-attention", "--multi-latent-attention", "drop it"),
-    "sliding window": (f"{BALANCE} --window-size 8,0", "--window-size 8 0", "drop it"),
-    "softmax": (f"{BALANCE} --softmax-type learnable", "--softmax-type learnable", "use --softmax-type vanilla"),
+    "window of later tokens": (f"{BALANCE} --window-size 8,2", "--window-size 8,2", "use --window-size 8,0"),
     "dense mask": (f"{BALANCE} --reset-attention-mask", "--reset-attention-mask", "inter-document-masking"),
     "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
     "sinkhorn": (

@@ -15,12 +15,23 @@ from balancing.sequences.engine import gather
 from balancing.sequences.engine.call_rows import make_table, rows_on_device
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.internode_traffic import internode_traffic
-from balancing.sequences.engine.program import Compute, Messages, Program, Start, TransferGroup, Wait, layout_change
+from balancing.sequences.engine.program import (
+    Compute,
+    Messages,
+    Program,
+    ProgramStep,
+    Start,
+    Task,
+    TransferGroup,
+    Wait,
+    layout_change,
+)
 from balancing.sequences.engine.routing import route, routes
 from balancing.sequences.planners.linear_layout import linear_layout, token_targets
 from balancing.sequences.sequence_plan import SequencePlan, Shard
-from balancing.sequences.traffic import TokenTraffic
+from balancing.sequences.traffic import TokenTraffic, kv_traffic
 from balancing.sequences.turns import MOST_TURNS
+from balancing.sequences.window import in_window
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -58,12 +69,14 @@ class Simulated:
             self.gradients[slice(*step.clear)] = 0
         for task in step.tasks:
             for place, row in enumerate(range(*task.queries)):
-                seen = self.keys[slice(*task.keys)]
+                rows = np.concatenate([np.arange(*keys) for keys in task.all_keys])
                 if task.causal:
-                    seen = seen[: len(seen) - (task.queries[1] - task.queries[0]) + place + 1]
+                    rows = rows[: len(rows) - (task.queries[1] - task.queries[0]) + place + 1]
+                if task.window is not None:
+                    rows = rows[-task.window - 1 :]
                 query = int(self.own[row])
-                self.gradients[task.keys[0] : task.keys[0] + len(seen)] += query + 1
-                self.pairs += [(query, int(key)) for key in seen]
+                self.gradients[rows] += query + 1
+                self.pairs += [(query, int(key)) for key in self.keys[rows]]
                 assert task.merges == (row in self.merged)
                 self.merged.add(row)
 
@@ -117,11 +130,44 @@ def test_every_pair_once_and_every_gradient_home(lengths, ranks, seed, exchange,
         if zigzag
         else random_plan(lengths, ranks, seed, exchange=exchange, linear="same")
     )
+    _check_programs(plan, nodes_of(ranks, 2) if nodes and ranks > 1 else None)
+
+
+@settings(max_examples=60)
+@given(LENGTHS, RANKS, st.integers(0, 1000), st.sampled_from([0, 1, 3, 10, 39]), st.booleans())
+def test_windows_hold_every_pair_once_and_nothing_is_merged(lengths, ranks, seed, window, nodes) -> None:
+    plan = in_window(random_plan(lengths, ranks, seed, exchange="gather", linear="random"), window)
+    if max(lengths) <= window + 1:
+        assert plan.window is None, "every token sees all before it"
+        return
     cluster = nodes_of(ranks, 2) if nodes and ranks > 1 else None
-    programs = [make_program(plan, rank, cluster) for rank in range(ranks)]
-    tokens = sum(lengths)
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    visible = (document[:, None] == document) & np.tri(tokens, dtype=bool)
+    for program in _check_programs(plan, cluster):
+        tasks = [task for call in (program.forward, program.backward) for step in call for task in _tasks(step)]
+        assert not any(task.merges for task in tasks)
+        assert sum(task.area for task in tasks) == 2 * plan.area[program.rank]
+    received = [make_program(plan, rank).rows - plan.tokens[rank] for rank in range(ranks)]
+    visible, holder = _visible(plan), np.empty(sum(lengths), int)
+    for rank in range(ranks):
+        holder[Simulated(plan, make_program(plan, rank)).own] = rank
+    assert received == [(visible[holder == rank].any(0) & (holder != rank)).sum() for rank in range(ranks)]
+    assert sum(received) == kv_traffic(plan).tokens.sum()
+
+
+def _tasks(step: ProgramStep) -> tuple[Task, ...]:
+    return step.tasks if isinstance(step, Compute) else ()
+
+
+def _visible(plan: SequencePlan) -> np.ndarray:
+    """bool [query, key], by number of token."""
+    document = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
+    visible = (document[:, None] == document) & np.tri(len(document), dtype=bool)
+    return visible if plan.window is None else visible & ~np.tri(len(document), k=-plan.window - 1, dtype=bool)
+
+
+def _check_programs(plan: SequencePlan, cluster: Cluster | None) -> list[Program]:
+    """The programs of all ranks, after each visible pair was found once, and each gradient at home."""
+    programs = [make_program(plan, rank, cluster) for rank in range(plan.ranks)]
+    tokens, visible = sum(plan.lengths), _visible(plan)
     for backward in (False, True):
         simulated = [Simulated(plan, program) for program in programs]
         _simulate(simulated, backward=backward)
@@ -135,6 +181,7 @@ def test_every_pair_once_and_every_gradient_home(lengths, ranks, seed, exchange,
                 assert (one.gradients[: len(one.own)] == wanted.sum(0)[one.own]).all()
     for program in programs:
         _check_calls(program)
+    return programs
 
 
 def _check_calls(program: Program) -> None:
@@ -154,13 +201,15 @@ def _check_calls(program: Program) -> None:
         assert sum(program.calls[step.call].merges for step in computes) <= len(waits)
         for step in computes:
             one = rows[step.call]
-            for end, index in ((0, one.queries), (1, one.keys)):
-                wanted = [row for task in step.tasks for row in range(*task[end])]
+            ends = [[(task.queries,) for task in step.tasks], [task.all_keys for task in step.tasks]]
+            for of_tasks, index in zip(ends, (one.queries, one.keys), strict=True):
+                wanted = [row for ranges in of_tasks for rows in ranges for row in range(*rows)]
                 assert every[_numbers(index)].tolist() == wanted
-            lengths = [[stop - start for start, stop in (task[end] for task in step.tasks)] for end in (0, 1)]
+            lengths = [[sum(stop - start for start, stop in ranges) for ranges in of_tasks] for of_tasks in ends]
             assert [list(one.pieces.queries), list(one.pieces.keys)] == lengths
             assert [np.diff(ends).tolist() for ends in one.pieces.ends] == lengths
-            assert (one.pieces.causal, one.merges) == step.tasks[0][2:]
+            assert (one.pieces.causal, one.merges) == step.tasks[0][2:4]
+            assert one.pieces.window == step.tasks[0].window
             # Every key's gradient is added once, and none twice at the same time.
             added = np.zeros(sum(one.pieces.keys), int)
             for which, into in one.added:

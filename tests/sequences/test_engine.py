@@ -9,6 +9,7 @@ import pytest
 from balancing.cluster import Cluster
 from balancing.sequences import TokenBytes, compile_rank, linear_layout
 from balancing.sequences.sequence_plan import SequencePlan, Shard
+from balancing.sequences.window import in_window
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
@@ -34,7 +35,14 @@ def _token_bytes(heads: int, kv_heads: int, item_bytes: int = 8) -> TokenBytes:
     return TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=SIZE, item_bytes=item_bytes)
 
 
-def _on_rank(cases: list[Case], twice: bool = False, dtype: str = "float64") -> list[list[np.ndarray]]:
+def _sink(heads: int) -> np.ndarray:
+    """Scores of a sink of each head, small and large."""
+    return np.linspace(-2.0, 3.0, heads)
+
+
+def _on_rank(
+    cases: list[Case], twice: bool = False, dtype: str = "float64", sinks: bool = False, window: int | None = None
+) -> list[list[np.ndarray]]:
     import torch
     import torch.distributed as dist
 
@@ -48,41 +56,59 @@ def _on_rank(cases: list[Case], twice: bool = False, dtype: str = "float64") -> 
     for plan, cluster, routing, heads, kv_heads in cases:
         own = _tokens(plan, rank)
         *qkv, grad = (torch.from_numpy(x[own]).to(getattr(torch, dtype)) for x in _inputs(plan, heads, kv_heads))
-        qkv = [x.requires_grad_() for x in qkv]
+        leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if sinks else []))]
         for _ in range(1 + twice):
-            program = compile_rank(plan, rank, cluster, routing, _token_bytes(heads, kv_heads))
-            attention = SequenceAttention(plan, program=program)
-            out = attention(*qkv, softmax_scale=SCALE)
-            found.append([x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, qkv, grad))])
+            mine = plan if window is None else in_window(plan, window)
+            program = compile_rank(mine, rank, cluster, routing, _token_bytes(heads, kv_heads))
+            attention = SequenceAttention(mine, program=program)
+            out = attention(*qkv, softmax_scale=SCALE, sink=leaves[3] if sinks else None)
+            found.append([x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, leaves, grad))])
             assert out.dtype is qkv[0].dtype
     dist.destroy_process_group()
     return found
 
 
-def _alone(plan: SequencePlan, heads: int, kv_heads: int) -> list[np.ndarray]:
+def _alone(
+    plan: SequencePlan, heads: int, kv_heads: int, sinks: bool = False, window: int | None = None
+) -> list[np.ndarray]:
     """Output and gradients of every document by itself, in plain matrix products."""
     import torch
 
     *qkv, grad = (torch.from_numpy(x) for x in _inputs(plan, heads, kv_heads))
-    qkv = [x.requires_grad_() for x in qkv]
+    leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if sinks else []))]
     outs, start = [], 0
     for length in plan.lengths:
         q, k, v = (x[start : start + length].transpose(0, 1) for x in qkv)
         k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-        weights = (q @ k.transpose(1, 2) * SCALE).masked_fill(hidden, float("-inf")).softmax(-1)
-        outs.append((weights @ v).transpose(0, 1))
+        every = torch.ones(length, length, dtype=torch.bool)
+        hidden = every.triu(1) if window is None else every.triu(1) | every.tril(-window - 1)
+        scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(hidden, float("-inf"))
+        if sinks:
+            scores = torch.cat((scores, leaves[3][:, None, None].expand(-1, length, 1)), -1)
+        outs.append((scores.softmax(-1)[..., :length] @ v).transpose(0, 1))
         start += length
     out = torch.cat(outs)
-    return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, qkv, grad))]
+    return [x.detach().numpy() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
-def _check(pool: Pool, ranks: int, cases: list[Case], dtype: str = "float64", tolerance: float = 1e-10) -> None:
-    by_rank = pool.run(ranks, _on_rank, cases, dtype=dtype)
+def _check(
+    pool: Pool,
+    ranks: int,
+    cases: list[Case],
+    dtype: str = "float64",
+    tolerance: float = 1e-10,
+    sinks: bool = False,
+    window: int | None = None,
+) -> None:
+    by_rank = pool.run(ranks, _on_rank, cases, dtype=dtype, sinks=sinks, window=window)
+    names = ("out", "dq", "dk", "dv", *["dsink"] * sinks)
     for number, (plan, _, _, heads, kv_heads) in enumerate(cases):
         for name, whole, *parts in zip(
-            ("out", "dq", "dk", "dv"), _alone(plan, heads, kv_heads), *(found[number] for found in by_rank), strict=True
+            names, _alone(plan, heads, kv_heads, sinks, window), *(found[number] for found in by_rank), strict=True
         ):
+            if name == "dsink":
+                np.testing.assert_allclose(sum(parts), whole, rtol=tolerance, atol=tolerance, err_msg=f"{name}, {plan}")
+                continue
             for rank, part in enumerate(parts):
                 np.testing.assert_allclose(
                     part,
@@ -116,6 +142,20 @@ def _cases(ranks: int) -> list[Case]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_documents_alone(pool: Pool, ranks: int) -> None:
     _check(pool, ranks, _cases(ranks)[:: 2 if ranks == 2 else 1])
+
+
+def test_sinks_take_their_share_of_each_softmax(pool: Pool) -> None:
+    """Once a query, however many blocks its keys come in; with local, ring and gathered sequences."""
+    _check(pool, 4, _cases(4)[1::6], sinks=True)
+    lengths = (97, 5)
+    plans = [zigzag_plan(lengths, 4, linear="random"), random_plan(lengths, 4, 1, exchange="gather", linear="equal")]
+    _check(pool, 4, [(plan, None, "off", 4, 2) for plan in plans], "bfloat16", 4e-2, sinks=True)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (7, True), (40, False)])
+def test_sliding_windows(pool: Pool, window: int, sinks: bool) -> None:
+    """Of documents that are longer than the window and of shorter ones, over nodes and routed."""
+    _check(pool, 4, _cases(4)[window % 3 :: 3], sinks=sinks, window=window)
 
 
 @pytest.mark.parametrize(("ranks", "proxies"), [(6, 2), (8, 4)])
@@ -235,17 +275,17 @@ def _refusals(plan: SequencePlan, other: SequencePlan) -> list[str]:
     messages = []
     for make, inputs in (
         ({"dropout": 0.1}, None),
-        ({"window": (128, 0)}, None),
         ({"program": replace(program, rank=1)}, None),
         ({"program": compile_rank(other, 0)}, None),
         ({}, (good[:-1], good, good)),
         ({}, (wide, good, good)),
         ({}, (good, good, good[..., :2])),
         ({}, (good, good.half(), good)),
+        ({}, (good, good, good, torch.zeros(3))),
     ):
         with pytest.raises(ValueError) as caught:
             attention = SequenceAttention(plan, **{"program": program, **make})
-            attention(*inputs)
+            attention(*inputs[:3], sink=inputs[3] if len(inputs) > 3 else None)
         messages.append(str(caught.value))
     dist.destroy_process_group()
     return messages
@@ -253,8 +293,9 @@ def _refusals(plan: SequencePlan, other: SequencePlan) -> list[str]:
 
 def test_what_is_not_supported_is_refused(pool: Pool) -> None:
     (messages,) = pool.run(1, _refusals, random_plan((9, 4), 1, 0), random_plan((9, 5), 1, 0))
-    wanted = ("attention dropout 0.1", "window of (128, 0)", "rank 1 of a plan", "belongs to another plan")
+    wanted = ("attention dropout 0.1", "rank 1 of a plan", "belongs to another plan")
     wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
+    wanted += ("one score a query head, 2",)
     for message, part in zip(messages, wanted, strict=True):
         assert part in message
 

@@ -13,6 +13,9 @@ PIECES = [
     Pieces((3, 1, 5), (9, 1, 5), True),
     Pieces((4, 6), (5, 2), False),
     Pieces((600,), (700,), True),  # more than a tile of the reference
+    Pieces((3, 1, 5), (9, 1, 5), True, 2),
+    Pieces((600, 4), (1300, 4), True, 100),
+    Pieces((5,), (6,), True, 0),
 ]
 HALF = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -34,7 +37,10 @@ def _alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces, sc
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", piece, keys) * scale
         if pieces.causal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(keys) - len(piece))
+            every = torch.ones(scores.shape[1:], dtype=torch.bool)
+            hidden = every.triu(1 + len(keys) - len(piece))
+            if pieces.window is not None:
+                hidden |= every.tril(len(keys) - len(piece) - pieces.window - 1)
             scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
     return torch.cat(outs)

@@ -17,6 +17,7 @@ from balancing.sequences import (
     SequencePlan,
     Shard,
     TokenBytes,
+    causal_area,
     compile_rank,
     kv_traffic,
     limit_seconds,
@@ -25,13 +26,14 @@ from balancing.sequences import (
     render,
     step_cost,
 )
-from balancing.sequences.cost import TILE, hidden_tokens, kv_bytes, tile_area
+from balancing.sequences.cost import TILE, attention_seconds, hidden_tokens, kv_bytes, tile_area
 from balancing.sequences.engine.program import Compute, Wait
 from balancing.sequences.planners.baselines import hybrid_groups
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.rounds import plan_rounds, what_is_asked
 from balancing.sequences.traffic import TokenTraffic, layout_traffic, traffic_seconds
 from balancing.sequences.turns import SMALLEST_TURNS, number_of_turns, turn_tokens
+from balancing.sequences.window import in_window
 from benchmarks.sequences.launches import launches
 from benchmarks.sequences.launches import main as launches_main
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
@@ -206,6 +208,66 @@ def test_tiles_are_those_of_flash_attention():
     assert tile_area(rings).sum() >= tile_area(plan).sum()
 
 
+@pytest.mark.parametrize("window", [0, 127, 128, 200, 500])
+def test_tiles_of_a_window_are_those_that_it_touches(window):
+    """From the tile of the first query's first key to that of the last query's own, row by row of tiles."""
+    shards = (Shard(0, 0, 1, 0), Shard(0, 1, 300, 1), Shard(0, 300, 1000, 0))
+    plan = SequencePlan((1000,), 2, "test", shards, shards, ("gather",), window=window)
+    expected = np.zeros(2)
+    for shard in shards:
+        for first in range(shard.start, shard.stop, TILE):
+            begin = max(0, first - window) // TILE
+            expected[shard.rank] += (-(-min(first + TILE, shard.stop) // TILE) - begin) * TILE**2
+    assert tile_area(plan).tolist() == expected.tolist()
+    assert (tile_area(plan) >= plan.area).all()
+
+
+WINDOWED = replace(GQA, window=128, windowed_layers=16)
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_windowed_layers_are_level_and_send_little(ranks):
+    """Where every second layer has a window of 128, as in GPT-OSS: equal tokens are nearly equal areas."""
+    batch = draw_batch("prolong", 4096 * ranks, np.random.default_rng(0))
+    plan = plan_sequences(batch, a800(ranks), shape=WINDOWED, method="chunks")
+    windowed = in_window(plan, 128)
+    assert fullest(windowed.area) <= 1.06
+    assert kv_traffic(windowed).tokens.sum() <= 0.07 * kv_traffic(plan).tokens.sum()
+    assert windowed.linear == plan.linear and not windowed.remapped
+    assert in_window(plan, max(batch) - 1) is plan, "such a window hides nothing"
+
+
+def test_cost_of_windowed_layers_is_in_plans():
+    """Half of the layers cost what their windows do, and auto takes what is cheapest for both kinds together."""
+    cluster = a800(16)
+    batch = draw_batch("prolong", 4096 * 16, np.random.default_rng(0))
+    plan = plan_sequences(batch, cluster, shape=WINDOWED, method="chunks")
+    costs = [step_cost(plan, cluster, replace(WINDOWED, windowed_layers=n)) for n in (1, 16, 32)]
+    whole, none = step_cost(plan, cluster, GQA), replace(WINDOWED, windowed_layers=0, window=None)
+    assert step_cost(plan, cluster, none) == whole
+    assert whole.attention > costs[0].attention > costs[1].attention > costs[2].attention
+    assert whole.exchange > costs[0].exchange > costs[1].exchange > costs[2].exchange
+    assert costs[1].attention == pytest.approx((whole.attention + costs[2].attention) / 2)
+    pairs = [causal_area(batch), causal_area(batch, 128)]
+    limits = [limit_seconds(batch, cluster, shape) for shape in (GQA, WINDOWED)]
+    saved = attention_seconds((pairs[0] - pairs[1]) / 2, cluster, GQA) / 16
+    assert limits[0] - limits[1] == pytest.approx(saved)
+    for lengths in (batch, [60000] + [500] * 11):
+        plans = [plan_sequences(lengths, cluster, shape=WINDOWED, method=m) for m in ("chunks", "zones", "auto")]
+        seconds = [step_cost(one, cluster, WINDOWED).total for one in plans]
+        assert seconds[2] <= 1.02 * min(seconds)
+
+
+def test_wrong_windows_are_refused():
+    shards = (Shard(0, 0, 5, 0), Shard(0, 5, 9, 1))
+    for exchange, window in (("ring", 3), ("gather", -1)):
+        with pytest.raises(ValueError, match=f"window={window}"):
+            SequencePlan((9,), 2, "test", shards, shards, (exchange,), window=window)
+    for wrong in ({"windowed_layers": 4}, {"window": 4}, {"window": 4, "windowed_layers": 33}):
+        with pytest.raises(ValueError, match="windowed_layers"):
+            replace(GQA, **wrong)
+
+
 def test_seconds_of_links():
     """By hand: two nodes of two ranks that share a NIC, 8 GB/s inside and 1 GB/s between."""
     cluster = Cluster(2, 2, 1, 8e9, 1e9, 1e12, 1e9)
@@ -290,12 +352,14 @@ def test_auto_takes_few_launches_where_they_cost_nothing(distribution):
             assert auto.launches <= 40
 
 
+@pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("method", ["chunks", "zones", "ring", "gather"])
-def test_rounds_of_the_model_are_those_of_the_program(method):
+def test_rounds_of_the_model_are_those_of_the_program(method, window):
     token_bytes = TokenBytes.of(heads=32, kv_heads=4, head_size=128, item_bytes=2)
     for ranks, cluster in H200.items():
         batch = draw_batch("packed", 4096 * ranks, np.random.default_rng(2))
         plan = plan_sequences(batch, cluster, shape=MODEL, method=method)
+        plan = plan if window is None else in_window(plan, window)
         rounds = sum(plan_rounds(plan, cluster, turn_tokens(cluster, kv_bytes(MODEL))))
         for rank in range(0, ranks, 3):
             program = compile_rank(plan, rank, cluster, "off", token_bytes).program

@@ -107,6 +107,38 @@ def test_yarn(pool, tmp_path):
     assert losses > 1e-9, "the flags change nothing"
 
 
+@pytest.mark.parametrize(
+    ("softmax", "layout"),
+    [
+        ("learnable", f"{SP} --sequence-planner gather"),
+        pytest.param("off-by-one", f"{PP} 2 --sequence-planner ring", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_attention_sinks(pool, tmp_path, softmax, layout):
+    """The sink of each head, whose gradient is that of the queries of all context-parallel ranks."""
+    groups = "--group-query-attention --num-query-groups 2"
+    sinks = Packed(pool, tmp_path, f"--softmax-type {softmax} {groups} {SHORT}")
+    reference = sinks.train(1, LOSS)
+    _assert_close(sinks.train(4, f"{BALANCED} {CP} 2 {layout}"), reference)
+    assert ("softmax_offset" in " ".join(reference.parameters)) == (softmax == "learnable")
+
+
+@pytest.mark.parametrize(
+    ("every", "layout"),
+    [
+        ("--window-attn-skip-freq 2", f"{CP} 2 {PP} 2 --sequence-planner zones"),
+        pytest.param("", f"{CP} 4 --sequence-planner ring", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sliding_windows(pool, tmp_path, every, layout):
+    """In every second layer, as GPT-OSS has them, with its sinks; and in all. Documents are longer than the window."""
+    flags = f"--window-size 5,0 {every} --softmax-type learnable {SHORT}"
+    windows = Packed(pool, tmp_path, flags)
+    reference = windows.train(1, LOSS)
+    _assert_close(windows.train(4, f"{BALANCED} {layout}"), reference)
+    assert differences(windows.train(1, f"{LOSS} --window-size 31,0"), reference)[0] > 1e-5
+
+
 def test_validation_of_spread_documents(packed):
     """Forward passes alone, whose schedule Megatron chooses elsewhere."""
     packed.base[packed.base.index("100,0,0")] = "80,20,0"

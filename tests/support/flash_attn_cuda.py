@@ -50,13 +50,20 @@ def _pieces(bounds_q: torch.Tensor, bounds_k: torch.Tensor, longest: tuple[int, 
         yield rows, keys
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """[heads, queries, keys], causal from the bottom right."""
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, left: int) -> torch.Tensor:
+    """[heads, queries, keys], causal from the bottom right; left: keys before its own that a query sees, -1 for all."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if causal:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k) - len(q))
+        every = torch.ones(scores.shape[1:], dtype=torch.bool)
+        hidden = every.triu(1 + len(k) - len(q))
+        if left >= 0:
+            hidden |= every.tril(len(k) - len(q) - left - 1)
         scores = scores.masked_fill(hidden, -torch.inf)
     return scores
+
+
+def _check_window(causal: bool, left: int, right: int) -> None:
+    assert (left, right) == (-1, -1) or (causal and left >= 0 and right == 0)
 
 
 def _forward(
@@ -69,14 +76,15 @@ def _forward(
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
     used_k, left_pad, table, slopes, longest_q, longest_k, dropout, scale, _, causal, left, right, cap, *_ = rest
-    assert (used_k, left_pad, table, slopes, out) == (None,) * 5 and (dropout, left, right, cap) == (0, -1, -1, 0)
+    assert (used_k, left_pad, table, slopes, out) == (None,) * 5 and (dropout, cap) == (0, 0)
+    _check_window(causal, left, right)
     _check(q, k, v, bounds_q, bounds_k)
     result = torch.zeros(q.shape, dtype=q.dtype)
     logsumexp = torch.zeros(q.shape[1], len(q))
     group = q.shape[1] // k.shape[1]
     for rows, keys in _pieces(bounds_q, bounds_k, (longest_q, longest_k)):
         wide_k, wide_v = (x[keys].float().repeat_interleave(group, 1) for x in (k, v))
-        scores = _scores(q[rows].float(), wide_k, scale, causal)
+        scores = _scores(q[rows].float(), wide_k, scale, causal, left)
         logsumexp[:, rows] = scores.logsumexp(-1)
         result[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_v).to(q.dtype)
     return result, logsumexp, torch.empty(0), torch.empty(2, dtype=torch.int64)
@@ -97,7 +105,8 @@ def _backward(
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
     slopes, longest_q, longest_k, dropout, scale, _, causal, left, right, cap, *_ = rest
-    assert slopes is None and (dropout, left, right, cap) == (0, -1, -1, 0)
+    assert slopes is None and (dropout, cap) == (0, 0)
+    _check_window(causal, left, right)
     _check(q, k, v, bounds_q, bounds_k)
     assert grad.stride(-1) == 1 and out.stride(-1) == 1 and logsumexp.dtype is torch.float32
     assert logsumexp.shape == (q.shape[1], len(q)) and logsumexp.is_contiguous()
@@ -105,7 +114,7 @@ def _backward(
     for rows, keys in _pieces(bounds_q, bounds_k, (longest_q, longest_k)):
         own, own_grad = q[rows].float(), grad[rows].float()
         wide_k, wide_v = (x[keys].float().repeat_interleave(group, 1) for x in (k, v))
-        weights = (_scores(own, wide_k, scale, causal) - logsumexp[:, rows, None]).exp()
+        weights = (_scores(own, wide_k, scale, causal, left) - logsumexp[:, rows, None]).exp()
         correction = (own_grad * out[rows].float()).sum(-1).t()[..., None]
         of_scores = weights * (torch.einsum("qhd,khd->hqk", own_grad, wide_v) - correction) * scale
         dq[rows] = torch.einsum("hqk,khd->qhd", of_scores, wide_k).to(q.dtype)

@@ -4,10 +4,9 @@ q, k and v come in the layout of the linear layers, and the output goes back in 
 the call changes it, with q, k and v in one message to each peer. In between it runs the rank's program (`program`):
 keys and values travel while the rank computes. Partial results are merged in float32 (float64 stays float64) in a fixed
 order, so that a run repeats bit for bit. No query-key pair that the mask hides is computed, except inside tiles
-(Zeppelin, arXiv 2509.21841, section 4).
+(Zeppelin, arXiv 2509.21841, section 4). An attention sink is merged once for each query, after its last keys.
 
-Attention dropout is refused: its masks would have to be the same under every plan. A sliding window is refused: other
-plans would be better for it.
+Attention dropout is refused: its masks would have to be the same under every plan.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from balancing.sequences.engine.attention_call import AttentionCall, Statistics
 from balancing.sequences.engine.call_rows import CallRows, DeviceRows, rows_on_device
-from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel
+from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, sink_gradient, with_sink
 from balancing.sequences.engine.merging import choose_merge
 from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
@@ -29,7 +28,8 @@ __all__ = ["SequenceAttention"]
 
 
 class SequenceAttention:
-    """Causal attention of each sequence of a plan to itself, forward and backward. All layers of a step may share one.
+    """Causal attention of each sequence of a plan to itself, forward and backward, in the plan's window if it has one.
+    All layers of a step that have this plan may share one.
 
     plan: of the whole batch.
     program: this rank's part of the plan, as `compile_rank` gives it.
@@ -37,11 +37,10 @@ class SequenceAttention:
         same number of times in the same order, and use the group for nothing else meanwhile.
     kernel: computes attention of pieces; by default the fastest for the device and type of q.
     dropout: of attention; must be 0.
-    window: sliding window of attention; must be None or (-1, -1).
     timed: as in `Statistics`.
 
     `statistics` counts what has been sent. Raises ValueError for the program of another plan, a group that the plan
-    does not fit, dropout, and a sliding window.
+    does not fit, and dropout.
     """
 
     def __init__(
@@ -52,13 +51,10 @@ class SequenceAttention:
         group: dist.ProcessGroup | None = None,
         kernel: Kernel | None = None,
         dropout: float = 0.0,
-        window: tuple[int, int] | None = None,
         timed: bool = True,
     ) -> None:
         if dropout:
             raise ValueError(f"attention dropout {dropout} is not supported with balanced sequences; use 0")
-        if window is not None and tuple(window) != (-1, -1):
-            raise ValueError(f"a sliding window of {window} is not supported with balanced sequences; use none")
         self.transport = Transport(group)
         size, rank = dist.get_world_size(group), program.rank
         if (size, self.transport.rank) != (plan.ranks, rank):
@@ -90,24 +86,27 @@ class SequenceAttention:
         v: torch.Tensor,
         *,
         softmax_scale: float | None = None,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The output [tokens, heads, head_size] of this rank's tokens, in the order of the linear layout.
 
         q: [tokens, heads, head_size], of this rank's tokens in the linear layout, in order.
         k, v: [tokens, kv_heads, head_size], likewise.
         softmax_scale: 1 / sqrt(head_size) by default.
+        sink: [heads], a score that every query of a head has besides those of its keys, with no value, as in GPT-OSS.
+            Its gradient is that of this rank's queries.
 
         Raises ValueError for shapes or types that do not fit the plan or each other.
         """
-        self._check(q, k, v)
+        self._check(q, k, v, sink)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         kernel = self._kernel or choose_kernel(q.device, q.dtype, q.shape[-1])
         if self._device != q.device:
             self.upload(q.device)
         call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale, self._rows)
-        return _Attention.apply(q, k, v, call)
+        return _Attention.apply(q, k, v, sink, call)
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
         tokens = int(self.plan.linear_tokens[self.transport.rank])
         if q.shape[0] != tokens:
             raise ValueError(f"q has {q.shape[0]} tokens; the plan's linear layout has {tokens} on this rank")
@@ -120,11 +119,15 @@ class SequenceAttention:
             raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads")
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(f"q, k and v must be of one type, not {q.dtype}, {k.dtype} and {v.dtype}")
+        if sink is not None and sink.shape != q.shape[1:2]:
+            raise ValueError(f"the sink has shape {list(sink.shape)}; it takes one score a query head, {q.shape[1]}")
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall
+    ) -> torch.Tensor:
         ctx.call = call
         to_attention, to_linear = call.own.to_attention, call.own.to_linear
         if to_attention is not None:
@@ -133,8 +136,8 @@ class _Attention(torch.autograd.Function):
         kv = q.new_empty(program.rows, 2, *k.shape[1:])
         own = kv[: program.tokens]
         own[:, 0], own[:, 1] = k, v
-        out, logsumexp = _Forward(call, q, kv).result()
-        ctx.save_for_backward(q, own.clone() if program.rows > program.tokens else kv, out, logsumexp)
+        out, logsumexp = _Forward(call, q, kv).result(sink)
+        ctx.save_for_backward(q, own.clone() if program.rows > program.tokens else kv, out, logsumexp, sink)
         return out if to_linear is None else call.change_layout(to_linear, out)[0]
 
     @staticmethod
@@ -142,7 +145,7 @@ class _Attention(torch.autograd.Function):
         call = ctx.call
         to_attention, to_linear = call.own.to_attention, call.own.to_linear
         program = call.own.program
-        q, own, out, logsumexp = ctx.saved_tensors
+        q, own, out, logsumexp, sink = ctx.saved_tensors
         grad = grad.contiguous() if to_attention is None else call.change_layout(to_attention, grad)[0]
         kv = own
         if program.rows > program.tokens:
@@ -150,7 +153,8 @@ class _Attention(torch.autograd.Function):
             kv[: program.tokens] = own
         dq, dkv = _Backward(call, grad, q, kv, out, logsumexp).result()
         gradients = (dq.to(q.dtype), *dkv[: program.tokens].to(q.dtype).unbind(1))
-        return (*(gradients if to_linear is None else call.change_layout(to_linear, *gradients)), None)
+        of_sink = sink_gradient(grad, out, logsumexp, sink) if ctx.needs_input_grad[3] else None
+        return (*(gradients if to_linear is None else call.change_layout(to_linear, *gradients)), of_sink, None)
 
 
 class _Pass:
@@ -195,12 +199,14 @@ class _Pass:
 
 
 class _Forward(_Pass):
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         self.merge = choose_merge(self.q.device)
         merges = any(call.merges for call in self.call.own.program.calls)
         self.out = torch.empty_like(self.q, dtype=self.dtype if merges else self.q.dtype)
         self.logsumexp = self.q.new_empty(self.q.shape[1], self.q.shape[0], dtype=self.dtype)
         self.steps(self.call.own.program.forward)
+        if sink is not None:
+            self.out, self.logsumexp = with_sink(self.out, self.logsumexp, sink)
         return self.out.to(self.q.dtype), self.logsumexp
 
     def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:

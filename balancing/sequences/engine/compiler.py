@@ -9,6 +9,8 @@ attention engine).
   passes them on meanwhile. In the backward pass the gradients of keys and values follow them and end on their rank.
 - A "gather" sequence: a rank receives all other ranks' keys before its last queries, in a few turns. All queries meet
   the keys of a turn while the next is under way; then these keys' gradients go back to the ranks that hold them.
+- In a window a rank receives the keys before its runs that its first queries see. These queries wait for them; all
+  others meet own keys alone. Every query is computed once, with all of its keys, so nothing is merged.
 
 Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
 
@@ -105,6 +107,9 @@ class _Builder:
     def program(self) -> Program:
         for sequence in self.shards:
             parts, ring = self.parts[sequence, self.rank], self.plan.ring(sequence)
+            if self.plan.window is not None:
+                self._own_windows(sequence, self.plan.window, len(ring) == 1)
+                continue
             rows = self.row[parts[0][:2]], self.row[parts[-1][:2]] + parts[-1].tokens
             self.own.append(Task(rows, rows, causal=True))
             self.local.append(len(ring) == 1)
@@ -125,6 +130,16 @@ class _Builder:
         calls, (forward, backward) = in_calls(forward_steps(work), backward_steps(work))
         return Program(self.rank, self.held, self.rows, self.messages, calls, forward, backward)
 
+    def _own_windows(self, sequence: int, window: int, local: bool) -> None:
+        """Add tasks of own queries whose windows hold own keys alone: all of a run but its first, if it has any."""
+        for start, stop in runs_of(self.parts[sequence, self.rank]):
+            first = start + window if start else 0
+            if first < stop:
+                rows = self._own_rows(sequence, start, stop)
+                queries = rows[0] + first - start, rows[1]
+                self.own.append(Task(queries, rows, causal=True, window=window))
+                self.local.append(local)
+
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
         """Own rows of tokens [start, stop), which lie in one own shard or in several adjacent ones."""
         first = next(s for s in self.parts[sequence, self.rank] if s.start <= start < s.stop)
@@ -140,7 +155,7 @@ class _Builder:
             if need.sequence not in self.shards:
                 continue
             group = TransferGroup("gather", need.inter, need.turn)
-            arriving: list[tuple[int, Rows]] = []  # first token and rows
+            arriving: list[tuple[int, Rows]] = []  # first token and rows, by position
             for shard in self.shards[need.sequence]:
                 start, stop = max(shard.start, need.begin), min(shard.stop, need.stop)
                 if start >= stop or shard.rank == need.rank:
@@ -151,7 +166,9 @@ class _Builder:
                     arriving.append((start, (self.rows, self.rows + stop - start)))
                     self.rows += stop - start
                     receives[group][shard.rank].append(arriving[-1][1])
-            if arriving:
+            if arriving and self.plan.window is not None:
+                self.gathered[group] += self._edges(need, arriving, self.plan.window)
+            elif arriving:
                 self._meet(self.gathered[group], need, arriving)
         for group in sorted({*sends, *receives}):
             there, back = _messages(sends[group]), _messages(receives[group])
@@ -165,6 +182,24 @@ class _Builder:
             seen = max((rows[1] for token, rows in arriving if token < start), default=first)
             if seen > first:
                 _join(tasks, Task(self._own_rows(need.sequence, start, stop), (first, seen), causal=False, merges=True))
+
+    def _edges(self, need: Need, arriving: list[tuple[int, Rows]], window: int) -> Iterable[Task]:
+        """Tasks of the first queries of own runs that see keys of `need`. arriving: as in `_meet`."""
+        runs = runs_of(self.parts[need.sequence, self.rank])
+        came = [(token, token + stop - start, start) for token, (start, stop) in arriving]
+        held = [(start, stop, self._own_rows(need.sequence, start, stop)[0]) for start, stop in runs]
+        for start, stop in runs:
+            if not need.begin < start <= need.stop:
+                continue
+            begin, stop = max(0, start - window), min(stop, start + window)
+            keys = [
+                (row + max(begin, first) - first, row + min(stop, last) - first)
+                for first, last, row in sorted(came + held)
+                if first < stop and last > begin
+            ]
+            *before, own = join_adjacent(keys)
+            queries = self._own_rows(need.sequence, start, stop)
+            yield Task(queries, own, causal=True, before=tuple(before), window=window)
 
     # Rings.
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from balancing.sequences.cost import TILE
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, runs_of
 from balancing.sequences.turns import SMALLEST_TURNS, TurnTokens, number_of_turns
+from balancing.sequences.window import reaches
 
 __all__ = ["Need", "needs"]
 
@@ -35,8 +36,13 @@ def needs(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens = SMA
     """The needs of all ranks, by sequence and position; a rank that holds only the beginning of a sequence has none.
 
     node: of each rank.
-    turn_tokens: least tokens of a turn.
+    turn_tokens: least tokens of a turn. With a window all keys arrive in one turn: they are few.
     """
+    if plan.window is not None:
+        return [
+            Need(*reach[:4], inter=any(node[shard.rank] != node[reach.rank] for shard in reach.holders), turn=0)
+            for reach in reaches(plan)
+        ]
     found: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
     spread = {s for s, how in enumerate(plan.exchange) if how == "gather" and len(plan.ring(s)) > 1}
     for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in spread).items():

@@ -4,7 +4,8 @@ A rank computes attention in pieces: its queries against keys that arrive in tur
 Forward it gives the output and the logarithm of the softmax's denominator (logsumexp); backward, the gradients of a
 piece from the output and logsumexp over all keys. Pieces may differ in length and are concatenated without padding.
 
-Masks are full or causal from the bottom right: the last query sees all keys, the one before it all but the last. Query
+Masks are full or causal from the bottom right: the last query sees all keys, the one before it all but the last; with
+a window of w, of these the last w + 1. Query
 head h reads key-value head h // (heads / kv_heads), as usual for grouped-query and multi-query attention.
 
 On CUDA in half precision: FlashAttention 3 on Hopper and 4 on Blackwell where they are installed, through PyTorch's own
@@ -26,7 +27,7 @@ import torch.nn.attention
 
 from balancing.upload import upload
 
-__all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge"]
+__all__ = ["Kernel", "Pieces", "accumulation_dtype", "choose_kernel", "merge", "sink_gradient", "with_sink"]
 
 _TILE = 512  # queries of a tile of the matrix-product kernel
 _FASTER = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by compute capability, the fastest first
@@ -38,12 +39,14 @@ class Pieces(NamedTuple):
 
     queries, keys: tokens of each piece; causal pieces have at least as many keys as queries.
     causal: the mask of all of them.
+    window: keys before its own that a query of a causal piece sees; None for all.
     ends: int32 [piece + 1], twice: cumulative queries and keys, on the device of a GPU's kernel; made where None.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     causal: bool
+    window: int | None = None
     ends: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -99,6 +102,32 @@ def merge(
     return out * weight + more_out.to(out.dtype) * more_weight, both
 
 
+def with_sink(out: torch.Tensor, logsumexp: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and logsumexp with one score more in each softmax, that of the sink, which has no value.
+
+    out: [tokens, heads, head_size], of attention to all keys.
+    logsumexp: [heads, tokens], likewise, in `accumulation_dtype`.
+    sink: [heads].
+
+    With these, `Kernel.backward` gives the gradients of q, k and v as they are: the sink takes its share of weights and
+    adds nothing to the output.
+    """
+    both = torch.logaddexp(logsumexp, sink.to(logsumexp.dtype)[:, None])
+    return out * (logsumexp - both).exp().t()[..., None], both
+
+
+def sink_gradient(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """[heads], of the scores of the sink: minus its weight times grad x out, summed over queries.
+
+    grad, out: [tokens, heads, head_size].
+    logsumexp: [heads, tokens]. It and `out` are as from `with_sink`.
+    sink: [heads].
+    """
+    weights = (sink.to(logsumexp.dtype)[:, None] - logsumexp).exp()
+    products = (grad.to(logsumexp.dtype) * out.to(logsumexp.dtype)).sum(-1)
+    return -(weights * products.t()).sum(1).to(sink.dtype)
+
+
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> Kernel:
     """The fastest available kernel for queries of this kind."""
     if device.type == "cpu":
@@ -144,39 +173,43 @@ class _OneByOne:
 
     def forward(self, q, k, v, pieces, scale):
         if len(pieces.queries) == 1:
-            return self._forward(q, k, v, pieces.causal, scale)
+            return self._forward(q, k, v, pieces.causal, pieces.window, scale)
         out = torch.empty_like(q)
         logsumexp = q.new_empty(q.shape[1], q.shape[0], dtype=accumulation_dtype(q.dtype))
+        mask = pieces.causal, pieces.window
         for rows, keys in _rows(pieces):
-            out[rows], logsumexp[:, rows] = self._forward(q[rows], k[keys], v[keys], pieces.causal, scale)
+            out[rows], logsumexp[:, rows] = self._forward(q[rows], k[keys], v[keys], *mask, scale)
         return out, logsumexp
 
     def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
         if len(pieces.queries) == 1:
-            return self._backward(grad, q, k, v, out, logsumexp, pieces.causal, scale)
+            return self._backward(grad, q, k, v, out, logsumexp, pieces.causal, pieces.window, scale)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        mask = pieces.causal, pieces.window
         for rows, keys in _rows(pieces):
             dq[rows], dk[keys], dv[keys] = self._backward(
-                grad[rows], q[rows], k[keys], v[keys], out[rows], logsumexp[:, rows], pieces.causal, scale
+                grad[rows], q[rows], k[keys], v[keys], out[rows], logsumexp[:, rows], *mask, scale
             )
         return dq, dk, dv
 
-    def _forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, window, scale):
         raise NotImplementedError
 
-    def _backward(self, grad, q, k, v, out, logsumexp, causal, scale):
+    def _backward(self, grad, q, k, v, out, logsumexp, causal, window, scale):
         raise NotImplementedError
 
 
 class _Cpu(_OneByOne):
     """PyTorch's flash attention for CPUs. Its causal mask is from the top left, so a causal piece with more keys than
-    queries is cut into the keys that all queries see and a square."""
+    queries is cut into the keys that all queries see and a square. It has no windows; these are matrix products."""
 
-    def _forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, window, scale):
+        if window is not None:
+            return _PRODUCTS._forward(q, k, v, causal, window, scale)
         seen = k.shape[0] - q.shape[0]
         if causal and seen:
-            full = self._forward(q, k[:seen], v[:seen], False, scale)
-            square = self._forward(q, k[seen:], v[seen:], True, scale)
+            full = self._forward(q, k[:seen], v[:seen], False, None, scale)
+            square = self._forward(q, k[seen:], v[seen:], True, None, scale)
             out, logsumexp = merge(full[0].to(full[1].dtype), full[1], *square)
             return out.to(q.dtype), logsumexp
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -184,11 +217,13 @@ class _Cpu(_OneByOne):
         )
         return _unbatch(out), logsumexp[0]
 
-    def _backward(self, grad, q, k, v, out, logsumexp, causal, scale):
+    def _backward(self, grad, q, k, v, out, logsumexp, causal, window, scale):
+        if window is not None:
+            return _PRODUCTS._backward(grad, q, k, v, out, logsumexp, causal, window, scale)
         seen = k.shape[0] - q.shape[0]
         if causal and seen:
-            full = self._backward(grad, q, k[:seen], v[:seen], out, logsumexp, False, scale)
-            square = self._backward(grad, q, k[seen:], v[seen:], out, logsumexp, True, scale)
+            full = self._backward(grad, q, k[:seen], v[:seen], out, logsumexp, False, None, scale)
+            square = self._backward(grad, q, k[seen:], v[seen:], out, logsumexp, True, None, scale)
             return full[0] + square[0], torch.cat((full[1], square[1])), torch.cat((full[2], square[2]))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(_batch, (grad, q, k, v, out)), logsumexp[None], 0.0, causal, scale=scale
@@ -197,35 +232,37 @@ class _Cpu(_OneByOne):
 
 
 class _Products(_OneByOne):
-    """Matrix products, a tile of queries at a time."""
+    """Matrix products, a tile of queries at a time, with the keys in their windows."""
 
-    def _forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, window, scale):
         dtype, group = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
         k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
         outs, logsumexps = [], []
         for rows in _tiles(len(q)):
-            scores = torch.einsum("qhd,khd->hqk", q[rows].to(dtype), k) * scale
+            keys = _seen(rows, len(k) - len(q), len(k), window)
+            scores = torch.einsum("qhd,khd->hqk", q[rows].to(dtype), k[keys]) * scale
             if causal:
-                scores.masked_fill_(_hidden(rows, len(q), len(k), q.device), float("-inf"))
+                scores.masked_fill_(_hidden(rows, keys, len(k) - len(q), q.device, window), float("-inf"))
             logsumexps.append(scores.logsumexp(-1))
             weights = (scores - logsumexps[-1][..., None]).exp()
-            outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+            outs.append(torch.einsum("hqk,khd->qhd", weights, v[keys]))
         return torch.cat(outs).to(q.dtype), torch.cat(logsumexps, 1)
 
-    def _backward(self, grad, q, k, v, out, logsumexp, causal, scale):
+    def _backward(self, grad, q, k, v, out, logsumexp, causal, window, scale):
         dtype, group = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
         wide_k, wide_v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
         dk, dv, dqs = torch.zeros_like(wide_k), torch.zeros_like(wide_v), []
         for rows in _tiles(len(q)):
             tile, tile_grad = q[rows].to(dtype), grad[rows].to(dtype)
-            weights = (torch.einsum("qhd,khd->hqk", tile, wide_k) * scale - logsumexp[:, rows, None]).exp()
+            keys = _seen(rows, len(k) - len(q), len(k), window)
+            weights = (torch.einsum("qhd,khd->hqk", tile, wide_k[keys]) * scale - logsumexp[:, rows, None]).exp()
             if causal:
-                weights.masked_fill_(_hidden(rows, len(q), len(k), q.device), 0.0)
+                weights.masked_fill_(_hidden(rows, keys, len(k) - len(q), q.device, window), 0.0)
             correction = (tile_grad * out[rows].to(dtype)).sum(-1).transpose(0, 1)[..., None]
-            scores = weights * (torch.einsum("qhd,khd->hqk", tile_grad, wide_v) - correction) * scale
-            dqs.append(torch.einsum("hqk,khd->qhd", scores, wide_k))
-            dk += torch.einsum("hqk,qhd->khd", scores, tile)
-            dv += torch.einsum("hqk,qhd->khd", weights, tile_grad)
+            scores = weights * (torch.einsum("qhd,khd->hqk", tile_grad, wide_v[keys]) - correction) * scale
+            dqs.append(torch.einsum("hqk,khd->qhd", scores, wide_k[keys]))
+            dk[keys] += torch.einsum("hqk,qhd->khd", scores, tile)
+            dv[keys] += torch.einsum("hqk,qhd->khd", weights, tile_grad)
         dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         return torch.cat(dqs).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -235,7 +272,7 @@ class _Cuda:
 
     def forward(self, q, k, v, pieces, scale):
         out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_bounds(pieces, q.device), 0.0, pieces.causal, False, scale=scale
+            q, k, v, *_bounds(pieces, q.device), 0.0, pieces.causal, False, scale=scale, **_window(pieces)
         )
         return out, logsumexp
 
@@ -248,6 +285,7 @@ class _Cuda:
             *_bounds(pieces, q.device),
             *(0.0, pieces.causal, seed, unused),
             scale=scale,
+            **_window(pieces),
         )
 
 
@@ -256,7 +294,11 @@ class _Package:
 
     def forward(self, q, k, v, pieces, scale):
         out, logsumexp, *_ = _from_package("forward")(
-            q, k, v, *_bounds(pieces, q.device), dropout_p=0.0, softmax_scale=scale, causal=pieces.causal
+            *(q, k, v, *_bounds(pieces, q.device)),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=pieces.causal,
+            **_window(pieces),
         )
         return out, logsumexp
 
@@ -270,8 +312,7 @@ class _Package:
             dropout_p=0.0,
             softmax_scale=scale,
             causal=pieces.causal,
-            window_size_left=-1,
-            window_size_right=-1,
+            **({"window_size_left": -1, "window_size_right": -1} | _window(pieces)),
             softcap=0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -308,10 +349,21 @@ def _tiles(queries: int) -> list[slice]:
     return [slice(start, min(start + _TILE, queries)) for start in range(0, queries, _TILE)]
 
 
-def _hidden(rows: slice, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """bool [queries of the tile, keys], True where a causal mask from the bottom right hides the key."""
-    row = torch.arange(rows.start, rows.stop, device=device)[:, None] + keys - queries
-    return torch.arange(keys, device=device) > row
+def _hidden(rows: slice, keys: slice, before: int, device: torch.device, window: int | None) -> torch.Tensor:
+    """bool [query, key], True where a causal mask or its window hides the key. before: keys before the first query."""
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None] + before
+    key = torch.arange(keys.start, keys.stop, device=device)
+    return key > row if window is None else (key > row) | (key < row - window)
+
+
+def _seen(rows: slice, before: int, keys: int, window: int | None) -> slice:
+    """Of `keys`, those that a tile of queries may see; all without a window. before: as in `_hidden`."""
+    return slice(0, keys) if window is None else slice(max(0, rows.start + before - window), rows.stop + before)
+
+
+def _window(pieces: Pieces) -> dict[str, int]:
+    """The window as arguments of flash attention, which counts keys before and after a query's own."""
+    return {} if pieces.window is None else {"window_size_left": pieces.window, "window_size_right": 0}
 
 
 def _bounds(pieces: Pieces, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:

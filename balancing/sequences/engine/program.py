@@ -10,7 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from balancing.sequences.engine.kernels import Pieces
+from balancing.sequences.load import area_of_first
 from balancing.sequences.sequence_plan import Range, Shard, by_sequence, join_adjacent
 
 __all__ = [
@@ -95,17 +98,28 @@ class Task(NamedTuple):
     """Attention of rows of queries to rows of keys.
 
     causal: masked from the bottom right. merges: whether these queries already have a partial result to merge with.
+    before: rows of keys that come before `keys`. window: keys before its own that a query sees; None for all.
     """
 
     queries: Rows
     keys: Rows
     causal: bool
     merges: bool = False
+    before: tuple[Rows, ...] = ()
+    window: int | None = None
+
+    @property
+    def all_keys(self) -> tuple[Rows, ...]:
+        """Rows of all keys, in their order."""
+        return (*self.before, self.keys)
 
     @property
     def area(self) -> int:
         """Query-key pairs."""
-        queries, keys = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+        queries, keys = self.queries[1] - self.queries[0], sum(stop - start for start, stop in self.all_keys)
+        if self.window is not None:
+            last, first = area_of_first(np.array([keys, keys - queries]), self.window).tolist()
+            return int(last - first)
         return queries * keys - (queries * (queries - 1) // 2 if self.causal else 0)
 
 
@@ -184,7 +198,8 @@ class Program:
     def _line(self, step: ProgramStep) -> str:
         if isinstance(step, Compute):
             return "compute " + ", ".join(
-                f"{_span(task.queries)} x {_span(task.keys)}{' causal' if task.causal else ''}" for task in step.tasks
+                f"{_span(task.queries)} x {'+'.join(map(_span, task.all_keys))}{' causal' if task.causal else ''}"
+                for task in step.tasks
             )
         scope = "inter-node" if step.group.inter else "intra-node"
         name = f"{step.group.kind} {scope}" + (f" round {step.group.round}" if step.group.round else "")
@@ -215,7 +230,7 @@ def layout_change(
 
 def compute(tasks: Sequence[Task], clear: Rows | None = None) -> Compute:
     """The step that computes `tasks`."""
-    assert len({(task.causal, task.merges) for task in tasks}) <= 1, "the tasks of a step have one mask"
+    assert len({(task.causal, task.merges, task.window) for task in tasks}) <= 1, "the tasks of a step have one mask"
     return Compute(tuple(tasks), clear)
 
 
@@ -236,9 +251,10 @@ def in_calls(
 
 
 def _call(tasks: tuple[Task, ...]) -> Call:
-    queries, keys = [task.queries for task in tasks], [task.keys for task in tasks]
-    lengths, key_lengths = (tuple(stop - start for start, stop in rows) for rows in (queries, keys))
-    pieces = Pieces(lengths, key_lengths, tasks[0].causal)
+    queries, keys = [task.queries for task in tasks], [rows for task in tasks for rows in task.all_keys]
+    lengths = tuple(stop - start for start, stop in queries)
+    key_lengths = tuple(sum(stop - start for start, stop in task.all_keys) for task in tasks)
+    pieces = Pieces(lengths, key_lengths, tasks[0].causal, window=tasks[0].window)
     return Call(tuple(join_adjacent(queries)), tuple(join_adjacent(keys)), pieces, tasks[0].merges)
 
 

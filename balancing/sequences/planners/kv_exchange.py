@@ -11,20 +11,10 @@ from collections.abc import Sequence
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_seconds, kv_bytes, kv_seconds
 from balancing.sequences.load import causal_area
-from balancing.sequences.sequence_plan import AttentionShape, KVExchange, Shard, columns
+from balancing.sequences.sequence_plan import AttentionShape, KVExchange, Shard, columns, same_exchange
 from balancing.sequences.traffic import layout_traffic
 
-__all__ = ["choose_exchange", "same_exchange"]
-
-
-def same_exchange(shards: Sequence[Shard], lengths: Sequence[int], shared: KVExchange) -> tuple[KVExchange, ...]:
-    """`shared` for every sequence that lies on several ranks, "local" for the others."""
-    holder: dict[int, int] = {}
-    found: list[KVExchange] = ["local"] * len(lengths)
-    for shard in shards:
-        if holder.setdefault(shard.sequence, shard.rank) != shard.rank:
-            found[shard.sequence] = shared
-    return tuple(found)
+__all__ = ["choose_exchange"]
 
 
 def choose_exchange(

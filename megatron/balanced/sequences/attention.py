@@ -11,35 +11,53 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
-__all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention"]
+__all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention", "window_of"]
 
 
 @dataclass
 class PlannedSequences(PackedSeqParams):
     """One micro-batch as a context-parallel rank holds it.
 
-    attention: query, key, value [tokens, heads, head_dim], softmax_scale -> [tokens, heads, head_dim].
+    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink -> [tokens, heads, head_dim].
+    windowed: the same for layers with a sliding window.
     positions: int32 [rows], of each row in its document.
     tokens: number of rows that are tokens; the rest are padding.
     """
 
     attention: Callable[..., torch.Tensor] | None = None
+    windowed: Callable[..., torch.Tensor] | None = None
     positions: torch.Tensor | None = None
     tokens: int = 0
 
 
 class SequenceCoreAttention(MegatronModule):
-    """Core attention of one layer, without parameters or state."""
+    """Core attention of one layer. Its only parameter is the sink of `--softmax-type learnable`, under Megatron-LM's
+    name."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *unused: Any, softmax_scale: float | None = None, **kw: Any
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.windowed = is_layer_window_attention(window_of(config) or (), config.window_attn_skip_freq, layer_number)
+        self.tp_group = mpu.get_tensor_model_parallel_group(check_initialized=False)
+        self.softmax_offset: torch.Tensor | None = None
+        if config.softmax_type != "vanilla":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            scores = torch.zeros(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
+            learned = config.softmax_type == "learnable"
+            self.softmax_offset = torch.nn.Parameter(scores) if learned else scores
+            if learned and config.perform_initialization and config.transformer_impl == "local":
+                config.init_method(self.softmax_offset)  # Transformer Engine leaves it at 0
+
+    sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def forward(
         self,
@@ -54,13 +72,20 @@ class SequenceCoreAttention(MegatronModule):
 
         Padding attends to nothing, and nothing attends to it; its output is 0.
         """
-        assert isinstance(packed_seq_params, PlannedSequences) and packed_seq_params.attention is not None
+        assert isinstance(packed_seq_params, PlannedSequences)
+        attend = packed_seq_params.windowed if self.windowed else packed_seq_params.attention
+        assert attend is not None
         tokens, rows = packed_seq_params.tokens, query.shape[0]
         inputs = [part.squeeze(1)[:tokens] for part in (query, key, value)]
-        output = packed_seq_params.attention(*inputs, softmax_scale=self.softmax_scale).flatten(1)
+        output = attend(*inputs, softmax_scale=self.softmax_scale, sink=self.softmax_offset).flatten(1)
         if tokens < rows:
             output = torch.nn.functional.pad(output, (0, 0, 0, rows - tokens))
         return output.unsqueeze(1)
+
+
+def window_of(config: Any) -> tuple[int, int] | None:
+    """`--window-size` of Megatron-LM's arguments or config, (tokens before, tokens after); None if it hides nothing."""
+    return config.window_size if config.window_size and config.window_size[0] >= 0 else None
 
 
 class DocumentRotaryEmbedding(torch.nn.Module):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
@@ -29,9 +30,10 @@ from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.load import zigzag_areas
+from balancing.sequences.window import in_window
 from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.process_groups import cluster_of, duplicate_group
-from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
+from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
 from megatron.balanced.sequences.checks import why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive
 
@@ -43,13 +45,33 @@ _LAYOUT_SHARDS = 2000
 
 
 class _Batch(NamedTuple):
-    """A micro-batch of a step in one model chunk, with milliseconds of planning and of waiting for the plan."""
+    """A micro-batch of a step in one model chunk: its plan, attention by the plan of each kind of layers, and
+    milliseconds of planning and of waiting for the plan."""
 
     chunk: int
     plan: SequencePlan
-    attention: SequenceAttention
+    attentions: list[SequenceAttention]
     plan_ms: float
     waited_ms: float
+
+
+class _Programs(NamedTuple):
+    """Plans and this rank's programs for layers whose tokens see all before them, and for those with a sliding window;
+    the same objects where the window hides nothing, None where the model has no such layers."""
+
+    whole: tuple[SequencePlan, RankProgram] | None
+    windowed: tuple[SequencePlan, RankProgram] | None
+
+
+def _compiled(plan: SequencePlan, shape: AttentionShape, **own: Any) -> _Programs:
+    """The programs for a plan. own: arguments of `compile_rank`."""
+    of_window = plan if shape.window is None else in_window(plan, shape.window)
+    whole = windowed = None
+    if shape.windowed_layers < shape.layers or of_window is plan:
+        whole = plan, compile_rank(plan, **own)
+    if shape.windowed_layers:
+        windowed = whole if of_window is plan else (of_window, compile_rank(of_window, **own))
+    return _Programs(whole, windowed)
 
 
 class SequenceBalancer(StepCallback):
@@ -70,7 +92,7 @@ class SequenceBalancer(StepCallback):
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
-        self._unpickled: Callable[[bytes], tuple[SequencePlan, RankProgram]] = lru_cache(_KEPT)(pickle.loads)
+        self._unpickled: Callable[[bytes], tuple[SequencePlan, _Programs]] = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
         self._step: list[_Batch] | None = None  # of the training step at hand; None outside of one
         # The hosts of the context-parallel group, and of the tensor-parallel group if it has several ranks.
@@ -103,7 +125,12 @@ class SequenceBalancer(StepCallback):
             padding = dataset.config.tokenizer.pad if self._args.sft else None
             rank = mpu.get_context_parallel_rank()
             own = partial(
-                compile_rank, rank=rank, cluster=self._cluster, routing=self._routing, token_bytes=self._token_bytes
+                _compiled,
+                shape=_shape_of(self._args),
+                rank=rank,
+                cluster=self._cluster,
+                routing=self._routing,
+                token_bytes=self._token_bytes,
             )
             return PlannedDataset(dataset, PlanningAhead(self._plan, own), rank, self._rows, padding)
 
@@ -187,7 +214,7 @@ class SequenceBalancer(StepCallback):
         exposed, waited, *sent = spent.T
         kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
         plans = [batch.plan for batch in batches if batch.chunk == 0]  # every chunk has the same ones
-        areas = [(self._upstream_areas(plan), plan.area) for plan in plans]
+        areas = [self._areas(plan) for plan in plans]
         # Fullest rank first: it differs between micro-batches, so means by rank would hide it.
         ordered = np.mean([[np.sort(each)[::-1] / each.mean() for each in pair] for pair in areas], axis=0)
         return event(
@@ -221,21 +248,37 @@ class SequenceBalancer(StepCallback):
         """Every _LAYOUT_INTERVAL iterations a whole layout, for the report to draw."""
         if self._iteration % _LAYOUT_INTERVAL or len(plan.attention) > _LAYOUT_SHARDS:
             return {}
+        before, after = self._areas(plan)
         layout = {
             "ranks": plan.ranks,
             "ranks_per_node": self._cluster.ranks_per_node,
             "shards": [list(shard) for shard in plan.attention],
-            "area": plan.area,
-            "area_before": self._upstream_areas(plan),
+            "area": after,
+            "area_before": before,
         }
         return {"layout": layout}
 
+    def _areas(self, plan: SequencePlan) -> tuple[np.ndarray, np.ndarray]:
+        """[rank], area if Megatron-LM cut the batch, and area under the plan: of a layer, or where layers are of two
+        kinds, of all layers together."""
+        shape = _shape_of(self._args)
+        if shape.window is None:
+            return self._upstream_areas(plan), plan.area
+        whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)
+        before, after = (
+            whole * one + shape.windowed_layers * other
+            for one, other in zip(
+                (self._upstream_areas(plan), plan.area), (self._upstream_areas(windowed), windowed.area), strict=True
+            )
+        )
+        return before, after
+
     def _upstream_areas(self, plan: SequencePlan) -> np.ndarray:
-        """int64 [rank], area if Megatron-LM cut the batch: the packed sequence in a zig-zag; or, where every document
-        is padded to fit, each document over all ranks, which is balanced."""
+        """[rank], area if Megatron-LM cut the batch: the packed sequence in a zig-zag; or, where every document is
+        padded to fit, each document over all ranks, which is balanced."""
         if not self._args.dataloader_inter_document_masking or self._args.sft:
             return np.full(plan.ranks, plan.area.mean())
-        return zigzag_areas(plan.lengths, plan.ranks)
+        return zigzag_areas(plan.lengths, plan.ranks, plan.window)
 
     # A micro-batch.
 
@@ -255,23 +298,32 @@ class SequenceBalancer(StepCallback):
         group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
         batch, pickled, milliseconds = receive(sample, group, self._tensor_hosts, source, torch.cuda.current_device())
         begin = time.perf_counter()
-        plan, program = self._unpickled(pickled)
+        plan, programs = self._unpickled(pickled)
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
         timed = self._report is not None  # nobody else reads the times
         group = mpu.get_context_parallel_group()
-        attention = SequenceAttention(plan, program=program, group=group, timed=timed)
+        whole, windowed = (
+            kind and SequenceAttention(kind[0], program=kind[1], group=group, timed=timed) for kind in programs
+        )
+        if programs.windowed is programs.whole:
+            windowed = whole
+        attentions = [kind for kind in {id(kind): kind for kind in (whole, windowed)}.values() if kind is not None]
         if self._step is not None:
-            self._step.append(_Batch(chunk, plan, attention, milliseconds, waited))
+            self._step.append(_Batch(chunk, plan, attentions, milliseconds, waited))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
         ends = np.cumsum((0, *plan.lengths))
         own = positions(plan, rank, rows).numpy()
-        there = attention.upload(batch["tokens"].device, np.concatenate((ends, own)))
+        device = batch["tokens"].device
+        there = attentions[0].upload(device, np.concatenate((ends, own)))
+        for attention in attentions[1:]:
+            attention.upload(device)
         update_seqlen_stats_from_cu_seqlens(there[: len(ends)])
         planned = PlannedSequences(
             qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
             max_seqlen_kv=max(plan.lengths),
-            attention=attention,
+            attention=whole,
+            windowed=windowed,
             positions=there[len(ends) :],
             tokens=int(plan.linear_tokens[rank]),
         )
@@ -281,7 +333,7 @@ class SequenceBalancer(StepCallback):
 def _spent(batches: list[_Batch]) -> list[int]:
     """Microseconds that this rank waited for transfers and for plans in a step, and bytes that it sent: keys and values
     inside the node and to other nodes, changes of layout likewise."""
-    statistics = [batch.attention.statistics for batch in batches]
+    statistics = [attention.statistics for batch in batches for attention in batch.attentions]
     return [
         round(sum(one.exposed_seconds for one in statistics) * 1e6),
         round(sum(batch.waited_ms for batch in batches) * 1e3),
@@ -296,6 +348,7 @@ def _shape_of(args: argparse.Namespace) -> AttentionShape:
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_ffn_hidden_size * args.moe_router_topk
+    window, layers = window_of(args), range(args.num_layers)
     return AttentionShape(
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
@@ -303,4 +356,6 @@ def _shape_of(args: argparse.Namespace) -> AttentionShape:
         layers=args.num_layers,
         ffn_hidden=ffn,
         head_size=args.kv_channels,
+        window=window[0] if window else None,
+        windowed_layers=sum(is_layer_window_attention(window or (), args.window_attn_skip_freq, n + 1) for n in layers),
     )

@@ -39,6 +39,12 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
             f"--balance-sequences is incompatible with --attention-backend {backend}: its attention is merged from "
             "pieces, which takes flash attention; use auto or flash"
         )
+    window = getattr(args, "window_size", None)
+    if window and window[1] not in (0, -1):
+        raise ValueError(
+            f"--balance-sequences is incompatible with --window-size {window[0]},{window[1]}: no token sees "
+            f"those after it; use --window-size {window[0]},0"
+        )
     _check_sizes(args, sequences)
     notes = []
     if not args.calculate_per_token_loss:
