@@ -26,18 +26,16 @@ from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
+from megatron.balanced.balancers import check_balancers, switch_on
 from megatron.balanced.checks import check_data, check_folders, check_layout, check_megatron
 from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.agreement import agree_on_device
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.dynamics.checks import check_dynamics
-from megatron.balanced.experts.checks import check_experts
 from megatron.balanced.incompatible import REPORT, check_compatible
-from megatron.balanced.layers.checks import check_layers
 from megatron.balanced.model_checks import check_model
 from megatron.balanced.refusal import know_flags, know_values
-from megatron.balanced.sequences.checks import check_sequences
 from megatron.balanced.watchdog.heartbeat import stop
 
 __all__ = ["add_balance_flags", "parse_arguments"]
@@ -212,6 +210,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         if assumes_gpus():
             assume_packages()
         args = parse_args(add_balance_flags)
+        left_to_us = switch_on(args)
         config = config_from_flags(args, device)
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
@@ -222,14 +221,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         check_layout(args)
         check_model(args)
         check_data(args)
-        experts, notes = check_experts(args, config.experts)
-        sequences, of_sequences = check_sequences(args, config.sequences)
-        layers, of_layers = check_layers(args, config.layers)
+        config, notes = check_balancers(args, config, left_to_us)
         if config.balance_report is not None:
             check_compatible(args, REPORT, "--balance-report")
-        config = dataclasses.replace(config, experts=experts, sequences=sequences, layers=layers)
         if _is_first_rank():
-            print(*(f"> {note}\n" for note in notes + of_sequences + of_layers), sep="", end="", flush=True)
+            print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
         if args.sft:  # its dataset has no mask, and asserts that none is requested
             args.create_attention_mask_in_dataloader = False
         with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():

@@ -31,6 +31,14 @@ class BalanceConfig:
         default=False,
         metadata={"help": "Train in float64, as an exact reference to compare other runs with (cpu only)."},
     )
+    balance: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "metavar": "all|LIST",
+            "help": "Balancers to switch on, such as experts,layers. all: every one that has something to balance and "
+            "works with the other flags; what stays off is said once. The flag of each balancer does the same for it.",
+        },
+    )
     balance_report: str | None = dataclasses.field(
         default=None,
         metadata={

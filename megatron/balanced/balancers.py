@@ -1,0 +1,65 @@
+"""Which balancers a run has: `--balance`, and the flag of each, checked against the other flags."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from megatron.balanced.config import BalanceConfig
+from megatron.balanced.experts.checks import check_experts
+from megatron.balanced.layers.checks import check_layers
+from megatron.balanced.sequences.checks import check_sequences
+
+__all__ = ["check_balancers", "switch_on"]
+
+# Balancer -> its check. Its config is the field of that name, its flag --balance-NAME.
+_CHECKS: dict[str, Callable[[argparse.Namespace, Any], tuple[Any, list[str]]]] = {
+    "experts": check_experts,
+    "sequences": check_sequences,
+    "layers": check_layers,
+}
+
+
+def switch_on(args: argparse.Namespace) -> frozenset[str]:
+    """Set the flags of the balancers that `--balance` names.
+
+    Returns the balancers that the user left to us: those of `--balance all` whose own flag was not given. Raises
+    ValueError for a name that is no balancer's.
+    """
+    asked = set() if args.balance is None else {name.strip() for name in args.balance.split(",")}
+    if unknown := sorted(asked - {*_CHECKS, "all"}):
+        raise ValueError(
+            f"--balance {args.balance}: {unknown[0]!r} is no balancer; use all, or some of {', '.join(_CHECKS)}"
+        )
+    given = {name for name in _CHECKS if getattr(args, f"balance_{name}")}
+    if args.balance_layers_once:
+        given.add("layers")
+    named = set(_CHECKS) if "all" in asked else asked
+    for name in named - given:
+        setattr(args, f"balance_{name}", True)
+    return frozenset(named - given - asked)
+
+
+def check_balancers(
+    args: argparse.Namespace, config: BalanceConfig, left_to_us: frozenset[str]
+) -> tuple[BalanceConfig, list[str]]:
+    """Return the config with the balancers in force, and notes for the user, one line each.
+
+    A balancer that has nothing to balance is switched off. So is one of `left_to_us` that cannot run beside the other
+    flags; for the others that raises ValueError. Called before Megatron validates `args`, and may set some of them.
+    """
+    notes: list[str] = []
+    for name, check in _CHECKS.items():
+        asked = getattr(config, name)
+        try:
+            checked, said = check(args, asked)
+        except ValueError as error:
+            if name not in left_to_us:
+                raise
+            setattr(args, f"balance_{name}", False)
+            # Refuses what is wrong without the balancer as well, and its settings if there are any.
+            checked, said = check(args, dataclasses.replace(asked, **{f"balance_{name}": False}))
+            said = [f"--balance all goes without {name}: {error}", *said]
+        config = dataclasses.replace(config, **{name: checked})
+        notes += said
+    return config, notes

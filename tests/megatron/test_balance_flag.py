@@ -1,0 +1,89 @@
+"""`--balance` switches on what has something to balance, says once what stays off, and refuses what the user named."""
+
+import contextlib
+import io
+
+import pytest
+
+from tests.support.training import MOCK_DATA, MODEL, MOE
+
+BASE = [*MODEL, *MOCK_DATA, *MOE, "--attention-dropout", "0", "--hidden-dropout", "0"]
+NO_CP = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
+ALL = f"--context-parallel-size 2 {NO_CP}"
+NAMES = ("experts", "sequences", "layers")
+
+
+def _balancers(argv: list[str]) -> tuple[object, list[str], str]:
+    """The exit code, "none" if the flags were accepted, the balancers in force and what was printed."""
+    from megatron.balanced.arguments import parse_arguments
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            _, config = parse_arguments(argv)
+        except SystemExit as stop:
+            return stop.code, [], said.getvalue()
+    on = config.experts.balance_experts, config.sequences.balance_sequences, config.layers.enabled
+    return "none", [name for name, is_on in zip(NAMES, on, strict=True) if is_on], said.getvalue()
+
+
+def _parse(pool, flags: str) -> tuple[object, list[str], list[str]]:
+    """As `_balancers`, with the lines that tell of balancers, on the first of four ranks."""
+    (code, on, said), *others = pool.run(4, _balancers, [*BASE, *flags.split()])
+    assert all((other_code, other_on) == (code, on) for other_code, other_on, _ in others)
+    lines = [
+        line
+        for text in (said, *(text for *_, text in others))
+        for line in text.splitlines()
+        if "--bal" in line or "error" in line
+    ]
+    return code, on, lines
+
+
+# flags, balancers in force, words of what is said of the others
+CASES = {
+    "everything": (f"{ALL} --balance all", "experts sequences layers", ()),
+    "a list": (f"{NO_CP} --balance experts,layers", "experts layers", ()),
+    "beside a flag": (f"{ALL} --balance experts --balance-sequences", "experts sequences", ()),
+    "all but what has nothing to balance": (
+        "--pipeline-model-parallel-size 2 --balance all",
+        "layers",
+        ("--expert-model-parallel-size 1", "--context-parallel-size 1"),
+    ),
+    "all but what cannot run": (
+        f"{ALL} --balance all --moe-routing-trace-path trace",
+        "experts sequences",
+        ("--balance all goes without layers", "--moe-routing-trace-path trace", "use --balance-report"),
+    ),
+    "layers once": (f"{ALL} --balance all --balance-layers-once", "experts sequences layers", ()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_in_force(pool, case):
+    flags, expected, words = CASES[case]
+    code, on, lines = _parse(pool, flags)
+    assert (code, on) == ("none", expected.split()), lines
+    off = set(NAMES) - set(on) if "all" in flags.split() else set()
+    told = [line for line in lines if "nothing to balance" in line or "goes without" in line]
+    assert len(told) == len(off), "once for all ranks"
+    for word in words:
+        assert any(word in line for line in told), told
+
+
+REFUSED = {
+    "no balancer": ("--balance expert", "--balance expert: 'expert' is no balancer; use all"),
+    "nothing": ("--balance ,", "'' is no balancer"),
+    "named, and cannot run": (f"{ALL} --balance sequences --qk-clip", "--balance-sequences is incompatible with"),
+    "its own flag, and cannot run": (f"{ALL} --balance all --balance-sequences --qk-clip", "is incompatible with"),
+    "settings of what cannot run": (f"{ALL} --balance all --sequence-planner ring --qk-clip", "--sequence-planner"),
+    "wrong without it, too": ("--expert-model-parallel-size 4 --num-experts 6 --balance all", "not a multiple of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(pool, case):
+    flags, words = REFUSED[case]
+    code, _, lines = _parse(pool, flags)
+    (line,) = [line for line in lines if "error" in line] or lines
+    assert code == 2 and words in line
