@@ -34,8 +34,6 @@ REFUSED = {
         "--moe-pad-expert-input-to-capacity",
         "--moe-expert-capacity-factor without it",
     ),
-    "padding for quantization": (f"{BALANCE} --moe-router-padding-for-quantization", "-quantization", "drop it"),
-    "padding for fp8": (f"{BALANCE} --moe-router-padding-for-fp8", "--moe-router-padding-for-fp8", "drop it"),
     "probabilities on the input": (f"{BALANCE} --moe-apply-probs-on-input", "--moe-apply-probs-on-input", "drop it"),
     "latent experts": (f"{BALANCE} --moe-latent-size 16", "--moe-latent-size 16", "Transformer Engine", "drop it"),
     "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),

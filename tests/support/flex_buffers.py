@@ -1,10 +1,10 @@
 """The buffers of `--moe-token-dispatcher-type flex` over gloo, in torch: DeepEP's and HybridEP's.
 
 `Buffer` stands in for `deep_ep.Buffer` (deepseek-ai/DeepEP, deep_ep/buffer.py), `HybridEPBuffer` for
-`deep_ep.HybridEPBuffer` (its branch hybrid-ep, deep_ep/hybrid_ep_buffer.py), as far as megatron-core calls them: the same
-parameters and layouts of rows and indices. Handles are opaque to megatron-core but for the last item of HybridEP's, which
-tells whether rows were dropped. Probabilities are float32, as there; rows keep their precision, so that runs in float64
-can be compared.
+`deep_ep.HybridEPBuffer` (its branch hybrid-ep, deep_ep/hybrid_ep_buffer.py), as far as megatron-core calls them: the
+same parameters and layouts of rows and indices. Handles are opaque to megatron-core but for the last item of
+HybridEP's, which tells whether rows were dropped. Probabilities are float32, as there; rows keep their precision, so
+that runs in float64 can be compared.
 """
 
 import importlib

@@ -230,7 +230,13 @@ class BalancedMoELayer(MoELayer):
             number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
             routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
             probs = probs.index_select(1, expert) * routing_map
-        gathers_counts = isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
+            if self.config.moe_router_padding_for_quantization:
+                # The dispatcher pads the map of physical experts, each to a multiple, in place.
+                routing_map = routing_map.clone()
+        gathers_counts = (  # of what it sends, padding included
+            isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
+            and not self.config.moe_router_padding_for_quantization
+        )
         with known_counts(share.counts) if gathers_counts else contextlib.nullcontext():
             return super().preprocess(hidden_states, probs, routing_map)
 
