@@ -120,8 +120,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("moe_pad_expert_input_to_capacity", _OFF, (EXPERTS,),
                  "it pads logical experts, and replicas would take the padding for tokens",
                  "use --moe-expert-capacity-factor without it"),
-    Incompatible("moe_apply_probs_on_input", _OFF, (EXPERTS,), _MODULES),
-    Incompatible("moe_latent_size", _OFF, (EXPERTS,), _TE_EXPERTS),
+    Incompatible("moe_paged_stash", _OFF, (EXPERTS,),
+                 "it stores activations of Transformer Engine's fused experts, which cannot have replicas"),
     Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
                  "use --balance-report"),
     # Attention, positions and data

@@ -86,7 +86,24 @@ RECIPES = {
     ),
     "Qwen3, DeepEP, padded": (2, f"{QWEN3} {DEEPEP} {FUSED} --moe-router-padding-for-quantization"),
 }
-SAMPLE = {"DeepSeek-V3, padded", "DeepSeek-V3, HybridEP", "Qwen3, DeepEP, unfused"}
+# The routers of Megatron-LM: other scores, losses, biases and tokens that are left out.
+ROUTERS = {
+    "sigmoid": "--moe-router-score-function sigmoid",
+    "square root of softplus, expert bias": "--moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
+    "groups": "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5",
+    "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
+    "quantile balancing": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0 "
+    "--moe-router-quantile-balancing-ema 0.9",
+    "loss over all batches": "--moe-router-load-balancing-type global_aux_loss",
+    "two losses": "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-3",
+    "no loss": "--moe-router-load-balancing-type none",
+    "jitter": "--moe-input-jitter-eps 0.1",
+    "biased by force": "--moe-router-force-biased 1.0",
+    "drops by position": "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
+    "one expert a token, probabilities on the input": "--moe-router-topk 1 --moe-router-pre-softmax "
+    "--moe-apply-probs-on-input",
+}
+SAMPLE = {"quantile balancing", "DeepSeek-V3, padded", "DeepSeek-V3, HybridEP", "Qwen3, DeepEP, unfused"}
 
 
 def _train_padded(argv: list[str], keep_parameters: bool) -> RankRun:
@@ -153,3 +170,11 @@ def assert_same(run: Run, reference: Run) -> None:
 def test_recipes_train_alike_with_replicas(pool, tmp_path, recipe):
     ranks, flags = RECIPES[recipe]
     assert_same(balanced_run(pool, tmp_path, ranks, flags), _plain_run(pool, ranks, flags))
+
+
+@pytest.mark.parametrize(
+    "router", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.exhaustive) for name in ROUTERS]
+)
+def test_every_router_keeps_its_numbers(pool, tmp_path, router):
+    flags = f"{QWEN3} --moe-token-dispatcher-type alltoall {ROUTERS[router]}"
+    assert_same(balanced_run(pool, tmp_path, 2, flags), _plain_run(pool, 2, flags))

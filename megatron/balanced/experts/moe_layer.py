@@ -112,6 +112,10 @@ class ReplicatedSequentialMLP(SequentialMLP):
         tokens_per_expert: int [local physical expert].
         permuted_probs: float [token], weight of the router.
         """
+        if self.config.moe_apply_probs_on_input:
+            weighted = permuted_probs.unsqueeze(-1) * permuted_local_hidden_states
+            permuted_local_hidden_states = weighted.to(permuted_local_hidden_states.dtype)
+            permuted_probs = torch.ones_like(permuted_probs)
         counts = tokens_per_expert.tolist()
         homes = self.num_local_experts
         slots, position = self.slots, self.position
