@@ -258,7 +258,8 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
     slots: maximal number of replicas of a layer.
     shared: whether two buffers serve all layers of a chunk.
     """
-    ffn, hidden = model.moe_ffn_hidden_size // model.expert_tensor_parallel_size, model.hidden_size
+    ffn = model.moe_ffn_hidden_size // model.expert_tensor_parallel_size
+    hidden = model.moe_latent_size or model.hidden_size
     wide = ffn * (2 if model.gated_linear_unit else 1)
     shapes = [(wide, hidden), (hidden, ffn)]
     if model.add_bias_linear:

@@ -85,7 +85,6 @@ _GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ
 _HOOKS = "the report measures with hooks on modules, which cannot be part of a CUDA graph"
 _TE_EXPERTS = "it needs Transformer Engine's grouped experts"
 _USE_TE_EXPERTS = "use --transformer-impl transformer_engine --moe-grouped-gemm"
-_PADDING = "it adds tokens that the plan of replicas does not count"
 _MODULES = "our modules, which replace Megatron-LM's, do not support it"
 _ATTENTION = "this attention cannot be spread over ranks yet"
 _LOGITS = "it reads attention scores, of which each rank has only a part"
@@ -129,10 +128,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("moe_pad_expert_input_to_capacity", _OFF, (EXPERTS,),
                  "it pads logical experts, and replicas would take the padding for tokens",
                  "use --moe-expert-capacity-factor without it"),
-    Incompatible("moe_router_padding_for_quantization", _OFF, (EXPERTS,), _PADDING),
-    Incompatible("moe_router_padding_for_fp8", _OFF, (EXPERTS,), _PADDING),
-    Incompatible("moe_apply_probs_on_input", _OFF, (EXPERTS,), _MODULES),
-    Incompatible("moe_latent_size", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
+    Incompatible("moe_paged_stash", _OFF, (EXPERTS,),
+                 "it stores activations of Transformer Engine's fused experts, which cannot have replicas"),
     Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
                  "use --balance-report"),
     # Attention, positions and data

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.flex_buffers import train_flex
 from tests.support.fused_moe import train_fused
-from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, join
+from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, Run, join
 
 SIZES = "--num-layers 2 --global-batch-size 4 --train-iters 4 --expert-model-parallel-size 2"
 GATED = "--swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights --qk-layernorm"
@@ -76,13 +76,69 @@ RECIPES = {
         2,
         f"{QWEN3} {HYBRIDEP} {FUSED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
+    "DeepSeek-V3, padded": (
+        2,
+        f"{DEEPSEEK_V3} --moe-token-dispatcher-type alltoall {FUSED} --moe-router-padding-for-quantization",
+    ),
+    "Qwen3, padded, unfused": (
+        2,
+        f"{QWEN3} --moe-token-dispatcher-type alltoall --moe-router-padding-for-quantization",
+    ),
+    "Qwen3, DeepEP, padded": (2, f"{QWEN3} {DEEPEP} {FUSED} --moe-router-padding-for-quantization"),
 }
-SAMPLE = {"DeepSeek-V3, fused", "DeepSeek-V3, HybridEP", "Qwen3, DeepEP, unfused"}
+# The routers of Megatron-LM: other scores, losses, biases and tokens that are left out.
+ROUTERS = {
+    "sigmoid": "--moe-router-score-function sigmoid",
+    "square root of softplus, expert bias": "--moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
+    "groups": "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5",
+    "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
+    "quantile balancing": "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0 "
+    "--moe-router-quantile-balancing-ema 0.9",
+    "loss over all batches": "--moe-router-load-balancing-type global_aux_loss",
+    "two losses": "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-3",
+    "no loss": "--moe-router-load-balancing-type none",
+    "jitter": "--moe-input-jitter-eps 0.1",
+    "biased by force": "--moe-router-force-biased 1.0",
+    "drops by position": "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
+    "one expert a token, probabilities on the input": "--moe-router-topk 1 --moe-router-pre-softmax "
+    "--moe-apply-probs-on-input",
+}
+SAMPLE = {"quantile balancing", "DeepSeek-V3, padded", "DeepSeek-V3, HybridEP", "Qwen3, DeepEP, unfused"}
+
+
+def _train_padded(argv: list[str], keep_parameters: bool) -> RankRun:
+    """Train with `--moe-router-padding-for-quantization` in float64, as with a number format of 16 rows."""
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
+
+    check, forward = TransformerConfig.__post_init__, ReplicatedSequentialMLP.forward
+    rows: list[int] = []
+
+    def post_init(config: Any) -> None:
+        padding, config.moe_router_padding_for_quantization = config.moe_router_padding_for_quantization, False
+        check(config)  # which refuses the flag without fp8 or fp4
+        config.moe_router_padding_for_quantization = padding
+
+    def noted(self: Any, hidden: Any, tokens_per_expert: Any, probs: Any) -> Any:
+        rows.extend(tokens_per_expert.tolist())
+        return forward(self, hidden, tokens_per_expert, probs)
+
+    TransformerConfig.__post_init__ = post_init
+    ReplicatedSequentialMLP.forward = noted
+    token_dispatcher.get_align_size_for_quantization = lambda config: 16
+    run = (train_flex if "flex" in argv else train_fused)(argv, keep_parameters)
+    if "--balance-experts" in argv:
+        assert rows and not any(count % 16 for count in rows), "a physical expert has rows that are no multiple"
+    return run
 
 
 def _train(pool: Any, ranks: int, flags: str) -> Run:
     argv = [*MODEL, *MOCK_DATA, *EXACT, *SIZES.split(), *flags.split()]
-    return join(pool.run(ranks, train_flex if "flex" in argv else train_fused, argv, True))
+    padded = "--moe-router-padding-for-quantization" in argv
+    one = _train_padded if padded else train_flex if "flex" in argv else train_fused
+    return join(pool.run(ranks, one, argv, True))
 
 
 def balanced_run(pool: Any, folder: Any, ranks: int, flags: str, least: int = 4) -> Run:
@@ -114,3 +170,11 @@ def assert_same(run: Run, reference: Run) -> None:
 def test_recipes_train_alike_with_replicas(pool, tmp_path, recipe):
     ranks, flags = RECIPES[recipe]
     assert_same(balanced_run(pool, tmp_path, ranks, flags), _plain_run(pool, ranks, flags))
+
+
+@pytest.mark.parametrize(
+    "router", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.exhaustive) for name in ROUTERS]
+)
+def test_every_router_keeps_its_numbers(pool, tmp_path, router):
+    flags = f"{QWEN3} --moe-token-dispatcher-type alltoall {ROUTERS[router]}"
+    assert_same(balanced_run(pool, tmp_path, 2, flags), _plain_run(pool, 2, flags))

@@ -29,6 +29,7 @@ from megatron.balanced.experts.events import layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans
+from megatron.balanced.experts.replay import take_known_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
 from megatron.balanced.optimizer_state import state_bytes
 from megatron.balanced.process_groups import cluster_of, duplicate_group
@@ -165,6 +166,7 @@ class ExpertBalancer(StepCallback):
         self._model_config = config
 
     def begin_schedule(self) -> None:
+        self._place_known()
         for layer in self._layers():
             layer.loads.clear()
             layer.served.clear()
@@ -177,6 +179,17 @@ class ExpertBalancer(StepCallback):
             chunk.begin_step()
         self._finalize = self._model_config.finalize_model_grads_func
         self._model_config.finalize_model_grads_func = self._finalize_gradients
+
+    def _place_known(self) -> None:
+        """Place replicas for the routing of this step where it was told (`megatron.balanced.experts.replay`)."""
+        layers = {layer: chunk for chunk in self._chunk_at.values() for layer in chunk.layers}
+        loads = take_known_loads(list(layers))
+        if not loads:
+            return
+        for (layer, chunk), known in zip(layers.items(), loads, strict=True):
+            plan = self._plans[layer]
+            plan.placed, plan.age = self._planner.place_known(layer, known, self._overlap(chunk, layer)), 0
+        check_same_plans([self._plans[layer] for layer in layers], self._hosts)
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> Any:
         assert self._finalize is not None

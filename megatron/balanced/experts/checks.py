@@ -24,6 +24,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     _check_numbers(args)
     _check_fusions(args)
     _check_flex(args)
+    _check_latent(args)
     if args.transformer_impl == "local" and args.num_experts and args.moe_grouped_gemm:
         _check_grouped(args)
     if not experts.balance_experts:
@@ -64,6 +65,17 @@ def _check_fusions(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"{shown(flag, True)} needs Transformer Engine, which is not installed or too old; drop it"
             )
+
+
+def _check_latent(args: argparse.Namespace) -> None:
+    """Check that there are linear layers for the projections around latent experts."""
+    from megatron.core.transformer.moe import moe_layer
+
+    if args.moe_latent_size and not moe_layer.HAVE_TE and not assumes_gpus():
+        raise ValueError(
+            f"--moe-latent-size {args.moe_latent_size} needs Transformer Engine's linear layers, and it is not "
+            "installed; drop it"
+        )
 
 
 def _check_flex(args: argparse.Namespace) -> None:

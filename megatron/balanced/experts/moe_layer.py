@@ -114,6 +114,10 @@ class ReplicatedSequentialMLP(SequentialMLP):
         tokens_per_expert: int [local physical expert].
         permuted_probs: float [token], weight of the router.
         """
+        if self.config.moe_apply_probs_on_input:
+            weighted = permuted_probs.unsqueeze(-1) * permuted_local_hidden_states
+            permuted_local_hidden_states = weighted.to(permuted_local_hidden_states.dtype)
+            permuted_probs = torch.ones_like(permuted_probs)
         counts = tokens_per_expert.tolist()
         homes = self.num_local_experts
         slots, position = self.slots, self.position
@@ -244,7 +248,13 @@ class BalancedMoELayer(MoELayer):
             number = (chosen.cumsum(dim=1, dtype=torch.int32) * chosen).index_select(0, expert)
             routing_map = ((number > first[:, None]) & (number <= last[:, None])).T.contiguous()
             probs = probs.index_select(1, expert) * routing_map
-        gathers_counts = isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
+            if self.config.moe_router_padding_for_quantization:
+                # The dispatcher pads the map of physical experts, each to a multiple, in place.
+                routing_map = routing_map.clone()
+        gathers_counts = (  # of what it sends, padding included
+            isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
+            and not self.config.moe_router_padding_for_quantization
+        )
         with known_counts(share.counts) if gathers_counts else contextlib.nullcontext():
             return super().preprocess(hidden_states, probs, routing_map)
 

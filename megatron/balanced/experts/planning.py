@@ -148,7 +148,19 @@ class ReplicaPlanner:
         if iteration % interval if interval else iteration < plan.due:
             return Planned(None, drift, time.perf_counter() - begin)
         plan.due = iteration + history.interval(_DRIFT)
-        load = history.predict()
+        placement = self._place(layer, history.predict(), overlap)
+        return Planned(placement, drift, time.perf_counter() - begin)
+
+    def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> ReplicaPlacement:
+        """The placement for loads that are known.
+
+        layer: the layer, whose sizes and homes are read.
+        loads: int [source_rank, expert] of each micro-batch.
+        overlap: the compute that its transfers overlap.
+        """
+        return self._place(layer, np.rint(np.mean(loads, axis=0)).astype(np.int64), overlap)
+
+    def _place(self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap) -> ReplicaPlacement:
         costs: dict[str, Any] = {}
         if self._machine is not None:
             costs = {
@@ -165,8 +177,7 @@ class ReplicaPlanner:
             **costs,
         )
         gain = 1 - _busiest(load, placement) / max(_busiest(load, layer.without_replicas), 1)
-        chosen = placement if gain >= self._config.expert_min_gain else layer.without_replicas
-        return Planned(chosen, drift, time.perf_counter() - begin)
+        return placement if gain >= self._config.expert_min_gain else layer.without_replicas
 
     def _micro_batches_served(self) -> int:
         """Micro-batches that one transfer of replicas serves."""
@@ -199,7 +210,7 @@ def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
     """Size of the part of an expert that one tensor-parallel rank holds and sends."""
     config = layer.config
     return ExpertShape(
-        hidden=config.hidden_size,
+        hidden=config.moe_latent_size or config.hidden_size,
         ffn_hidden=config.moe_ffn_hidden_size // layer.token_dispatcher.tp_size,
         bytes_per_parameter=torch.tensor([], dtype=config.params_dtype).element_size(),
         gated=config.gated_linear_unit,
