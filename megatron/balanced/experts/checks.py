@@ -10,6 +10,7 @@ import dataclasses
 
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.dry_run import is_available
+from megatron.balanced.experts.graphs import captures_experts, leave_out_preprocessing
 from megatron.balanced.incompatible import EXPERTS, check_compatible
 
 __all__ = ["check_experts"]
@@ -29,7 +30,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig, *, device: st
     if why := _nothing_to_balance(args):
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
     _check_compatible(args, device)
-    notes = []
+    notes = leave_out_preprocessing(args)
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
     if args.transformer_impl != "local":
@@ -86,7 +87,7 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
 
 
 def _check_compatible(args: argparse.Namespace, device: str) -> None:
-    also = []
+    also = captures_experts(args)
     if args.moe_token_dispatcher_type == "flex":
         has_backend = args.moe_flex_dispatcher_backend == "deepep" and is_available("deep_ep")
         if device == "cpu" or not has_backend:
