@@ -40,6 +40,13 @@ def check_model(args: argparse.Namespace) -> None:
         )
     if args.overlap_moe_expert_parallel_comm:
         _check_batch_overlap(args)
+    graphs = args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph
+    if graphs and args.transformer_impl == "local" and args.pipeline_model_parallel_size > 1:
+        # Stages without data have no mask, for which Megatron-LM replays attention with an empty one.
+        raise ValueError(
+            "--cuda-graph-impl transformer_engine is incompatible with --transformer-impl local in a pipeline: "
+            "attention would see the tokens to come; use --transformer-impl transformer_engine, or drop it"
+        )
 
 
 def _check_hybrid(args: argparse.Namespace) -> None:

@@ -2,12 +2,14 @@
 
 import argparse
 import contextlib
+import enum
 import io
 
 import pytest
 
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.experts.checks import check_experts
+from megatron.balanced.experts.graphs import captures_experts, leave_out_preprocessing
 from tests.megatron.test_bad_input import _assert_refused, _parse
 from tests.support.training import EXACT, MOCK_DATA, MODEL, train
 
@@ -44,7 +46,32 @@ REFUSED = {
     "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),
     "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),
     "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),
-    "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
+    "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "transformer_engine"),
+    "CUDA graph of the iteration": (
+        f"{BALANCE} --cuda-graph-impl full_iteration",
+        "--cuda-graph-impl full_iteration",
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router",
+    ),
+    "CUDA graph of the iteration, by its old name": (
+        f"{BALANCE} --cuda-graph-scope full_iteration",
+        "--cuda-graph-modules full_iteration",
+        "--cuda-graph-modules attn moe_router",
+    ),
+    "CUDA graphs of whole layers": (
+        f"{BALANCE} --cuda-graph-impl transformer_engine",
+        "whole layers",
+        "--cuda-graph-modules attn moe_router",
+    ),
+    "CUDA graphs of experts": (
+        f"{BALANCE} --external-cuda-graph --cuda-graph-modules attn moe",
+        "--cuda-graph-modules moe",
+        "--cuda-graph-modules attn moe_router",
+    ),
+    "weight gradients beside dispatch": (
+        f"{BALANCE} --overlap-dispatch-backward-with-experts-wgrad",
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "--delay-wgrad-compute",
+    ),
     "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "slots": (f"{BALANCE} --expert-replica-slots -1", "--expert-replica-slots -1", "at least 0"),
@@ -100,6 +127,19 @@ def test_layers_of_transformer_engine():
     assert "in the place of Transformer Engine's" in note
     args.moe_grouped_gemm = args.add_bias_linear = True
     assert check_experts(args, ExpertConfig(balance_experts=True))[1] == []
+
+
+def test_preprocessing_is_left_out_of_graphs():
+    modules = enum.Enum("Modules", "attn moe_router moe_preprocess")
+    graphs = [modules.attn, modules.moe_router, modules.moe_preprocess]
+    args = argparse.Namespace(
+        cuda_graph_impl="transformer_engine", cuda_graph_modules=graphs, external_cuda_graph=False
+    )
+    assert captures_experts(args) == []
+    (note,) = leave_out_preprocessing(args)
+    assert "leaves moe_preprocess out" in note
+    assert args.cuda_graph_modules == graphs[:2]
+    assert leave_out_preprocessing(args) == []
 
 
 def test_grouped_experts_with_biases(pool):

@@ -119,6 +119,11 @@ FLAGS = {
         "--expert-model-parallel-size 1",
         "drop it",
     ),
+    "graphs in a pipeline": (
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn --pipeline-model-parallel-size 2",
+        "--cuda-graph-impl transformer_engine",
+        "use --transformer-impl transformer_engine",
+    ),
     "delayed gradients": ("--delay-wgrad-compute", "--delay-wgrad-compute", "--transformer-impl local"),
     "two sources of data": ("--data-path corpus", "--mock-data", "corpus", "drop one"),
 }

@@ -10,6 +10,7 @@ import dataclasses
 
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.dry_run import assumes_gpus
+from megatron.balanced.experts.graphs import captures_experts, leave_out_preprocessing
 from megatron.balanced.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
 
 __all__ = ["check_experts"]
@@ -33,8 +34,8 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
     of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
-    check_compatible(args, features, "--balance-experts", _of_flex(args))
-    notes = []
+    check_compatible(args, features, "--balance-experts", [*captures_experts(args), *_of_flex(args)])
+    notes = leave_out_preprocessing(args)
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
     if args.transformer_impl != "local" and not args.moe_grouped_gemm:

@@ -1,0 +1,153 @@
+"""CUDA graphs of attention and routers beside replicas of experts.
+
+Megatron-LM's and Transformer Engine's own code captures and replays; `tests.support.cuda_graphs` is in the place of the
+graph itself. What it replays cannot see what Python decided since.
+"""
+
+import inspect
+from typing import Any
+
+import pytest
+
+from tests.experts.test_fusion import _train_fused
+from tests.experts.test_training import _assert_same
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, join, train_rank
+from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
+
+BASE = [
+    *MODEL,
+    *MOCK_DATA,
+    *EXACT,
+    *MOE,
+    *"--transformer-impl local --no-rope-fusion --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall".split(),
+    *"--init-method-std 0.1 --num-layers 2 --expert-model-parallel-size 2 --global-batch-size 8".split(),
+]
+GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1 --cuda-graph-modules"
+ROUTED = f"{GRAPHS} attn moe_router moe_preprocess"
+PARTS = "--overlap-moe-expert-parallel-comm"
+GRADIENTS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+# ranks, layout, graphs
+CASES = {
+    "attention": (2, "", f"{GRAPHS} attn"),
+    "attention and routers": (2, "--moe-shared-expert-intermediate-size 32", ROUTED),
+    "attention and routers, in parts": (2, "", f"{ROUTED} {PARTS}"),
+    "both overlaps": (4, GRADIENTS, f"{ROUTED} {PARTS}"),
+}
+DELAYED = f"{ROUTED} {PARTS} --delay-wgrad-compute --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
+# ranks, layout
+DELAYED_CASES = {"EP 2": (2, ""), "interleaved": (4, f"{INTERLEAVED} {GRADIENTS}")}
+
+
+def _use_torchs_adam() -> None:
+    """Transformer Engine's has no float64."""
+    import torch
+    from megatron.core import optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+
+
+def _train_plain(argv: list[str]) -> RankRun:
+    _use_torchs_adam()
+    return train_rank(argv, True)
+
+
+def _train_on_graphs(argv: list[str]) -> tuple[RankRun, list[tuple[int, int]], set[str]]:
+    """Train. Returns the run; of each graph, how many operators it has and how often it was replayed; and the files of
+    the Python that was captured."""
+    from tests.support import cuda_graphs
+
+    cuda_graphs.install()
+    if "--fp64" in argv:
+        _use_torchs_adam()
+    run = _train_fused(argv)[0] if "--delay-wgrad-compute" in argv else train_rank(argv, True)
+    graphs = [(graph.captured, graph.replays) for graph in cuda_graphs.captured]
+    return run, graphs, {file for graph in cuda_graphs.captured for file in graph.files}
+
+
+def _assert_replayed(results: list[Any], replays: int) -> None:
+    for _, graphs, files in results:
+        assert graphs and all(captured > 5 and replayed == replays for captured, replayed in graphs), graphs
+        ours = {file for file in files if "/balancing/" in file or "/megatron/balanced/" in file}
+        assert all("/megatron/balanced/cpu/" in file for file in ours), ours
+
+
+@pytest.mark.parametrize("case", cases(CASES, *(name for name in CASES if name != "attention and routers, in parts")))
+def test_replicas_beside_graphs_change_no_number(engine, case):
+    ranks, layout, graphs = CASES[case]
+    argv = [*BASE, *layout.split()]
+    reference = join(engine.run(ranks, _train_plain, argv))
+    results = engine.run(ranks, _train_on_graphs, [*argv, *f"{graphs} --balance-experts --expert-min-gain 0".split()])
+    # One graph of each layer serves all micro-batches, unless two are in flight.
+    _assert_replayed(results, 3 * (1 if PARTS in graphs else 4))
+    _assert_same(join([run for run, *_ in results]), reference)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", DELAYED_CASES)
+def test_replicas_beside_graphs_of_delayed_gradients(model_of, case):
+    """Delayed weight gradients of attention are graphs of their own, those of experts are not."""
+    ranks, layout = DELAYED_CASES[case]
+    model = model_of(f"{EXPERTS} --global-batch-size 8")
+    flags = f"--expert-model-parallel-size 2 {layout} {DELAYED} --balance-experts --expert-min-gain 0"
+    results = model.pool.run(ranks, _train_on_graphs, model.argv(flags))
+    _assert_replayed(results, 3)
+    layers = 2 if layout else 4
+    assert all(len(graphs) == layers * 4 * 3 for _, graphs, _ in results), "forward, backward, weight gradients"
+    assert_close(join([run for run, *_ in results]), model.alone("--moe-grouped-gemm"), 1e-5, 1e-4)
+
+
+def _capture() -> dict[str, Any]:
+    """What a replay does after each of: nothing, another input, a decision of Python, a weight that moved."""
+    import torch
+
+    from tests.support import cuda_graphs
+
+    cuda_graphs.install()
+    weight, rows, doubles = torch.nn.Parameter(torch.eye(3)), torch.ones(2, 3), [False]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rows @ weight
+        out = out * 2 if doubles[0] else out + 1
+    found: dict[str, Any] = {}
+
+    def replay(name: str) -> None:
+        try:
+            graph.replay()
+            found[name] = out.sum().item()
+        except AssertionError as error:
+            found[name] = str(error)
+
+    replay("nothing")
+    rows.fill_(2)
+    replay("input")
+    doubles[0] = True
+    replay("decision")
+    weight.data = weight.data.clone()
+    replay("weight")
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            rows.sum().item()
+    except RuntimeError as error:
+        found["read"] = str(error)
+    return found
+
+
+def test_a_replay_is_what_was_captured(engine):
+    (found,) = engine.run(1, _capture)
+    assert (found["nothing"], found["input"], found["decision"]) == (12, 18, 18)
+    assert "a weight of shape (3, 3) is not where it was captured" in found["weight"]
+    assert "not permitted when stream is capturing" in found["read"]
+
+
+def test_the_stand_in_has_the_interface_of_torch():
+    import torch
+
+    from tests.support import cuda_graphs
+
+    for name in ("replay", "reset", "pool"):
+        theirs, own = (getattr(cls, name) for cls in (torch.cuda.CUDAGraph, cuda_graphs.CUDAGraph))
+        assert list(inspect.signature(own).parameters) == list(inspect.signature(theirs).parameters), name
+    given = list(inspect.signature(torch.cuda.graph.__init__).parameters)[1:]
+    own = list(inspect.signature(cuda_graphs._graph).parameters)
+    assert own[:3] == given[:3] == ["cuda_graph", "pool", "stream"]
