@@ -10,7 +10,7 @@ import dataclasses
 
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.dry_run import is_available
-from megatron.balanced.incompatible import EXPERTS, OWN_EXPERTS, check_compatible
+from megatron.balanced.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
 
 __all__ = ["check_experts"]
 
@@ -95,6 +95,25 @@ def _check_compatible(args: argparse.Namespace, device: str) -> None:
             flag = f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend}"
             why = "flex needs DeepEP on GPUs (--moe-flex-dispatcher-backend deepep)"
             also.append((flag, why, "use alltoall or allgather"))
+    if getattr(args, "fp8", None):
+        also += _of_quantization(args)
     of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
     check_compatible(args, features, "--balance-experts", also)
+
+
+def _of_quantization(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """What of quantization replicas cannot have: flag, why, and the way out."""
+    found = []
+    use = "use --fp8-recipe tensorwise, blockwise or mxfp8"
+    if args.fp8_recipe == "delayed":
+        why = "scales follow from the history of an expert's tokens, which are on several ranks"
+        found.append(("--fp8-recipe delayed", why, use))
+    if args.fp8_recipe == "custom":
+        found.append(("--fp8-recipe custom", "it is not known which weights are stored how", use))
+    if args.fp8_param_gather:
+        why = "it stores experts of some layers otherwise than of others, and slots are alike"
+        for flag in ("first_last_layers_bf16", "te_precision_config_file"):
+            if value := getattr(args, flag, None):
+                found.append((shown(flag, value), why, "drop it, or --fp8-param-gather"))
+    return found

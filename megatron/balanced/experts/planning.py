@@ -199,7 +199,7 @@ def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
     """Size of the part of an expert that one tensor-parallel rank holds and sends."""
     config = layer.config
     return ExpertShape(
-        hidden=config.hidden_size,
+        hidden=config.moe_latent_size or config.hidden_size,
         ffn_hidden=config.moe_ffn_hidden_size // layer.token_dispatcher.tp_size,
         bytes_per_parameter=torch.tensor([], dtype=config.params_dtype).element_size(),
         gated=config.gated_linear_unit,
