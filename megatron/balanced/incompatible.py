@@ -131,7 +131,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use --moe-expert-capacity-factor without it"),
     Incompatible("moe_router_padding_for_quantization", _OFF, (EXPERTS,), _PADDING),
     Incompatible("moe_router_padding_for_fp8", _OFF, (EXPERTS,), _PADDING),
-    Incompatible("moe_apply_probs_on_input", _OFF, (EXPERTS,), _MODULES),
+    Incompatible("moe_apply_probs_on_input", _OFF, (OWN_EXPERTS,), _TE_EXPERTS),
     Incompatible("moe_latent_size", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_permute_fusion", _OFF, (EXPERTS,), "it orders tokens in a way that replicas cannot undo"),
     Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
