@@ -258,6 +258,8 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
     slots: maximal number of replicas of a layer.
     shared: whether two buffers serve all layers of a chunk.
     """
+    from megatron.balanced.experts.quantized_weights import copied_bytes
+
     ffn = model.moe_ffn_hidden_size // model.expert_tensor_parallel_size
     hidden = model.moe_latent_size or model.hidden_size
     wide = ffn * (2 if model.gated_linear_unit else 1)
@@ -265,4 +267,10 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
     if model.add_bias_linear:
         shapes += [(wide,), (hidden,)]
     expert = [torch.empty(shape, dtype=model.params_dtype, device="meta") for shape in shapes]
-    return sum(ReplicaSlots.bytes_needed([[expert]] * layers, slots, shared=shared) for layers in chunks if layers)
+    copies = 0 if model.fp8_param else copied_bytes(model)  # stored by row and by column, 8 bits take as much as 16
+    needs = [
+        ReplicaSlots.bytes_needed([[expert]] * layers, slots, shared=shared, copies=copies)
+        for layers in chunks
+        if layers
+    ]
+    return sum(needs)

@@ -186,8 +186,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use --overlap-param-gather alone"),
     Incompatible("nccl_ub", _OFF, (LAYERS,), "it registers buffers that a move replaces"),
     # Memory, precision and graphs
-    Incompatible("fp8", _OFF, (EXPERTS,), _TE_EXPERTS, "use --bf16"),
-    Incompatible("fp4", _OFF, (EXPERTS,), _TE_EXPERTS, "use --bf16"),
+    Incompatible("fp8", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, "add --moe-grouped-gemm, or use --bf16"),
+    Incompatible("fp4", _OFF, (EXPERTS,), "replicas were never tried with it", "use --fp8-format or --bf16"),
     Incompatible("fp8", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
     Incompatible("fp4", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
     Incompatible("recompute_granularity", (None, "selective"), (FREEZE,), "it runs frozen layers twice for nothing",

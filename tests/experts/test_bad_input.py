@@ -142,6 +142,39 @@ def test_preprocessing_is_left_out_of_graphs():
     assert leave_out_preprocessing(args) == []
 
 
+# arguments, and the words that the line must have
+QUANTIZED = {
+    "history": ({"fp8_recipe": "delayed"}, "--fp8-recipe delayed", "use --fp8-recipe tensorwise"),
+    "unknown": ({"fp8_recipe": "custom"}, "--fp8-recipe custom", "use --fp8-recipe tensorwise"),
+    "sequential": ({"fp8_recipe": "mxfp8", "moe_grouped_gemm": False}, "--fp8-format e4m3", "add --moe-grouped-gemm"),
+    "layers unlike": (
+        {"fp8_recipe": "mxfp8", "fp8_param_gather": True, "first_last_layers_bf16": True},
+        "--first-last-layers-bf16",
+        "drop it, or --fp8-param-gather",
+    ),
+    "4 bits": ({"fp8": None, "fp4": "e2m1"}, "--fp4-format e2m1", "use --fp8-format"),
+}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized_experts(case):
+    values, *words = QUANTIZED[case]
+    given = {
+        "transformer_impl": "transformer_engine",
+        "num_experts": 4,
+        "expert_model_parallel_size": 2,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "mtp_num_layers": None,
+        "fp8": "e4m3",
+        "fp8_param_gather": False,
+    }
+    with pytest.raises(ValueError) as refused:
+        check_experts(argparse.Namespace(**given | values), ExpertConfig(balance_experts=True), device="cuda")
+    for word in ("--balance-experts is incompatible", *words):
+        assert word in str(refused.value)
+
+
 def test_grouped_experts_with_biases(pool):
     argv = [flag for flag in BASE if flag != "--disable-bias-linear"]
     _assert_refused(pool, [*argv, "--moe-grouped-gemm"], "biases", "add --disable-bias-linear")

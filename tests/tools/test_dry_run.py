@@ -75,7 +75,7 @@ def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
 @pytest.mark.parametrize(
     "flags, ranks, words",
     [
-        ("--fp8-format e4m3", "1024", ("--fp8-format e4m3", "--balance-experts", "use --bf16")),
+        ("--fp8-format e4m3", "1024", ("--fp8-recipe delayed", "--balance-experts", "use --fp8-recipe tensorwise")),
         ("--pipeline-model-parallel-size 3", "1024", ("multiple of 24", "1024 rank(s)")),
         ("", "1000", ("multiple of 32", "1000 rank(s)")),
         ("", "many", ("WORLD_SIZE many",)),

@@ -135,6 +135,24 @@ def test_homes_and_replicas_are_one_product(model_of, tmp_path):
     assert_close(join([run for run, *_ in balanced]), join([run for run, *_ in unbalanced]), 1e-5, 1e-4)
 
 
+# Of Transformer Engine's experts, model and flags
+FURTHER = {
+    "latent, interleaved halves": ("--moe-latent-size 16 --moe-mlp-glu-interleave-size 8", ""),
+    "probabilities on the input": ("", "--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input"),
+}
+
+
+@pytest.mark.parametrize("case", cases(FURTHER, *FURTHER))
+def test_what_transformer_engines_experts_do_replicas_do(model_of, tmp_path, case):
+    more, flags = FURTHER[case]
+    model = model_of(f"{EIGHT} --moe-grouped-gemm {more}")
+    balance = f"--balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    run = model.train(2, f"{EP2} {flags} {balance}")
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(line["action"] == "replicate" for line in lines) > 3, "hardly anything was replicated"
+    assert_close(run, model.train(2, f"{EP2} {flags}"), 1e-5, 1e-4)
+
+
 def _with_a_slot(rows: np.ndarray, counts: list[int], gradient: np.ndarray) -> list[np.ndarray]:
     """Outputs, and gradients of rows and of each weight, of three experts of which the last is a replica of the first.
 

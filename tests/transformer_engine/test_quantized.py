@@ -4,13 +4,14 @@ Of the kernels' numerics nothing is shown: here as there a scale is the largest 
 """
 
 import datetime
+import hashlib
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.training import RankRun, differences, join, train_rank
-from tests.support.transformer_engine.model import cases
+from tests.support.training import MODEL, RankRun, differences, join, train_rank
+from tests.support.transformer_engine.model import BASE, TE, cases
 
 CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "mxfp8": (10, 0)}
 
@@ -120,3 +121,86 @@ def test_documents_spread_over_ranks_that_quantize(model_of, recipe):
     assert alone.losses != in_bf16.losses, "nothing was quantized"
     assert differences(run, alone)[0] <= 0.01
     assert differences(alone, in_bf16)[0] <= 0.05
+
+
+QUANTIZED = (
+    "--swiglu --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2 --hidden-size 64 "
+    "--num-layers 2 --bf16 --fp8-format e4m3 --expert-model-parallel-size 2 --moe-grouped-gemm "
+    "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 20000"
+)
+STORED = "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+# recipe, flags
+REPLICAS = {
+    "tensorwise": ("tensorwise", ""),
+    "mxfp8": ("mxfp8", ""),
+    "tensorwise, stored": ("tensorwise", "--fp8-param-gather"),
+    "mxfp8, stored": ("mxfp8", STORED),
+    "mxfp8, stored, slots shared": ("mxfp8", f"{STORED} --expert-replica-mode shared"),
+}
+Factors = dict[tuple[int, int, bool, int, int], set[bytes]]
+
+
+def _train_replicas(argv: list[str], capability: tuple[int, int]) -> tuple[RankRun, Factors]:
+    """Train this rank. Also returns digests of weights as products read them, by step, layer, whether in a forward pass
+    (a backward pass reads them by column), which of a layer's two products, and expert."""
+    import transformer_engine_torch as tex
+
+    from balancing.experts.engine.slots import ReplicaSlots
+    from tests.support.transformer_engine.quantized import plain
+
+    factors: Factors = {}
+    step = 0
+    expected: list[tuple[int, list[int], bool, int]] = []  # products: layer, experts, forward, number
+    begin, acquire, product = ReplicaSlots.begin_step, ReplicaSlots.acquire, tex.te_general_grouped_gemm
+
+    def counted_step(self: ReplicaSlots, *args: Any) -> None:
+        nonlocal step
+        step += 1
+        begin(self, *args)
+
+    def watched_acquire(self: ReplicaSlots, layer: int, *, forward: bool) -> None:
+        acquire(self, layer, forward=forward)
+        first = self._rank * self._homes_per_rank
+        experts = [*range(first, first + self._homes_per_rank)]
+        if self.is_held(layer):
+            in_slots = {chain.slot: chain.expert for chain in self._chains[layer] if chain.slot is not None}
+            experts += [in_slots.get(slot, -1) for slot in range(self.slots)]
+        expected[:] = [(layer, experts, forward, number) for number in range(2)]
+
+    def watched_product(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **more: Any) -> Any:
+        if expected and not transb:
+            layer, experts, forward, number = expected.pop(0)
+            assert forward == transa
+            for weight, expert in zip(a, experts, strict=True):
+                if expert >= 0:
+                    read = plain(weight, columnwise=not transa).numpy().tobytes()
+                    key = step, layer, forward, number, expert
+                    factors.setdefault(key, set()).add(hashlib.sha256(read).digest())
+        return product(a, transa, b, transb, *rest, **more)
+
+    ReplicaSlots.begin_step, ReplicaSlots.acquire = counted_step, watched_acquire
+    tex.te_general_grouped_gemm = watched_product
+    return _train_quantized(argv, capability), factors
+
+
+@pytest.mark.parametrize("case", cases(REPLICAS, *(name for name in REPLICAS if name != "mxfp8, stored")))
+def test_replicas_are_quantized_as_their_homes(engine, corpus, case):
+    """Weights are the same on all ranks that have them, bit for bit, and so are losses where each row of tokens has
+    scales of its own. Gradients of weights have scales of all tokens of an instance, which differ a little."""
+    recipe, flags = REPLICAS[case]
+    # Transformer Engine keeps no 16-bit values of quantized parameters that Megatron-LM initializes on the CPU.
+    base = [flag for flag in [*MODEL, *corpus, *BASE.split()] if flag != "--use-cpu-initialization"]
+    argv = [*base, *f"{TE} {QUANTIZED} --fp8-recipe {recipe} --train-iters 3 {flags}".split()]
+    unbalanced = join(engine.run(2, _train_quantized, argv, CAPABILITY[recipe]))
+    ranks = engine.run(2, _train_replicas, [*argv, "--balance-experts", "--expert-min-gain", "0"], CAPABILITY[recipe])
+    run, (_, here), (_, there) = join([rank for rank, _ in ranks]), *ranks
+    both = here.keys() & there.keys()
+    assert {forward for _, _, forward, *_ in both} == {True, False}
+    assert len(both) >= 2 * 2 * 2, "hardly anything was replicated"
+    for key in both:
+        assert len(here[key]) == 1 and here[key] == there[key], f"{key}: the replica is not its home"
+    if recipe == "mxfp8":
+        assert run.losses[:2] == unbalanced.losses[:2]  # the second forward pass is the first with replicas
+        assert run.grad_norms[1] == pytest.approx(unbalanced.grad_norms[1], rel=1e-4)
+    assert differences(run, unbalanced)[0] <= 0.01
+    assert run.losses != unbalanced.losses, "nothing was quantized by instance"

@@ -309,9 +309,7 @@ class ReplicaSlots:
             self._wait(relay.wait_received)
             self._leaving.append(relay)
         if fetched:
-            for leaves in self._held(layer):
-                for leaf in leaves:
-                    self._format.received(leaf)
+            self._format.received([leaf for leaves in self._held(layer) for leaf in leaves])
         self._prefetch_after(layer, forward)
         if self._fused and not forward and self.is_held(layer):
             accumulated = self._accumulator(layer)

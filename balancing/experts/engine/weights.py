@@ -26,8 +26,8 @@ class WeightFormat:
         """A leaf of autograd like `parameter` that is stored in `parts`."""
         return parts[0].detach().requires_grad_()
 
-    def received(self, replica: torch.Tensor) -> None:
-        """The parts of `replica` have been received."""
+    def received(self, replicas: Parameters) -> None:
+        """The parts of `replicas` have been received."""
 
 
 class WeightLayout:

@@ -29,6 +29,7 @@ from megatron.balanced.experts.events import layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans
+from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import take_known_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
 from megatron.balanced.optimizer_state import state_bytes
@@ -146,9 +147,10 @@ class ExpertBalancer(StepCallback):
         """Whether slots are shared, and the error message if they do not fit into `free` bytes."""
         homes = [home_parameters(layer.experts) for layer in layers]
         slots, mode = self.config.expert_replica_slots, self.config.expert_replica_mode
-        resident = ReplicaSlots.bytes_needed(homes, slots, shared=False)
+        stored = {"format": weight_format(homes[0][0]), "copies": copied_bytes(layers[0].config)}
+        resident = ReplicaSlots.bytes_needed(homes, slots, shared=False, **stored)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)
-        need = ReplicaSlots.bytes_needed(homes, slots, shared=shared)
+        need = ReplicaSlots.bytes_needed(homes, slots, shared=shared, **stored)
         if need <= free:
             return shared, None
         more = "" if shared else ", or more with --expert-replica-mode shared"

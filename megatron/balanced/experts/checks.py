@@ -34,7 +34,9 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
     of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
-    check_compatible(args, features, "--balance-experts", [*captures_experts(args), *_of_flex(args)])
+    check_compatible(
+        args, features, "--balance-experts", [*captures_experts(args), *_of_flex(args), *_of_quantization(args)]
+    )
     notes = leave_out_preprocessing(args)
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
@@ -143,3 +145,22 @@ def _of_flex(args: argparse.Namespace) -> list[tuple[str, str, str]]:
         why = "NCCL EP is started once for a number of experts, to which replicas add"
         return [(_flex_backend(args), why, "use --moe-flex-dispatcher-backend hybridep")]
     return []
+
+
+def _of_quantization(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """What of quantization replicas cannot have: flag, why, and the way out."""
+    if not getattr(args, "fp8", None):
+        return []
+    found = []
+    use = "use --fp8-recipe tensorwise, blockwise or mxfp8"
+    if args.fp8_recipe == "delayed":
+        why = "scales follow from the history of an expert's tokens, which are on several ranks"
+        found.append(("--fp8-recipe delayed", why, use))
+    if args.fp8_recipe == "custom":
+        found.append(("--fp8-recipe custom", "it is not known which weights are stored how", use))
+    if args.fp8_param_gather:
+        why = "it stores experts of some layers otherwise than of others, and slots are alike"
+        for flag in ("first_last_layers_bf16", "te_precision_config_file"):
+            if value := getattr(args, flag, None):
+                found.append((shown(flag, value), why, "drop it, or --fp8-param-gather"))
+    return found

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from balancing.experts.engine.slots import ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.experts.quantized_weights import weight_format
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP, home_parameters
 
 __all__ = ["ExpertChunk"]
@@ -55,6 +56,7 @@ class ExpertChunk:
             final=self._finish_gathers,
             complete=self._release,
             fused=_accumulates_fused(layers[0].experts),
+            format=weight_format(homes[0][0]),
         )
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position

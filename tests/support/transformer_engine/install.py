@@ -8,7 +8,12 @@ import types
 
 from tests.support.packages_apart import add_to_path
 from tests.support.transformer_engine.cpp_module import MODULE
-from tests.support.transformer_engine.on_cpu import answer_is_cuda, keep_mode_in_custom_ops
+from tests.support.transformer_engine.on_cpu import (
+    answer_is_cuda,
+    dequantize_where_it_is,
+    gather_bytes,
+    keep_mode_in_custom_ops,
+)
 
 __all__ = ["install"]
 
@@ -17,17 +22,19 @@ def install() -> None:
     """Have `import transformer_engine.pytorch` work in this process, for good. To be called after `use_cpu` and before
     megatron.core is imported, which looks for Transformer Engine once."""
     add_to_path("transformer_engine")
-    for part in ("attention", "enums", "machine", "norms", "optimizer", "products", "quantized"):
+    for part in ("attention", "enums", "machine", "norms", "optimizer", "padding", "products", "quantized"):
         importlib.import_module(f"tests.support.transformer_engine.{part}")
     sys.modules[MODULE.__name__] = MODULE
     answer_is_cuda()
     keep_mode_in_custom_ops()
+    gather_bytes()
     os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # Transformer Engine's own Python updates the scales of delayed scaling
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # Transformer Engine loads no libraries then
     try:
         common = _common()
         importlib.import_module("transformer_engine.pytorch")
         sys.modules["transformer_engine"].common = common
+        dequantize_where_it_is()
     finally:
         del os.environ["NVTE_PROJECT_BUILDING"]
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.balanced.cpu import device, fakes, function_mode
 
-__all__ = ["answer_is_cuda", "have_capability", "keep_mode_in_custom_ops"]
+__all__ = ["answer_is_cuda", "dequantize_where_it_is", "gather_bytes", "have_capability", "keep_mode_in_custom_ops"]
 
 
 def answer_is_cuda() -> None:
@@ -44,6 +44,35 @@ def keep_mode_in_custom_ops() -> None:
         return make if function is None else make(function)
 
     torch.library.custom_op = custom_op
+
+
+def gather_bytes() -> None:
+    """gloo mixes up tensors of several types that are gathered as one, such as parameters in 8 and in 16 bits. Have it
+    gather bytes."""
+
+    def in_bytes(original: Callable) -> Callable:
+        def gather(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *rest: Any) -> Any:
+            as_bytes = [[tensor.view(torch.uint8) for tensor in tensors] for tensors in (outputs, inputs)]
+            return original(group, *as_bytes, *rest)
+
+        return gather
+
+    groups = torch.distributed.ProcessGroup
+    for name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):  # of older and of newer torch
+        if hasattr(groups, name):
+            setattr(groups, name, in_bytes(getattr(groups, name)))
+
+
+def dequantize_where_it_is() -> None:
+    """Have an MXFP8Tensor on the CPU not look for CUDA when it is dequantized. Called when Transformer Engine is
+    imported."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.storage import mxfp8_tensor_storage as storage
+
+    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+        return tex.dequantize(tensor, storage.torch_to_transformer_engine_dtype[dtype])
+
+    storage._FromMXFP8Func.forward = staticmethod(forward)
 
 
 def have_capability(major: int, minor: int) -> None:

@@ -75,7 +75,7 @@ def _bytes(numbers: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
 
 def _quantize_blocks(rows: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """rows [n, m] -> bytes [n, m], and bytes of scales [n, m / 32]."""
-    blocks = rows.float().view(len(rows), -1, _BLOCK)
+    blocks = rows.float().view(len(rows), rows.shape[1] // _BLOCK, _BLOCK)
     largest = blocks.abs().amax(-1) / torch.finfo(kind).max
     exponent = largest.clamp_min(2.0**-_OFFSET).log2().ceil().clamp(-_OFFSET, _OFFSET)
     scaled = blocks * torch.exp2(-exponent)[..., None]
@@ -93,17 +93,46 @@ def _quantize_mxfp8(rows: torch.Tensor, kind: torch.dtype, out: Any) -> None:
         out._columnwise_scale_inv.zero_()[: scales.shape[0], : scales.shape[1]].copy_(scales)
 
 
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    return rows.float().abs().max() if rows.numel() else torch.zeros(())
+
+
+def _scale(largest: torch.Tensor, largest_stored: float, power_of_two: bool) -> torch.Tensor:
+    """What numbers up to `largest` are multiplied by."""
+    scale = torch.where(largest > 0, largest_stored / largest, 1.0)
+    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
+
+
+@stands_in
+def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
+    amax.copy_(_largest(input))
+
+
+@stands_in
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Sequence[Sequence[torch.Tensor]],
+    max_fp8: float,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Lists of the largest numbers, of scales and of their inverses; the last two are written."""
+    for largest, scale, inverse in zip(*tensor_lists, strict=True):
+        scale.copy_(_scale(largest.clamp_min(amax_epsilon), max_fp8, force_pow_2_scales))
+        inverse.copy_(scale.reciprocal())
+
+
 def _quantize_float8(rows: torch.Tensor, kind: torch.dtype, quantizer: Any, out: Any) -> None:
-    largest = rows.float().abs().max()
+    largest = _largest(rows)
     if type(quantizer).__name__ == "Float8Quantizer":
         scale = quantizer.scale
-        quantizer.amax.copy_(largest)
+        if quantizer.amax.numel():  # parameters are cast with a scale that is known
+            quantizer.amax.copy_(largest)
     else:
         if quantizer.with_amax_reduction:
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
-        scale = torch.finfo(kind).max / largest if largest > 0 else torch.ones(())
-        if quantizer.force_pow_2_scales:
-            scale = torch.exp2(torch.floor(torch.log2(scale)))
+        scale = _scale(largest, torch.finfo(kind).max, quantizer.force_pow_2_scales)
     data = _bytes(rows.float() * scale, kind)
     if out._data is not None:
         out._data.copy_(data.view(out._data.shape))

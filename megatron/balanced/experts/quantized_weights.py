@@ -1,0 +1,62 @@
+"""Replicas of weights that are stored in 8 bits (`--fp8-param-gather`).
+
+A replica is made of the same parts as its home and so computes the same, bit for bit. What a rank of data parallelism
+derives from the parts that it has gathered, it derives from those of replicas, too. Weights that are stored in 16 bits
+are sent in these: Transformer Engine quantizes a replica as it quantizes the home, also to the same bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import fp8_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from balancing.experts.engine.weights import Parameters, WeightFormat
+
+__all__ = ["QuantizedWeights", "copied_bytes", "weight_format"]
+
+# Of MXFP8, numbers with scales along rows and along columns are rounded apart. Of the others, columns follow from rows.
+_SENT = {
+    "Float8Tensor": ("data", "fp8_scale_inv"),
+    "Float8BlockwiseQTensor": ("rowwise_data", "rowwise_scale_inv"),
+    "MXFP8Tensor": ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"),
+}
+
+
+class QuantizedWeights(WeightFormat):
+    """Weights among which are Transformer Engine's quantized tensors."""
+
+    def parts(self, parameter: Any) -> list[torch.Tensor]:
+        if not fp8_utils.is_float8tensor(parameter):
+            return super().parts(parameter)
+        stored = parameter.get_metadata()
+        return [stored[name] for name in _SENT[type(parameter).__name__]]
+
+    def replica(self, parameter: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not fp8_utils.is_float8tensor(parameter):
+            return super().replica(parameter, parts)
+        kind = type(parameter)
+        stored = {
+            name: None if isinstance(value, torch.Tensor) else value for name, value in parameter.get_metadata().items()
+        }
+        stored |= zip(_SENT[kind.__name__], parts, strict=True)
+        return kind(shape=parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=True, **stored)
+
+    def received(self, replicas: Parameters) -> None:
+        fp8_utils.post_all_gather_processing([each for each in replicas if fp8_utils.is_float8tensor(each)])
+
+
+def weight_format(expert: Parameters) -> WeightFormat:
+    """How the parameters of an expert are stored."""
+    return QuantizedWeights() if any(map(fp8_utils.is_float8tensor, expert)) else WeightFormat()
+
+
+def copied_bytes(config: TransformerConfig) -> int:
+    """Bytes that a layer keeps for each number of a replica beside what is sent: the numbers in 8 bits, by row and by
+    column, or by column where those by row are sent."""
+    if not config.fp8:
+        return 0
+    if not config.fp8_param:
+        return 2
+    return 0 if config.fp8_recipe == "mxfp8" else 1
