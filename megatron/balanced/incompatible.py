@@ -131,7 +131,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     # Attention, positions and data
     Incompatible("attention_dropout", _OFF, (SEQUENCES,),
                  "it drops other attention scores than a run on one rank", "use --attention-dropout 0"),
-    Incompatible("multi_latent_attention", _OFF, (SEQUENCES,), _ATTENTION),
     Incompatible("multi_latent_attention", _OFF, (SKIP,), _POSITIONS),
     Incompatible("multi_latent_attention", _OFF, (SPARSE,), "its keys are compressed"),
     Incompatible("window_size", _OFF, (SPARSE,), "both choose the keys of a query", "use one of the two"),

@@ -17,7 +17,6 @@ BALANCE = "--balance-sequences"
 # flags, and the words that the line must have: the value, and what to use instead
 REFUSED = {
     "attention dropout": (f"{BALANCE} --attention-dropout 0.1", "--attention-dropout 0.1", "use --attention-dropout 0"),
-    "latent attention": (f"{BALANCE} --multi-latent-attention", "--multi-latent-attention", "drop it"),
     "window of later tokens": (f"{BALANCE} --window-size 8,2", "--window-size 8,2", "use --window-size 8,0"),
     "dense mask": (f"{BALANCE} --reset-attention-mask", "--reset-attention-mask", "inter-document-masking"),
     "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),

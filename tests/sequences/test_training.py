@@ -139,6 +139,27 @@ def test_sliding_windows(pool, tmp_path, every, layout):
     assert differences(windows.train(1, f"{LOSS} --window-size 31,0"), reference)[0] > 1e-5
 
 
+LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+
+
+@pytest.mark.parametrize(
+    ("rope", "layout"),
+    [
+        ("--q-lora-rank 16 --qk-layernorm --rotary-scaling-factor 4", f"{CP} 2 {SP} --sequence-planner zones"),
+        pytest.param("--rope-type rope", f"{CP} 4 --sequence-planner ring", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "--q-lora-rank 16 --window-size 5,0 --softmax-type learnable",
+            f"{CP} 2 {PP} 2 --recompute-granularity selective --recompute-modules mla_up_proj",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_multi_latent_attention(pool, tmp_path, rope, layout):
+    """As DeepSeek-V3's: values smaller than keys, YaRN from each document's first token, norms of the latents."""
+    latent = Packed(pool, tmp_path, f"{LATENT} {rope} --normalization RMSNorm --disable-bias-linear {SHORT}")
+    _assert_close(latent.train(4, f"{BALANCED} {layout}"), latent.train(1, LOSS))
+
+
 def test_validation_of_spread_documents(packed):
     """Forward passes alone, whose schedule Megatron chooses elsewhere."""
     packed.base[packed.base.index("100,0,0")] = "80,20,0"
