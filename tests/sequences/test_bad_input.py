@@ -6,6 +6,7 @@ import os
 import pytest
 
 from balancing.sequences.config import SequenceConfig
+from megatron.balanced.incompatible import SEQUENCES, check_compatible
 from megatron.balanced.sequences.checks import check_sequences
 from tests.megatron.test_bad_input import _parse
 from tests.support.training import MOCK_DATA, MODEL, MOE
@@ -74,6 +75,20 @@ def test_refused(said, case):
     assert line.startswith("pretrain_gpt.py: error: ") and line.count("\n") == 1
     for word in REFUSED[case][1:]:
         assert word in line, line
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("experimental_attention_variant", "gated_delta_net", "its state passes from each token to the next"),
+        ("linear_attention_freq", 4, "its state passes from each token to the next"),
+        ("experimental_attention_variant", "dsa", "chooses keys by their scores"),
+    ],
+)
+def test_attention_that_needs_whole_documents_is_refused(flag, value, why):
+    """Whatever else it needs, which is Transformer Engine."""
+    with pytest.raises(ValueError, match=f"incompatible with --{flag.replace('_', '-')} {value}: .*{why}"):
+        check_compatible(argparse.Namespace(**{flag: value}), SEQUENCES, BALANCE)
 
 
 def test_the_same_flags_without_the_fault_are_accepted(pool):

@@ -97,6 +97,14 @@ def test_samples_as_sequences(pool, tmp_path):
     _assert_close(samples.train(2, f"--balance-sequences {CP} 2 --micro-batch-size 2"), reference)
 
 
+@pytest.mark.exhaustive
+def test_norms_of_queries_and_keys(pool, tmp_path):
+    """Each head of each token by itself, before anything is spread; with a head size that is not hidden / heads."""
+    flags = "--qk-layernorm --normalization RMSNorm --group-query-attention --num-query-groups 2 --kv-channels 12"
+    normed = Packed(pool, tmp_path, f"{flags} --disable-bias-linear {SHORT}")
+    _assert_close(normed.train(4, f"{BALANCED} {CP} 2 {SP} --sequence-planner zones"), normed.train(1, LOSS))
+
+
 def test_yarn(pool, tmp_path):
     """Its table is made in pinned memory where ranks share a sequence."""
     yarn = "--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-original-max-position-embeddings 16"
