@@ -143,8 +143,9 @@ def _layers_cost(
     remap = 0.0
     if remapped and plan.remapped:
         moved = remap_traffic(plan)
-        heads = (shape.heads + 2 * shape.kv_heads) + shape.heads  # q, k and v to attention; its output back
-        remap = traffic_seconds(moved, heads * shape.head_size * _BYTES, cluster, routed)  # both ways are equally long
+        of_head = shape.head_size + shape.value_size
+        numbers = (shape.heads + shape.kv_heads) * of_head  # q, k and v to attention; its output back
+        remap = traffic_seconds(moved, numbers * _BYTES, cluster, routed)  # both ways are equally long
     return StepCost(
         attention=layers * (1 + _ATTENTION_BACKWARD) * compute,
         exchange=layers * sum(exchange),
@@ -218,18 +219,18 @@ def attention_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> 
 
 def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> float:
     """Seconds in which one rank computes `pairs` query-key pairs in one layer, forward; they hide as much transfer."""
-    return pairs * pair_flops(shape.heads, shape.head_size) / (cluster.flops * _ATTENTION_ACHIEVED)
+    return pairs * pair_flops(shape.heads, shape.head_size, shape.value_size) / (cluster.flops * _ATTENTION_ACHIEVED)
 
 
 def kv_bytes(shape: AttentionShape) -> int:
     """Bytes of one token's keys and values in one layer, in bf16. Grouped queries make them fewer."""
-    return 2 * shape.kv_heads * shape.head_size * _BYTES
+    return shape.kv_heads * (shape.head_size + shape.value_size) * _BYTES
 
 
 def linear_seconds(tokens: float, cluster: Cluster, shape: AttentionShape) -> float:
     """Seconds in which one rank computes all linear layers of `tokens`, forward and backward, with a gated MLP."""
-    width, kv_width = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    parameters = shape.hidden * (2 * width + 2 * kv_width + 3 * shape.ffn_hidden)
+    width = (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)  # of q and the output, of k and v
+    parameters = shape.hidden * (width + 3 * shape.ffn_hidden)
     return shape.layers * (1 + _LINEAR_BACKWARD) * 2 * parameters * tokens / cluster.flops
 
 
@@ -241,14 +242,7 @@ def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> 
     link; 0 tokens if it is infinite.
     """
     flops = cluster.flops * _ATTENTION_ACHIEVED
-    return (
-        2
-        * _BYTES
-        * shape.kv_heads
-        * shape.head_size
-        / bandwidth
-        / (pair_flops(shape.heads, shape.head_size) / 2 / flops)
-    )
+    return kv_bytes(shape) / bandwidth / (pair_flops(shape.heads, shape.head_size, shape.value_size) / 2 / flops)
 
 
 def tile_area(plan: SequencePlan) -> np.ndarray:
@@ -284,6 +278,6 @@ def _never_hidden(plan: SequencePlan) -> float:
     return sum(share for exchange, share in _NEVER_HIDDEN.items() if exchange in plan.exchange)
 
 
-def pair_flops(heads: int, head_size: int) -> float:
-    """FLOPs of one query-key pair in one layer, forward: scores and values."""
-    return 4.0 * heads * head_size
+def pair_flops(heads: int, head_size: int, value_size: int | None = None) -> float:
+    """FLOPs of one query-key pair in one layer, forward: scores and values, of heads of these sizes."""
+    return 2.0 * heads * (head_size + (head_size if value_size is None else value_size))

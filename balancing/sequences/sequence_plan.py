@@ -62,7 +62,8 @@ class AttentionShape:
     kv_heads: key-value heads; fewer than heads in grouped-query attention.
     layers: transformer layers.
     ffn_hidden: width of the feed-forward layer.
-    head_size: numbers of a head; hidden / heads unless given.
+    head_size: numbers of a head of queries and keys; hidden / heads unless given.
+    value_size: numbers of a head of values; head_size unless given. Multi-latent attention has smaller values.
     window: tokens before itself that a token sees in layers with a sliding window; None without such layers.
     windowed_layers: of the layers, those with the window.
 
@@ -76,6 +77,7 @@ class AttentionShape:
     layers: int
     ffn_hidden: int
     head_size: int = 0
+    value_size: int = 0
     window: int | None = None
     windowed_layers: int = 0
 
@@ -89,6 +91,8 @@ class AttentionShape:
             if self.hidden % self.heads:
                 raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}; or give head_size")
             object.__setattr__(self, "head_size", self.hidden // self.heads)
+        if not self.value_size:
+            object.__setattr__(self, "value_size", self.head_size)
         if not 0 <= self.windowed_layers <= self.layers or (self.window is None) != (self.windowed_layers == 0):
             raise ValueError(
                 f"windowed_layers={self.windowed_layers} of layers={self.layers} does not go with window={self.window}"

@@ -86,7 +86,7 @@ _HOOKS = "the report measures with hooks on modules, which cannot be part of a C
 _TE_EXPERTS = "it needs Transformer Engine's grouped experts"
 _USE_TE_EXPERTS = "use --transformer-impl transformer_engine --moe-grouped-gemm"
 _MODULES = "our modules, which replace Megatron-LM's, do not support it"
-_ATTENTION = "this attention cannot be spread over ranks yet"
+_STATE = "its state passes from each token to the next, and a rank has only pieces of documents"
 _LOGITS = "it reads attention scores, of which each rank has only a part"
 _BUILDS = "it builds layers that cannot move yet"
 _COUNTS = "it counts the layers of a stage in advance"
@@ -110,7 +110,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (LAYERS,), _BUILDS),
     Incompatible("init_model_with_meta_device", _OFF, (LAYERS,), "layers that arrive are built on the device"),
     Incompatible("moe_use_upcycling", _OFF, (LAYERS,), "it builds the model twice", "upcycle in a separate run"),
-    Incompatible("mtp_num_layers", _OFF, (SEQUENCES,), "it shifts tokens by one after they were split over ranks"),
+    Incompatible("mtp_num_layers", _OFF, (SEQUENCES,),
+                 "it shifts tokens after they were split over ranks, and weighs losses by the tokens of one rank"),
     Incompatible("mtp_num_layers", _OFF, (RELEASE,), "layers of multi-token prediction cannot change their stage"),
     Incompatible("mtp_num_layers", _OFF, (FREEZE,), "it trains the embedding from the last stage"),
     Incompatible("mtp_num_layers", _OFF, (SKIP,), "its layers expect all tokens"),
@@ -135,12 +136,13 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     # Attention, positions and data
     Incompatible("attention_dropout", _OFF, (SEQUENCES,),
                  "it drops other attention scores than a run on one rank", "use --attention-dropout 0"),
-    Incompatible("multi_latent_attention", _OFF, (SEQUENCES,), _ATTENTION),
     Incompatible("multi_latent_attention", _OFF, (SKIP,), _POSITIONS),
     Incompatible("multi_latent_attention", _OFF, (SPARSE,), "its keys are compressed"),
     Incompatible("window_size", _OFF, (SPARSE,), "both choose the keys of a query", "use one of the two"),
-    Incompatible("experimental_attention_variant", _OFF, (SEQUENCES,), _ATTENTION),
-    Incompatible("linear_attention_freq", _OFF, (SEQUENCES,), _ATTENTION),
+    Incompatible("experimental_attention_variant", (None, "dsa"), (SEQUENCES,), _STATE),
+    Incompatible("experimental_attention_variant", (None, "gated_delta_net"), (SEQUENCES,),
+                 "it chooses keys by their scores among all of a document, of which a rank has pieces"),
+    Incompatible("linear_attention_freq", _OFF, (SEQUENCES,), _STATE),
     Incompatible("softmax_type", ("vanilla",), (SPARSE,),
                  "only the plain softmax is computed block by block", "use --softmax-type vanilla"),
     Incompatible("qk_clip", _OFF, (SEQUENCES,), _LOGITS),

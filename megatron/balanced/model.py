@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -37,7 +37,7 @@ from megatron.balanced.experts.grouped_mlp import GroupedMLP
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
-from megatron.balanced.sequences.attention import SequenceCoreAttention
+from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
 
 __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 
@@ -163,6 +163,9 @@ def _replacements(
             fitting[DotProductAttention] = PackedDotProductAttention
     if args.transformer_impl == "local" and args.multi_latent_attention:
         fitting[MLASelfAttention] = LatentSelfAttention
+    if sequences.balance_sequences and args.multi_latent_attention:
+        for attention in (MLASelfAttention, FusedMLASelfAttention):
+            fitting[attention] = of_documents(fitting.get(attention, attention))
     if args.transformer_impl == "local" and args.sequence_parallel:
         fitting[WrappedTorchNorm] = SequenceParallelNorm
     if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:

@@ -96,21 +96,43 @@ def test_kernel_parity(ranks, device, figure):
                     out, logsumexp = kernel.forward(q, k, v, pieces, SCALE)
                     assert logsumexp.shape == (HEADS, len(q)) and logsumexp.dtype is torch.float32
                     found = [out, *kernel.backward(grad, q, k, v, out, logsumexp, pieces, SCALE)]
-                    # Where each query sees one key, the gradients of scores are zero but for rounding.
-                    wanted = _reference(inputs, pieces)
-                    scale = max(float(part.norm()) for part in wanted)
-                    for what, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
-                        error = float((one.double() - other).norm()) / max(float(other.norm()), 1e-2 * scale)
-                        assert error <= TOLERANCE[dtype], f"{name}, {what}, {batch}, head {size}, {kv_heads} kv heads"
-                        worst[name] = max(worst.get(name, 0.0), error)
+                    error = _worst(found, inputs, pieces, f"{name}, {batch}, head {size}, {kv_heads} kv heads")
+                    worst[name] = max(worst.get(name, 0.0), error)
                 whole = Pieces((64,), (192,), True)
                 inputs = _inputs(Pieces((192,), (192,), True), kv_heads, place, dtype, size)
                 q, k, v, grad = inputs
                 wanted = _reference([q[128:], k, v, grad[128:]], whole)
                 for one, other in zip(_merged(kernel, inputs), wanted, strict=True):
                     assert _error(one, other) <= 2 * TOLERANCE[dtype], f"{name}, merged, head {size}"
+    worst["values of another size"] = _with_other_values(place)
     _check_determinism(device)
     figure(", ".join(f"{name}: {error:.1e}" for name, error in worst.items()))
+
+
+def _worst(found: list[torch.Tensor], inputs: list[torch.Tensor], pieces: Pieces, where: str) -> float:
+    """The largest error of output and gradients, each of which must be within the tolerance of the inputs' type."""
+    # Where each query sees one key, the gradients of scores are zero but for rounding.
+    wanted = _reference(inputs, pieces)
+    scale, worst = max(float(part.norm()) for part in wanted), 0.0
+    for what, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        error = float((one.double() - other).norm()) / max(float(other.norm()), 1e-2 * scale)
+        assert error <= TOLERANCE[inputs[0].dtype], f"{what}, {where}"
+        worst = max(worst, error)
+    return worst
+
+
+def _with_other_values(place: torch.device) -> float:
+    """Heads of queries and keys and of values as in multi-latent attention (192 and 128), and smaller ones."""
+    worst = 0.0
+    for size, values in ((192, 128), (48, 64)):
+        kernel = choose_kernel(place, torch.bfloat16, size, values)
+        for batch, pieces in BATCHES.items():
+            q, k, *_ = _inputs(pieces, HEADS, place, torch.bfloat16, size)
+            *_, v, grad = _inputs(pieces, HEADS, place, torch.bfloat16, values)
+            out, logsumexp = kernel.forward(q, k, v, pieces, SCALE)
+            found = [out, *kernel.backward(grad, q, k, v, out, logsumexp, pieces, SCALE)]
+            worst = max(worst, _worst(found, [q, k, v, grad], pieces, f"{batch}, heads of {size} and {values}"))
+    return worst
 
 
 def _check_determinism(device: str) -> None:

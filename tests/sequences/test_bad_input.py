@@ -6,6 +6,7 @@ import os
 import pytest
 
 from balancing.sequences.config import SequenceConfig
+from megatron.balanced.incompatible import SEQUENCES, check_compatible
 from megatron.balanced.sequences.checks import check_sequences
 from tests.megatron.test_bad_input import _parse
 from tests.support.training import MOCK_DATA, MODEL, MOE
@@ -17,7 +18,6 @@ BALANCE = "--balance-sequences"
 # flags, and the words that the line must have: the value, and what to use instead
 REFUSED = {
     "attention dropout": (f"{BALANCE} --attention-dropout 0.1", "--attention-dropout 0.1", "use --attention-dropout 0"),
-    "latent attention": (f"{BALANCE} --multi-latent-attention", "--multi-latent-attention", "drop it"),
     "window of later tokens": (f"{BALANCE} --window-size 8,2", "--window-size 8,2", "use --window-size 8,0"),
     "dense mask": (f"{BALANCE} --reset-attention-mask", "--reset-attention-mask", "inter-document-masking"),
     "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
@@ -75,6 +75,20 @@ def test_refused(said, case):
     assert line.startswith("pretrain_gpt.py: error: ") and line.count("\n") == 1
     for word in REFUSED[case][1:]:
         assert word in line, line
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("experimental_attention_variant", "gated_delta_net", "its state passes from each token to the next"),
+        ("linear_attention_freq", 4, "its state passes from each token to the next"),
+        ("experimental_attention_variant", "dsa", "chooses keys by their scores"),
+    ],
+)
+def test_attention_that_needs_whole_documents_is_refused(flag, value, why):
+    """Whatever else it needs, which is Transformer Engine."""
+    with pytest.raises(ValueError, match=f"incompatible with --{flag.replace('_', '-')} {value}: .*{why}"):
+        check_compatible(argparse.Namespace(**{flag: value}), SEQUENCES, BALANCE)
 
 
 def test_the_same_flags_without_the_fault_are_accepted(pool):

@@ -1,7 +1,7 @@
 """The attention engine against attention of each document alone: output and gradients, in float64."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,14 +14,23 @@ from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
 Case = tuple[SequencePlan, Cluster | None, str | int, int, int]  # plan, cluster, routing, heads, kv_heads
-SIZE = 4
+SIZE = 4  # of heads of queries and keys, and of values unless a test says otherwise
 SCALE = 0.37
 
 
-def _inputs(plan: SequencePlan, heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
+class Kind(NamedTuple):
+    """Of attention: with a sink a head, with a window, with values of this size."""
+
+    sinks: bool = False
+    window: int | None = None
+    values: int = SIZE
+
+
+def _inputs(plan: SequencePlan, heads: int, kv_heads: int, values: int = SIZE) -> tuple[np.ndarray, ...]:
     """q, k, v and the output's gradient [token, heads, size], documents behind one another."""
     draw = np.random.default_rng(sum(plan.lengths))
-    return tuple(draw.standard_normal((sum(plan.lengths), h, SIZE)) for h in (heads, kv_heads, kv_heads, heads))
+    shapes = ((heads, SIZE), (kv_heads, SIZE), (kv_heads, values), (heads, values))
+    return tuple(draw.standard_normal((sum(plan.lengths), *shape)) for shape in shapes)
 
 
 def _tokens(plan: SequencePlan, rank: int) -> np.ndarray:
@@ -31,8 +40,11 @@ def _tokens(plan: SequencePlan, rank: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, int)] + [np.arange(s.start, s.stop) + first[s.sequence] for s in shards])
 
 
-def _token_bytes(heads: int, kv_heads: int, item_bytes: int = 8) -> TokenBytes:
-    return TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=SIZE, item_bytes=item_bytes)
+def _token_bytes(heads: int, kv_heads: int, item_bytes: int = 8, values: int = SIZE) -> TokenBytes:
+    return TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=SIZE, item_bytes=item_bytes, value_size=values)
+
+
+PLAIN = Kind()
 
 
 def _sink(heads: int) -> np.ndarray:
@@ -41,7 +53,7 @@ def _sink(heads: int) -> np.ndarray:
 
 
 def _on_rank(
-    cases: list[Case], twice: bool = False, dtype: str = "float64", sinks: bool = False, window: int | None = None
+    cases: list[Case], twice: bool = False, dtype: str = "float64", kind: Kind = PLAIN
 ) -> list[list[np.ndarray]]:
     import torch
     import torch.distributed as dist
@@ -55,35 +67,35 @@ def _on_rank(
     found = []
     for plan, cluster, routing, heads, kv_heads in cases:
         own = _tokens(plan, rank)
-        *qkv, grad = (torch.from_numpy(x[own]).to(getattr(torch, dtype)) for x in _inputs(plan, heads, kv_heads))
-        leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if sinks else []))]
+        inputs = _inputs(plan, heads, kv_heads, kind.values)
+        *qkv, grad = (torch.from_numpy(x[own]).to(getattr(torch, dtype)) for x in inputs)
+        leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if kind.sinks else []))]
         for _ in range(1 + twice):
-            mine = plan if window is None else in_window(plan, window)
-            program = compile_rank(mine, rank, cluster, routing, _token_bytes(heads, kv_heads))
+            mine = plan if kind.window is None else in_window(plan, kind.window)
+            token_bytes = _token_bytes(heads, kv_heads, values=kind.values)
+            program = compile_rank(mine, rank, cluster, routing, token_bytes)
             attention = SequenceAttention(mine, program=program)
-            out = attention(*qkv, softmax_scale=SCALE, sink=leaves[3] if sinks else None)
+            out = attention(*qkv, softmax_scale=SCALE, sink=leaves[3] if kind.sinks else None)
             found.append([x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, leaves, grad))])
             assert out.dtype is qkv[0].dtype
     dist.destroy_process_group()
     return found
 
 
-def _alone(
-    plan: SequencePlan, heads: int, kv_heads: int, sinks: bool = False, window: int | None = None
-) -> list[np.ndarray]:
+def _alone(plan: SequencePlan, heads: int, kv_heads: int, kind: Kind) -> list[np.ndarray]:
     """Output and gradients of every document by itself, in plain matrix products."""
     import torch
 
-    *qkv, grad = (torch.from_numpy(x) for x in _inputs(plan, heads, kv_heads))
-    leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if sinks else []))]
+    *qkv, grad = (torch.from_numpy(x) for x in _inputs(plan, heads, kv_heads, kind.values))
+    leaves = [x.requires_grad_() for x in (*qkv, *([torch.from_numpy(_sink(heads))] if kind.sinks else []))]
     outs, start = [], 0
     for length in plan.lengths:
         q, k, v = (x[start : start + length].transpose(0, 1) for x in qkv)
         k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
         every = torch.ones(length, length, dtype=torch.bool)
-        hidden = every.triu(1) if window is None else every.triu(1) | every.tril(-window - 1)
+        hidden = every.triu(1) if kind.window is None else every.triu(1) | every.tril(-kind.window - 1)
         scores = (q @ k.transpose(1, 2) * SCALE).masked_fill(hidden, float("-inf"))
-        if sinks:
+        if kind.sinks:
             scores = torch.cat((scores, leaves[3][:, None, None].expand(-1, length, 1)), -1)
         outs.append((scores.softmax(-1)[..., :length] @ v).transpose(0, 1))
         start += length
@@ -97,14 +109,13 @@ def _check(
     cases: list[Case],
     dtype: str = "float64",
     tolerance: float = 1e-10,
-    sinks: bool = False,
-    window: int | None = None,
+    kind: Kind = PLAIN,
 ) -> None:
-    by_rank = pool.run(ranks, _on_rank, cases, dtype=dtype, sinks=sinks, window=window)
-    names = ("out", "dq", "dk", "dv", *["dsink"] * sinks)
+    by_rank = pool.run(ranks, _on_rank, cases, dtype=dtype, kind=kind)
+    names = ("out", "dq", "dk", "dv", *["dsink"] * kind.sinks)
     for number, (plan, _, _, heads, kv_heads) in enumerate(cases):
         for name, whole, *parts in zip(
-            names, _alone(plan, heads, kv_heads, sinks, window), *(found[number] for found in by_rank), strict=True
+            names, _alone(plan, heads, kv_heads, kind), *(found[number] for found in by_rank), strict=True
         ):
             if name == "dsink":
                 np.testing.assert_allclose(sum(parts), whole, rtol=tolerance, atol=tolerance, err_msg=f"{name}, {plan}")
@@ -146,16 +157,25 @@ def test_equals_documents_alone(pool: Pool, ranks: int) -> None:
 
 def test_sinks_take_their_share_of_each_softmax(pool: Pool) -> None:
     """Once a query, however many blocks its keys come in; with local, ring and gathered sequences."""
-    _check(pool, 4, _cases(4)[1::6], sinks=True)
+    _check(pool, 4, _cases(4)[1::6], kind=Kind(sinks=True))
     lengths = (97, 5)
     plans = [zigzag_plan(lengths, 4, linear="random"), random_plan(lengths, 4, 1, exchange="gather", linear="equal")]
-    _check(pool, 4, [(plan, None, "off", 4, 2) for plan in plans], "bfloat16", 4e-2, sinks=True)
+    _check(pool, 4, [(plan, None, "off", 4, 2) for plan in plans], "bfloat16", 4e-2, Kind(sinks=True))
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(0, False), (7, True), (40, False)])
 def test_sliding_windows(pool: Pool, window: int, sinks: bool) -> None:
     """Of documents that are longer than the window and of shorter ones, over nodes and routed."""
-    _check(pool, 4, _cases(4)[window % 3 :: 3], sinks=sinks, window=window)
+    _check(pool, 4, _cases(4)[window % 3 :: 3], kind=Kind(sinks, window))
+
+
+@pytest.mark.parametrize("values", [2, 7])
+def test_values_of_another_size_than_keys(pool: Pool, values: int) -> None:
+    """As in multi-latent attention; with windows and sinks as well. What is sent is as small as it is."""
+    _check(pool, 4, _cases(4)[values % 3 :: 3], kind=Kind(values=values))
+    _check(pool, 4, _cases(4)[::9], kind=Kind(True, 7, values))
+    plans = [zigzag_plan((97, 5), 4, linear="random"), random_plan((40, 61), 4, 1, exchange="gather", linear="equal")]
+    _check(pool, 4, [(plan, None, "off", 4, 4) for plan in plans], "bfloat16", 4e-2, Kind(values=values))
 
 
 @pytest.mark.parametrize(("ranks", "proxies"), [(6, 2), (8, 4)])
@@ -197,7 +217,7 @@ def test_repeats_bit_for_bit_and_routing_changes_no_bit(pool: Pool) -> None:
         assert found[0] == found[2] and found[4] == found[6]
 
 
-def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int]) -> list[tuple[int, ...]]:
+def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int], values: int) -> list[tuple[int, ...]]:
     import torch
     import torch.distributed as dist
 
@@ -207,9 +227,10 @@ def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int]) -> 
     found = []
     tokens = len(_tokens(plan, dist.get_rank()))
     for routing in routings:
-        program = compile_rank(plan, dist.get_rank(), cluster, routing, _token_bytes(4, 2))
+        program = compile_rank(plan, dist.get_rank(), cluster, routing, _token_bytes(4, 2, values=values))
         attention = SequenceAttention(plan, program=program)
-        q, k, v = (torch.ones(tokens, heads, SIZE, dtype=torch.float64) for heads in (4, 2, 2))
+        shapes = (4, SIZE), (2, SIZE), (2, values)
+        q, k, v = (torch.ones(tokens, *shape, dtype=torch.float64) for shape in shapes)
         attention(q, k, v)
         statistics = attention.statistics
         assert statistics.exposed_seconds > 0
@@ -219,17 +240,18 @@ def _events(plan: SequencePlan, cluster: Cluster, routings: list[str | int]) -> 
     return found
 
 
-def test_events_count_bytes_and_proxies_spread_them(pool: Pool) -> None:
+@pytest.mark.parametrize("values", [SIZE, 3])
+def test_events_count_bytes_and_proxies_spread_them(pool: Pool, values: int) -> None:
     """A ring of ranks 1 and 2 over two nodes; ranks 0 and 3 stand by, so with routing each sends half."""
     shards = (Shard(0, 0, 50, 1), Shard(0, 50, 100, 2))
     plan = SequencePlan((100,), 4, "test", shards, linear_layout(shards, nodes_of(4, 2)), ("ring",))
-    direct, routed = zip(*pool.run(4, _events, plan, nodes_of(4, 2, nics=2), ["off", 2]), strict=True)
-    token = 2 * 2 * SIZE * 8
+    direct, routed = zip(*pool.run(4, _events, plan, nodes_of(4, 2, nics=2), ["off", 2], values), strict=True)
+    token = 2 * (SIZE + values) * 8
     assert [one[:2] for one in direct] == [(0, 0), (0, 50 * token), (0, 50 * token), (0, 0)]
     assert [one[1] for one in routed] == [25 * token] * 4
     assert [one[0] for one in routed] == [25 * token] * 4
     # 25 of a rank's 50 tokens go to the other rank of its node: q, k and v one way, the output the other.
-    together, out = (4 + 2 + 2) * SIZE * 8, 4 * SIZE * 8
+    together, out = ((4 + 2) * SIZE + 2 * values) * 8, 4 * values * 8
     assert [one[2:] for one in direct] == [(25 * size, 0) for size in (together, out, out, together)]
 
 
@@ -279,7 +301,7 @@ def _refusals(plan: SequencePlan, other: SequencePlan) -> list[str]:
         ({"program": compile_rank(other, 0)}, None),
         ({}, (good[:-1], good, good)),
         ({}, (wide, good, good)),
-        ({}, (good, good, good[..., :2])),
+        ({}, (good, good[..., :2], good)),
         ({}, (good, good.half(), good)),
         ({}, (good, good, good, torch.zeros(3))),
     ):
@@ -294,7 +316,12 @@ def _refusals(plan: SequencePlan, other: SequencePlan) -> list[str]:
 def test_what_is_not_supported_is_refused(pool: Pool) -> None:
     (messages,) = pool.run(1, _refusals, random_plan((9, 4), 1, 0), random_plan((9, 5), 1, 0))
     wanted = ("attention dropout 0.1", "rank 1 of a plan", "belongs to another plan")
-    wanted += ("q has 12 tokens; the plan's linear layout has 13", "3 query heads", "multi-latent", "of one type")
+    wanted += (
+        "q has 12 tokens; the plan's linear layout has 13",
+        "3 query heads",
+        "q and k in head size",
+        "of one type",
+    )
     wanted += ("one score a query head, 2",)
     for message, part in zip(messages, wanted, strict=True):
         assert part in message

@@ -97,6 +97,14 @@ def test_samples_as_sequences(pool, tmp_path):
     _assert_close(samples.train(2, f"--balance-sequences {CP} 2 --micro-batch-size 2"), reference)
 
 
+@pytest.mark.exhaustive
+def test_norms_of_queries_and_keys(pool, tmp_path):
+    """Each head of each token by itself, before anything is spread; with a head size that is not hidden / heads."""
+    flags = "--qk-layernorm --normalization RMSNorm --group-query-attention --num-query-groups 2 --kv-channels 12"
+    normed = Packed(pool, tmp_path, f"{flags} --disable-bias-linear {SHORT}")
+    _assert_close(normed.train(4, f"{BALANCED} {CP} 2 {SP} --sequence-planner zones"), normed.train(1, LOSS))
+
+
 def test_yarn(pool, tmp_path):
     """Its table is made in pinned memory where ranks share a sequence."""
     yarn = "--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-original-max-position-embeddings 16"
@@ -137,6 +145,27 @@ def test_sliding_windows(pool, tmp_path, every, layout):
     reference = windows.train(1, LOSS)
     _assert_close(windows.train(4, f"{BALANCED} {layout}"), reference)
     assert differences(windows.train(1, f"{LOSS} --window-size 31,0"), reference)[0] > 1e-5
+
+
+LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+
+
+@pytest.mark.parametrize(
+    ("rope", "layout"),
+    [
+        ("--q-lora-rank 16 --qk-layernorm --rotary-scaling-factor 4", f"{CP} 2 {SP} --sequence-planner zones"),
+        pytest.param("--rope-type rope", f"{CP} 4 --sequence-planner ring", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "--q-lora-rank 16 --window-size 5,0 --softmax-type learnable",
+            f"{CP} 2 {PP} 2 --recompute-granularity selective --recompute-modules mla_up_proj",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_multi_latent_attention(pool, tmp_path, rope, layout):
+    """As DeepSeek-V3's: values smaller than keys, YaRN from each document's first token, norms of the latents."""
+    latent = Packed(pool, tmp_path, f"{LATENT} {rope} --normalization RMSNorm --disable-bias-linear {SHORT}")
+    _assert_close(latent.train(4, f"{BALANCED} {layout}"), latent.train(1, LOSS))
 
 
 def test_validation_of_spread_documents(packed):

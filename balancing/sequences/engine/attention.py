@@ -88,10 +88,11 @@ class SequenceAttention:
         softmax_scale: float | None = None,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The output [tokens, heads, head_size] of this rank's tokens, in the order of the linear layout.
+        """The output [tokens, heads, value_size] of this rank's tokens, in the order of the linear layout.
 
         q: [tokens, heads, head_size], of this rank's tokens in the linear layout, in order.
-        k, v: [tokens, kv_heads, head_size], likewise.
+        k: [tokens, kv_heads, head_size], likewise.
+        v: [tokens, kv_heads, value_size], likewise.
         softmax_scale: 1 / sqrt(head_size) by default.
         sink: [heads], a score that every query of a head has besides those of its keys, with no value, as in GPT-OSS.
             Its gradient is that of this rank's queries.
@@ -100,7 +101,7 @@ class SequenceAttention:
         """
         self._check(q, k, v, sink)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        kernel = self._kernel or choose_kernel(q.device, q.dtype, q.shape[-1])
+        kernel = self._kernel or choose_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1])
         if self._device != q.device:
             self.upload(q.device)
         call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale, self._rows)
@@ -110,10 +111,10 @@ class SequenceAttention:
         tokens = int(self.plan.linear_tokens[self.transport.rank])
         if q.shape[0] != tokens:
             raise ValueError(f"q has {q.shape[0]} tokens; the plan's linear layout has {tokens} on this rank")
-        if k.shape != v.shape or k.shape[::2] != q.shape[::2]:
+        if k.shape[:2] != v.shape[:2] or k.shape[::2] != q.shape[::2]:
             raise ValueError(
-                f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must agree in tokens and head size; "
-                "attention with other sizes for values, as multi-latent attention has, is not supported"
+                f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must agree in tokens, k and v "
+                "in heads, and q and k in head size"
             )
         if q.shape[1] % k.shape[1]:
             raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads")
@@ -133,9 +134,10 @@ class _Attention(torch.autograd.Function):
         if to_attention is not None:
             q, k, v = call.change_layout(to_attention, q, k, v)
         program = call.own.program
-        kv = q.new_empty(program.rows, 2, *k.shape[1:])
+        size = k.shape[2]
+        kv = q.new_empty(program.rows, k.shape[1], size + v.shape[2])
         own = kv[: program.tokens]
-        own[:, 0], own[:, 1] = k, v
+        own[..., :size], own[..., size:] = k, v
         out, logsumexp = _Forward(call, q, kv).result(sink)
         ctx.save_for_backward(q, own.clone() if program.rows > program.tokens else kv, out, logsumexp, sink)
         return out if to_linear is None else call.change_layout(to_linear, out)[0]
@@ -152,7 +154,7 @@ class _Attention(torch.autograd.Function):
             kv = own.new_empty(program.rows, *own.shape[1:])
             kv[: program.tokens] = own
         dq, dkv = _Backward(call, grad, q, kv, out, logsumexp).result()
-        gradients = (dq.to(q.dtype), *dkv[: program.tokens].to(q.dtype).unbind(1))
+        gradients = (dq.to(q.dtype), *_halves(dkv[: program.tokens].to(q.dtype), q))
         of_sink = sink_gradient(grad, out, logsumexp, sink) if ctx.needs_input_grad[3] else None
         return (*(gradients if to_linear is None else call.change_layout(to_linear, *gradients)), of_sink, None)
 
@@ -180,8 +182,9 @@ class _Pass:
         return self.kv
 
     def keys(self, rows: CallRows) -> tuple[torch.Tensor, torch.Tensor]:
-        kv = self.kv[rows.keys] if isinstance(rows.keys, slice) else self.kv.index_select(0, rows.keys)
-        return kv[:, 0], kv[:, 1]
+        return _halves(
+            self.kv[rows.keys] if isinstance(rows.keys, slice) else self.kv.index_select(0, rows.keys), self.q
+        )
 
     def of_queries(self, rows: CallRows) -> tuple[torch.Tensor, ...]:
         """What a call takes of its queries. Rounds that follow each other mostly have the same ones."""
@@ -202,7 +205,8 @@ class _Forward(_Pass):
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         self.merge = choose_merge(self.q.device)
         merges = any(call.merges for call in self.call.own.program.calls)
-        self.out = torch.empty_like(self.q, dtype=self.dtype if merges else self.q.dtype)
+        shape = *self.q.shape[:2], self.kv.shape[2] - self.q.shape[2]
+        self.out = self.q.new_empty(shape, dtype=self.dtype if merges else self.q.dtype)
         self.logsumexp = self.q.new_empty(self.q.shape[1], self.q.shape[0], dtype=self.dtype)
         self.steps(self.call.own.program.forward)
         if sink is not None:
@@ -242,6 +246,7 @@ class _Backward(_Pass):
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.dq = torch.zeros_like(self.q, dtype=self.dtype)
         self.dkv = torch.zeros_like(self.kv, dtype=self.dtype)
+        self.dk, self.dv = _halves(self.dkv, self.q)
         self.steps(self.call.own.program.backward)
         return self.dq, self.dkv
 
@@ -261,8 +266,13 @@ class _Backward(_Pass):
         dq, dk, dv = self.call.kernel.backward(grad, q, *self.keys(rows), out, logsumexp, rows.pieces, self.call.scale)
         _add(self.dq, rows.queries, dq)
         for which, into in rows.added:
-            _add(self.dkv[:, 0], into, dk if which is None else dk[which])
-            _add(self.dkv[:, 1], into, dv if which is None else dv[which])
+            _add(self.dk, into, dk if which is None else dk[which])
+            _add(self.dv, into, dv if which is None else dv[which])
+
+
+def _halves(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, of rows of the workspace. Keys are as large as queries."""
+    return kv[..., : q.shape[2]], kv[..., q.shape[2] :]
 
 
 def _add(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:

@@ -83,7 +83,7 @@ class AttentionCall:
         """Start the messages of a transfer group between the workspaces of the ranks.
 
         group: of the program.
-        rows: the workspace [row, 2, kv_heads, head_size], of keys and values or of their gradients.
+        rows: the workspace [row, kv_heads, head_size + value_size], of keys and values or of their gradients.
         dtype: of keys.
 
         Gradients of gathered keys go straight to the rank that holds the keys, rounded once to the type of keys, as
@@ -97,19 +97,25 @@ class AttentionCall:
         return self.transport.start(messages, rows, rows, listed, _tag(group), slices, dtypes)
 
     def change_layout(self, messages: Messages, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`parts` [token, heads, head_size] in the other layout, sent in one message to each peer.
+        """`parts` [token, heads, head_size], of any heads and sizes, in the other layout, sent in one message to each
+        peer.
 
         messages: the program's `to_attention` or `to_linear`.
         """
         group = TO_ATTENTION if messages is self.own.to_attention else TO_LINEAR
-        before = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).contiguous()
+        flat = len({part.shape[2] for part in parts}) > 1  # heads of several sizes: [token, numbers]
+        joined = [part.flatten(1) for part in parts] if flat else parts
+        before = (torch.cat(joined, 1) if len(parts) > 1 else parts[0]).contiguous()
         after = before.new_empty(sum(message.tokens for message in messages.receives), *before.shape[1:])
         slices = self.own.routes.get(group, ())
         dtypes = dict.fromkeys(self._peers(messages, slices), before.dtype)
         self._count(messages, before, dtypes, slices, remap=True)
         listed = self.rows.messages.get(group, NOTHING_LISTED)
         self.statistics.wait(self.transport.start(messages, before, after, listed, _tag(group), slices))
-        return after.split([part.shape[1] for part in parts], 1)
+        found = after.split([part.shape[1] for part in joined], 1)
+        return (
+            tuple(one.unflatten(1, part.shape[1:]) for one, part in zip(found, parts, strict=True)) if flat else found
+        )
 
     def _same_node(self, peer: int) -> bool:
         return self.own.cluster is None or self.own.cluster.same_node(peer, self.own.rank)

@@ -53,8 +53,10 @@ class Pieces(NamedTuple):
 class Kernel(Protocol):
     """An implementation of attention.
 
-    q, out: [query tokens, heads, head_size].
-    k, v: [key tokens, kv_heads, head_size], with any stride between tokens.
+    q: [query tokens, heads, head_size].
+    k: [key tokens, kv_heads, head_size], with any stride between tokens and heads.
+    v: [key tokens, kv_heads, value_size], likewise; other sizes than that of keys only from `choose_kernel` for them.
+    out: [query tokens, heads, value_size].
     logsumexp: [heads, query tokens], in `accumulation_dtype`.
     pieces: of the batch, in the order of the tokens.
     scale: factor of the scores.
@@ -128,14 +130,19 @@ def sink_gradient(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor
     return -(weights * products.t()).sum(1).to(sink.dtype)
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> Kernel:
-    """The fastest available kernel for queries of this kind."""
+def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int, value_size: int | None = None) -> Kernel:
+    """The fastest available kernel for queries of this kind. value_size: of heads of values; head_size by default."""
     if device.type == "cpu":
-        return _CPU
-    half = dtype in (torch.float16, torch.bfloat16)
-    if device.type == "cuda" and half and head_size in _CUDA_HEAD_SIZES:
-        return _flash(torch.cuda.get_device_capability(device)[0])
-    return _PRODUCTS
+        chosen: Kernel = _CPU
+    elif (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and max(head_size, value_size or 0) in _CUDA_HEAD_SIZES
+    ):
+        chosen = _flash(torch.cuda.get_device_capability(device)[0])
+    else:
+        return _PRODUCTS
+    return chosen if value_size in (None, head_size) else OfOneSize(chosen)
 
 
 @functools.cache
@@ -168,13 +175,35 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[0]}".strip()
 
 
+class OfOneSize:
+    """A kernel whose heads must have one size, for values of another size than keys: the smaller ones end in zeros,
+    which add nothing to scores or outputs."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def forward(self, q, k, v, pieces, scale):
+        wide = max(k.shape[2], v.shape[2])
+        wide_q, wide_k, wide_v = (_widened(x, wide) for x in (q, k, v))
+        out, logsumexp = self._kernel.forward(wide_q, wide_k, wide_v, pieces, scale)
+        return out[..., : v.shape[2]], logsumexp
+
+    def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
+        wide = max(k.shape[2], v.shape[2])
+        wide_q, wide_k, wide_v = (_widened(x, wide) for x in (q, k, v))
+        gradients = self._kernel.backward(
+            _widened(grad, wide), wide_q, wide_k, wide_v, _widened(out, wide), logsumexp, pieces, scale
+        )
+        return tuple(found[..., : x.shape[2]] for found, x in zip(gradients, (q, k, v), strict=True))
+
+
 class _OneByOne:
     """A kernel that computes one piece after the other."""
 
     def forward(self, q, k, v, pieces, scale):
         if len(pieces.queries) == 1:
             return self._forward(q, k, v, pieces.causal, pieces.window, scale)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
         logsumexp = q.new_empty(q.shape[1], q.shape[0], dtype=accumulation_dtype(q.dtype))
         mask = pieces.causal, pieces.window
         for rows, keys in _rows(pieces):
@@ -327,6 +356,10 @@ def _from_package(direction: str) -> Callable:
     from flash_attn import flash_attn_interface  # type: ignore[import-not-found]
 
     return getattr(flash_attn_interface, f"_flash_attn_varlen_{direction}")
+
+
+def _widened(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x if x.shape[2] == size else torch.nn.functional.pad(x, (0, size - x.shape[2]))
 
 
 def _batch(x: torch.Tensor) -> torch.Tensor:

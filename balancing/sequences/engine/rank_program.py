@@ -49,6 +49,7 @@ class TokenBytes(NamedTuple):
         kv_heads: int,
         head_size: int,
         item_bytes: int,
+        value_size: int | None = None,
     ) -> "TokenBytes":
         """For attention with these heads on this rank.
 
@@ -56,9 +57,12 @@ class TokenBytes(NamedTuple):
         kv_heads: key-value heads of the rank.
         head_size: numbers of a head.
         item_bytes: bytes of a number, 2 for bf16.
+        value_size: numbers of a head of values; head_size by default.
         """
-        size = head_size * item_bytes
-        return cls(2 * kv_heads * size, (heads + 2 * kv_heads) * size, heads * size, pair_flops(heads, head_size))
+        values = head_size if value_size is None else value_size
+        kv = kv_heads * (head_size + values) * item_bytes
+        queries, out = heads * head_size * item_bytes, heads * values * item_bytes
+        return cls(kv, queries + kv, out, pair_flops(heads, head_size, values))
 
     def of_group(self, group: TransferGroup) -> int:
         """Bytes of one row of a transfer group; of changes of layout those of the forward pass."""

@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-__all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention", "window_of"]
+__all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention", "of_documents", "window_of"]
 
 
 @dataclass
@@ -27,14 +27,18 @@ class PlannedSequences(PackedSeqParams):
 
     attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink -> [tokens, heads, head_dim].
     windowed: the same for layers with a sliding window.
+    longest: positions of the longest possible document.
     positions: int32 [rows], of each row in its document.
+    angles: rotary angles of the rows, kept for the layers of multi-latent attention, which share them.
     tokens: number of rows that are tokens; the rest are padding.
     """
 
     attention: Callable[..., torch.Tensor] | None = None
     windowed: Callable[..., torch.Tensor] | None = None
+    longest: int = 0
     positions: torch.Tensor | None = None
     tokens: int = 0
+    angles: Any = None
 
 
 class SequenceCoreAttention(MegatronModule):
@@ -70,13 +74,14 @@ class SequenceCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [rows, 1, heads, head_dim], key and value [rows, 1, kv_heads, head_dim] -> [rows, 1, heads x head_dim].
 
-        Padding attends to nothing, and nothing attends to it; its output is 0.
+        Multi-latent attention leaves out the dimension of 1, and its values have a head_dim of their own. Padding
+        attends to nothing, and nothing attends to it; its output is 0.
         """
         assert isinstance(packed_seq_params, PlannedSequences)
         attend = packed_seq_params.windowed if self.windowed else packed_seq_params.attention
         assert attend is not None
         tokens, rows = packed_seq_params.tokens, query.shape[0]
-        inputs = [part.squeeze(1)[:tokens] for part in (query, key, value)]
+        inputs = [(part.squeeze(1) if part.dim() == 4 else part)[:tokens] for part in (query, key, value)]
         output = attend(*inputs, softmax_scale=self.softmax_scale, sink=self.softmax_offset).flatten(1)
         if tokens < rows:
             output = torch.nn.functional.pad(output, (0, 0, 0, rows - tokens))
@@ -89,15 +94,14 @@ def window_of(config: Any) -> tuple[int, int] | None:
 
 
 class DocumentRotaryEmbedding(torch.nn.Module):
-    """A model's rotary embedding, with one row for each local token of a planned micro-batch.
+    """A rotary embedding with one row for each local token of a planned micro-batch.
 
-    original: the model's own.
-    longest: positions of the longest possible document.
+    original: that of the model, or of a layer with multi-latent attention.
     """
 
-    def __init__(self, original: torch.nn.Module, longest: int) -> None:
+    def __init__(self, original: torch.nn.Module) -> None:
         super().__init__()
-        self.original, self.longest = original, longest
+        self.original = original
 
     def get_rotary_seq_len(
         self,
@@ -114,7 +118,30 @@ class DocumentRotaryEmbedding(torch.nn.Module):
 
     def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
         """Angles [rows, 1, 1, dim]; with YaRN a pair of them and its scale, as from the original."""
-        table = self.original(self.longest, packed_seq=True)
+        table = self.original(planned.longest, packed_seq=True)
         if isinstance(table, tuple):
             return table[0][planned.positions], *table[1:]
         return table[planned.positions]
+
+
+class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
+    """That of a layer with multi-latent attention, for queries [rows, heads, dim]. Layers share the rows."""
+
+    def forward(self, planned: PlannedSequences, **unused: Any) -> Any:
+        """Angles [rows, 1, dim]; with YaRN a pair of them and its scale."""
+        if planned.angles is None:
+            found = super().forward(planned)
+            scaled = isinstance(found, tuple)
+            planned.angles = (found[0].squeeze(1), *found[1:]) if scaled else found.squeeze(1)
+        return planned.angles
+
+
+def of_documents(attention: type) -> type:
+    """A class of multi-latent attention, whose layers have rotary embeddings of their own, with document positions."""
+
+    class OfDocuments(attention):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.rotary_pos_emb = _LatentRotaryEmbedding(self.rotary_pos_emb)
+
+    return OfDocuments

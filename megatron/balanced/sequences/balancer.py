@@ -113,7 +113,7 @@ class SequenceBalancer(StepCallback):
             self._tensor_hosts = duplicate_group(mpu.get_tensor_model_parallel_group(), minutes, on_host=True)
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
-                model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb, self._args.seq_length)
+                model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb)
         return chunks
 
     def datasets(self, provider: Callable) -> Callable:
@@ -167,7 +167,13 @@ class SequenceBalancer(StepCallback):
             max(number // args.tensor_model_parallel_size, 1) for number in (shape.heads, shape.kv_heads)
         )
         item_bytes = args.params_dtype.itemsize
-        return TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=shape.head_size, item_bytes=item_bytes)
+        return TokenBytes.of(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=shape.head_size,
+            item_bytes=item_bytes,
+            value_size=shape.value_size,
+        )
 
     @property
     def _rows(self) -> Rows:
@@ -324,6 +330,7 @@ class SequenceBalancer(StepCallback):
             max_seqlen_kv=max(plan.lengths),
             attention=whole,
             windowed=windowed,
+            longest=self._args.seq_length,
             positions=there[len(ends) :],
             tokens=int(plan.linear_tokens[rank]),
         )
@@ -349,13 +356,18 @@ def _shape_of(args: argparse.Namespace) -> AttentionShape:
     if args.num_experts:
         ffn = args.moe_ffn_hidden_size * args.moe_router_topk
     window, layers = window_of(args), range(args.num_layers)
+    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    sizes = args.kv_channels, args.kv_channels
+    if args.multi_latent_attention:
+        kv_heads, sizes = args.num_attention_heads, (args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
     return AttentionShape(
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
-        kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        kv_heads=kv_heads,
         layers=args.num_layers,
         ffn_hidden=ffn,
-        head_size=args.kv_channels,
+        head_size=sizes[0],
+        value_size=sizes[1],
         window=window[0] if window else None,
         windowed_layers=sum(is_layer_window_attention(window or (), args.window_attn_skip_freq, n + 1) for n in layers),
     )

@@ -57,6 +57,9 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         )
     if args.sft and (why := why_of_one_size(args)):
         notes.append(f"--balance-sequences leaves the padding of conversations in linear layers, for {why}")
+    if getattr(args, "multi_latent_attention", False) and args.apply_rope_fusion:
+        args.apply_rope_fusion = False
+        notes.append("--balance-sequences sets --no-rope-fusion: the fused kernel of latent attention knows one layout")
     args.create_attention_mask_in_dataloader = False
     return sequences, notes
 
