@@ -24,7 +24,7 @@ class WeightFormat:
 
     def replica(self, parameter: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A leaf of autograd like `parameter` that is stored in `parts`."""
-        return parts[0].detach().requires_grad_()
+        return torch.nn.Parameter(parts[0])
 
     def received(self, replicas: Parameters) -> None:
         """The parts of `replicas` have been received."""
