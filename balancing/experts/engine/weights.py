@@ -53,7 +53,8 @@ class WeightLayout:
 
     def flat(self, parameters: Parameters) -> torch.Tensor:
         """A copy of an expert's parameters, [size]."""
-        parts = [part.reshape(-1).view(self.dtype) for p in parameters for part in self._format.parts(p)]
+        parts = [part.reshape(-1) for p in parameters for part in self._format.parts(p)]
+        parts = [part if part.dtype is self.dtype else part.view(self.dtype) for part in parts]
         return torch.cat(
             [
                 part if used == size else torch.nn.functional.pad(part, (0, size - used))
