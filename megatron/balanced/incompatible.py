@@ -120,7 +120,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("balance_experts", _OFF, (PRUNE,), "replicas of experts are made without their masks"),
     # Experts
     Incompatible("use_te_activation_func", _OFF, (EXPERTS,), _MODULES),
-    Incompatible("use_transformer_engine_op_fuser", _OFF, (EXPERTS,), "fused experts cannot have replicas"),
+    Incompatible("use_transformer_engine_op_fuser", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_mlp_glu_interleave_size", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_single_grouped_weight", _OFF, (EXPERTS,),
                  "it keeps all experts in one weight, and replicas are further weights"),

@@ -152,6 +152,7 @@ QUANTIZED = {
         "--first-last-layers-bf16",
         "drop it, or --fp8-param-gather",
     ),
+    "one weight": ({"fp8": None, "moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
     "4 bits": ({"fp8": None, "fp4": "e2m1"}, "--fp4-format e2m1", "use --fp8-format"),
 }
 

@@ -40,13 +40,13 @@ PARTS = (
     Part(
         "experts",
         "test_parity_on_devices.py::test_replicas_on_a_device",
-        150,
+        120,
         2,
         "losses with replicas of experts",
         _TWO,
     ),
     Part(
-        "sequences", "test_parity_on_devices.py::test_documents_on_a_device", 240, 2, "losses under each planner", _TWO
+        "sequences", "test_parity_on_devices.py::test_documents_on_a_device", 180, 2, "losses under each planner", _TWO
     ),
     Part(
         "layers",
@@ -65,7 +65,7 @@ PARTS = (
         _TWO,
     ),
     Part(
-        "races", "test_races_on_devices.py::test_late_streams_on_a_device", 180, 2, "late streams change no bit", _TWO
+        "races", "test_races_on_devices.py::test_late_streams_on_a_device", 150, 2, "late streams change no bit", _TWO
     ),
     Part(
         "stream sanitizer",
@@ -105,5 +105,13 @@ PARTS = (
         4,
         "all three balancers with its layers",
         _FOUR,
+    ),
+    Part(
+        "Transformer Engine's experts",
+        "test_parity_on_devices.py::test_transformer_engines_experts_on_a_device",
+        120,
+        2,
+        "replicas as further weights, in 16 and 8 bits",
+        _TWO,
     ),
 )

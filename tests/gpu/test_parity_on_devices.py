@@ -55,6 +55,45 @@ def test_replicas_on_a_device(ranks, device, tmp_path, figure):
     figure(str(seen))
 
 
+def test_transformer_engines_experts_on_a_device(ranks, device, tmp_path, figure):
+    """Replicas as further weights of Transformer Engine's grouped linear layers, in 16 bits and in as few as the GPU
+    multiplies, quantized for each step and stored so; on the CPU torch's grouped GEMM."""
+    cases = {"grouped": ""}
+    options: dict[str, Any] = {}
+    if device == "cuda":
+        pytest.importorskip(
+            "transformer_engine.pytorch", reason="Transformer Engine is not installed", exc_type=ImportError
+        )
+        options = {"precision": "bf16", "layers": "--transformer-impl transformer_engine"}
+        cases |= _quantizations()
+    experts = EXPERTS.replace("--moe-ffn-hidden-size 64", "--moe-ffn-hidden-size 256")
+    seen = Differences()
+    for number, (name, flags) in enumerate(cases.items()):
+        argv = [*base(device, **options), *f"{experts} --moe-grouped-gemm --use-distributed-optimizer {flags}".split()]
+        report = tmp_path / str(number)
+        balanced = run(ranks, 2, [*argv, *f"--balance-experts --expert-min-gain 0 --balance-report {report}".split()])
+        assert replicated(report) > 4, "hardly anything was replicated"
+        precision = "fp8" if flags else options.get("precision", "fp32")
+        seen.check(precision, name, difference(balanced, run(ranks, 2, argv)))
+    figure(str(seen))
+
+
+def _quantizations() -> dict[str, str]:
+    """Flags of recipes that this GPU has, by name."""
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    recipes = ["tensorwise"] if capability >= (8, 9) else []
+    recipes += ["blockwise"] if (9, 0) <= capability < (10, 0) else ["mxfp8"] if capability >= (10, 0) else []
+    flags = {recipe: f"--fp8-format e4m3 --fp8-recipe {recipe}" for recipe in recipes}
+    stored = {
+        f"{recipe}, stored": f"{given} --fp8-param-gather"
+        + (" --reuse-grad-buf-for-mxfp8-param-ag --overlap-param-gather --overlap-grad-reduce" * (recipe == "mxfp8"))
+        for recipe, given in flags.items()
+    }
+    return flags | stored
+
+
 def test_documents_on_a_device(ranks, device, tmp_path, figure):
     """Documents spread over two ranks by each planner, against one rank that has them all."""
     longest = 20 if device == "cpu" else 300

@@ -37,8 +37,9 @@ EXPERTS = (
     "--expert-model-parallel-size 2"
 )
 
-# How far a loss may be from that of the unbalanced run, relative: sums in another order, after a few steps of Adam.
-TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
+# How far a loss may be from that of the unbalanced run, relative: sums in another order, after a few steps of Adam. In
+# 8 bits, tokens that are quantized together are others.
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 2e-2}
 
 
 def base(device: str, precision: str = "fp32", data: str = MOCK_DATA, layers: str = _OWN_LAYERS) -> list[str]:

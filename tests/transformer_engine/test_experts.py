@@ -1,6 +1,7 @@
 """Replicas of experts in a model of Transformer Engine's layers, and its grouped linear with replicas in slots."""
 
 import json
+import os
 from functools import wraps
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.transformer_engine.model import EXPERTS, SINGLE, TE, assert_c
 
 EP2 = "--expert-model-parallel-size 2"
 EIGHT = EXPERTS.replace("--num-experts 4", "--num-experts 8")
+OP_FUSER = "--use-transformer-engine-op-fuser"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 # ranks, flags
 CASES = {
@@ -81,6 +83,8 @@ def _train_watched(argv: list[str]) -> tuple[RankRun, list[int], list[str]]:
     from balancing.experts.engine.slots import ReplicaSlots
     from tests.experts.test_fusion import _train_fused
 
+    if OP_FUSER in argv:
+        os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # without which Megatron-LM does not try
     groups: list[int] = []
     wrong: list[str] = []
     buffers: set[int] = set()  # addresses of memory
@@ -119,10 +123,18 @@ def _train_watched(argv: list[str]) -> tuple[RankRun, list[int], list[str]]:
     return run, groups, wrong
 
 
-def test_homes_and_replicas_are_one_product(model_of, tmp_path):
+ONE_PRODUCT = {
+    "activation computed again": "--recompute-granularity selective --recompute-modules moe_act",
+    "slots shared": "--expert-replica-mode shared",
+    "fused operations": OP_FUSER,
+}
+
+
+@pytest.mark.parametrize("case", cases(ONE_PRODUCT, "slots shared", "fused operations"))
+def test_homes_and_replicas_are_one_product(model_of, tmp_path, case):
     """No weight is copied for a product, none more is started, and gradients are added to buffers by the products."""
     model = model_of(EIGHT)
-    flags = f"{EP2} --moe-grouped-gemm --train-iters 3 --recompute-granularity selective --recompute-modules moe_act"
+    flags = f"{EP2} --moe-grouped-gemm --train-iters 3 {ONE_PRODUCT[case]}"
     balance = f"--balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
     balanced = model.pool.run(2, _train_watched, model.argv(f"{flags} {balance}"))
     unbalanced = model.pool.run(2, _train_watched, model.argv(flags))

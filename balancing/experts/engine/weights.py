@@ -24,7 +24,7 @@ class WeightFormat:
 
     def replica(self, parameter: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A leaf of autograd like `parameter` that is stored in `parts`."""
-        return parts[0].detach().requires_grad_()
+        return torch.nn.Parameter(parts[0])
 
     def received(self, replicas: Parameters) -> None:
         """The parts of `replicas` have been received."""
@@ -53,7 +53,8 @@ class WeightLayout:
 
     def flat(self, parameters: Parameters) -> torch.Tensor:
         """A copy of an expert's parameters, [size]."""
-        parts = [part.reshape(-1).view(self.dtype) for p in parameters for part in self._format.parts(p)]
+        parts = [part.reshape(-1) for p in parameters for part in self._format.parts(p)]
+        parts = [part if part.dtype is self.dtype else part.view(self.dtype) for part in parts]
         return torch.cat(
             [
                 part if used == size else torch.nn.functional.pad(part, (0, size - used))
