@@ -37,11 +37,16 @@ REFUSED = {
         "--moe-expert-capacity-factor without it",
     ),
     "latent experts": ("--moe-latent-size 16", "--moe-latent-size 16", "Transformer Engine", "drop it"),
-    "paged stash": (f"{BALANCE} --moe-paged-stash", "--moe-paged-stash", "fused experts", "drop it"),
     "interleaved halves": (
         f"{BALANCE} --moe-mlp-glu-interleave-size 8",
         "--moe-mlp-glu-interleave-size 8",
         "use --transformer-impl transformer_engine --moe-grouped-gemm",
+    ),
+    "budget of a rank": (
+        f"{BALANCE} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash",
+        "--moe-expert-rank-capacity-factor 1.5",
+        "--moe-paged-stash",
+        "drop it",
     ),
     "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),
     "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),

@@ -1,6 +1,7 @@
 """Flags of published recipes at toy size: `--balance-experts` changes no number of the same run without it."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -134,11 +135,16 @@ def _train_padded(argv: list[str], keep_parameters: bool) -> RankRun:
     return run
 
 
+def _rank_of(argv: list[str]) -> Callable[[list[str], bool], RankRun]:
+    """The body of a rank that has the stand-ins which the flags need."""
+    if "--moe-router-padding-for-quantization" in argv:
+        return _train_padded
+    return train_flex if "flex" in argv else train_fused
+
+
 def _train(pool: Any, ranks: int, flags: str) -> Run:
     argv = [*MODEL, *MOCK_DATA, *EXACT, *SIZES.split(), *flags.split()]
-    padded = "--moe-router-padding-for-quantization" in argv
-    one = _train_padded if padded else train_flex if "flex" in argv else train_fused
-    return join(pool.run(ranks, one, argv, True))
+    return join(pool.run(ranks, _rank_of(argv), argv, True))
 
 
 def balanced_run(pool: Any, folder: Any, ranks: int, flags: str, least: int = 4) -> Run:
@@ -178,3 +184,73 @@ def test_recipes_train_alike_with_replicas(pool, tmp_path, recipe):
 def test_every_router_keeps_its_numbers(pool, tmp_path, router):
     flags = f"{QWEN3} --moe-token-dispatcher-type alltoall {ROUTERS[router]}"
     assert_same(balanced_run(pool, tmp_path, 2, flags), _plain_run(pool, 2, flags))
+
+
+def _operations(argv: list[str]) -> dict[str, int]:
+    """Operations of ours for one micro-batch and layer with replicas, forward: before and behind Megatron-LM's
+    dispatcher, without those that it starts itself."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron.balanced.experts.moe_layer import BalancedMoELayer
+
+    started, inner, found = 0, 0, {"preprocess": 0, "postprocess": 0}
+    views = {"view", "t", "transpose", "slice", "select", "unsqueeze", "detach", "alias", "expand", "as_strided"}
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal started
+            started += func.name().removeprefix("aten::").partition(".")[0].lstrip("_") not in views
+            return func(*args, **(kwargs or {}))
+
+    def count(name: str) -> None:
+        theirs, ours = getattr(MoELayer, name), getattr(BalancedMoELayer, name)
+
+        def of_megatron(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inner
+            before = started
+            result = theirs(self, *args, **kwargs)
+            inner += started - before
+            return result
+
+        def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal started, inner
+            started = inner = 0
+            with Counted():
+                result = ours(self, *args, **kwargs)
+            if self.training and self.token_dispatcher is self._physical:
+                found[name] = max(found[name], started - inner)
+            return result
+
+        setattr(MoELayer, name, of_megatron)
+        setattr(BalancedMoELayer, name, whole)
+
+    count("preprocess")
+    count("postprocess")
+    _rank_of(argv)(argv, False)
+    return found
+
+
+# flags, and how many operations ours are at most before and behind the dispatcher
+LAUNCHES = {
+    "alltoall": ("--moe-token-dispatcher-type alltoall", 18, 8),
+    "alltoall, fused": (f"--moe-token-dispatcher-type alltoall {FUSED}", 18, 0),
+    "alltoall, fused, padded": (
+        f"--moe-token-dispatcher-type alltoall {FUSED} --moe-router-padding-for-quantization",
+        19,
+        0,
+    ),
+    "DeepEP": (f"{DEEPEP} {FUSED}", 18, 0),
+    "HybridEP": (f"{HYBRIDEP} {FUSED}", 18, 0),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == "alltoall, fused" else pytest.mark.exhaustive) for case in LAUNCHES]
+)
+def test_operations_around_the_dispatcher(pool, case):
+    flags, before, behind = LAUNCHES[case]
+    balanced = f"{SIZES} {QWEN3} {flags} --balance-experts --expert-min-gain 0"
+    argv = [*MODEL, *MOCK_DATA, *EXACT, *balanced.split()]
+    for found in pool.run(2, _operations, argv):
+        assert found == {"preprocess": before, "postprocess": behind}
