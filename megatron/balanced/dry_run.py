@@ -254,7 +254,7 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
     model: Megatron-LM's config.
     chunks: [model chunk] -> MoE layers on that rank.
     slots: maximal number of replicas of a layer.
-    shared: whether two buffers serve all layers of a chunk.
+    shared: whether two buffers serve all layers of a chunk, or four where messages of experts are overlapped.
     """
     ffn, hidden = model.moe_ffn_hidden_size // model.expert_tensor_parallel_size, model.hidden_size
     wide = ffn * (2 if model.gated_linear_unit else 1)
@@ -262,4 +262,9 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
     if model.add_bias_linear:
         shapes += [(wide,), (hidden,)]
     expert = [torch.empty(shape, dtype=model.params_dtype, device="meta") for shape in shapes]
-    return sum(ReplicaSlots.bytes_needed([[expert]] * layers, slots, shared=shared) for layers in chunks if layers)
+    alternating = model.overlap_moe_expert_parallel_comm
+    return sum(
+        ReplicaSlots.bytes_needed([[expert]] * layers, slots, shared=shared, alternating=alternating)
+        for layers in chunks
+        if layers
+    )

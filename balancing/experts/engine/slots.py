@@ -8,7 +8,9 @@ are in no optimizer and no checkpoint.
 
 Slots have two modes. Resident: each layer has its own buffer; weights are sent once an iteration and gradients returned
 once, whatever the number of micro-batches. Shared: two buffers serve all layers; while one layer computes, the next
-layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass.
+layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass. Where
+forward passes alternate with backward passes of another micro-batch, layer by layer, one is in the first half of the
+layers while the other is in the second, and each half has two buffers.
 
 Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a transfer's turns are posted one at a time
 (`advance`), with compute in between.
@@ -76,6 +78,10 @@ class _Reduction(NamedTuple):
     received: list[tuple[int, torch.Tensor]]
 
 
+def _buffers(layers: int, shared: bool, alternating: bool) -> int:
+    return min(4 if alternating else 2, layers) if shared else layers
+
+
 class ReplicaSlots:
     """The replica slots of this rank for the MoE layers of one model chunk.
 
@@ -83,6 +89,7 @@ class ReplicaSlots:
     slots: maximal number of replicas of a layer on this rank.
     group: expert-parallel group, used for nothing else at the same time.
     shared: whether two buffers serve all layers, instead of one buffer for each layer.
+    alternating: whether a forward and a backward pass alternate, for which shared slots have four buffers.
     gradient: home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in.
     final: called with a layer's number before the weights of its homes are read.
     complete: called with a layer's number after each backward pass, when the gradients of its replicas have been added
@@ -99,6 +106,7 @@ class ReplicaSlots:
         gradient: Callable[[torch.Tensor], torch.Tensor],
         final: Callable[[int], None],
         complete: Callable[[int], None],
+        alternating: bool = False,
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
         self._statistics = TransferStatistics()
@@ -114,7 +122,7 @@ class ReplicaSlots:
         self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
         self._waits: list[tuple[Any, Any]] = []  # begin and end, marks of the clock
         self._gradient_dtype = torch.float64 if self._dtype is torch.float64 else torch.float32
-        buffers = min(2, len(homes)) if shared else len(homes)
+        buffers = _buffers(len(homes), shared, alternating)
         self._weights = torch.zeros(buffers, slots, self._size, dtype=self._dtype, device=self._device)
         # Leaves of autograd. They share the buffers' memory but not their version counters: a shared buffer is written
         # again between a forward pass and its backward pass, and holds the same weights when the backward pass runs.
@@ -137,20 +145,25 @@ class ReplicaSlots:
         self._micro_batches = 1
 
     @staticmethod
-    def bytes_needed(homes: Sequence[Sequence[Parameters]], slots: int, *, shared: bool) -> int:
-        """Bytes of memory that `ReplicaSlots(homes, slots, ..., shared=shared)` takes on this rank, with gradients."""
+    def bytes_needed(
+        homes: Sequence[Sequence[Parameters]], slots: int, *, shared: bool, alternating: bool = False
+    ) -> int:
+        """Bytes of memory that `ReplicaSlots` takes on this rank, with gradients. Parameters as there."""
         size = sum(p.numel() for p in homes[0][0])
         weight, gradient = homes[0][0][0].element_size(), max(4, homes[0][0][0].element_size())
-        layers = len(homes)
-        buffers = min(2, layers) if shared else layers  # of shared gradients, one is filled while the other is sent
-        return slots * size * buffers * (weight + gradient)
+        # Of shared gradients, one is filled while the other is sent.
+        weights, gradients = (_buffers(len(homes), shared, more) for more in (alternating, False))
+        return slots * size * (weights * weight + gradients * gradient)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         pieces = flat.split([shape.numel() for shape in self._shapes])
         return [p.view(shape).detach().requires_grad_() for p, shape in zip(pieces, self._shapes, strict=True)]
 
     def _buffer(self, layer: int) -> int:
-        return layer % 2 if self.shared else layer
+        buffers, layers = len(self._weights), len(self.homes)
+        if buffers == layers:
+            return layer
+        return layer % 2 + (2 if buffers > 2 and layer >= layers / 2 else 0)
 
     # Trans.
 

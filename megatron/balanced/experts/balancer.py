@@ -146,7 +146,8 @@ class ExpertBalancer(StepCallback):
         slots, mode = self.config.expert_replica_slots, self.config.expert_replica_mode
         resident = ReplicaSlots.bytes_needed(homes, slots, shared=False)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)
-        need = ReplicaSlots.bytes_needed(homes, slots, shared=shared)
+        alternating = self._args.overlap_moe_expert_parallel_comm
+        need = ReplicaSlots.bytes_needed(homes, slots, shared=shared, alternating=alternating)
         if need <= free:
             return shared, None
         more = "" if shared else ", or more with --expert-replica-mode shared"

@@ -48,6 +48,7 @@ class ExpertChunk:
             gradient=lambda parameter: parameter.main_grad,
             final=self._finish_gathers,
             complete=self._release,
+            alternating=layers[0].config.overlap_moe_expert_parallel_comm,
         )
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position
