@@ -256,7 +256,7 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
     model: Megatron-LM's config.
     chunks: [model chunk] -> MoE layers on that rank.
     slots: maximal number of replicas of a layer.
-    shared: whether two buffers serve all layers of a chunk.
+    shared: whether two buffers serve all layers of a chunk, or four where messages of experts are overlapped.
     """
     from megatron.balanced.experts.quantized_weights import copied_bytes
 
@@ -268,9 +268,7 @@ def slot_bytes(model: Any, chunks: Sequence[int], slots: int, *, shared: bool) -
         shapes += [(wide,), (hidden,)]
     expert = [torch.empty(shape, dtype=model.params_dtype, device="meta") for shape in shapes]
     copies = 0 if model.fp8_param else copied_bytes(model)  # stored by row and by column, 8 bits take as much as 16
-    needs = [
-        ReplicaSlots.bytes_needed([[expert]] * layers, slots, shared=shared, copies=copies)
-        for layers in chunks
-        if layers
-    ]
-    return sum(needs)
+    stored = {"copies": copies, "alternating": model.overlap_moe_expert_parallel_comm}
+    return sum(
+        ReplicaSlots.bytes_needed([[expert]] * layers, slots, shared=shared, **stored) for layers in chunks if layers
+    )

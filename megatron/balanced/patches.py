@@ -25,6 +25,7 @@ from megatron.balanced.config import BalanceConfig
 from megatron.balanced.dry_run import assumes_gpus
 from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.experts.mtp import with_the_models_modules
+from megatron.balanced.layers.graphs import remembered
 from megatron.balanced.model import replaces_in_prediction
 from megatron.balanced.sequences.packed_messages import with_flat_batches
 
@@ -133,6 +134,10 @@ def _splits_experts(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return config.experts.balance_experts and args.moe_token_dispatcher_type == "alltoall"
 
 
+def _captures_layers(args: argparse.Namespace, config: BalanceConfig) -> bool:
+    return config.layers.enabled and args.cuda_graph_impl == "transformer_engine"
+
+
 def _replaces_in_prediction(args: argparse.Namespace, config: BalanceConfig) -> bool:
     return replaces_in_prediction(args, config.experts, config.sequences, config.dynamics)
 
@@ -185,6 +190,14 @@ PATCHES = (
         signature=("config", "transformer_layer_spec", "vp_stage"),
         versions=("0.19.2",),
         needed=_replaces_in_prediction,
+    ),
+    Patch(
+        target="megatron.training.training:TECudaGraphHelper",
+        replacement=remembered,
+        why="Megatron-LM captures CUDA graphs once, and layers that move need new ones",
+        signature=("model", "config", "seq_length", "micro_batch_size", "optimizers", "pg_collection"),
+        versions=("0.19.2",),
+        needed=_captures_layers,
     ),
     Patch(
         target="megatron.training.training:get_forward_backward_func",

@@ -10,6 +10,7 @@ input when it ends.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -88,8 +89,12 @@ class TimingHooks:
             hidden_in = args[0] if args else kwargs["hidden_states"]
             part.leave(hidden_in, output[0] if isinstance(output, tuple) else output)
 
-        layer.register_forward_pre_hook(part.enter)
-        layer.register_forward_hook(leave, with_kwargs=True)
+        if getattr(layer, "cuda_graphs", None) is None:
+            layer.register_forward_pre_hook(part.enter)
+            layer.register_forward_hook(leave, with_kwargs=True)
+        else:  # a replay runs no hooks, and nothing is captured that has some
+            for name in ("forward", "_te_cuda_graph_replay"):
+                setattr(layer, name, _between(getattr(layer, name), partial(part.enter, layer), partial(leave, layer)))
         for module in layer.modules():
             if isinstance(module, TopKRouter):
                 self._watch_router(module, part, layer)
@@ -209,6 +214,19 @@ class TimingHooks:
         micro_batch, begin = self._open.pop(part, (0, None))
         if begin is not None and self.step is not None:
             self.step.spans.append(("backward", part.layer, part.chunk, micro_batch, begin, self.clock.mark()))
+
+
+def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
+    """`run` with calls before and after it, as those of a module's hooks."""
+
+    @wraps(run)
+    def run_between(*args: Any, **kwargs: Any) -> Any:
+        enter()
+        output = run(*args, **kwargs)
+        leave(args, kwargs, output)
+        return output
+
+    return run_between
 
 
 class _Part:

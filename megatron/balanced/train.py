@@ -23,6 +23,7 @@ from megatron.balanced.dynamics.schemes import dynamics_callbacks
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.dropout import DropoutStreams
+from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.release import Released
 from megatron.balanced.model import model_config
 from megatron.balanced.observer import Observer
@@ -93,6 +94,8 @@ def _features(
         features.append(LayerBalancer(args, config.layers, model, observer))
         if args.attention_dropout or args.hidden_dropout:
             features.append(DropoutStreams(args))
+        if args.cuda_graph_impl == "transformer_engine":
+            features.append(GraphsOfLayers())
     on_documents = None if observer is None else observer.documents
     forward = partial(forward_step, on_documents=on_documents, sequences=sequences)
     datasets = train_valid_test_datasets

@@ -5,7 +5,9 @@ another.
 """
 
 import json
+from collections import Counter
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,12 @@ CASES = {
     "more tokens": (2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights"),
     "ETP 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"),
 }
+
+
+def _moved(folder: Path) -> Counter:
+    """Iteration and layer -> bytes of weights and gradients."""
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return Counter({(x["iteration"], x["layer"]): x["moved_bytes"] for x in lines if x["action"] == "replicate"})
 
 
 def _train_in_parts(argv: list[str]) -> tuple[RankRun, int]:
@@ -68,3 +76,15 @@ def test_replicas_of_two_micro_batches_in_parts_change_no_number(pool, tmp_path,
     _assert_same(join([run for run, _ in results]), reference)
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line["action"] == "replicate" for line in lines) > 5, "hardly anything was replicated"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layers", [5, 8])
+def test_passes_that_alternate_send_no_weights_twice(pool, tmp_path, layers):
+    """Shared slots hold what the passes of both micro-batches need next."""
+    flags = f"--num-layers {layers} --balance-experts --expert-min-gain 0 --expert-replica-mode shared"
+    for name, more in (("one", ""), ("two", "--overlap-moe-expert-parallel-comm")):
+        train(pool, 2, f"{flags} {more} --balance-report {tmp_path / name}", base=BASE)
+    one, two = _moved(tmp_path / "one"), _moved(tmp_path / "two")
+    assert one.keys() == two.keys() and len(one) > 2 * layers
+    assert two.total() <= one.total()

@@ -11,7 +11,8 @@ import pytest
 
 from tests.experts.test_fusion import _train_fused
 from tests.experts.test_training import _assert_same
-from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, join, train_rank
+from tests.support.moving import moving_rank
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, join, train, train_rank
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 
 BASE = [
@@ -95,6 +96,54 @@ def test_replicas_beside_graphs_of_delayed_gradients(model_of, case):
     layers = 2 if layout else 4
     assert all(len(graphs) == layers * 4 * 3 for _, graphs, _ in results), "forward, backward, weight gradients"
     assert_close(join([run for run, *_ in results]), model.alone("--moe-grouped-gemm"), 1e-5, 1e-4)
+
+
+def _move_on_graphs(argv: list[str], plans: Any) -> tuple[RankRun, list[tuple[int, int]], int]:
+    """Train with layers that move. Returns the run, the graphs as `_train_on_graphs` does, and the measured layers'
+    forward passes of the last step."""
+    from megatron.balanced.observer import Observer
+    from tests.support import cuda_graphs
+
+    cuda_graphs.install()
+    measured: list[Any] = []
+    record = Observer._record
+
+    def recorded(self: Any, step: Any) -> Any:
+        measured[:] = [span for span in step.spans if span[0] == "forward" and isinstance(span[1], int)]
+        return record(self, step)
+
+    Observer._record = recorded
+    run, _ = moving_rank(argv, plans)
+    return run, [(graph.captured, graph.replays) for graph in cuda_graphs.captured], len(measured)
+
+
+# model, ranks, flags, graphs
+MOVED_CASES = {
+    "PP 2": ("", 2, "", "attn mlp"),
+    "experts, both overlaps": (
+        EXPERTS,
+        4,
+        f"--expert-model-parallel-size 2 --moe-grouped-gemm {GRADIENTS}",
+        "attn moe_router",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", cases(MOVED_CASES, "experts, both overlaps"))
+def test_graphs_of_layers_that_moved_are_captured_anew(model_of, case):
+    model, ranks, flags, graphs = MOVED_CASES[case]
+    model = model_of(model)
+    flags = f"--pipeline-model-parallel-size 2 {flags}"
+    argv = model.argv(f"{flags} {GRAPHS} {graphs} --train-iters 5 --balance-layers")
+    results = model.pool.run(ranks, _move_on_graphs, argv, {2: ((1,), (3,)), 3: ((3,), (1,))})
+    for rank, (_, found, measured) in enumerate(results):
+        layers = [2, 1, 3] if rank < ranks // 2 else [2, 3, 1]
+        batches = len(found) // (2 * sum(layers))
+        replays = [n for many, times in zip(layers, (1, 1, 2), strict=True) for n in [times] * (2 * many * batches)]
+        assert [replayed for _, replayed in found] == replays, "each capture serves the iterations up to the next move"
+        assert measured == layers[-1] * batches
+    stayed = train(model.pool, ranks, base=model.argv(f"{flags} --train-iters 5"), parameters=True)
+    assert_close(join([run for run, *_ in results]), stayed)
 
 
 def _capture() -> dict[str, Any]:

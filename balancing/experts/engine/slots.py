@@ -8,7 +8,9 @@ are in no optimizer and no checkpoint.
 
 Slots have two modes. Resident: each layer has its own buffer; weights are sent once an iteration and gradients returned
 once, whatever the number of micro-batches. Shared: two buffers serve all layers; while one layer computes, the next
-layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass.
+layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass. Where
+forward passes alternate with backward passes of another micro-batch, layer by layer, one is in the first half of the
+layers while the other is in the second, and each half has two buffers.
 
 Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a transfer's turns are posted one at a time
 (`advance`), with compute in between.
@@ -75,6 +77,10 @@ class _Reduction(NamedTuple):
     received: list[tuple[int, torch.Tensor]]
 
 
+def _buffers(layers: int, shared: bool, alternating: bool) -> int:
+    return min(4 if alternating else 2, layers) if shared else layers
+
+
 class ReplicaSlots:
     """The replica slots of this rank for the MoE layers of one model chunk.
 
@@ -82,6 +88,7 @@ class ReplicaSlots:
     slots: maximal number of replicas of a layer on this rank.
     group: expert-parallel group, used for nothing else at the same time.
     shared: whether two buffers serve all layers, instead of one buffer for each layer.
+    alternating: whether a forward and a backward pass alternate, for which shared slots have four buffers.
     gradient: home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in.
     fused: whether products with a replica's weight add its gradient to the attribute `main_grad` of the weight, which
         has the type of `gradient` then, rather than to `grad`.
@@ -103,6 +110,7 @@ class ReplicaSlots:
         complete: Callable[[int], None],
         fused: bool = False,
         format: WeightFormat | None = None,
+        alternating: bool = False,
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
         self._statistics = TransferStatistics()
@@ -123,7 +131,7 @@ class ReplicaSlots:
         self._gradient_dtype = torch.float64 if first[0].dtype is torch.float64 else torch.float32
         if fused:
             self._gradient_dtype = gradient(first[0]).dtype
-        buffers = min(2, len(homes)) if shared else len(homes)
+        buffers = _buffers(len(homes), shared, alternating)
         self._weights = torch.zeros(buffers, slots, self._layout.size, dtype=self._layout.dtype, device=self._device)
         # Leaves of autograd. They share the buffers' memory but not their version counters: a shared buffer is written
         # again between a forward pass and its backward pass, and holds the same weights when the backward pass runs.
@@ -151,23 +159,27 @@ class ReplicaSlots:
         slots: int,
         *,
         shared: bool,
+        alternating: bool = False,
         format: WeightFormat | None = None,
         copies: int = 0,
     ) -> int:
         """Bytes of memory that replicas take on this rank, with gradients.
 
-        homes, slots, shared, format: as in `ReplicaSlots`.
+        homes, slots, shared, alternating, format: as in `ReplicaSlots`.
         copies: bytes that the layers keep for each number of a replica beside the slots, such as a quantized weight.
         """
         size = sum(p.numel() for p in homes[0][0])
-        gradients = size * max(4, homes[0][0][0].element_size())
-        layers = len(homes)
-        buffers = min(2, layers) if shared else layers  # of shared gradients, one is filled while the other is sent
         stored = WeightLayout(homes[0][0], format or WeightFormat()).nbytes
-        return slots * (buffers * (stored + gradients) + layers * size * copies)
+        gradient = size * max(4, homes[0][0][0].element_size())
+        # Of shared gradients, one is filled while the other is sent.
+        weights, gradients = (_buffers(len(homes), shared, more) for more in (alternating, False))
+        return slots * (weights * stored + gradients * gradient + len(homes) * size * copies)
 
     def _buffer(self, layer: int) -> int:
-        return layer % 2 if self.shared else layer
+        buffers, layers = len(self._weights), len(self.homes)
+        if buffers == layers:
+            return layer
+        return layer % 2 + (2 if buffers > 2 and layer >= layers / 2 else 0)
 
     # Trans.
 

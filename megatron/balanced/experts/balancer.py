@@ -150,7 +150,8 @@ class ExpertBalancer(StepCallback):
         stored = {"format": weight_format(homes[0][0]), "copies": copied_bytes(layers[0].config)}
         resident = ReplicaSlots.bytes_needed(homes, slots, shared=False, **stored)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)
-        need = ReplicaSlots.bytes_needed(homes, slots, shared=shared, **stored)
+        alternating = self._args.overlap_moe_expert_parallel_comm
+        need = ReplicaSlots.bytes_needed(homes, slots, shared=shared, alternating=alternating, **stored)
         if need <= free:
             return shared, None
         more = "" if shared else ", or more with --expert-replica-mode shared"

@@ -57,6 +57,7 @@ class ExpertChunk:
             complete=self._release,
             fused=_accumulates_fused(layers[0].experts),
             format=weight_format(homes[0][0]),
+            alternating=layers[0].config.overlap_moe_expert_parallel_comm,
         )
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position

@@ -48,6 +48,12 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             f"--layer-planner {layers.layer_planner} cannot leave the stages after multi-token prediction without "
             "layers; use optimal or uniform"
         )
+    drops = args.attention_dropout or args.hidden_dropout
+    if drops and (args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph):
+        raise ValueError(
+            f"{flag} draws dropout from a stream of each layer, which a CUDA graph does not follow; use "
+            "--attention-dropout 0 --hidden-dropout 0, or --cuda-graph-impl none"
+        )
     if chunks > 1 and layers.layer_planner in ONE_CHUNK:
         raise ValueError(
             f"--layer-planner {layers.layer_planner} plans one chunk a stage, not {chunks}; use optimal or uniform"

@@ -1,0 +1,75 @@
+"""CUDA graphs of layers (`--cuda-graph-impl transformer_engine`), captured anew after each move.
+
+A graph holds the addresses of the weights and gradients that it was captured with, and a move gives all of them new
+ones, also those of layers that stay. Megatron-LM's training loop keeps one object with all graphs and captures once.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from megatron.balanced.callbacks import StepCallback
+
+__all__ = ["GraphsOfLayers", "remembered"]
+
+_helpers: list[Any] = []  # of the run in progress
+
+
+def remembered(original: Any) -> Any:
+    """Replaces `TECudaGraphHelper` by a class whose object `GraphsOfLayers` finds."""
+
+    @functools.wraps(original, updated=())
+    class Helper(original):
+        def __init__(
+            self,
+            model: Any,
+            config: Any,
+            seq_length: int,
+            micro_batch_size: int,
+            optimizers: Any = (),
+            pg_collection: Any = None,
+        ) -> None:
+            super().__init__(model, config, seq_length, micro_batch_size, optimizers, pg_collection)
+            self.anew = functools.partial(
+                original.__init__, self, model, config, seq_length, micro_batch_size, optimizers, pg_collection
+            )
+            _helpers[:] = [self]
+
+    return Helper
+
+
+class GraphsOfLayers(StepCallback):
+    """Captures the graphs of the layers that a rank has after a move, where graphs were captured before. To be the last
+    of the callbacks, since a capture runs the layers as they will be."""
+
+    def __init__(self) -> None:
+        self._model: list[Any] = []
+
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        self._model = chunks
+
+    def layers_moved(self) -> None:
+        for helper in _helpers:
+            finished = helper.capture_finished()
+            if helper.graphs_created():
+                helper.delete_cuda_graphs()
+            helper.anew()
+            if finished:
+                self._capture(helper)
+
+    def _capture(self, helper: Any) -> None:
+        """Capture as Megatron-LM does: without hooks, which gather parameters before a replay instead."""
+        hooked = [
+            ddp for ddp in self._model if ddp.ddp_config.overlap_param_gather and ddp.remove_forward_pre_hook_handles
+        ]
+        for ddp in hooked:
+            ddp.disable_forward_pre_hook(param_sync=False)
+        helper.create_cudagraphs()
+        for ddp in hooked:
+            ddp.enable_forward_pre_hook()
+        if hooked:
+            helper.cuda_graph_set_manual_hooks()
+
+    def end_training(self) -> None:
+        _helpers.clear()
