@@ -60,8 +60,8 @@ def plan_sequences(
     scheduler: for "hybrid", as in `baselines.hybrid_groups`.
 
     Methods:
-    - "chunks": one layout, balanced in tokens and in area. Keys and values of a cut sequence are gathered, or go round
-      a ring between nodes where gathering is not hidden and takes longer.
+    - "chunks": one layout, balanced in tokens and in area; in that of windows, if all layers have one. Keys and values
+      of a cut sequence are gathered, or go round a ring between nodes where gathering is not hidden and takes longer.
     - "zones": Zeppelin's, balanced in area, with tokens remapped for linear layers. Without a capacity a rank holds at
       most 1.5 times the mean in attention. If sequences do not pack into a tight capacity, all are cut over all ranks.
     - "ring", "gather": every sequence over all ranks.
@@ -129,7 +129,8 @@ class _Planner:
     def plan(self, method: str) -> SequencePlan:
         ranks, capacity = self.cluster.world_size, self.capacity
         if method == "chunks":
-            attention = balanced_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk)
+            window = self.shape.window if self.shape.windowed_layers == self.shape.layers else None
+            attention = balanced_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk, window=window)
         elif method == "zones":
             room = int(max(self.quotas) * _ZONES_ROOM) if capacity is None else capacity
             zones = zone_layout(self.lengths, self.cluster, self.shape, room)

@@ -8,7 +8,8 @@ without data, with messages that are not sent and a kernel that computes nothing
 
 - calls: of attention, each one launch of flash attention on a GPU; rounds: transfers that bring the rank keys.
 - merges: of partial results, forward.
-- launches: attention, merges and every other operation on tensors that writes memory (copies, sums, conversions).
+- launches: attention, merges, sums of gradients and every other operation on tensors that writes memory (copies,
+  conversions).
 - messages that the rank sends.
 - bytes written by what is not attention. Keys and values that travel are not among them.
 - host microseconds: processor time of the engine's Python and of torch's dispatch of operations on one number a token,
@@ -147,18 +148,23 @@ class _Unlaunched:
 
 
 @contextmanager
-def _counted_merges(counted: Counted) -> Iterator[None]:
+def _counted_kernels(counted: Counted) -> Iterator[None]:
     def merge(out: torch.Tensor, logsumexp: torch.Tensor, more_out: torch.Tensor, *unused: Any) -> None:
         counted.merges += 1
         counted.launches += 1
         counted.bytes += more_out.numel() * out.itemsize
 
-    original = attention.choose_merge
-    attention.choose_merge = lambda device: merge
+    def add(total: torch.Tensor, rows: Any, parts: tuple[torch.Tensor, ...], which: Any = None) -> None:
+        tokens = len(rows) if isinstance(rows, torch.Tensor) else rows.stop - rows.start
+        counted.launches += 1
+        counted.bytes += tokens * sum(part.shape[1:].numel() for part in parts) * total.itemsize
+
+    originals = attention.choose_merge, attention.choose_add
+    attention.choose_merge, attention.choose_add = lambda device: merge, lambda device: add
     try:
         yield
     finally:
-        attention.choose_merge = original
+        attention.choose_merge, attention.choose_add = originals
 
 
 def count(plan: SequencePlan, program: RankProgram, shape: AttentionShape, repeats: int) -> tuple[Counted, Counted]:
@@ -180,16 +186,16 @@ def count(plan: SequencePlan, program: RankProgram, shape: AttentionShape, repea
         out = attention._Attention.apply(*inputs, None, call)
         return out, inputs, torch.empty_like(out), call
 
-    with _counted_merges(forward), _Writes(forward):
+    with _counted_kernels(forward), _Writes(forward):
         out, inputs, grad, call = run(forward, shape.heads, shape.kv_heads, shape.head_size, "meta")
     call.transport.counted = call.kernel.counted = backward
-    with _Writes(backward):
+    with _counted_kernels(backward), _Writes(backward):
         torch.autograd.grad(out, inputs, grad)
     # Operations on one number a token take little longer than their dispatch.
     small = partial(run, Counted(), 1, 1, 1, "cpu")
     out, inputs, grad, _ = small()
     again = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
-    with _counted_merges(Counted()):
+    with _counted_kernels(Counted()):
         forward.microseconds, backward.microseconds = (milliseconds(one, repeats) * 1e3 for one in (small, again))
     return forward, backward
 

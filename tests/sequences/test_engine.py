@@ -164,13 +164,13 @@ def test_sinks_take_their_share_of_each_softmax(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(0, False), (7, True), (40, False)])
-def test_sliding_windows(pool: Pool, window: int, sinks: bool) -> None:
+def test_windows_over_ranks(pool: Pool, window: int, sinks: bool) -> None:
     """Of documents that are longer than the window and of shorter ones, over nodes and routed."""
     _check(pool, 4, _cases(4)[window % 3 :: 3], kind=Kind(sinks, window))
 
 
 @pytest.mark.parametrize("values", [2, 7])
-def test_values_of_another_size_than_keys(pool: Pool, values: int) -> None:
+def test_values_of_another_size_over_ranks(pool: Pool, values: int) -> None:
     """As in multi-latent attention; with windows and sinks as well. What is sent is as small as it is."""
     _check(pool, 4, _cases(4)[values % 3 :: 3], kind=Kind(values=values))
     _check(pool, 4, _cases(4)[::9], kind=Kind(True, 7, values))

@@ -1,25 +1,28 @@
-"""The kernel that merges partial results on a GPU: interpreted by Triton, equal to the reference; and compiled.
+"""The kernels that merge partial results and add gradients on a GPU: interpreted by Triton, equal to the references;
+and compiled.
 
 What it does on a GPU is tested with the kernels of attention, where there is one.
 """
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from balancing.sequences.engine import merging
-from balancing.sequences.engine.merging import merge_rows
+from balancing.sequences.engine.merging import add_rows, merge_rows
 from tests.support.patience import PATIENCE
 from tests.support.pool import single_threaded
 
 pytest.importorskip("triton")
 
 
-def test_the_kernel_merges_like_torch() -> None:
+def test_the_kernels_merge_and_add_like_torch() -> None:
     """In a process of its own: Triton decides when it is imported whether kernels are interpreted."""
-    code = "from tests.sequences.test_merge_kernel import compare; print(compare(), 'merges agree')"
+    code = "from tests.sequences.test_merge_kernel import compare, compare_sums; "
+    code += "print(compare(), 'merges and', compare_sums(), 'sums agree')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=single_threaded() | {"TRITON_INTERPRET": "1"},
@@ -28,7 +31,7 @@ def test_the_kernel_merges_like_torch() -> None:
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
-    assert "8 merges agree" in done.stdout
+    assert "8 merges and 16 sums agree" in done.stdout
 
 
 def compare() -> int:
@@ -52,6 +55,31 @@ def compare() -> int:
     return merges
 
 
+def compare_sums() -> int:
+    """Add with the kernel and with operations of torch, on the CPU: the same bits. How many sums there were."""
+    from balancing.sequences.engine.add_kernel import add_rows_fused
+
+    draw = torch.Generator().manual_seed(0)
+    sums = 0
+    for rows in (slice(3, 40), torch.randperm(50, generator=draw)[:37].int()):
+        for which in (None, torch.randperm(60, generator=draw)[:37].int()):
+            given = 37 if which is None else 60
+            for sizes, kind in (((16,), torch.float32), ((128,), torch.bfloat16), ((24, 8), torch.bfloat16)):
+                # As from a kernel that pads values, a part may lie in a wider tensor.
+                parts = tuple(torch.randn(given, 3, size + 4, generator=draw).to(kind)[..., :size] for size in sizes)
+                total = torch.randn(50, 3, sum(sizes), generator=draw)
+                found, expected = total.clone(), total.clone()
+                add_rows_fused(found, rows, parts, which)
+                add_rows(expected, rows, parts, which)
+                assert torch.equal(found, expected) and not torch.equal(found, total)
+                sums += 1
+            total, part = torch.zeros(50, 3, 8, dtype=torch.float64), torch.ones(given, 3, 8)
+            add_rows_fused(total, rows, (part,), which)
+            assert total.sum() == 37 * 24
+            sums += 1
+    return sums
+
+
 def test_operations_of_torch_take_over_where_the_kernel_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, without a device; on a device a kernel that merges wrongly is not used either."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
@@ -61,6 +89,11 @@ def test_operations_of_torch_take_over_where_the_kernel_does_not_run(monkeypatch
     assert "\n" not in str(caught[0].message)
     merging._fused.cache_clear()
     assert merging.choose_merge(torch.device("cpu")) is merge_rows
+    merging._fused_add.cache_clear()
+    with pytest.warns(UserWarning, match="added by operations of torch"):
+        assert merging.choose_add(torch.device("cuda")) is add_rows
+    merging._fused_add.cache_clear()
+    assert merging.choose_add(torch.device("cpu")) is add_rows
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -68,30 +101,37 @@ def test_operations_of_torch_take_over_where_the_kernel_does_not_run(monkeypatch
 def test_the_kernel_compiles_for_gpus_without_spills(
     architecture: int, listed: bool, capsys: pytest.CaptureFixture[str], record_property: object
 ) -> None:
+    pytest.importorskip("triton")
+    from balancing.sequences.engine import add_kernel, merge_kernel
+
+    merged = {"out": "*fp32", "logsumexp": "*fp32", "more_out": "*bf16", "more_logsumexp": "*fp32", "rows": "*i32"}
+    added = {"total": "*fp32", "part": "*bf16", "more": "*bf16", "rows": "*i32", "which": "*i32"}
+    kernels = {
+        "merge": (merge_kernel.merge_kernel, merged, merge_kernel.launch_options(128)),
+        "add": (add_kernel.add_kernel, added, add_kernel.launch_options(192, 128) | {"CHOSEN": listed}),
+    }
+    for name, (kernel, pointers, options) in kernels.items():
+        registers, spills = _compiled(kernel, pointers, options | {"LISTED": listed}, architecture)
+        with capsys.disabled():
+            print(f"\n{name} kernel, sm_{architecture}, rows {'listed' if listed else 'adjacent'}: ", end="")
+            print(f"{registers} registers, {spills} bytes spilled")
+        assert spills == 0 and registers <= 128
+
+
+def _compiled(kernel: Any, pointers: dict[str, str], options: dict[str, Any], architecture: int) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack. options: constants of the kernel and its warps."""
     from triton import compile
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from balancing.sequences.engine.merge_kernel import launch_options, merge_kernel
-
     if "nvidia" not in backends:
         pytest.skip("this Triton does not compile for Nvidia's GPUs")
-    options = launch_options(128)
-    constants = {name: options[name] for name in ("SIZE", "WIDTH", "TOKENS")} | {"LISTED": listed}
-    pointers = {"out": "*fp32", "logsumexp": "*fp32", "more_out": "*bf16", "more_logsumexp": "*fp32", "rows": "*i32"}
-    types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in merge_kernel.arg_names}
-    target = GPUTarget("cuda", architecture, 32)
-    compiled = compile(
-        ASTSource(merge_kernel, types, constexprs=constants),
-        target=target,
-        options={"num_warps": options["num_warps"]},
-    )
-    registers, spills = resources(compiled.asm["cubin"])
-    with capsys.disabled():
-        print(f"\nmerge kernel, sm_{architecture}, rows {'listed' if listed else 'adjacent'}: ", end="")
-        print(f"{registers} registers, {spills} bytes spilled")
-    assert spills == 0 and registers <= 128
+    warps = options.pop("num_warps")
+    types = {name: pointers.get(name, "constexpr" if name in options else "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, types, constexprs=options)
+    compiled = compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    return resources(compiled.asm["cubin"])
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -42,6 +42,8 @@ from tests.support.patience import PATIENCE
 
 MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, layers=32, ffn_hidden=11008)
 GQA = AttentionShape(hidden=4096, heads=32, kv_heads=4, layers=32, ffn_hidden=11008)
+# Every second layer with a window, as in GPT-OSS, and all of them.
+WINDOWED, ALL_WINDOWED = (replace(GQA, window=128, windowed_layers=layers) for layers in (16, 32))
 OWN = ("chunks", "zones", "ring", "gather", "auto")
 
 
@@ -66,7 +68,12 @@ CLUSTERS = st.builds(nodes_of, st.integers(1, 4), st.integers(1, 6), st.integers
 
 @settings(max_examples=120)
 @given(
-    LENGTHS, CLUSTERS, st.sampled_from(OWN), st.sampled_from((MHA, GQA)), st.sampled_from((1, 64, 512)), st.booleans()
+    LENGTHS,
+    CLUSTERS,
+    st.sampled_from(OWN),
+    st.sampled_from((MHA, GQA, WINDOWED, ALL_WINDOWED)),
+    st.sampled_from((1, 64, 512)),
+    st.booleans(),
 )
 @example([1], nodes_of(2, 4), "chunks", MHA, 512, False)  # fewer tokens than ranks
 @example([1, 1, 1], nodes_of(2, 4), "zones", MHA, 512, True)
@@ -222,9 +229,6 @@ def test_tiles_of_a_window_are_those_that_it_touches(window):
     assert (tile_area(plan) >= plan.area).all()
 
 
-WINDOWED = replace(GQA, window=128, windowed_layers=16)
-
-
 @pytest.mark.parametrize("ranks", [16, 64])
 def test_windowed_layers_are_level_and_send_little(ranks):
     """Where every second layer has a window of 128, as in GPT-OSS: equal tokens are nearly equal areas."""
@@ -235,6 +239,15 @@ def test_windowed_layers_are_level_and_send_little(ranks):
     assert kv_traffic(windowed).tokens.sum() <= 0.07 * kv_traffic(plan).tokens.sum()
     assert windowed.linear == plan.linear and not windowed.remapped
     assert in_window(plan, max(batch) - 1) is plan, "such a window hides nothing"
+
+
+@pytest.mark.parametrize("window", [128, 4096])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_models_of_windows_alone_are_level_in_them(distribution, window):
+    shape = replace(ALL_WINDOWED, window=window)
+    batch = draw_batch(distribution, 4096 * 16, np.random.default_rng(0))
+    plan = plan_sequences(batch, a800(16), shape=shape, method="chunks")
+    assert np.ptp(plan.tokens) == 0 and fullest(in_window(plan, window).area) <= 1.01
 
 
 def test_cost_of_windowed_layers_is_in_plans():

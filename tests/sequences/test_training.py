@@ -162,7 +162,7 @@ LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-em
         ),
     ],
 )
-def test_multi_latent_attention(pool, tmp_path, rope, layout):
+def test_latent_attention_over_ranks(pool, tmp_path, rope, layout):
     """As DeepSeek-V3's: values smaller than keys, YaRN from each document's first token, norms of the latents."""
     latent = Packed(pool, tmp_path, f"{LATENT} {rope} --normalization RMSNorm --disable-bias-linear {SHORT}")
     _assert_close(latent.train(4, f"{BALANCED} {layout}"), latent.train(1, LOSS))

@@ -17,6 +17,17 @@ CASES = {
         f"{CP2} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --moe-grouped-gemm --balance-experts "
         "--balance-layers",
     ),
+    "CP 2, TP 2, windows and sinks": (
+        "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable",
+        4,
+        f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "CP 2, TP 2, multi-latent attention": (
+        "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+        "--v-head-dim 8 --qk-layernorm --rotary-scaling-factor 4 --normalization RMSNorm --disable-bias-linear",
+        4,
+        f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
 }
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from balancing.sequences.engine.attention_call import AttentionCall, Statistics
 from balancing.sequences.engine.call_rows import CallRows, DeviceRows, rows_on_device
 from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, sink_gradient, with_sink
-from balancing.sequences.engine.merging import choose_merge
+from balancing.sequences.engine.merging import choose_add, choose_merge
 from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.engine.transport import Pending, Transport
@@ -246,7 +246,7 @@ class _Backward(_Pass):
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.dq = torch.zeros_like(self.q, dtype=self.dtype)
         self.dkv = torch.zeros_like(self.kv, dtype=self.dtype)
-        self.dk, self.dv = _halves(self.dkv, self.q)
+        self.add = choose_add(self.q.device)
         self.steps(self.call.own.program.backward)
         return self.dq, self.dkv
 
@@ -264,20 +264,11 @@ class _Backward(_Pass):
         rows = self.call.rows.calls[step.call]
         grad, q, out, logsumexp = self.of_queries(rows)
         dq, dk, dv = self.call.kernel.backward(grad, q, *self.keys(rows), out, logsumexp, rows.pieces, self.call.scale)
-        _add(self.dq, rows.queries, dq)
+        self.add(self.dq, rows.queries, (dq,))
         for which, into in rows.added:
-            _add(self.dk, into, dk if which is None else dk[which])
-            _add(self.dv, into, dv if which is None else dv[which])
+            self.add(self.dkv, into, (dk, dv), which)
 
 
 def _halves(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, of rows of the workspace. Keys are as large as queries."""
     return kv[..., : q.shape[2]], kv[..., q.shape[2] :]
-
-
-def _add(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
-    """Add `part` to rows of `total`, each of which occurs once, so that sums do not depend on an order."""
-    if isinstance(rows, slice):
-        total[rows] += part
-    else:
-        total.index_add_(0, rows, part.to(total.dtype))

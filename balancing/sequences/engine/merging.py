@@ -1,21 +1,24 @@
-"""Merging of partial results of attention into rows of those that a rank already has, in one operation a round.
+"""Merging of partial results of attention into rows of those that a rank already has, in one operation a round; and
+sums of gradients likewise.
 
-On a GPU it is one Triton kernel, which reads and writes each number once; elsewhere, and where Triton does not compile,
-a few operations of torch. Both merge in float32 (float64 stays float64).
+On a GPU each is one Triton kernel, which reads and writes each number once; elsewhere, and where Triton does not
+compile, a few operations of torch. All merge and add in float32 (float64 stays float64).
 """
 
 import functools
+import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from balancing.sequences.engine.kernels import merge
 
-__all__ = ["choose_merge", "merge_rows"]
+__all__ = ["add_rows", "choose_add", "choose_merge", "merge_rows"]
 
 Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "slice | torch.Tensor"], None]
+Add = Callable[..., None]  # as `add_rows`
 
 
 def merge_rows(
@@ -36,9 +39,38 @@ def merge_rows(
     out[rows], logsumexp[:, rows] = merge(out[rows], logsumexp[:, rows], more_out, more_logsumexp)
 
 
+def add_rows(
+    total: torch.Tensor,
+    rows: slice | torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
+    which: slice | torch.Tensor | None = None,
+) -> None:
+    """Add one part, or two side by side, to rows of `total`, in place.
+
+    total: [row, heads, sizes of the parts together], in `accumulation_dtype`.
+    rows: to which each token is added, each at most once, so that sums do not depend on an order.
+    parts: [token, heads, size], in any type.
+    which: tokens of the parts that are added; None for all.
+    """
+    start = 0
+    for part in parts:
+        into = total[..., start : start + part.shape[2]]
+        start += part.shape[2]
+        part = part if which is None else part[which]
+        if isinstance(rows, slice):
+            into[rows] += part
+        else:
+            into.index_add_(0, rows, part.to(total.dtype))
+
+
 def choose_merge(device: torch.device) -> Merge:
     """What merges on a device."""
     return _fused() if device.type == "cuda" else merge_rows
+
+
+def choose_add(device: torch.device) -> Add:
+    """What adds gradients on a device."""
+    return _fused_add() if device.type == "cuda" else add_rows
 
 
 @functools.cache
@@ -49,21 +81,42 @@ def _fused() -> Merge:
         torch.randn(*shape, generator=draw).cuda() for shape in ((8, 2, 16), (2, 8), (4, 2, 16), (2, 4))
     ]
     rows = torch.tensor([6, 0, 3, 7], dtype=torch.int32).cuda()
-    try:
-        from balancing.sequences.engine.merge_kernel import merge_rows_fused
+    calls = [(*parts, which) for which in (rows, slice(2, 6))]
+    what = "partial results of attention are merged"
+    return _if_right("merge_kernel", "merge_rows_fused", merge_rows, calls, what)
 
-        for which in (rows, slice(2, 6)):
+
+@functools.cache
+def _fused_add() -> Add:
+    """The Triton kernel if it compiles and adds rightly here, else the operations of torch."""
+    draw = torch.Generator().manual_seed(0)
+    total, part, more = (torch.randn(*shape, generator=draw).cuda() for shape in ((8, 2, 24), (4, 2, 16), (4, 2, 8)))
+    rows, some = (torch.tensor(numbers, dtype=torch.int32).cuda() for numbers in ([6, 0, 3, 7], [3, 1]))
+    calls: list[tuple[Any, ...]] = [
+        (total, rows, (part, more)),
+        (total, slice(2, 6), (part, more)),
+        (total, rows[:2], (part, more), some),
+        (total, rows, (part,)),
+    ]
+    return _if_right("add_kernel", "add_rows_fused", add_rows, calls, "gradients of keys are added")
+
+
+def _if_right(module: str, name: str, plain: Any, calls: Sequence[tuple[Any, ...]], what: str) -> Any:
+    """A kernel of this package if it changes its first tensors as `plain` does in these calls; else `plain`."""
+    try:
+        fused = getattr(importlib.import_module(f"balancing.sequences.engine.{module}"), name)
+        for arguments in calls:
             found = []
-            for merge_in_place in (merge_rows, merge_rows_fused):
-                out, logsumexp, more_out, more_logsumexp = (x.clone() for x in parts)
-                merge_in_place(out, logsumexp, more_out, more_logsumexp, which)
-                found.append((out, logsumexp))
+            for one in (plain, fused):
+                own = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+                one(*own)
+                found.append([x for x in own if isinstance(x, torch.Tensor)])
             torch.testing.assert_close(*found)
     except Exception as error:  # no Triton, no compiler for it, or a fault of either
         warnings.warn(
-            "partial results of attention are merged by operations of torch; the fused kernel does not run here: "
+            f"{what} by operations of torch; the fused kernel does not run here: "
             f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
-            stacklevel=2,
+            stacklevel=3,
         )
-        return merge_rows
-    return merge_rows_fused
+        return plain
+    return fused
