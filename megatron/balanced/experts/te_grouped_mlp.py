@@ -6,6 +6,7 @@ parallelism, and nothing is copied. Everything else is Megatron-LM's own `TEGrou
 and quantization, the activation and its recomputation, and gradients that products add to their buffers.
 """
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
     _bound: ReplicaSlots | None = None  # the slots that are weights of the module in `_physical`
     _physical: tuple[TEGroupedMLP] | None = None  # homes and slots; in a tuple, so that it is no submodule
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Whether `backward_dw` computes the weight gradients, after those of the inputs have been handed on. Of passes
+        # whose weight gradients it has still to compute: the module, and whether replicas take part.
+        self._delays = self.config.delay_wgrad_compute
+        self._delayed: deque[tuple[TEGroupedMLP, bool]] = deque()
+
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,
@@ -66,26 +74,48 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
         slots, position, hidden = self.slots, self.position, permuted_local_hidden_states
         if slots is None or not self.training:
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
-        hidden = _OnBackward.apply(hidden, lambda: slots.end_pass(position))
-        if not slots.is_used(position):
+        used, held = slots.is_used(position), slots.is_held(position)
+        # A backward pass reaches the output before the experts, and `hidden` after them.
+        if self._delays:
+            module = self._homes_and(slots) if used and held else self
+            hidden = _OnBackward.apply(hidden, lambda: self._delayed.append((module, used)))
+        else:
+            hidden = _OnBackward.apply(hidden, lambda: self._end_pass(slots, used))
+        if not used:
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         slots.acquire(position, forward=True)
-        # A backward pass reaches the output before the experts, and `hidden` after them.
-        hidden = _OnBackward.apply(hidden, lambda: slots.accumulate_gradients(position))
-        if slots.is_held(position):
+        if held:
             output, bias = self._with_slots(slots, hidden, tokens_per_expert, permuted_probs, *buffers)
         else:
             homes = tokens_per_expert[: self.num_local_experts]
             output, bias = super().forward(hidden, homes, permuted_probs, *buffers)
         return _OnBackward.apply(output, lambda: slots.acquire(position, forward=False)), bias
 
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the earliest backward pass has left out, then return those of replicas
+        (`--delay-wgrad-compute`)."""
+        if not self._delayed:  # without slots
+            return super().backward_dw()
+        module, used = self._delayed.popleft()
+        TEGroupedMLP.backward_dw(module)
+        self._end_pass(self.slots, used)
+
+    def _end_pass(self, slots: ReplicaSlots, used: bool) -> None:
+        if used:
+            slots.accumulate_gradients(self.position)
+        slots.end_pass(self.position)
+
+    def _homes_and(self, slots: ReplicaSlots) -> TEGroupedMLP:
+        """The module that has the slots as further experts."""
+        if self._physical is None or self._bound is not slots:
+            self._physical, self._bound = (self._bind(slots),), slots
+        return self._physical[0]
+
     def _with_slots(
         self, slots: ReplicaSlots, *inputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the homes and the replicas of this rank as one."""
-        if self._physical is None or self._bound is not slots:
-            self._physical, self._bound = (self._bind(slots),), slots
-        (physical,) = self._physical
+        physical = self._homes_and(slots)
         own = self.linear_fc1, self.linear_fc2
         linears = physical.linear_fc1, physical.linear_fc2
         for linear, twin in zip(own, linears, strict=True):
@@ -96,7 +126,6 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
         return result
 
     def _bind(self, slots: ReplicaSlots) -> TEGroupedMLP:
-        """The module that has the slots as further experts."""
         homes = self.num_local_experts
         leaves = [iter(replica) for replica in slots.leaves(self.position)]
         modules = dict(self._modules)
