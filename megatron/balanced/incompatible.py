@@ -178,7 +178,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("use_torch_fsdp2", _OFF, (SEQUENCES,), "the two were never tested together",
                  "use --use-distributed-optimizer"),
     Incompatible("gtp_weight_remat_size", (1, None), (LAYERS,), "it shards weights in a way that a move does not know"),
-    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (SEQUENCES, LAYERS, DYNAMICS),
+    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (LAYERS, DYNAMICS),
                  "it runs a layer in parts, and the layer must run as a whole"),
     Incompatible("delay_wgrad_compute", _OFF, (PRUNE,), "it computes weight gradients after they were masked"),
     Incompatible("delay_wgrad_compute", _OFF, (LAYERS,), "it stores gradients on modules that a move replaces"),

@@ -41,13 +41,13 @@ class Differences:
 
 
 def test_replicas_on_a_device(ranks, device, tmp_path, figure):
-    """Replicas of experts in slots of their own and in slots that layers share."""
+    """Replicas of experts in slots of their own, in slots that layers share, and while messages overlap compute."""
     seen = Differences()
     for precision in precisions(device):
         argv = [*base(device, precision), *EXPERTS.split()]
         reference = run(ranks, 2, argv)
-        for mode in ("resident", "shared"):
-            report = tmp_path / f"{precision}-{mode}"
+        for mode in ("resident", "shared", "shared --overlap-moe-expert-parallel-comm"):
+            report = tmp_path / f"{precision}-{mode.replace(' ', '')}"
             balance = f"--balance-experts --expert-min-gain 0 --expert-replica-mode {mode} --balance-report {report}"
             balanced = run(ranks, 2, [*argv, *balance.split()])
             assert replicated(report) > 4, "hardly anything was replicated"

@@ -27,13 +27,20 @@ def _args(**given: object) -> argparse.Namespace:
         "dist_ckpt_optim_fully_reshardable": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        "cuda_graph_impl": "none",
+        "external_cuda_graph": False,
     }
     return argparse.Namespace(**(usual | given))
 
 
 # what is given beside --balance-layers, and the words that the line must have: the value, and the way out
 REFUSED = {
-    "CUDA graphs": ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "--cuda-graph-impl none"),
+    "CUDA graphs": ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"),
+    "dropout in CUDA graphs": (
+        {"cuda_graph_impl": "transformer_engine", "hidden_dropout": 0.1},
+        "dropout",
+        "use --attention-dropout 0 --hidden-dropout 0",
+    ),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "fp8": ({"fp8": "e4m3"}, "--fp8-format e4m3", "use --bf16"),
     "optimizer": ({"optimizer": "muon"}, "--optimizer muon", "use --optimizer adam"),
@@ -117,6 +124,12 @@ NOT_RELEASED = {
         "not of 2",
         "use one",
     ),
+    "CUDA graphs": (
+        {"cuda_graph_impl": "transformer_engine"},
+        {"repack_memory_limit": 8.0},
+        "--cuda-graph-impl transformer_engine",
+        "use --cuda-graph-impl none",
+    ),
     "mapping": ({"use_tp_pp_dp_mapping": True}, {"repack_memory_limit": 8.0}, "--use-tp-pp-dp-mapping", "drop it"),
     "writer": ({"wandb_project": "p"}, {"repack_throughput_floor": 1.0}, "--wandb-project p", "--tensorboard-dir"),
 }
@@ -138,4 +151,4 @@ def test_one_layer_a_stage_can_still_be_released():
 
 def test_from_the_command_line(pool):
     flags = "--pipeline-model-parallel-size 2 --balance-layers --cuda-graph-impl local"
-    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], "--cuda-graph-impl local", "none")
+    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], "--cuda-graph-impl local", "transformer_engine")

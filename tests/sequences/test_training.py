@@ -90,6 +90,14 @@ def test_documents_with_experts(pool, tmp_path, dispatcher):
     _assert_close(experts.train(4, f"{BALANCED} {flags}"), experts.train(1, LOSS))
 
 
+@pytest.mark.exhaustive
+def test_documents_while_messages_of_experts_are_overlapped(pool, tmp_path):
+    """The forward pass of one micro-batch alternates with the backward pass of another, and each has its own plan."""
+    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {SHORT} --moe-token-dispatcher-type alltoall")
+    flags = f"{CP} 2 {EP} 2 --overlap-moe-expert-parallel-comm --balance-experts --expert-min-gain 0"
+    _assert_close(experts.train(2, f"{BALANCED} {flags}"), experts.train(1, LOSS))
+
+
 def test_samples_as_sequences(pool, tmp_path):
     """Without documents in the masks, each sample is one sequence, and learned positions count from its beginning."""
     samples = Packed(pool, tmp_path, f"--position-embedding-type learned_absolute --disable-bias-linear {SHORT}")

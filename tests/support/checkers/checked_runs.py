@@ -74,6 +74,12 @@ RUNS = {
     "sequences, gather, pipelines": CheckedRun(
         4, f"--context-parallel-size 2 {_PP2} {_DOCUMENTS} --sequence-planner gather", files=(_TRANSPORT,)
     ),
+    "sequences and experts, messages overlapped with compute": CheckedRun(
+        4,
+        f"--context-parallel-size 2 {_DOCUMENTS} --sequence-planner gather {_EXPERTS} {_OVERLAPS} {_BATCHES} "
+        "--global-batch-size 8",
+        files=(_RELAY, _TRANSPORT),
+    ),
     "layers, interleaved, many buckets": CheckedRun(
         2,
         f"{_PP2} --pipeline-model-parallel-layout Et*2|t|t|tL --num-layers 5 --balance-layers {_OVERLAPS} "
