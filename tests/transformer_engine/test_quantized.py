@@ -13,16 +13,19 @@ import pytest
 from tests.support.training import MODEL, RankRun, differences, join, train_rank
 from tests.support.transformer_engine.model import BASE, TE, cases
 
-CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "mxfp8": (10, 0)}
+CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
 
 def _quantizer(recipe: str) -> Any:
     import torch
     import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
     kind = tex.DType.kFloat8E4M3
+    if recipe == "blockwise":
+        return Float8BlockQuantizer(kind, rowwise=True, columnwise=True)
     if recipe == "mxfp8":
         return MXFP8Quantizer(kind)
     if recipe == "delayed":
@@ -66,11 +69,15 @@ def _copied(recipe: str, weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.
 
     sent = run_transfers(transfers, part, part, dist.group.WORLD, datetime.timedelta(minutes=5))
     assert sent == (sum(part.numel() * part.element_size() for part in flat.values()) if rank == 0 else 0)
-    if recipe != "mxfp8":
+    if recipe in ("tensorwise", "delayed"):
         parameter._transpose_invalid = False  # which is no tensor, and so not sent
     linear = te.Linear(*reversed(whole.shape), bias=False, params_dtype=torch.bfloat16, device="cpu")
     linear.weight = parameter
-    recipes = {"mxfp8": _recipes().MXFP8BlockScaling, "delayed": _recipes().DelayedScaling}
+    recipes = {
+        "mxfp8": _recipes().MXFP8BlockScaling,
+        "blockwise": _recipes().Float8BlockScaling,
+        "delayed": _recipes().DelayedScaling,
+    }
     rows = torch.linspace(-1, 1, 32 * whole.shape[1]).view(32, -1).bfloat16().requires_grad_()
     with te.autocast(enabled=True, recipe=recipes.get(recipe, _recipes().Float8CurrentScaling)()):
         out = linear(rows)
@@ -129,10 +136,13 @@ QUANTIZED = (
     "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 20000"
 )
 STORED = "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+WIDE = "--hidden-size 128 --moe-ffn-hidden-size 128"  # as blocks are
 # recipe, flags
 REPLICAS = {
     "tensorwise": ("tensorwise", ""),
     "mxfp8": ("mxfp8", ""),
+    "blockwise": ("blockwise", WIDE),
+    "blockwise, stored": ("blockwise", f"{WIDE} --fp8-param-gather"),
     "tensorwise, stored": ("tensorwise", "--fp8-param-gather"),
     "mxfp8, stored": ("mxfp8", STORED),
     "mxfp8, stored, slots shared": ("mxfp8", f"{STORED} --expert-replica-mode shared"),
@@ -199,7 +209,7 @@ def test_replicas_are_quantized_as_their_homes(engine, corpus, case):
     assert len(both) >= 2 * 2 * 2, "hardly anything was replicated"
     for key in both:
         assert len(here[key]) == 1 and here[key] == there[key], f"{key}: the replica is not its home"
-    if recipe == "mxfp8":
+    if recipe in ("mxfp8", "blockwise"):
         assert run.losses[:2] == unbalanced.losses[:2]  # the second forward pass is the first with replicas
         assert run.grad_norms[1] == pytest.approx(unbalanced.grad_norms[1], rel=1e-4)
     assert differences(run, unbalanced)[0] <= 0.01
