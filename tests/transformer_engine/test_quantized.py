@@ -1,4 +1,5 @@
-"""Parameters in 8 bits: their scales go where their numbers go, and documents are spread over ranks that quantize.
+"""Parameters in 8 bits: their scales go where their numbers go, replicas of experts are quantized as their homes, and
+documents are spread over ranks that quantize.
 
 Of the kernels' numerics nothing is shown: here as there a scale is the largest number's, of a tensor or of 32 numbers.
 """

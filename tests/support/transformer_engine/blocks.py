@@ -1,7 +1,7 @@
 """Numbers in 8 bits with a scale for each block of 128 x 128 numbers of a weight, or of 1 x 128 of tokens.
 
-"Columnwise" data is the transpose: of tokens, its blocks are 128 tokens. Scales are float32, powers of two or not; those
-of 1 x 128 blocks are stored block by block, [blocks, rows].
+"Columnwise" data is the transpose: of tokens, its blocks are 128 tokens. Scales are float32, powers of two or not.
+Those of 1 x 128 blocks are stored block by block, [blocks, rows].
 """
 
 from typing import Any
