@@ -137,11 +137,14 @@ QUANTIZED = (
     "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 20000"
 )
 STORED = "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 WIDE = "--hidden-size 128 --moe-ffn-hidden-size 128"  # as blocks are
 # recipe, flags
 REPLICAS = {
     "tensorwise": ("tensorwise", ""),
     "mxfp8": ("mxfp8", ""),
+    "mxfp8, slots shared": ("mxfp8", "--expert-replica-mode shared"),
+    "mxfp8, full recompute": ("mxfp8", FULL_RECOMPUTE),
     "blockwise": ("blockwise", WIDE),
     "blockwise, stored": ("blockwise", f"{WIDE} --fp8-param-gather"),
     "tensorwise, stored": ("tensorwise", "--fp8-param-gather"),
@@ -160,6 +163,7 @@ def _train_replicas(argv: list[str], capability: tuple[int, int]) -> tuple[RankR
     from tests.support.transformer_engine.quantized import plain
 
     factors: Factors = {}
+    tokens = 32 if capability >= (10, 0) else 16  # that products take together
     step = 0
     expected: list[tuple[int, list[int], bool, int]] = []  # products: layer, experts, forward, number
     begin, acquire, product = ReplicaSlots.begin_step, ReplicaSlots.acquire, tex.te_general_grouped_gemm
@@ -179,6 +183,8 @@ def _train_replicas(argv: list[str], capability: tuple[int, int]) -> tuple[RankR
         expected[:] = [(layer, experts, forward, number) for number in range(2)]
 
     def watched_product(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **more: Any) -> Any:
+        if transa and step:
+            assert all(len(plain(rows)) % tokens == 0 for rows in b), "rows are not padded"
         if expected and not transb:
             layer, experts, forward, number = expected.pop(0)
             assert forward == transa

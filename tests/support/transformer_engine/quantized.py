@@ -169,9 +169,9 @@ def _dequantize_mxfp8(tensor: Any, columnwise: bool) -> torch.Tensor:
     return (numbers * factors[: numbers.shape[0], : numbers.shape[1]]).view(data.shape)
 
 
-def _dequantize_float8(tensor: Any) -> torch.Tensor:
+def _dequantize_float8(tensor: Any, columnwise: bool) -> torch.Tensor:
     data = tensor._data
-    if data is None:  # the transpose alone is there
+    if data is None or (columnwise and tensor._transpose is not None and not tensor._transpose_invalid):
         data = tensor._transpose.movedim(0, -1).contiguous()
     return data.view(TORCH_TYPE[int(tensor._fp8_dtype)]).float() * tensor._scale_inv
 
@@ -183,7 +183,7 @@ def plain(tensor: Any, *, columnwise: bool = False) -> torch.Tensor:
         return plain_blocks(tensor, columnwise)
     if hasattr(tensor, "_rowwise_data"):
         return _dequantize_mxfp8(tensor, columnwise)
-    return _dequantize_float8(tensor) if hasattr(tensor, "_fp8_dtype") else tensor
+    return _dequantize_float8(tensor, columnwise) if hasattr(tensor, "_fp8_dtype") else tensor
 
 
 @stands_in
