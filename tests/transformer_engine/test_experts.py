@@ -21,11 +21,16 @@ OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-ga
 CASES = {
     "linear layers, slots shared": (2, f"{EP2} --expert-replica-mode shared"),
     "grouped": (2, f"{EP2} --moe-grouped-gemm"),
+    "grouped, expert tensor parallel, full recompute": (
+        4,
+        f"{EP2} --moe-grouped-gemm --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
     "grouped, PP 2, overlap": (4, f"{EP2} --pipeline-model-parallel-size 2 --moe-grouped-gemm {OVERLAPS}"),
 }
 
 
-@pytest.mark.parametrize("case", cases(CASES, "linear layers, slots shared", "grouped"))
+@pytest.mark.parametrize("case", cases(CASES, *(name for name in CASES if name != "grouped, PP 2, overlap")))
 def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path, case):
     ranks, flags = CASES[case]
     model = model_of(EIGHT)

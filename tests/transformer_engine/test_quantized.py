@@ -1,4 +1,5 @@
-"""Parameters in 8 bits: their scales go where their numbers go, and documents are spread over ranks that quantize.
+"""Parameters in 8 bits: their scales go where their numbers go, replicas of experts are quantized as their homes, and
+documents are spread over ranks that quantize.
 
 Of the kernels' numerics nothing is shown: here as there a scale is the largest number's, of a tensor or of 32 numbers.
 """
@@ -13,16 +14,19 @@ import pytest
 from tests.support.training import MODEL, RankRun, differences, join, train_rank
 from tests.support.transformer_engine.model import BASE, TE, cases
 
-CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "mxfp8": (10, 0)}
+CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
 
 def _quantizer(recipe: str) -> Any:
     import torch
     import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
     kind = tex.DType.kFloat8E4M3
+    if recipe == "blockwise":
+        return Float8BlockQuantizer(kind, rowwise=True, columnwise=True)
     if recipe == "mxfp8":
         return MXFP8Quantizer(kind)
     if recipe == "delayed":
@@ -66,11 +70,15 @@ def _copied(recipe: str, weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.
 
     sent = run_transfers(transfers, part, part, dist.group.WORLD, datetime.timedelta(minutes=5))
     assert sent == (sum(part.numel() * part.element_size() for part in flat.values()) if rank == 0 else 0)
-    if recipe != "mxfp8":
+    if recipe in ("tensorwise", "delayed"):
         parameter._transpose_invalid = False  # which is no tensor, and so not sent
     linear = te.Linear(*reversed(whole.shape), bias=False, params_dtype=torch.bfloat16, device="cpu")
     linear.weight = parameter
-    recipes = {"mxfp8": _recipes().MXFP8BlockScaling, "delayed": _recipes().DelayedScaling}
+    recipes = {
+        "mxfp8": _recipes().MXFP8BlockScaling,
+        "blockwise": _recipes().Float8BlockScaling,
+        "delayed": _recipes().DelayedScaling,
+    }
     rows = torch.linspace(-1, 1, 32 * whole.shape[1]).view(32, -1).bfloat16().requires_grad_()
     with te.autocast(enabled=True, recipe=recipes.get(recipe, _recipes().Float8CurrentScaling)()):
         out = linear(rows)
@@ -129,10 +137,16 @@ QUANTIZED = (
     "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 20000"
 )
 STORED = "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+WIDE = "--hidden-size 128 --moe-ffn-hidden-size 128"  # as blocks are
 # recipe, flags
 REPLICAS = {
     "tensorwise": ("tensorwise", ""),
     "mxfp8": ("mxfp8", ""),
+    "mxfp8, slots shared": ("mxfp8", "--expert-replica-mode shared"),
+    "mxfp8, full recompute": ("mxfp8", FULL_RECOMPUTE),
+    "blockwise": ("blockwise", WIDE),
+    "blockwise, stored": ("blockwise", f"{WIDE} --fp8-param-gather"),
     "tensorwise, stored": ("tensorwise", "--fp8-param-gather"),
     "mxfp8, stored": ("mxfp8", STORED),
     "mxfp8, stored, slots shared": ("mxfp8", f"{STORED} --expert-replica-mode shared"),
@@ -149,6 +163,7 @@ def _train_replicas(argv: list[str], capability: tuple[int, int]) -> tuple[RankR
     from tests.support.transformer_engine.quantized import plain
 
     factors: Factors = {}
+    tokens = 32 if capability >= (10, 0) else 16  # that products take together
     step = 0
     expected: list[tuple[int, list[int], bool, int]] = []  # products: layer, experts, forward, number
     begin, acquire, product = ReplicaSlots.begin_step, ReplicaSlots.acquire, tex.te_general_grouped_gemm
@@ -168,6 +183,8 @@ def _train_replicas(argv: list[str], capability: tuple[int, int]) -> tuple[RankR
         expected[:] = [(layer, experts, forward, number) for number in range(2)]
 
     def watched_product(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **more: Any) -> Any:
+        if transa and step:
+            assert all(len(plain(rows)) % tokens == 0 for rows in b), "rows are not padded"
         if expected and not transb:
             layer, experts, forward, number = expected.pop(0)
             assert forward == transa
@@ -199,7 +216,7 @@ def test_replicas_are_quantized_as_their_homes(engine, corpus, case):
     assert len(both) >= 2 * 2 * 2, "hardly anything was replicated"
     for key in both:
         assert len(here[key]) == 1 and here[key] == there[key], f"{key}: the replica is not its home"
-    if recipe == "mxfp8":
+    if recipe in ("mxfp8", "blockwise"):
         assert run.losses[:2] == unbalanced.losses[:2]  # the second forward pass is the first with replicas
         assert run.grad_norms[1] == pytest.approx(unbalanced.grad_norms[1], rel=1e-4)
     assert differences(run, unbalanced)[0] <= 0.01

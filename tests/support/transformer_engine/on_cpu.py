@@ -81,4 +81,4 @@ def have_capability(major: int, minor: int) -> None:
 
     fakes.Properties.major, fakes.Properties.minor = major, minor
     utils._get_device_compute_capability.cache_clear()
-    quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = None
+    quantization._FP8_SUPPORT = quantization._MXFP8_SUPPORT = quantization._FP8_BLOCK_SCALING_SUPPORT = None

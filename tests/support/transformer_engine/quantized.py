@@ -1,4 +1,5 @@
-"""Numbers in 8 bits with scales: one for a tensor (Float8Tensor), or one for every 32 numbers (MXFP8Tensor).
+"""Numbers in 8 bits with scales: one for a tensor (Float8Tensor), one for every 32 numbers (MXFP8Tensor), or one for a
+block (`blocks.py`).
 
 "Rowwise" data of an MXFP8Tensor has its blocks along the last dimension, "columnwise" data along the first. Their
 scales are powers of two, as bytes with an offset of 127 (OCP Microscaling Formats 1.0, section 5.4.1), padded to whole
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 
+from tests.support.transformer_engine.blocks import plain_blocks, quantize_blocks_of_128
 from tests.support.transformer_engine.cpp_module import stands_in
 from tests.support.transformer_engine.enums import TORCH_TYPE
+from tests.support.transformer_engine.numbers import in_8_bits, largest_of, scale_of
 
 __all__ = ["plain"]
 
@@ -68,18 +71,13 @@ def _arguments(cls: type, inner: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return {_ARGUMENT.get(name, name[1:]): inner.get(name) for name in names}
 
 
-def _bytes(numbers: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    largest = torch.finfo(kind).max
-    return numbers.clamp(-largest, largest).to(kind).view(torch.uint8)
-
-
 def _quantize_blocks(rows: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """rows [n, m] -> bytes [n, m], and bytes of scales [n, m / 32]."""
     blocks = rows.float().view(len(rows), rows.shape[1] // _BLOCK, _BLOCK)
     largest = blocks.abs().amax(-1) / torch.finfo(kind).max
     exponent = largest.clamp_min(2.0**-_OFFSET).log2().ceil().clamp(-_OFFSET, _OFFSET)
     scaled = blocks * torch.exp2(-exponent)[..., None]
-    return _bytes(scaled, kind).view(rows.shape), (exponent + _OFFSET).to(torch.uint8)
+    return in_8_bits(scaled, kind).view(rows.shape), (exponent + _OFFSET).to(torch.uint8)
 
 
 def _quantize_mxfp8(rows: torch.Tensor, kind: torch.dtype, out: Any) -> None:
@@ -93,19 +91,9 @@ def _quantize_mxfp8(rows: torch.Tensor, kind: torch.dtype, out: Any) -> None:
         out._columnwise_scale_inv.zero_()[: scales.shape[0], : scales.shape[1]].copy_(scales)
 
 
-def _largest(rows: torch.Tensor) -> torch.Tensor:
-    return rows.float().abs().max() if rows.numel() else torch.zeros(())
-
-
-def _scale(largest: torch.Tensor, largest_stored: float, power_of_two: bool) -> torch.Tensor:
-    """What numbers up to `largest` are multiplied by."""
-    scale = torch.where(largest > 0, largest_stored / largest, 1.0)
-    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
-
-
 @stands_in
 def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
-    amax.copy_(_largest(input))
+    amax.copy_(largest_of(input))
 
 
 @stands_in
@@ -119,12 +107,12 @@ def multi_tensor_compute_scale_and_scale_inv(
 ) -> None:
     """Lists of the largest numbers, of scales and of their inverses; the last two are written."""
     for largest, scale, inverse in zip(*tensor_lists, strict=True):
-        scale.copy_(_scale(largest.clamp_min(amax_epsilon), max_fp8, force_pow_2_scales))
+        scale.copy_(scale_of(largest.clamp_min(amax_epsilon), max_fp8, force_pow_2_scales))
         inverse.copy_(scale.reciprocal())
 
 
 def _quantize_float8(rows: torch.Tensor, kind: torch.dtype, quantizer: Any, out: Any) -> None:
-    largest = _largest(rows)
+    largest = largest_of(rows)
     if type(quantizer).__name__ == "Float8Quantizer":
         scale = quantizer.scale
         if quantizer.amax.numel():  # parameters are cast with a scale that is known
@@ -132,8 +120,8 @@ def _quantize_float8(rows: torch.Tensor, kind: torch.dtype, quantizer: Any, out:
     else:
         if quantizer.with_amax_reduction:
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
-        scale = _scale(largest, torch.finfo(kind).max, quantizer.force_pow_2_scales)
-    data = _bytes(rows.float() * scale, kind)
+        scale = scale_of(largest, torch.finfo(kind).max, quantizer.force_pow_2_scales)
+    data = in_8_bits(rows.float() * scale, kind)
     if out._data is not None:
         out._data.copy_(data.view(out._data.shape))
     if out._transpose is not None:
@@ -153,6 +141,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, out: Any = None, noop_flag: t
     name = type(quantizer).__name__
     if name == "MXFP8Quantizer":
         _quantize_mxfp8(rows, kind, out)
+    elif name == "Float8BlockQuantizer":
+        quantize_blocks_of_128(rows, quantizer, out)
     elif name in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
         _quantize_float8(rows, kind, quantizer, out)
     else:
@@ -179,9 +169,9 @@ def _dequantize_mxfp8(tensor: Any, columnwise: bool) -> torch.Tensor:
     return (numbers * factors[: numbers.shape[0], : numbers.shape[1]]).view(data.shape)
 
 
-def _dequantize_float8(tensor: Any) -> torch.Tensor:
+def _dequantize_float8(tensor: Any, columnwise: bool) -> torch.Tensor:
     data = tensor._data
-    if data is None:  # the transpose alone is there
+    if data is None or (columnwise and tensor._transpose is not None and not tensor._transpose_invalid):
         data = tensor._transpose.movedim(0, -1).contiguous()
     return data.view(TORCH_TYPE[int(tensor._fp8_dtype)]).float() * tensor._scale_inv
 
@@ -189,9 +179,11 @@ def _dequantize_float8(tensor: Any) -> torch.Tensor:
 def plain(tensor: Any, *, columnwise: bool = False) -> torch.Tensor:
     """`tensor` in float32 if it is quantized, itself otherwise. columnwise: which of its data is read, where it has
     both."""
+    if hasattr(tensor, "_is_2D_scaled"):
+        return plain_blocks(tensor, columnwise)
     if hasattr(tensor, "_rowwise_data"):
         return _dequantize_mxfp8(tensor, columnwise)
-    return _dequantize_float8(tensor) if hasattr(tensor, "_fp8_dtype") else tensor
+    return _dequantize_float8(tensor, columnwise) if hasattr(tensor, "_fp8_dtype") else tensor
 
 
 @stands_in
