@@ -96,7 +96,6 @@ _SIZES = {
     "linear_num_value_heads": 4,
     "fp8_amax_history_len": 4,
     "micro_batch_size": 1,
-    "train_iters": 3,
     "eval_iters": 0,
     "check_weight_hash_across_dp_replicas_interval": 1,
     "microbatch_group_size_per_virtual_pipeline_stage": 3,
@@ -143,7 +142,7 @@ def shrink(flags: Mapping[str, Any], ranks: int) -> Small:
     data, ranks = _shrink_layout(small, ranks)
     _shrink_layers(small)
     micro_batches = small.get("microbatch_group_size_per_virtual_pipeline_stage") or max(2, 4 // data)
-    return Small(ranks, small | {"global_batch_size": micro_batches * data})
+    return Small(ranks, small | {"train_iters": 3, "global_batch_size": micro_batches * data})
 
 
 def _shrink_layout(small: dict[str, Any], ranks: int) -> tuple[int, int]:
