@@ -17,10 +17,11 @@ import pytest
 from balancing.recipe import Recipe, read_recipes
 from megatron.balanced.recipe import BALANCERS, Verdict, command_line, verdicts
 from tests.megatron.test_structures import _place_at_random
+from tests.support.claims import SUPPORT
 from tests.support.packages_apart import why_missing
 from tests.support.pool import Pool
-from tests.support.shrink import Small, for_cpu, shrink
-from tests.support.training import RankRun, Run, differences, join, train_rank
+from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
+from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, train_rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "benchmarks/recipes/functional.json"
@@ -70,6 +71,8 @@ UPSTREAM = ("--use-megatron-fsdp --ckpt-format torch_dist",)
 CANNOT_RUN: dict[str, str] = {
     "--optimizer muon": "its package is not installed",
     "--optimizer dist_muon": "its package is not installed",
+    "--experimental-attention-variant dsa": "its kernels are for GPUs and in bf16",
+    "--defer-embedding-wgrad-compute": "it needs fused gradient accumulation, which a CPU does not have",
 }
 _DEFAULTS = {"attention_dropout": 0.1}  # Megatron-LM's
 
@@ -126,9 +129,7 @@ def applicable(small: Small) -> tuple[str, ...]:
 
 def accepted(small: Small) -> tuple[str, ...]:
     """The balancers that have something to balance and do not refuse it."""
-    return tuple(
-        balancer for balancer in applicable(small) if not any(_has(small, flag) for flag in REFUSED[balancer])
-    )
+    return tuple(balancer for balancer in applicable(small) if not any(_has(small, flag) for flag in REFUSED[balancer]))
 
 
 def runs() -> dict[str, tuple[Small, tuple[str, ...]]]:
@@ -217,7 +218,7 @@ def test_balanced_equals_unbalanced(request, pool, corpus, tmp_path, name):
     te, spreads = small.needs_transformer_engine, SEQUENCES in balancers
     workers = request.getfixturevalue("engine") if te else pool
     plain = for_cpu(small, spreads=False)
-    extra = []
+    extra = MOCK_DATA
     if spreads:  # documents of all lengths, and weights that do not depend on the layout
         packed = [*corpus, "--dataloader-inter-document-masking"]
         _train(workers, plain, (), [*packed, *f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1".split()])
@@ -265,3 +266,48 @@ def test_the_list_is_what_is_refused(pool):
             if not verdict.idle:
                 assert (not verdict.refusal) == (balancer in accepted(small)), (name, balancer, verdict.refusal)
     assert refused == REFUSED
+
+
+# Documentation.
+
+
+def _names(flags: Mapping[str, str]) -> str:
+    return ", ".join(f"`{flag}`" for flag in sorted(flags))
+
+
+def _table() -> str:
+    """How many configurations each balancer applies to, and what becomes of them, as docs/support.md says it."""
+    lines = ["| | applies to | equal | refused | accepted, not run |", "|---|---|---|---|---|"]
+    for balancer in BALANCERS:
+        counts = dict.fromkeys(("applies", "equal", "refused", "not run"), 0)
+        for case in cases().values():
+            if balancer not in applicable(case.small):
+                continue
+            counts["applies"] += len(case.names)
+            if balancer not in accepted(case.small):
+                counts["refused"] += len(case.names)
+            elif any(_has(case.small, flag) for flag in CANNOT_RUN):
+                counts["not run"] += len(case.names)
+            else:
+                counts["equal"] += len(case.names)
+        lines.append(f"| `{balancer}` | {' | '.join(map(str, counts.values()))} |")
+    refused = [f"- `{balancer}` refuses {_names(REFUSED[balancer])}" for balancer in BALANCERS]
+    not_run = [f"- not run: `{flag}`: {why}" for flag, why in sorted(CANNOT_RUN.items())]
+    return "\n".join([*lines, "", *refused, *not_run]) + "\n"
+
+
+def test_the_support_page_counts_them():
+    """To write it anew: python -m tests.megatron.test_functional"""
+    assert _table() in SUPPORT.read_text()
+
+
+def test_shrinking_leaves_out_nothing_that_a_balancer_refuses():
+    refused = [flag for flags in REFUSED.values() for flag in flags]
+    for flag in [*refused, *CANNOT_RUN, *UPSTREAM]:
+        assert any(_has(case.small, flag) for case in cases().values()), f"no configuration has {flag}"
+    names = {word.partition(" ")[0].replace("-", "_") for flag in refused for word in flag[2:].split(" --")}
+    assert not names & LEFT_OUT.keys()
+
+
+if __name__ == "__main__":
+    print(_table(), end="")
