@@ -129,10 +129,9 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("moe_pad_expert_input_to_capacity", _OFF, (EXPERTS,),
                  "it pads logical experts, and replicas would take the padding for tokens",
                  "use --moe-expert-capacity-factor without it"),
-    Incompatible("moe_expert_rank_capacity_factor", _OFF, (EXPERTS,),
-                 "it drops tokens of ranks above their budget, which are other tokens with replicas"),
     Incompatible("moe_paged_stash", _OFF, (EXPERTS,),
-                 "it needs --moe-expert-rank-capacity-factor, which drops other tokens with replicas"),
+                 "a step that exceeds its memory runs again, and replicas are set up once"),
+    Incompatible("moe_ncclep_static_shape", _OFF, (EXPERTS,), "experts get rows beyond their tokens"),
     Incompatible("moe_routing_trace_path", _OFF, (LAYERS,), "it records routers that a move replaces",
                  "use --balance-report"),
     # Attention, positions and data

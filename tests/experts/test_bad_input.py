@@ -42,12 +42,7 @@ REFUSED = {
         "--moe-mlp-glu-interleave-size 8",
         "use --transformer-impl transformer_engine --moe-grouped-gemm",
     ),
-    "budget of a rank": (
-        f"{BALANCE} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash",
-        "--moe-expert-rank-capacity-factor 1.5",
-        "--moe-paged-stash",
-        "drop it",
-    ),
+    "paged stash": (f"{BALANCE} --moe-paged-stash", "--moe-paged-stash", "runs again", "drop it"),
     "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),
     "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),
     "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),

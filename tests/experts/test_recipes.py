@@ -26,6 +26,10 @@ DEEPSEEK_V3 = (
 )
 DEEPEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"
 HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+NCCLEP = (
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep --moe-expert-rank-capacity-factor 2.0 "
+    "--micro-batch-size 2"
+)
 FUSED = "--moe-permute-fusion --moe-router-fusion"
 QWEN3 = (
     f"{GATED} --group-query-attention --num-query-groups 2 --num-experts 8 --moe-ffn-hidden-size 32 "
@@ -77,6 +81,7 @@ RECIPES = {
         2,
         f"{QWEN3} {HYBRIDEP} {FUSED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
+    "Qwen3, NCCL EP": (2, f"{QWEN3} {NCCLEP} {FUSED} --global-batch-size 8 --train-iters 3"),
     "DeepSeek-V3, padded": (
         2,
         f"{DEEPSEEK_V3} --moe-token-dispatcher-type alltoall {FUSED} --moe-router-padding-for-quantization",

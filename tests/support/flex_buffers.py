@@ -1,10 +1,10 @@
-"""The buffers of `--moe-token-dispatcher-type flex` over gloo, in torch: DeepEP's and HybridEP's.
+"""The buffers of `--moe-token-dispatcher-type flex` over gloo, in torch: DeepEP's, HybridEP's and NCCL EP's.
 
 `Buffer` stands in for `deep_ep.Buffer` (deepseek-ai/DeepEP, deep_ep/buffer.py), `HybridEPBuffer` for
-`deep_ep.HybridEPBuffer` (its branch hybrid-ep, deep_ep/hybrid_ep_buffer.py), as far as megatron-core calls them: the
-same parameters and layouts of rows and indices. Handles are opaque to megatron-core but for the last item of
-HybridEP's, which tells whether rows were dropped. Probabilities are float32, as there; rows keep their precision, so
-that runs in float64 can be compared.
+`deep_ep.HybridEPBuffer` (its branch hybrid-ep, deep_ep/hybrid_ep_buffer.py), `NcclEp` for the module
+`transformer_engine.pytorch.ep`, as far as megatron-core calls them: the same parameters and layouts of rows and
+indices. Handles are opaque to megatron-core but for the last item of HybridEP's, which tells whether rows were dropped.
+Probabilities are float32, as there; rows keep their precision, so that runs in float64 can be compared.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Buffer", "HybridEPBuffer", "install_flex", "train_flex"]
+__all__ = ["Buffer", "HybridEPBuffer", "NcclEp", "install_flex", "train_flex"]
 
 
 def _exchange(rows: torch.Tensor, send: list[int], receive: list[int], group: Any) -> torch.Tensor:
@@ -240,11 +240,109 @@ class HybridEPBuffer:
         return combined, probs.new_zeros(shape).index_put((token, expert), out[1])
 
 
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: Any, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
+        rows, weights, _, counts, handle = buffer.exchange.dispatch_with_permute(
+            hidden=tokens,
+            routing_map=routing_map,
+            probs=probs,
+            num_of_experts_per_rank=buffer.num_local_experts,
+            pad_multiple=buffer.alignment,
+            num_permuted_tokens=buffer.recv_capacity_per_rank,
+        )
+        assert not handle[-1], f"rank has more rows than {buffer.recv_capacity_per_rank}: NCCL EP traps"
+        buffer.handle = ctx.handle = handle
+        ctx.exchange = buffer.exchange
+        ctx.mark_non_differentiable(counts)
+        return rows, weights, counts
+
+    @staticmethod
+    def backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, counts: Any) -> Any:
+        return None, *ctx.exchange.combine_with_unpermute(hidden=rows, probs=weights, handle=ctx.handle), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.exchange, ctx.handle = buffer.exchange, buffer.handle
+        return buffer.exchange.combine_with_unpermute(hidden=rows, handle=buffer.handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, tokens: torch.Tensor) -> Any:
+        return None, ctx.exchange.dispatch_with_permute(hidden=tokens.contiguous(), handle=ctx.handle)[0]
+
+
+class NcclEp:
+    """Transformer Engine's module: started once for one number of experts; rows as HybridEP's, in a buffer of one size.
+
+    megatron-core 0.19.2 does not give `num_topk`, which newer versions of `ep_bootstrap` demand.
+    """
+
+    _BOOTSTRAPPED = False
+    group: Any = None
+    num_experts = 0
+
+    @classmethod
+    def ep_bootstrap(
+        cls,
+        ep_group: Any,
+        num_experts: int,
+        max_tokens_per_rank: int,
+        recv_capacity_per_rank: int,
+        hidden_dim: int,
+        max_num_sms: int = 0,
+        zero_copy: bool = False,
+    ) -> None:
+        assert not cls._BOOTSTRAPPED and not zero_copy
+        cls._BOOTSTRAPPED, cls.group, cls.num_experts = True, ep_group, num_experts
+
+    class EpBuffer:
+        def __init__(
+            self,
+            top_k: int,
+            max_tokens_per_rank: int,
+            recv_capacity_per_rank: int,
+            hidden_dim: int,
+            num_local_experts: int,
+            alignment: int = 0,
+        ) -> None:
+            assert num_local_experts * NcclEp.group.size() == NcclEp.num_experts, "not what was started"
+            self.num_local_experts, self.alignment = num_local_experts, alignment
+            self.recv_capacity_per_rank = recv_capacity_per_rank
+            self.exchange = HybridEPBuffer(NcclEp.group, hidden_dim, max_tokens_per_rank, num_local_experts)
+            self.handle: Any = None
+
+    @staticmethod
+    def ep_dispatch(
+        buffer: Any,
+        tokens: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        recv_tokens: torch.Tensor | None = None,
+        recv_topk_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert topk_idx.dtype == torch.int64 and recv_tokens is None and recv_topk_weights is None
+        dense = topk_weights.new_zeros(len(tokens), NcclEp.num_experts)
+        routing_map = torch.zeros(dense.shape, dtype=torch.bool).scatter(1, topk_idx, True)
+        return _Dispatch.apply(buffer, tokens, dense.scatter(1, topk_idx, topk_weights), routing_map)
+
+    @staticmethod
+    def ep_combine(
+        buffer: Any, expert_out: torch.Tensor, *, num_local_tokens: int | None = None, grad_out: Any = None
+    ) -> torch.Tensor:
+        assert grad_out is None
+        combined = _Combine.apply(buffer, expert_out)
+        assert len(combined) == num_local_tokens
+        return combined
+
+
 def install_flex() -> dict[str, int]:
     """Have Megatron-LM find the stand-ins in this process, for good. Returns how often each kind dispatched."""
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
-    calls = {"deepep": 0, "hybridep": 0}
+    calls = {"deepep": 0, "hybridep": 0, "ncclep": 0}
 
     def counted(original: Any, kind: str) -> Any:
         def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -255,7 +353,11 @@ def install_flex() -> dict[str, int]:
 
     Buffer.dispatch = counted(Buffer.dispatch, "deepep")
     HybridEPBuffer.dispatch_with_permute = counted(HybridEPBuffer.dispatch_with_permute, "hybridep")
+    NcclEp.ep_dispatch = staticmethod(counted(NcclEp.ep_dispatch, "ncclep"))
+    engine = {"transformer_engine": {}, "transformer_engine.pytorch": {"ep": NcclEp}}
+    absent = [name for name in engine if name not in sys.modules]
     for name, members in (
+        *engine.items(),
         ("deep_ep", {"Buffer": Buffer, "HybridEPBuffer": HybridEPBuffer}),
         ("deep_ep.utils", {"EventHandle": EventHandle, "EventOverlap": EventOverlap}),
     ):
@@ -263,7 +365,9 @@ def install_flex() -> dict[str, int]:
         module.__spec__ = ModuleSpec(name, None)
         vars(module).update(members)
         sys.modules[name] = module
-    importlib.reload(fused_a2a)  # it defines its functions where the package can be imported
+    importlib.reload(fused_a2a)  # it defines its functions where the packages can be imported
+    for name in absent:
+        del sys.modules[name]
     for name, value in vars(fused_a2a).items():
         if not name.startswith("_") and hasattr(token_dispatcher, name):
             setattr(token_dispatcher, name, value)

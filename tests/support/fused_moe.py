@@ -189,7 +189,8 @@ def train_fused(argv: list[str], keep_parameters: bool) -> Any:
 
     calls = install_fused()
     run = train_rank(argv, keep_parameters)
-    # HybridEP permutes by itself.
-    assert calls["fused_unpermute"] or "--moe-permute-fusion" not in argv or "hybridep" in argv, calls
+    # HybridEP and NCCL EP permute by themselves.
+    permutes = "--moe-permute-fusion" in argv and not {"hybridep", "ncclep"} & set(argv)
+    assert calls["fused_unpermute"] or not permutes, calls
     assert calls["fused_topk_with_score_function"] or "--moe-router-fusion" not in argv, calls
     return run

@@ -83,6 +83,18 @@ def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
         ("--hidden-size 4100", "1024", ("--hidden-size 4100",)),
         ("--cluster b9000", "1024", ("--cluster", "b9000")),
         ("--device tpu", "1024", ("--device", "tpu", "'cuda', 'cpu'")),
+        (
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+            "--moe-expert-rank-capacity-factor 1.5 --moe-paged-stash",
+            "1024",
+            ("--moe-expert-rank-capacity-factor 1.5", "--moe-paged-stash"),
+        ),
+        (
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep --mtp-num-layers 2 "
+            "--mtp-use-repeated-layer",
+            "1024",
+            ("--moe-flex-dispatcher-backend ncclep", "drop --mtp-use-repeated-layer"),
+        ),
         ("--use-megatron-fsdp --spec a b", "1024", ("--spec a b", "--use-megatron-fsdp")),
     ],
 )

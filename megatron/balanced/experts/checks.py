@@ -141,9 +141,16 @@ def _nothing_to_balance(args: argparse.Namespace) -> str | None:
 
 
 def _of_flex(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    if args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "ncclep":
-        why = "NCCL EP is started once for a number of experts, to which replicas add"
-        return [(_flex_backend(args), why, "use --moe-flex-dispatcher-backend hybridep")]
+    """What of the flex dispatcher replicas cannot have: flag, why, and the way out."""
+    if args.moe_token_dispatcher_type != "flex":
+        return []
+    budget = args.moe_expert_rank_capacity_factor
+    if args.moe_flex_dispatcher_backend == "hybridep" and budget is not None:
+        flag = shown("moe_expert_rank_capacity_factor", budget)
+        return [(flag, "it drops tokens of ranks above their budget, which are other tokens with replicas", "drop it")]
+    if args.moe_flex_dispatcher_backend == "ncclep" and args.mtp_num_layers and args.mtp_use_repeated_layer:
+        why = "NCCL EP is started once, for one number of experts, and the repeated layer has no replicas"
+        return [(_flex_backend(args), why, "drop --mtp-use-repeated-layer or use --moe-flex-dispatcher-backend deepep")]
     return []
 
 

@@ -197,6 +197,12 @@ class BalancedMoELayer(MoELayer):
         )
         if self._logical.shared_experts is not None:
             self._physical.set_shared_experts(self._logical.shared_experts)
+        # NCCL EP is started once in a process, for one number of experts: that of homes and slots, which may be empty.
+        self._fixed_experts = (
+            self.config.moe_token_dispatcher_type == "flex" and self.config.moe_flex_dispatcher_backend == "ncclep"
+        )
+        if self._fixed_experts:
+            self._physical.dispatch_postprocess = self._hides_empty_slots(self._physical.dispatch_postprocess)
         # One entry a micro-batch: NumPy arrays on a CPU; tensors on a GPU, so that the host need not wait.
         self.loads: list[Any] = []  # [source_rank, expert]
         self.served: list[Any] = []  # [rank], tokens after the split
@@ -234,6 +240,9 @@ class BalancedMoELayer(MoELayer):
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         self.token_dispatcher = self._logical
         if not self.training:
+            self._in_use = None
+            if self._fixed_experts:
+                probs, routing_map = self._with_empty_slots(probs, routing_map)
             return super().preprocess(hidden_states, probs, routing_map)
         if self.frozen:  # a pass without gradients that is not recomputed later
             share = self._share(routing_map)
@@ -251,12 +260,35 @@ class BalancedMoELayer(MoELayer):
             if self.config.moe_router_padding_for_quantization:
                 # The dispatcher pads the map of physical experts, each to a multiple, in place.
                 routing_map = routing_map.clone()
+        elif self._fixed_experts:
+            probs, routing_map = self._with_empty_slots(probs, routing_map)
         gathers_counts = (  # of what it sends, padding included
             isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
             and not self.config.moe_router_padding_for_quantization
         )
         with known_counts(share.counts) if gathers_counts else contextlib.nullcontext():
             return super().preprocess(hidden_states, probs, routing_map)
+
+    def _with_empty_slots(self, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both for the physical dispatcher, without replicas: [token, expert] -> [token, physical]."""
+        self.token_dispatcher = self._physical
+
+        def widen(of_experts: torch.Tensor) -> torch.Tensor:
+            of_homes = of_experts.view(len(of_experts), -1, self.num_local_experts)
+            return torch.nn.functional.pad(of_homes, (0, self.slots)).flatten(1)
+
+        return widen(probs), widen(routing_map)
+
+    def _hides_empty_slots(self, dispatch_postprocess: Callable) -> Callable:
+        """The dispatcher's method, whose counts of tokens are those of homes alone while there are no replicas."""
+
+        def of_homes(*args: Any) -> tuple[Any, Any, Any]:
+            hidden, counts, probs = dispatch_postprocess(*args)
+            if self._in_use is None or self._in_use.interval is None:
+                counts = counts[: self.num_local_experts]
+            return hidden, counts, probs
+
+        return of_homes
 
     def _share(self, routing_map: torch.Tensor) -> _Share:
         """Gather the load of all ranks, choose the placement, split the load. routing_map: bool [token, expert]."""
