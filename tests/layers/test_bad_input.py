@@ -35,7 +35,13 @@ def _args(**given: object) -> argparse.Namespace:
 REFUSED = {
     "CUDA graphs": ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
-    "fp8": ({"fp8": "e4m3"}, "--fp8-format e4m3", "use --bf16"),
+    "fp4": ({"fp4": "e2m1"}, "--fp4-format e2m1", "use --bf16"),
+    "delayed scaling in the optimizer": (
+        {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_param_gather": True, "use_precision_aware_optimizer": True},
+        "--fp8-recipe delayed",
+        "use another",
+    ),
+    "experts in one tensor": ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
     "optimizer": ({"optimizer": "muon"}, "--optimizer muon", "use --optimizer adam"),
     "state on the host": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload", "--use-distributed-optimizer"),
     "checkpoints by rank": ({"save": "here", "ckpt_format": "torch"}, "--ckpt-format torch", "torch_dist"),

@@ -11,7 +11,7 @@ import torch
 
 from megatron.balanced.cpu import device, fakes, function_mode
 
-__all__ = ["answer_is_cuda", "have_capability", "keep_mode_in_custom_ops"]
+__all__ = ["answer_is_cuda", "gather_types_apart", "have_capability", "keep_mode_in_custom_ops"]
 
 
 def answer_is_cuda() -> None:
@@ -44,6 +44,23 @@ def keep_mode_in_custom_ops() -> None:
         return make if function is None else make(function)
 
     torch.library.custom_op = custom_op
+
+
+def gather_types_apart() -> None:
+    """Gloo gathers tensors of several types in one operation as if all were of the first one's, and Megatron-LM gathers
+    weights in 8 bits together with those in 16. Have it gather them one after the other."""
+    name = "all_gather_single_coalesced"
+    gather = getattr(torch.distributed.ProcessGroup, name)
+
+    def apart(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> Any:
+        if len({output.dtype for output in outputs}) == 1:
+            return gather(group, outputs, inputs, *options)
+        works = [gather(group, [output], [each], *options) for output, each in zip(outputs, inputs, strict=True)]
+        for work in works:
+            work.wait()
+        return works[-1]
+
+    setattr(torch.distributed.ProcessGroup, name, apart)
 
 
 def have_capability(major: int, minor: int) -> None:
