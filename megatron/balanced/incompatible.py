@@ -191,7 +191,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     # Memory, precision and graphs
     Incompatible("fp8", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, "add --moe-grouped-gemm, or use --bf16"),
     Incompatible("fp4", _OFF, (EXPERTS,), "replicas were never tried with it", "use --fp8-format or --bf16"),
-    Incompatible("fp8", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
+    Incompatible("moe_single_grouped_weight", _OFF, (LAYERS,),
+                 "it stores experts in one tensor that a move does not know"),
     Incompatible("fp4", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
     Incompatible("recompute_granularity", (None, "selective"), (FREEZE,), "it runs frozen layers twice for nothing",
                  "use --recompute-granularity selective"),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import is_float8tensor, is_mxfp8tensor, modify_underlying_storage
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -26,6 +27,7 @@ from megatron.core.optimizer.param_layout import FullParamLayout
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
+    "FlatWeights",
     "ParameterState",
     "Part",
     "Scaled",
@@ -336,7 +338,15 @@ def future_ranges(
     return ranges
 
 
-def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+class FlatWeights(NamedTuple):
+    """A buffer of Megatron-LM: its elements, and the memory of its weights; None for weights in MXFP8, which are
+    gathered through the buffer of gradients."""
+
+    size: int
+    memory: torch.Tensor | None
+
+
+def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Module]) -> list[FlatWeights]:
     """Allocate the flat buffers of weights of `layout`, and move parameters there. Returns the buffers in its order.
 
     arrived: modules whose weights have no content yet.
@@ -348,18 +358,24 @@ def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Mod
     buffers = []
     for key, buffer in {} if layout is None else layout.layouts.items():
         size = buffer.bucket_indices[-1][1]
+        if any(map(is_mxfp8tensor, buffer.param_index_map)):
+            buffers.append(FlatWeights(size, None))
+            continue
         flat = torch.zeros(size, dtype=key.param_dtype, device=torch.cuda.current_device())
         for parameter, (begin, end, _) in buffer.param_index_map.items():
             place = flat[begin:end].view(parameter.shape)
+            if is_float8tensor(parameter):
+                modify_underlying_storage(parameter, place)
+                continue
             if parameter not in empty:
                 place.copy_(parameter.data)
             parameter.data = place
-        buffers.append(flat)
+        buffers.append(FlatWeights(size, flat))
     return buffers
 
 
 @contextlib.contextmanager
-def reused_buffers(buffers: list[torch.Tensor]) -> Iterator[None]:
+def reused_buffers(buffers: list[FlatWeights]) -> Iterator[None]:
     """A context in which Megatron-LM's flat buffers get their weights from `buffers`, of `place_weights`, in place of
     new memory. The copy of weights there is then one of a tensor to itself."""
     mode = _Reuse(buffers)
@@ -369,19 +385,21 @@ def reused_buffers(buffers: list[torch.Tensor]) -> Iterator[None]:
 
 
 class _Reuse(TorchFunctionMode):
-    """For each buffer Megatron-LM calls `torch.zeros` twice: for its weights, and for its gradients."""
+    """For each buffer Megatron-LM calls `torch.zeros` twice, for its weights and for its gradients; or once, where both
+    share the memory."""
 
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, buffers: list[FlatWeights]) -> None:
         super().__init__()
         self.left = list(buffers)
         self._has_weights = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and self.left and args == (self.left[0].numel(),) and "requires_grad" in kwargs:
-            self._has_weights = not self._has_weights
-            if self._has_weights:
-                assert kwargs["dtype"] == self.left[0].dtype, "a buffer has another type than planned"
-                return self.left[0]
+        if func is torch.zeros and self.left and args == (self.left[0].size,) and "requires_grad" in kwargs:
+            memory = self.left[0].memory
+            self._has_weights = memory is not None and not self._has_weights
+            if memory is not None and self._has_weights:
+                assert kwargs["dtype"] == memory.dtype, "a buffer has another type than planned"
+                return memory
             self.left.pop(0)
         return func(*args, **kwargs)

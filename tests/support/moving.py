@@ -1,6 +1,6 @@
 """Train on the pool with layers moved at given iterations, and keep the optimizer's state by global names, too."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,11 +77,17 @@ def _whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def train_moving(
-    pool: Any, world_size: int, flags: str, plans: Plans, *, base: list[str] | None = None
+    pool: Any,
+    world_size: int,
+    flags: str,
+    plans: Plans,
+    *,
+    base: list[str] | None = None,
+    body: Callable[[list[str], Plans], Any] = moving_rank,
 ) -> tuple[Run, dict[str, np.ndarray]]:
-    """Train with the layers of each chunk as `plans` says from the given iterations on."""
+    """Train with the layers of each chunk as `plans` says from the given iterations on. body: of one rank."""
     argv = [*(MODEL + MOCK_DATA if base is None else base), *flags.split(), "--balance-layers"]
-    ranks = pool.run(world_size, moving_rank, argv, plans)
+    ranks = pool.run(world_size, body, argv, plans)
     if plans:
         counts = tuple(tuple(map(len, stage)) for stage in ranks[0][1]["layers"])
         assert counts == plans[max(plans)], "nothing moved"

@@ -62,7 +62,8 @@ def _pieces(model: list[Any]) -> dict[str, list[Piece]]:
     def collect(node: Any) -> None:
         if isinstance(node, ShardedTensor):
             if not node.key.endswith("_extra_state"):
-                values = node.data.detach().double().numpy().copy()
+                plain = node.data.dequantize() if hasattr(node.data, "get_metadata") else node.data
+                values = plain.detach().double().numpy().copy()
                 values = values.reshape((1,) * node.prepend_axis_num + values.shape)
                 whole = tuple(node.global_shape), tuple(node.global_offset)
                 pieces.setdefault(node.key, []).append(Piece(*whole, values))

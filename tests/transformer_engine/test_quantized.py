@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.layers.test_move import _assert_same_run, _assert_same_tensors
+from tests.support.moving import Plans, moving_rank, train_moving
 from tests.support.training import MODEL, RankRun, differences, join, train_rank
 from tests.support.transformer_engine.model import BASE, TE, cases
 
@@ -221,3 +223,42 @@ def test_replicas_are_quantized_as_their_homes(engine, corpus, case):
         assert run.grad_norms[1] == pytest.approx(unbalanced.grad_norms[1], rel=1e-4)
     assert differences(run, unbalanced)[0] <= 0.01
     assert run.losses != unbalanced.losses, "nothing was quantized by instance"
+
+
+PP2 = "--pipeline-model-parallel-size 2"
+SHARDED = f"{PP2} --use-distributed-optimizer --ddp-bucket-size 2000"
+OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+PARAMETERS = "--fp8-param-gather"
+REUSED = f"{PARAMETERS} --reuse-grad-buf-for-mxfp8-param-ag"
+AWARE = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+THERE_AND_BACK: Plans = {1: ((1,), (3,)), 3: ((3,), (1,))}
+
+# recipe, ranks, flags
+MOVES = {
+    "tensorwise": ("tensorwise", 2, PP2),
+    "delayed": ("delayed", 2, PP2),
+    "mxfp8": ("mxfp8", 2, PP2),
+    "tensorwise parameters, DP 2": ("tensorwise", 4, f"{OVERLAPS} {PARAMETERS}"),
+    "delayed parameters, DP 2": ("delayed", 4, f"{SHARDED} {PARAMETERS}"),
+    "mxfp8 parameters, precision-aware": ("mxfp8", 2, f"{SHARDED} {REUSED} {AWARE}"),
+    "mxfp8 parameters, precision-aware, DP 2, both overlaps": ("mxfp8", 4, f"{OVERLAPS} {REUSED} {AWARE}"),
+}
+
+
+def _moving_quantized(argv: list[str], plans: Plans) -> Any:
+    from tests.support.transformer_engine.on_cpu import gather_bytes, have_capability
+
+    gather_bytes()
+    have_capability(*CAPABILITY[argv[argv.index("--fp8-recipe") + 1]])
+    return moving_rank(argv, plans)
+
+
+@pytest.mark.parametrize("case", cases(MOVES, *[case for case in MOVES if case != "mxfp8 parameters, precision-aware"]))
+def test_layers_in_8_bits_move_and_no_number_changes(model_of, case):
+    recipe, ranks, flags = MOVES[case]
+    model = model_of("--hidden-size 64")
+    argv = model.argv(f"{flags} --bf16 --fp8-format hybrid --fp8-recipe {recipe}")
+    moved, state = train_moving(model.pool, ranks, "", THERE_AND_BACK, base=argv, body=_moving_quantized)
+    stayed, expected = train_moving(model.pool, ranks, "", {}, base=argv, body=_moving_quantized)
+    _assert_same_run(moved, stayed)
+    _assert_same_tensors(state, expected)

@@ -12,16 +12,20 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.fp8_utils import get_fp8_context, is_float8tensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import _get_block_submodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_pg_rank
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
 
 from balancing.layers.layout import to_layout
 from balancing.layers.stage_plan import StagePlan
+from megatron.balanced.layers.quantized import start_scaling
 from megatron.balanced.layers.state import Inventory, layer_of, named_parameters
 
 __all__ = ["change_layers", "complete_ends", "set_layout"]
@@ -94,8 +98,8 @@ def change_layers(
                 layer = _build(block, position)
                 assert layer.layer_number == number + 1, "the layout gives another layer than the plan"
                 arrived.append((layer, chunk))
-                if without_memory:
-                    for parameter in layer.parameters():
+                for parameter in layer.parameters() if without_memory else ():
+                    if not is_float8tensor(parameter):
                         parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             layers.append(layer)
         block.layers = torch.nn.ModuleList(layers)
@@ -108,9 +112,13 @@ def change_layers(
     for name, parameter in named_parameters(models):
         if name in frozen:
             parameter.requires_grad_(False)
-            if not parameter.is_contiguous():  # no buffer will have it
+            if not is_float8tensor(parameter) and not parameter.is_contiguous():  # no buffer will have it
                 parameter.data = torch.empty_like(parameter.data, memory_format=torch.contiguous_format)
-    _register_buffers({layer.layer_number - 1: layer for layer, _ in arrived}, inventories)
+    layers = {layer.layer_number - 1: layer for layer, _ in arrived}
+    _register_buffers(layers, inventories)
+    for path, known in [each for inventory in inventories for each in inventory.scaling.items()]:
+        if (layer := layers.get(layer_of(path))) is not None:
+            start_scaling(layer.get_submodule(path.partition(".")[2]), known)
     return arrived, norms
 
 
@@ -130,7 +138,10 @@ def _layer_spec(model: torch.nn.Module, config: GPTModelConfig) -> Any:
 def _build(block: torch.nn.Module, position: int) -> torch.nn.Module:
     """Build a layer of `block` as Megatron-LM does, uninitialized and without drawing random numbers."""
     config = block.config
-    with _uninitialized(config):
+    number = position + get_transformer_layer_offset(config, block.vp_stage, get_pg_rank(block.pg_collection.pp))
+    with torch.no_grad():  # so that Transformer Engine keeps no copy of the initial weights in a higher precision
+        quantized = get_fp8_context(config, number, is_init=True)
+    with _uninitialized(config), quantized:
         layer = build_module(
             block.submodules.layer_specs[position],
             config=config,
@@ -172,7 +183,7 @@ def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module.cuda(torch.cuda.current_device())
     if config.fp16 or config.bf16:
-        module.to(torch.float16 if config.fp16 else torch.bfloat16)
+        module.half() if config.fp16 else module.bfloat16()
         for part in module.modules():
             if hasattr(part, "_maintain_float32_expert_bias"):
                 part._maintain_float32_expert_bias()

@@ -42,7 +42,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    check_compatible(args, LAYERS, flag)
+    check_compatible(args, LAYERS, flag, _scaled_state_of_weights(args))
     if layers.layer_planner in ONE_CHUNK and (plan := _layout(args)) is not None and plan.behind:
         raise ValueError(
             f"--layer-planner {layers.layer_planner} cannot leave the stages after multi-token prediction without "
@@ -93,6 +93,15 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     if chunks > 1:
         raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
     check_compatible(args, RELEASE, flag)
+
+
+def _scaled_state_of_weights(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Flags with which Transformer Engine's optimizer steps weights in 8 bits itself."""
+    given = [getattr(args, name, None) for name in ("fp8", "fp8_param_gather", "use_precision_aware_optimizer")]
+    if not all(given) or args.fp8_recipe != "delayed":
+        return []
+    why = "with --use-precision-aware-optimizer and --fp8-param-gather its main parameters belong to weights in 8 bits"
+    return [("--fp8-recipe delayed", why, "use another --fp8-recipe")]
 
 
 def _layout(args: argparse.Namespace) -> StagePlan | None:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
@@ -42,6 +43,7 @@ from balancing.layers.stage_plan import StagePlan
 from balancing.messages import connect
 from megatron.balanced import callbacks
 from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
+from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
 from megatron.balanced.layers.release import Departure
 from megatron.balanced.layers.state import (
     Held,
@@ -53,6 +55,7 @@ from megatron.balanced.layers.state import (
     transfer,
 )
 from megatron.balanced.optimizer_state import (
+    FlatWeights,
     ParameterState,
     Taken,
     bucket_layout,
@@ -127,7 +130,7 @@ class LayerMover:
     def parameters(self) -> np.ndarray:
         """Parameters of each layer, of the embedding, of the head and of multi-token prediction, with its embedding, on
         a rank that holds them: [layers + 3]."""
-        return self._sum_up(lambda parameter: 1)
+        return self._sum_up(lambda parameter: parameter.numel())
 
     def travelling_bytes(self) -> np.ndarray:
         """Bytes of each of these parts that a rank receives when it gets them: weights, main parameters and moments.
@@ -138,15 +141,17 @@ class LayerMover:
         """Bytes of each of these parts that a rank holds between steps: those of a move, and gradients. [layers + 3]"""
         weight = self._args.params_dtype.itemsize
         gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
-        return self._sum_up(lambda parameter: self._travelling(parameter) + gradient)
+        return self._sum_up(lambda parameter: self._travelling(parameter) + gradient * parameter.numel())
 
     def _travelling(self, parameter: torch.nn.Parameter) -> float:
         dtype, of_expert = self._args.params_dtype, not getattr(parameter, "allreduce", True)
         config = callbacks.trained().optimizer.config
-        return dtype.itemsize + state_bytes(self._chunks[0], dtype, of_expert=of_expert, config=config)
+        weight = sum(tensor.nbytes for tensor in weight_tensors(parameter).values())
+        state = state_bytes(self._chunks[0], dtype, of_expert=of_expert, config=config)
+        return weight + state * parameter.numel()
 
-    def _sum_up(self, of_element: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
-        """The sum over parameters of their elements times `of_element`, on a rank that holds them: [layers + 3]."""
+    def _sum_up(self, of_parameter: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
+        """The sum of `of_parameter` over parameters, on a rank that holds them: [layers + 3]."""
         sums = np.zeros(self.plan.layers + 3)
         for model in self.models():
             parts = {layer.layer_number - 1: layer for layer in model.decoder.layers}
@@ -156,7 +161,7 @@ class LayerMover:
                 parts[-1] = mtp if model.pre_process else torch.nn.ModuleList([mtp, embedding])
             for number, part in parts.items():
                 if part is not None:
-                    sums[number] = sum(each.numel() * of_element(each) for each in part.parameters())
+                    sums[number] = sum(of_parameter(each) for each in part.parameters())
         return np.max(self.gather(sums), axis=0)
 
     def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
@@ -168,7 +173,7 @@ class LayerMover:
         plan = replace(plan, mtp_layers=self.plan.mtp_layers, mtp_chunk=self.plan.mtp_chunk)
         self._agree(plan)
         begin = time.perf_counter()
-        hooked = [_finish_gathering(ddp) for ddp in self._chunks]
+        hooked = _finish_gathering(self._chunks, optimizer)
         taken = take(optimizer)
         held, inventory = take_inventory(self.models(), taken.states)
         inventories = self.gather(inventory)
@@ -180,7 +185,7 @@ class LayerMover:
         arrived: list[tuple[torch.nn.Module, int]] = []
         ends: list[torch.nn.Module] = []
         layouts: list[Any] = []
-        weights: list[list[torch.Tensor]] = []
+        weights: list[list[FlatWeights]] = []
         request = Request([], {}, {})
         if departure is None or not departure.leaves:
             if departure is not None:
@@ -189,6 +194,8 @@ class LayerMover:
         requests = [piece for pieces in self.gather(request.pieces) for piece in pieces]
         sent = transfer(self.models(), held, request, inventories, requests, self._tensors, self._timeout)
         request.targets.clear()
+        finish_weights(parameter for layer, _ in arrived for parameter in layer.parameters())
+        forget_modules(self._chunks)
         if departure is not None:
             self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
             departure.finish()
@@ -223,7 +230,7 @@ class LayerMover:
 
     def _change(
         self, plan: StagePlan, ends: list[torch.nn.Module], inventories: list[Inventory], held: Held
-    ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], list[list[torch.Tensor]], Request]:
+    ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], list[list[FlatWeights]], Request]:
         """Build the modules of `plan`. Returns new layers with their chunks, layouts of buffers, the buffers of weights
         of each chunk (`place_weights`), and the request. held: of this rank; its weights are now those in buffers.
         """
@@ -249,6 +256,7 @@ class LayerMover:
             for parameter in ddp.module.parameters():
                 if hasattr(parameter, "main_grad"):
                     del parameter.main_grad
+                forget_initial(parameter)
             ddp.bucket_groups, ddp.expert_parallel_bucket_groups = [], []
             ddp.buffers, ddp.expert_parallel_buffers = [], []
             ddp.param_to_bucket_group = {}
@@ -298,12 +306,15 @@ class LayerMover:
     ) -> None:
         _, overrides = get_megatron_optimizer_config(self._args)
         stash_in_gradients(states)
-        new = get_megatron_optimizer(
-            optimizer.config,
-            self._chunks,
-            config_overrides=overrides,
-            use_gloo_process_groups=self._args.use_gloo_process_groups,
-        )
+        # Main parameters are made from weights, and from weights in 8 bits by a function that autograd records.
+        quantized = any(is_float8tensor(parameter) for ddp in self._chunks for parameter in ddp.parameters())
+        with torch.set_grad_enabled(not quantized):
+            new = get_megatron_optimizer(
+                optimizer.config,
+                self._chunks,
+                config_overrides=overrides,
+                use_gloo_process_groups=self._args.use_gloo_process_groups,
+            )
         put_back(optimizer, new, states, taken.scalers, taken.group_step)
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
@@ -323,9 +334,13 @@ def _do_nothing(*unused: Any) -> None:
     """Replaces a hook that exists already."""
 
 
-def _finish_gathering(ddp: DistributedDataParallel) -> bool:
-    """Complete the all-gather of weights of a distributed optimizer. Returns whether forward passes overlap with it."""
-    hooked = bool(ddp.remove_forward_pre_hook_handles)
-    if hooked:
-        ddp.disable_forward_pre_hook(param_sync=True)
+def _finish_gathering(chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer) -> list[bool]:
+    """Complete the all-gather of weights of a distributed optimizer. Returns for each chunk whether forward passes
+    overlap with it."""
+    hooked = [bool(ddp.remove_forward_pre_hook_handles) for ddp in chunks]
+    if any(hooked):
+        optimizer.prepare_model_params_for_param_sync()
+    for ddp, overlaps in zip(chunks, hooked, strict=True):
+        if overlaps:
+            ddp.disable_forward_pre_hook(param_sync=True)
     return hooked

@@ -1,6 +1,7 @@
 """The tensors of layers on this rank, under names that all ranks share, and their transfer when layers move.
 
-These are weights, buffers (masks, expert bias, and those that others register on a layer), and optimizer state. Layers
+These are weights, buffers (masks, expert bias, and those that others register on a layer), the state of delayed scaling
+(`megatron.balanced.layers.quantized`), and optimizer state. Layers
 are transferred one after the other, so a rank frees the memory of a layer that it sent before the next one arrives.
 """
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from balancing.layers.transfer import Piece, Transfer, plan_transfers, run_transfers
+from megatron.balanced.layers.quantized import Scaling, known_scaling, scaling_of, weight_tensors
 from megatron.balanced.optimizer_state import ParameterState, Scaled
 
 __all__ = [
@@ -30,7 +32,7 @@ __all__ = [
 ]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_WEIGHT, _BUFFER = "weight", "buffer"
+_WEIGHT, _BUFFER, _SCALING = "weight", "buffer", "scaling"  # a weight in 8 bits has several kinds: weight.data, ...
 
 Held = dict[str, tuple[int, torch.Tensor]]  # name of a tensor -> first element on this rank, and the elements
 
@@ -45,6 +47,7 @@ class Inventory:
     scales: name of a tensor of optimizer state -> the parts of it that this rank stores with a scale.
     frozen: names of parameters without gradients.
     buffers: name -> shape, type, and whether checkpoints contain it.
+    scaling: module of a layer -> what is known of its delayed scaling beside the tensors.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -53,6 +56,7 @@ class Inventory:
     scales: dict[str, list[Scaled]] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     buffers: dict[str, tuple[torch.Size, torch.dtype, bool]] = field(default_factory=dict)
+    scaling: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Buffer(NamedTuple):
@@ -87,6 +91,15 @@ def named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[Buffer]:
                     yield Buffer(f"{layer.layer_number - 1}.{whole}@{_coordinates(beside)}", module, own, buffer)
 
 
+def named_scaling(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Scaling]]:
+    """The tensors of delayed scaling of this rank's layers, with names that all ranks share."""
+    for model in models:
+        for layer in model.decoder.layers:
+            for each in scaling_of(layer):
+                beside = next(each.module.parameters(recurse=False), None)
+                yield f"{layer.layer_number - 1}.{each.path}.{each.own}@{_coordinates(beside)}", each
+
+
 def _coordinates(parameter: torch.Tensor | None) -> str:
     """The shard of `parameter` that this rank holds: ranks of one stage with equal coordinates hold equal tensors."""
     if parameter is not None and not getattr(parameter, "allreduce", True):
@@ -107,7 +120,7 @@ def take_inventory(
     held: Held = {}
     inventory = Inventory()
     for name, parameter in named_parameters(models):
-        held[f"{name}:{_WEIGHT}"] = (0, parameter.data.view(-1))
+        held |= {f"{name}:{kind}": (0, tensor) for kind, tensor in weight_tensors(parameter).items()}
         if not parameter.requires_grad:
             inventory.frozen.add(name)
         state = states.get(parameter)
@@ -120,6 +133,9 @@ def take_inventory(
         held[f"{buffer.name}:{_BUFFER}"] = (0, buffer.tensor.data.reshape(-1))
         persistent = buffer.own not in buffer.module._non_persistent_buffers_set
         inventory.buffers[buffer.name] = (buffer.tensor.shape, buffer.tensor.dtype, persistent)
+    for name, scaling in named_scaling(models):
+        held[f"{name}:{_SCALING}"] = (0, scaling.tensor.view(-1))
+        inventory.scaling[f"{layer_of(name)}.{scaling.path}"] = known_scaling(scaling.module)
     for name, (start, tensor) in held.items():
         inventory.pieces.append(Piece(name, dist.get_rank(), start, start + tensor.numel()))
         inventory.dtypes[name] = tensor.dtype
@@ -131,7 +147,7 @@ def hold_weights(models: Sequence[torch.nn.Module], arrived: Iterable[torch.nn.M
     empty = {parameter for module in arrived for parameter in module.parameters()}
     for name, parameter in named_parameters(models):
         if parameter not in empty:
-            held[f"{name}:{_WEIGHT}"] = (0, parameter.data.view(-1))
+            held |= {f"{name}:{kind}": (0, tensor) for kind, tensor in weight_tensors(parameter).items()}
 
 
 class Request(NamedTuple):
@@ -172,18 +188,26 @@ def make_request(
             name, _, kind = tensor.rpartition(":")
             kinds.setdefault(name, set()).add(kind)
     empty = {id(tensor) for module in arrived for tensor in (*module.parameters(), *module.buffers())}
+    new = {id(part) for module in arrived for part in module.modules()}
     request = Request([], {}, {})
-    tensors = [(f"{name}:{_WEIGHT}", parameter) for name, parameter in named_parameters(models)]
-    tensors += [(f"{buffer.name}:{_BUFFER}", buffer.tensor) for buffer in named_buffers(models)]
+    tensors = [
+        (f"{name}:{kind}", tensor)
+        for name, parameter in named_parameters(models)
+        if id(parameter) in empty
+        for kind, tensor in weight_tensors(parameter).items()
+    ]
+    tensors += [
+        (f"{each.name}:{_BUFFER}", each.tensor.data) for each in named_buffers(models) if id(each.tensor) in empty
+    ]
+    tensors += [(f"{name}:{_SCALING}", each.tensor) for name, each in named_scaling(models) if id(each.module) in new]
     for name, tensor in tensors:
-        if id(tensor) in empty:
-            request.targets[name] = (0, tensor.data.view(-1))
-            request.pieces.append(Piece(name, rank, 0, tensor.numel()))
+        request.targets[name] = (0, tensor.view(-1))
+        request.pieces.append(Piece(name, rank, 0, tensor.numel()))
     for name, parameter in named_parameters(models):
         if parameter in ranges:
             start, stop = ranges[parameter]
             request.states[parameter] = ParameterState(start, stop, scalars=scalars.get(name, {}))
-            for kind in sorted(kinds[name] - {_WEIGHT, _BUFFER}):
+            for kind in sorted(filter(_is_state, kinds[name])):
                 request.pieces.append(Piece(f"{name}:{kind}", rank, start, stop))
                 request.states[parameter].scales[kind] = [
                     Scaled(max(part.start, start), min(part.stop, stop), part.scale)
@@ -239,9 +263,14 @@ def transfer(
     own = dict(named_parameters(models))
     for piece in request.pieces:
         name, _, kind = piece.tensor.rpartition(":")
-        if kind not in (_WEIGHT, _BUFFER):
+        if _is_state(kind):
             request.states[own[name]].tensors[kind] = targets[piece.tensor][1]
     return sent
+
+
+def _is_state(kind: str) -> bool:
+    """Whether tensors of this kind are state of the optimizer."""
+    return kind not in (_BUFFER, _SCALING) and kind.partition(".")[0] != _WEIGHT
 
 
 def _memory_for(piece: Piece, held: Held, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
