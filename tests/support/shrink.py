@@ -61,9 +61,17 @@ GPU_ONLY: dict[str, str] = {
     "async_save": _CHECKPOINTS,
     "ckpt_assume_constant_structure": _CHECKPOINTS,
     "disable_gloo_process_groups": "gloo is all there is",
+    "mock_data": "each run is told its data",
+    "tokenizer_type": "each run is told its data",
+    "vocab_size": "each run is told its data",
 }
 # Flags of a model that trains on Transformer Engine's layers only.
-NEEDS_TRANSFORMER_ENGINE = ("fp8_format", "multi_latent_attention", "experimental_attention_variant")
+NEEDS_TRANSFORMER_ENGINE = (
+    "fp8_format",
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "apply_layernorm_1p",
+)
 
 _SIZES = {
     "hidden_size": 32,
@@ -75,7 +83,6 @@ _SIZES = {
     "moe_shared_expert_intermediate_size": 32,
     "seq_length": 32,
     "max_position_embeddings": 32,
-    "vocab_size": 127,
     "make_vocab_size_divisible_by": 64,
     "mup_base_hidden_size": 16,
     "num_experts": 8,
@@ -96,7 +103,6 @@ _SIZES = {
     "linear_num_value_heads": 4,
     "fp8_amax_history_len": 4,
     "micro_batch_size": 1,
-    "train_iters": 3,
     "eval_iters": 0,
     "check_weight_hash_across_dp_replicas_interval": 1,
     "microbatch_group_size_per_virtual_pipeline_stage": 3,
@@ -143,7 +149,7 @@ def shrink(flags: Mapping[str, Any], ranks: int) -> Small:
     data, ranks = _shrink_layout(small, ranks)
     _shrink_layers(small)
     micro_batches = small.get("microbatch_group_size_per_virtual_pipeline_stage") or max(2, 4 // data)
-    return Small(ranks, small | {"global_batch_size": micro_batches * data})
+    return Small(ranks, small | {"train_iters": 3, "global_batch_size": micro_batches * data})
 
 
 def _shrink_layout(small: dict[str, Any], ranks: int) -> tuple[int, int]:
@@ -163,7 +169,9 @@ def _shrink_layout(small: dict[str, Any], ranks: int) -> tuple[int, int]:
         shared = sizes[_TENSOR] if beside is None else min(2, beside)
         return sizes[_PIPELINE] * max(stage, expert * shared if "num_experts" in small else 1)
 
-    if total() > _RANKS and not other_order:
+    if small.get("num_distributed_optimizer_instances", 1) > 1:  # each has a part of the replicas, of experts as well
+        data, sizes[_TENSOR] = (_RANKS, 1) if "num_experts" in small else (2, sizes[_TENSOR])
+    elif total() > _RANKS and not other_order:
         data = 1
     if total() > _RANKS and not keeps:
         sizes[_TENSOR] = 1
@@ -181,8 +189,6 @@ def _shrink_layout(small: dict[str, Any], ranks: int) -> tuple[int, int]:
     if "hierarchical_context_parallel_sizes" in small:
         small["hierarchical_context_parallel_sizes"] = [1, sizes[_CONTEXT]]
     ranks = total()
-    if small.get("num_distributed_optimizer_instances", 1) > 1:
-        ranks = max(ranks, _RANKS)
     return ranks // (sizes[_TENSOR] * sizes[_PIPELINE] * sizes[_CONTEXT]), ranks
 
 
@@ -233,4 +239,6 @@ def for_cpu(small: Small, *, spreads: bool) -> Small:
         flags |= {"disable_bias_linear": True, "calculate_per_token_loss": True}
         if not spreads:
             flags[_CONTEXT] = 1
+            for name in ("use_tp_pp_dp_mapping", _EXPERT_TENSOR):  # which fit the context-parallel ranks
+                flags.pop(name, None)
     return replace(small, flags={"device": "cpu", "log_interval": 1, "num_workers": 0} | flags)
