@@ -19,6 +19,7 @@ from megatron.balanced.recipe import BALANCERS, Verdict, command_line, verdicts
 from tests.megatron.test_structures import _place_at_random
 from tests.support.claims import SUPPORT
 from tests.support.packages_apart import why_missing
+from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
 from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
 from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, train_rank
@@ -253,7 +254,7 @@ def _reasons(verdict: Verdict) -> dict[str, str]:
 @pytest.mark.exhaustive
 def test_the_list_is_what_is_refused(pool):
     """Of all configurations, with all of their flags, on ranks that are assumed to have GPUs."""
-    (found,) = pool.run(1, _dry_runs, list(cases().values()))
+    (found,) = pool.run(1, _dry_runs, list(cases().values()), timeout=2 * PATIENCE)
     refused: dict[str, dict[str, str]] = {balancer: {} for balancer in BALANCERS}
     for name, (alone, *answers) in found.items():
         small = cases()[name].small

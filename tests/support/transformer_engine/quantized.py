@@ -196,26 +196,3 @@ def dequantize(tensor: Any, otype: Any) -> torch.Tensor:
 def fp8_transpose(data: torch.Tensor, dtype: Any, out: torch.Tensor | None = None) -> torch.Tensor:
     transposed = data.movedim(-1, 0).contiguous()
     return transposed if out is None else out.copy_(transposed)
-
-
-@stands_in
-def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
-    amax.copy_(input.float().abs().max().view(amax.shape))
-
-
-@stands_in
-def multi_tensor_compute_scale_and_scale_inv(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: Sequence[Sequence[torch.Tensor]],
-    max_fp8: float,
-    force_pow_2_scales: bool,
-    epsilon: float,
-) -> None:
-    """Scales, and their reciprocals, of tensors with the largest values of the first list."""
-    for largest, scale, inverse in zip(*tensor_lists, strict=True):
-        found = torch.where(largest > 0, max_fp8 / largest.clamp_min(epsilon), torch.ones_like(largest))
-        if force_pow_2_scales:
-            found = torch.exp2(torch.floor(torch.log2(found)))
-        scale.copy_(found)
-        inverse.copy_(found.reciprocal())
