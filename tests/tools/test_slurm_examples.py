@@ -1,0 +1,110 @@
+"""The examples of scripts/slurm/examples: what each hands to sbatch is accepted by a dry run at its full size."""
+
+import contextlib
+import io
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.patience import PATIENCE
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "scripts/slurm/examples"
+SBATCH = "#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n"  # in place of Slurm's
+# Of each example: its ranks, and the beginning of every line on what its balancers plan.
+PLANS = {
+    "deepseek_v3": (
+        1024,
+        "plan   --balance-experts: 16 expert-parallel groups of 64 ranks on 8 nodes",
+        "slots  --expert-replica-slots 2: beside 4 home expert(s), in each of the 0 to 4 MoE layer(s) of a rank",
+        "memory --expert-replica-mode auto: 1.969 GiB resident",
+        "plan   --balance-layers: all 1024 ranks make one plan; layers move along 64 pipelines of 16 ranks",
+    ),
+    "dense_7b_long_context": (
+        128,
+        "plan   --balance-sequences: 16 context-parallel groups of 8 ranks on 1 node",
+        "plan   --balance-layers-once: all 128 ranks make one plan; layers move along 64 pipelines of 2 ranks",
+    ),
+    "freezing_13b": (
+        128,
+        "plan   --balance-layers: all 128 ranks make one plan; layers move along 16 pipelines of 8 ranks",
+    ),
+    "mixtral_8x7b": (
+        64,
+        "plan   --balance-experts: 8 expert-parallel groups of 8 ranks on 1 node",
+        "slots  --expert-replica-slots 2: beside 1 home expert(s), in each of the 8 MoE layer(s) of a rank",
+        "memory --expert-replica-mode auto: 15.750 GiB resident, or 3.938 GiB shared",
+        "plan   --balance-sequences: 32 context-parallel groups of 2 ranks on 1 node",
+        "plan   --balance-layers: all 64 ranks make one plan; layers move along 16 pipelines of 4 ranks",
+    ),
+}
+
+
+def _example(name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("DATA", "TOKENIZER", "RUN")}
+    command = [EXAMPLES / f"{name}.sh", *flags]
+    return subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def _submitted(folder: Path, name: str, *flags: str) -> tuple[dict[str, str], list[str]]:
+    """Options that an example gives sbatch, and the arguments of its training."""
+    sbatch = folder / "sbatch"
+    sbatch.write_text(SBATCH)
+    sbatch.chmod(0o755)
+    places = {"DATA": "/shared/corpus", "TOKENIZER": str(folder), "RUN": str(folder / "run")}
+    done = _example(name, *flags, PATH=f"{folder}:{os.environ['PATH']}", **places)
+    assert done.returncode == 0, done.stderr
+    given = done.stdout.split("\0")[:-1]
+    script = given.index(str(REPOSITORY / "scripts/slurm/pretrain_gpt.sbatch"))
+    return dict(zip(given[:script:2], given[1:script:2], strict=True)), given[script + 1 :]
+
+
+def _dry_run(flags: list[str], ranks: int) -> tuple[object, str]:
+    from megatron.balanced.arguments import parse_arguments
+
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ["WORLD_SIZE"] = str(ranks)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            args, config = parse_arguments([*flags, "--balance-dry-run"])
+        except SystemExit as stopped:
+            return stopped.code, said.getvalue()
+    from megatron.balanced.dry_run import plan_lines
+
+    return 0, "\n".join(plan_lines(args, config))
+
+
+def test_every_example_is_planned_at_its_full_size(pool, tmp_path):
+    assert {path.stem for path in EXAMPLES.glob("*.sh")} == {"submit", *PLANS}
+    for name, (ranks, *lines) in PLANS.items():
+        options, flags = _submitted(tmp_path, name, "--log-interval", "1")
+        assert options["--job-name"] == name and flags[-2:] == ["--log-interval", "1"]
+        assert int(options["--nodes"]) * int(options["--ntasks-per-node"]) == ranks
+        assert options["--gpus-per-node"] == options["--ntasks-per-node"]
+        at = flags.index("--data-path")
+        assert flags[at : at + 4] == ["--data-path", "/shared/corpus", "--split", "99,1,0"]
+        flags[at : at + 4] = ["--mock-data"]
+        ((code, said),) = pool.run(1, _dry_run, flags, ranks)
+        assert code == 0, (name, said)
+        told = said.splitlines()
+        assert len(told) == len(lines), said
+        for line, begin in zip(told, lines, strict=True):
+            assert line.startswith(begin), name
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [({}, ("DATA", "TOKENIZER", "--balance-dry-run")), ({"DATA": "/data", "TOKENIZER": "/t"}, ("sbatch is not here",))],
+)
+def test_what_is_missing_is_one_line(tmp_path, environment, words):
+    for tool in ("basename", "bash", "dirname", "env"):
+        (tmp_path / tool).symlink_to(Path("/usr/bin") / tool)
+    done = _example("mixtral_8x7b", **environment, PATH=str(tmp_path))
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("mixtral_8x7b.sh: ")
+    for word in words:
+        assert word in done.stderr
