@@ -1,0 +1,16 @@
+"""Forecasts of a job's step without balancing, with each balancer and with all, before a GPU-hour is spent.
+
+`python -m balancing.whatif` prints them; docs/whatif.md says how far they can be trusted.
+
+    job         the flags of Megatron-LM that decide how long a step takes
+    step        the balanced step, by constants fitted to published runs
+    gains       what each balancer's own planner and cost model make of sampled loads
+    forecast    the scenarios, and the verdict
+    lengths     lengths of documents of published training sets
+    routing     loads of experts of given skew
+"""
+
+from balancing.whatif.forecast import SCENARIOS, WORTH, Forecast, forecast, verdict
+from balancing.whatif.job import Job, read_flags, read_recipe_flags
+
+__all__ = ["SCENARIOS", "WORTH", "Forecast", "Job", "forecast", "read_flags", "read_recipe_flags", "verdict"]

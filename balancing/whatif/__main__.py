@@ -1,0 +1,247 @@
+"""python -m balancing.whatif: forecast a job's step without balancing, with each balancer and with all of them.
+
+From a recorded run, DIR of --balance-report, or from Megatron-LM's flags behind --, or those of a recipe file, with
+--cluster and --gpus. Nothing runs and no GPU is needed. The last lines say how far to trust the figures.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from balancing.cluster import PRESETS, Cluster
+from balancing.command_line import Parser
+from balancing.experts import LoadTrace, read_load_trace
+from balancing.recipe import read_recipes
+from balancing.report.units import duration, share
+from balancing.whatif.forecast import Forecast, forecast, verdict
+from balancing.whatif.gains import ROUTING
+from balancing.whatif.job import Job, read_flags, read_recipe_flags
+from balancing.whatif.lengths import DISTRIBUTIONS
+from balancing.whatif.recorded import forecast_recorded
+from balancing.whatif.step import FITTED_ERROR
+
+__all__ = ["main"]
+
+_HEAD = ("GPUs", "balancer", "step", "saves", "bubble", "layers", "sequences", "experts", "memory", "GPU-hours")
+_MOCK = (
+    "Loads of experts are as skewed as --routing says. Skew of training on mock tokens is no guide: they overstate it, "
+    "up to 2.35 times in the Gini coefficient, which is 0.105 to over 0.24 on real text (DODOCO, arXiv 2605.20982)."
+)
+_WIDTH = 100
+_TRAY = 4  # GPUs of a host of a rack
+
+
+def _parser() -> Parser:
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = Parser(
+        prog="python -m balancing.whatif", description=description, epilog=more,
+        usage="%(prog)s [-h] [options] (DIR | --recipe FILE | -- FLAGS OF MEGATRON-LM)",
+    )  # fmt: skip
+    parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help="the directory of --balance-report")
+    parser.add_argument("--recipe", metavar="FILE[#NAME]", help="a recipe file, and which of its recipes")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="preset, or file of python -m balancing.cluster")
+    parser.add_argument(
+        "--gpus", metavar="N[,N...]", help="numbers of GPUs (default: as recorded or as the recipe says)"
+    )
+    parser.add_argument(
+        "--lengths", metavar="NAME|FILE",
+        help=f"lengths of documents that are masked from each other: {', '.join(DISTRIBUTIONS)}, or an .npz or .npy "
+        "file (default: one document a sequence)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--routing", metavar="NAME|FILE", default="dodoco-mha",
+        help=f"skew of experts: {', '.join(ROUTING)}, or an .npz file of recorded loads (default: dodoco-mha)",
+    )  # fmt: skip
+    parser.add_argument("--iterations", type=int, metavar="N", help="steps of the training (default: the job's)")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with a figure")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the forecasts")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 2 after one line on standard error for bad input."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    at = given.index("--") if "--" in given else len(given)
+    parser = _parser()
+    options = parser.parse_args(given[:at])
+    try:
+        title, groups, notes, capacity = _forecasts(options, given[at + 1 :])
+        verdicts = [verdict(group) for group in groups]
+        _print(title, groups, verdicts, notes)
+        if options.json is not None:
+            content = {"title": title, "verdicts": verdicts, "forecasts": [asdict(one) for g in groups for one in g]}
+            options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if options.html is not None:
+            from balancing.whatif.figure import step_figure, write_page  # matplotlib takes a while to import
+
+            figure = step_figure(groups, capacity)
+            write_page(options.html, title, verdicts, figure, _HEAD, _rows(groups), [*_off(groups), *notes])
+            print(f"figure: {options.html}")
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{parser.prog}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _forecasts(
+    options: argparse.Namespace, flags: list[str]
+) -> tuple[str, list[list[Forecast]], list[str], float | None]:
+    """What the forecast is of, the forecasts of each number of GPUs, notes, and bytes of a device."""
+    sources = (options.directory is not None) + (options.recipe is not None) + bool(flags)
+    if sources != 1:
+        raise ValueError("give one of DIR, --recipe FILE, and Megatron-LM's flags behind --")
+    gpus = _numbers(options.gpus)
+    if options.directory is not None:
+        groups, notes = forecast_recorded(options.directory, gpus, options.iterations)
+        return f"{options.directory.resolve().name}", groups, notes, None
+    if options.cluster is None:
+        raise ValueError(f"which machine? give --cluster: {', '.join(PRESETS)}, or a file")
+    name, job, ranks = _job(options.recipe, flags)
+    if not gpus and ranks is None:
+        raise ValueError("how many GPUs? give --gpus N[,N...]")
+    lengths = None if options.lengths is None else _lengths(options.lengths)
+    routing: str | LoadTrace = options.routing
+    if options.routing not in ROUTING and options.routing.endswith(".npz"):
+        routing = read_load_trace(options.routing)
+    groups, refused, capacity = [], [], None
+    for number in gpus or [ranks or 0]:
+        try:
+            # What does not fit one number of GPUs may fit another; what fits none is an error.
+            on, cluster = _at(job, number, gpus, ranks), _cluster(options.cluster, number)
+        except ValueError as error:
+            refused.append(f"Left out: {number:,} GPUs. {error}.")
+            continue
+        capacity = cluster.memory
+        groups.append(forecast(on, cluster, lengths=lengths, routing=routing))
+        if options.iterations is not None:
+            groups[-1] = [_hours(one, options.iterations) for one in groups[-1]]
+    if not groups:
+        raise ValueError(refused[0].removeprefix("Left out: ").rstrip("."))
+    notes = [*refused, f"The balanced step is a model fitted to published runs; {FITTED_ERROR}."]
+    if job.vocab_size is None:
+        notes.append(f"Without --vocab-size a vocabulary of {job.vocabulary:,} is taken.")
+    if job.num_experts:
+        notes.append(_MOCK)
+    for group in groups:
+        if (most := max(one.memory or 0.0 for one in group)) > (capacity or most):
+            notes.append(f"On {group[0].gpus:,} GPUs {most / 1e9:.0f} GB a rank do not fit the device's "
+                         f"{(capacity or 0) / 1e9:.0f} GB.")  # fmt: skip
+    return f"{name} on {options.cluster}", groups, notes, capacity
+
+
+def _at(job: Job, number: int, gpus: list[int], ranks: int | None) -> Job:
+    """The job on so many GPUs, with the global batch that it has on the first."""
+    if job.global_batch_size is None:
+        job = job.on(ranks or gpus[0])
+    return job.on(number)
+
+
+def _hours(one: Forecast, iterations: int) -> Forecast:
+    return Forecast(**(asdict(one) | {"gpu_hours": one.step_seconds * iterations * one.gpus / 3600}))
+
+
+def _numbers(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--gpus {text} is not a list of numbers, as in 64,256,1024") from None
+    if min(found) < 1:
+        raise ValueError(f"--gpus {min(found)} must be at least 1")
+    return found
+
+
+def _job(recipe: str | None, flags: list[str]) -> tuple[str, Job, int | None]:
+    if recipe is None:
+        return "the job", read_flags(flags), None
+    file, _, name = recipe.partition("#")
+    recipes = {each.name: each for each in read_recipes(Path(file))}
+    if not name and len(recipes) > 1:
+        raise ValueError(f"{file} has {len(recipes)} recipes; name one: --recipe '{file}#{next(iter(recipes))}'")
+    if name and name not in recipes:
+        raise ValueError(f"{file} has no recipe {name!r}; it has {', '.join(recipes)}")
+    chosen = recipes[name] if name else next(iter(recipes.values()))
+    return chosen.name, read_recipe_flags(chosen.flags), chosen.ranks
+
+
+def _cluster(text: str, gpus: int) -> Cluster:
+    """The cluster of a job; hosts of racks have four GPUs."""
+    rack = text in PRESETS and PRESETS[text]["gpus"] > 8
+    per_node = _TRAY if rack else min(8, gpus) if text in PRESETS else None
+    return Cluster.from_spec(text, gpus, ranks_per_node=per_node)
+
+
+def _lengths(text: str) -> str | np.ndarray:
+    """The name of a distribution, or the numbers of the first array of a file."""
+    if text in DISTRIBUTIONS:
+        return text
+    if not text.endswith((".npz", ".npy")):
+        raise ValueError(f"unknown --lengths {text!r}; known: {', '.join(DISTRIBUTIONS)}, or an .npz or .npy file")
+    try:
+        loaded = np.load(text, allow_pickle=False)
+        array = loaded if isinstance(loaded, np.ndarray) else loaded[next(iter(loaded))]
+    except (OSError, StopIteration, EOFError) as error:
+        raise ValueError(f"--lengths {text} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return np.asarray(array).ravel()
+
+
+def _rows(groups: Sequence[Sequence[Forecast]]) -> list[list[str]]:
+    rows = []
+    for group in groups:
+        none = group[0].step_seconds
+        for one in group:
+            hours = "" if one.gpu_hours is None else f"{one.gpu_hours:,.0f}"
+            memory = "" if one.memory is None else f"{one.memory / 1e9:.0f} GB"
+            saves = "" if one.balancer == "none" else "off" if one.off else share(1 - one.step_seconds / none)
+            rows.append([
+                f"{one.gpus:,}", one.balancer, duration(one.step_seconds), saves, share(one.bubble),
+                f"{one.layers:.2f}", f"{one.sequences:.2f}", f"{one.experts:.2f}", memory, hours,
+            ])  # fmt: skip
+    return rows
+
+
+def _off(groups: Sequence[Sequence[Forecast]]) -> list[str]:
+    reasons: dict[str, None] = {}
+    for group in groups:
+        for one in group:
+            if one.off:
+                reasons[f"{one.balancer}: {one.off}"] = None
+    return ["Off: " + "; ".join(reasons) + "."] if reasons else []
+
+
+def _print(title: str, groups: Sequence[Sequence[Forecast]], verdicts: Sequence[str], notes: Sequence[str]) -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal or console.width > _WIDTH:
+        console.width = _WIDTH
+    for sentence in verdicts:
+        console.print(sentence, style="bold")
+    console.print(f"({title}; a forecast, not a measurement)\n", style="dim")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in _HEAD:
+        table.add_column(name, justify="left" if name == "balancer" else "right")
+    for row in _rows(groups):
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        "Imbalance is max / mean, 1.00 is perfect: of pipeline stages, of context-parallel ranks in attention, of "
+        "expert-parallel ranks in tokens.",
+        style="dim",
+    )
+    for note in (*_off(groups), *notes):
+        console.print(note, style="dim")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Forecasts: the step of a job without balancing, with each balancer, and with all of them.
+
+A scenario has its own seconds of attention (sequences), of experts (experts) and its own layers on each stage (layers);
+the pipeline's schedule is simulated with what comes out, so gains are not multiplied. A balancer that would not gain is
+left off, as the balancers' gates do, and says why.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.experts import LoadTrace
+from balancing.layers.cost import LayerSeconds
+from balancing.layers.plan import plan_stages
+from balancing.layers.stage_plan import StagePlan
+from balancing.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
+from balancing.whatif.job import Job
+from balancing.whatif.step import FITTED, Efficiency, LayerWork, StepModel
+
+__all__ = ["SCENARIOS", "WORTH", "Forecast", "forecast", "forecast_step", "schedule_seconds", "verdict"]
+
+SCENARIOS = ("none", "layers", "sequences", "experts", "all")
+# Least share of a step to gain for a balancer to be worth its flag: twice what it may cost with nothing to gain.
+WORTH = 0.02
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One scenario on one number of GPUs.
+
+    gpus: ranks.
+    balancer: of `SCENARIOS`.
+    step_seconds: of one step.
+    bubble: idle part of the pipeline's time, of all stages.
+    layers, sequences, experts: imbalance, max / mean: of pipeline stages, of context-parallel ranks in attention, of
+        expert-parallel ranks in tokens; 1.0 where there is one.
+    memory: bytes of the fullest rank, without buffers of libraries; None if not known.
+    gpu_hours: of the whole training; None where the job does not say how long it trains.
+    off: why the balancer has nothing to do; empty if it has.
+    """
+
+    gpus: int
+    balancer: str
+    step_seconds: float
+    bubble: float
+    layers: float
+    sequences: float
+    experts: float
+    memory: float | None
+    gpu_hours: float | None
+    off: str = ""
+
+
+def forecast(
+    job: Job,
+    cluster: Cluster,
+    *,
+    lengths: str | Sequence[int] | np.ndarray | None = None,
+    routing: str | LoadTrace = "even",
+    efficiency: Efficiency = FITTED,
+    seed: int = 0,
+) -> list[Forecast]:
+    """Forecasts of all scenarios for a job on a cluster of as many ranks.
+
+    job: with its number of GPUs.
+    cluster: of as many ranks.
+    lengths: of documents that are masked from each other; None if every sequence is one document.
+    routing: skew of experts.
+    efficiency: of the balanced step.
+    seed: of what is drawn.
+
+    Raises ValueError for unknown distributions, and a schedule that Megatron-LM does not have.
+    """
+    if cluster.world_size != job.gpus:
+        raise ValueError(f"a cluster of {cluster.world_size} ranks for a job of {job.gpus}")
+    model = StepModel(job, cluster, efficiency)
+    experts = None
+    if job.num_experts:
+        experts = expert_loads(model, routing, np.random.default_rng(seed))
+    sequences = None if lengths is None else sequence_loads(model, lengths, np.random.default_rng(seed))
+    found: list[Forecast] = []
+    for balancer in SCENARIOS:
+        on = {name: balancer in (name, "all") for name in ("layers", "sequences", "experts")}
+        one = _scenario(model, balancer, on, experts, sequences)
+        off = _nothing_to_do(model, balancer, lengths is not None)
+        if not off and found and one.step_seconds >= found[0].step_seconds * (1 - 1e-6):
+            off = "no plan is quicker than none"
+        if off and found and balancer != "all":
+            one = replace(found[0], balancer=balancer)
+        found.append(replace(one, off=off))
+    return found
+
+
+def forecast_step(model: StepModel) -> float:
+    """Seconds of the balanced step: even routing, one document a sequence, the job's own layout."""
+    costs = model.costs(model.layer(False), [model.layer(True)])
+    seconds, _ = schedule_seconds(costs, model.job.plan, model.job.micro_batches, model.transfer_seconds())
+    return seconds + model.data_parallel_seconds(model.job.plan)
+
+
+def _nothing_to_do(model: StepModel, balancer: str, documents: bool) -> str:
+    job = model.job
+    if balancer == "layers" and job.pipeline_model_parallel_size == 1:
+        return "one pipeline stage"
+    if balancer == "experts" and not job.num_experts:
+        return "no experts"
+    if balancer == "experts" and job.expert_model_parallel_size == 1:
+        return "one expert-parallel rank"
+    if balancer == "sequences" and job.context_parallel_size == 1:
+        return "one context-parallel rank"
+    if balancer == "sequences" and not documents:
+        return "no --lengths: one document a sequence"
+    return ""
+
+
+def _scenario(
+    model: StepModel,
+    balancer: str,
+    on: dict[str, bool],
+    experts: ExpertLoads | None,
+    sequences: SequenceLoads | None,
+) -> Forecast:
+    job = model.job
+    seconds = [each[on["experts"]] for each in experts.seconds] if experts else []
+    if sequences is None:
+        dense = model.layer(False)
+        moe = [model.layer(True, None, each) for each in seconds]
+        fill, ring = 0.0, (1.0, 1.0)
+    else:
+        factor = sequences.factor[on["sequences"]]
+        pairs, ring = sequences.slowest * factor, sequences.imbalance
+        dense = model.layer(False, pairs)
+        moe = [model.layer(True, pairs, each) for each in seconds]
+        fill = (sequences.fullest / sequences.slowest - 1) * 3.5
+    costs = model.costs(dense, moe)
+    plan, transfer = job.plan, model.transfer_seconds()
+    step, bubble = schedule_seconds(costs, plan, job.micro_batches, transfer)
+    if on["layers"] and plan.stages > 1:
+        planned = plan_stages(
+            costs.total, plan.stages, embedding=sum(costs.embedding), head=sum(costs.head), mtp=sum(costs.mtp),
+            virtual=plan.virtual, current=plan, micro_batches=job.micro_batches,
+        )  # fmt: skip
+        faster, idle = schedule_seconds(costs, planned, job.micro_batches, transfer)
+        if faster < step:
+            plan, step, bubble = planned, faster, idle
+    loads = costs.stage_loads(plan)
+    # Micro-batches of unequal length pass through a pipeline at the pace of the longest while it fills.
+    longest = fill * _attention_of_stages(plan, job, dense, moe) * (plan.stages - 1) / plan.virtual
+    step += longest + model.data_parallel_seconds(plan)
+    memory = float(model.memory(plan).max())
+    imbalance = (1.0, 1.0)
+    if experts is not None:
+        imbalance = experts.imbalance
+        memory += experts.memory * on["experts"]
+    hours = None if job.iterations is None else step * job.iterations * job.gpus / 3600
+    return Forecast(
+        job.gpus, balancer, step, bubble, float(loads.max() / loads.mean()), ring[on["sequences"]],
+        imbalance[on["experts"]], memory, hours,
+    )  # fmt: skip
+
+
+def _attention_of_stages(plan: StagePlan, job: Job, dense: LayerWork, moe: list[LayerWork]) -> float:
+    """Forward seconds of attention in the mean stage."""
+    attention = dense.attention if not moe else float(np.mean([each.attention for each in moe]))
+    return attention * job.num_layers / plan.stages
+
+
+def schedule_seconds(costs: LayerSeconds, plan: StagePlan, micro_batches: int, transfer: float) -> tuple[float, float]:
+    """Seconds of the pipeline's schedule and the idle part of all stages' time.
+
+    The schedule is simulated exactly, up to 4 micro-batches a stage. From there on each more adds what it adds between
+    3 and 4 a stage, when the pipeline is full.
+    """
+    stages = plan.stages
+    work = float(costs.stage_loads(plan).mean())
+    if stages == 1:
+        return work * micro_batches, 0.0
+    few = min(micro_batches, 4 * stages)
+    if micro_batches > few:
+        few += (micro_batches - few) % stages
+    seconds = costs.simulate(plan, few, transfer=transfer).step_time
+    if micro_batches > few:
+        less = costs.simulate(plan, few - stages, transfer=transfer).step_time
+        seconds += (seconds - less) / stages * (micro_batches - few)
+    return seconds, max(0.0, 1 - work * micro_batches / seconds)
+
+
+def verdict(found: Sequence[Forecast]) -> str:
+    """One sentence for the scenarios of one number of GPUs: what all balancers save, and which of them does."""
+    none = found[0]
+    gains = {each.balancer: 1 - each.step_seconds / none.step_seconds for each in found[1:]}
+    best = max(gains, key=lambda name: (round(gains[name], 4), name == "all"))
+    if gains[best] < WORTH:
+        return (
+            f"On {none.gpus:,} GPUs balancing is not worth it: at best it saves {gains[best]:.1%} of a step, less than "
+            f"the {WORTH:.0%} from which it is."
+        )
+    worth = [name for name in ("layers", "sequences", "experts") if gains.get(name, 0.0) >= WORTH]
+    flags = ", ".join(f"--balance-{name} ({gains[name]:.0%})" for name in worth) or "all of them together only"
+    hours = ""
+    if none.gpu_hours is not None:
+        hours = f", {none.gpu_hours * gains[best]:,.0f} GPU-hours of {none.gpu_hours:,.0f}"
+    return f"On {none.gpus:,} GPUs balancing saves {gains[best]:.0%} of a step{hours}; worth it: {flags}."

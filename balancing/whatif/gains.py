@@ -1,0 +1,210 @@
+"""What each balancer would do with a job's loads: its own planner on sampled loads, its own cost model for the result.
+
+Loads are drawn: tokens of experts from a popularity of given skew, which drifts between the step that is planned from
+and the step that is planned for; lengths of documents from a published table. Nothing here is fitted: the ratio of a
+plan's cost to that of no plan is what `balancing.experts` and `balancing.sequences` say of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.cluster.links import exchange_seconds
+from balancing.experts import ExpertShape, LoadTrace, layer_cost, plan_replicas, traffic
+from balancing.sequences.cost import step_cost
+from balancing.sequences.plan import plan_sequences
+from balancing.sequences.sequence_plan import AttentionShape
+from balancing.whatif.lengths import draw_batch
+from balancing.whatif.routing import drifted, gini_popularity, sampled_load, zipf_popularity
+from balancing.whatif.step import StepModel
+
+__all__ = ["ROUTING", "ExpertLoads", "SequenceLoads", "expert_loads", "sequence_loads"]
+
+# Published skews. "rank": the busiest rank over the mean; "gini": the Gini coefficient of the experts' loads.
+# dodoco: arXiv 2605.20982, five checkpoints on real text, by kind of attention. laer: mean of the runs that LAER-MoE
+# (arXiv 2602.11686) published, Mixtral with 16 experts, 4 expert-parallel ranks. ultraep: the ends of UltraEP's range
+# in training and prefill of models of 106 to 671 billion parameters.
+ROUTING: dict[str, tuple[str, float]] = {
+    "even": ("rank", 1.0),
+    "dodoco-mha": ("gini", 0.105),
+    "dodoco-mamba": ("gini", 0.150),
+    "dodoco-mla": ("gini", 0.24),
+    "laer": ("rank", 1.73),
+    "ultraep-low": ("rank", 1.30),
+    "ultraep-high": ("rank", 4.01),
+}
+# Total variation of popularity between consecutive steps, which placements are planned over: LAER-MoE's, 16 experts.
+_DRIFT = 0.062
+_SLOTS = 2  # --expert-replica-slots
+_LAYERS = 4  # sampled
+_BATCHES = 4  # of sequences, planned
+_AREAS = 1024  # micro-batches whose attention is drawn
+_TRIALS = 8
+_ATTENTION_ACHIEVED = 0.6  # that `balancing.sequences.cost` takes
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """Of each sampled layer: forward seconds of experts and exchanges, and the busiest rank over the mean, without and
+    with replicas."""
+
+    seconds: tuple[tuple[float, float], ...]
+    imbalance: tuple[float, float]
+    memory: float  # bytes of replicas on a rank
+
+
+@dataclass(frozen=True)
+class SequenceLoads:
+    """Attention of the micro-batches.
+
+    pairs: query-key pairs of the mean micro-batch on one rank, and of the mean micro-batch of the slowest replica.
+    fullest: pairs of the largest micro-batch of that replica.
+    factor: attention with its exchange over the same pairs computed without either, without and with a plan.
+    imbalance: fullest context-parallel rank over the mean, without and with.
+    """
+
+    pairs: float
+    slowest: float
+    fullest: float
+    factor: tuple[float, float]
+    imbalance: tuple[float, float]
+
+
+def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.random.Generator) -> ExpertLoads:
+    """Loads of the experts of a job under a routing distribution, a name of `ROUTING` or recorded loads.
+
+    Raises ValueError for an unknown name, a skew that this number of ranks cannot have, and a trace of another number
+    of experts.
+    """
+    job, cluster = model.job, model.expert_cluster()
+    ranks, experts = job.expert_model_parallel_size, job.num_experts or 0
+    even = model.expert_seconds()
+    if ranks == 1:
+        return ExpertLoads(((even, even),), (1.0, 1.0), 0.0)
+    per_rank = max(1, round(job.tokens * job.moe_router_topk / model.tensor))
+    shape = ExpertShape(job.moe_latent_size or job.hidden_size, job.expert_ffn, 2, gated=job.swiglu)
+    hidden = model.layer(True).rest
+    level = np.full((ranks, ranks), per_rank / ranks)
+    table = shape.hidden * shape.bytes_per_parameter
+    level_exchange = exchange_seconds(level * table, cluster)
+    seconds: list[tuple[float, float]] = []
+    before: list[float] = []
+    after: list[float] = []
+    for past, load in _loads(model, routing, per_rank, generator):
+        if load.shape[1] != experts:
+            raise ValueError(f"the trace has {load.shape[1]} experts, the job --num-experts {experts}")
+        found = []
+        for slots, imbalances in ((0, before), (_SLOTS, after)):
+            placement = plan_replicas(
+                past if slots else load, cluster, slots=slots, shape=shape, hidden_under=hidden,
+                method="quota" if slots else "none",
+            )  # fmt: skip
+            sent = traffic(load, placement)
+            cost = layer_cost(sent, placement, cluster, shape, hidden_under=hidden)
+            busiest = sent.sum(0).max() / sent.sum(0).mean()
+            exchange = model.exchange_seconds() * cost.all_to_all / level_exchange
+            extra = (cost.exposed + cost.slowed) / 3  # backward counts it twice
+            found.append(model.expert_compute() * busiest + 2 * exchange + extra)
+            imbalances.append(float(busiest))
+        # The gate leaves a layer without replicas that would not gain.
+        seconds.append((found[0], min(found)))
+    memory = _SLOTS * shape.parameters / job.expert_tensor * (2 * 2 + 4)  # two sets of weights, one of gradients
+    return ExpertLoads(tuple(seconds), (float(np.mean(before)), float(np.mean(after))), memory)
+
+
+def _loads(
+    model: StepModel, routing: str | LoadTrace, per_rank: int, generator: np.random.Generator
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of loads int [source_rank, expert], of a step and of the one after it, one for each sampled layer."""
+    ranks, experts = model.job.expert_model_parallel_size, model.job.num_experts or 0
+    if isinstance(routing, LoadTrace):
+        counts = routing.on_ranks(ranks)
+        if len(counts) < 2:
+            raise ValueError("one record tells nothing of the next; the trace needs at least two")
+        pick = np.unique(np.linspace(0, counts.shape[2] - 1, _LAYERS).astype(int))
+        at = len(counts) // 2
+        return [(counts[at - 1, :, layer, 0], counts[at, :, layer, 0]) for layer in pick]
+    if routing not in ROUTING:
+        raise ValueError(f"unknown routing {routing!r}; known: {', '.join(ROUTING)}, or a file of recorded loads")
+    kind, value = ROUTING[routing]
+    found = []
+    for _ in range(_LAYERS):
+        if kind == "gini":
+            popularity = gini_popularity(experts, value, generator)
+        else:
+            popularity = zipf_popularity(experts, ranks, value, generator)
+        later = popularity if routing == "even" else drifted(popularity, _DRIFT, generator)
+        found.append(
+            (sampled_load(popularity, ranks, per_rank, generator), sampled_load(later, ranks, per_rank, generator))
+        )
+    return found
+
+
+def sequence_loads(
+    model: StepModel, lengths: str | Sequence[int] | np.ndarray, generator: np.random.Generator
+) -> SequenceLoads:
+    """Attention of a job whose sequences are packed with documents, each of which sees itself alone.
+
+    lengths: the name of a distribution of `balancing.whatif.lengths`, or recorded lengths.
+
+    Replicas of an expert-parallel group wait for each other in every MoE layer, so the micro-batches of such a group
+    cost what its largest does. A replica's step is the sum of its micro-batches, and the step that of the slowest.
+    """
+    job, ranks = model.job, model.job.context_parallel_size
+
+    def documents() -> tuple[int, ...]:
+        packed: tuple[int, ...] = ()
+        for _ in range(job.micro_batch_size):
+            packed += draw_batch(lengths, job.seq_length, generator)
+        return packed
+
+    areas = np.empty(_AREAS)
+    for at in range(_AREAS):
+        own = np.array(documents(), dtype=float)
+        areas[at] = (own * (own + 1) / 2).sum()
+    areas /= ranks
+    waiting = (
+        max(1, job.expert_model_parallel_size * job.expert_tensor // (model.tensor * ranks)) if job.num_experts else 1
+    )
+    waiting = min(waiting, job.data_parallel)
+    groups, count = max(1, job.data_parallel // waiting), job.micro_batches
+    trials = max(1, min(_TRIALS, 2_000_000 // (groups * waiting * count)))
+    slowest, fullest = [], []
+    for _ in range(trials):
+        drawn = generator.choice(areas, (groups, count, waiting)).max(2)
+        worst = int(drawn.sum(1).argmax())
+        slowest.append(float(drawn[worst].mean()))
+        fullest.append(float(drawn[worst].max()))
+    factor, imbalance = _planned(model, [documents() for _ in range(_BATCHES)]) if ranks > 1 else ((1.0, 1.0),) * 2
+    return SequenceLoads(float(areas.mean()), float(np.mean(slowest)), float(np.mean(fullest)), factor, imbalance)
+
+
+def _planned(model: StepModel, batches: list[tuple[int, ...]]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Attention with its exchange over attention alone, and the fullest rank over the mean, on a ring and planned."""
+    job, ranks = model.job, model.job.context_parallel_size
+    shape = AttentionShape(
+        job.hidden_size, max(1, job.num_attention_heads // model.tensor), max(1, job.kv_heads // model.tensor), 1,
+        job.ffn, head_size=job.head_size, value_size=job.value_size,
+    )  # fmt: skip
+    per_node = max(1, min(ranks, model.cluster.ranks_per_node // model.tensor))
+    while ranks % per_node:
+        per_node -= 1
+    cluster = model.cluster.relabel(ranks // per_node, per_node)
+    cluster = replace(cluster, flops=cluster.flops * model.efficiency.attention / _ATTENTION_ACHIEVED)
+    sums, fullest = np.zeros((2, 2)), np.zeros(2)
+    for lengths in batches:
+        for at, method in enumerate(("ring", "auto")):
+            plan = plan_sequences(lengths, cluster, shape=shape, method=method)
+            cost = step_cost(plan, cluster, shape)
+            sums[at] += cost.attention + cost.exposed + cost.remap + cost.launch, _alone(plan.area, cluster, shape)
+            fullest[at] += plan.area.max() / plan.area.mean()
+    factor, level = sums[:, 0] / sums[:, 1], fullest / len(batches)
+    return (float(factor[0]), float(min(factor))), (float(level[0]), float(level[1]))
+
+
+def _alone(area: np.ndarray, cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds of forward and backward of the mean rank's pairs, without tiles, launches and exchange."""
+    pairs = 2.0 * shape.heads * (shape.head_size + shape.value_size)
+    return float(area.mean()) * pairs * 3.5 / (cluster.flops * _ATTENTION_ACHIEVED)

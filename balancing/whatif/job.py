@@ -1,0 +1,357 @@
+"""A training job as a forecast sees it: the flags of Megatron-LM that decide how long a step takes.
+
+The flags are read without Megatron-LM, by one table with its names and defaults, so that a laptop can forecast a job of
+a cluster. All other flags are accepted and have no effect; those that make a model that the forecast does not know are
+refused.
+"""
+
+import argparse
+import ast
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from balancing.layers.layout import from_layout
+from balancing.layers.stage_plan import StagePlan
+
+__all__ = ["Job", "read_flags", "read_recipe_flags"]
+
+# Flags of models that are not a stack of layers with full attention and an MLP or experts.
+_UNKNOWN_MODELS = ("hybrid_layer_pattern", "spec", "experimental_attention_variant", "window_size")
+# What is taken where a job leaves the size to its tokenizer: that of Llama 3.
+_VOCABULARY = 128256
+# Names in files of Megatron-LM's arguments that differ from those of flags.
+_OTHER_NAMES = {"fp8": "fp8_format"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job. Fields are Megatron-LM's flags with its defaults, but `gpus`.
+
+    gpus: ranks of the job.
+
+    Raises ValueError, in one line, for sizes that Megatron-LM would refuse, too: ranks that the parallel sizes do not
+    divide, a global batch that micro-batches do not divide, layers that do not divide into chunks.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+    gpus: int = 0
+    global_batch_size: int | None = None
+    train_iters: int | None = None
+    train_samples: int | None = None
+    ffn_hidden_size: int | None = None
+    swiglu: bool = False
+    group_query_attention: bool = False
+    num_query_groups: int = 1
+    kv_channels: int | None = None
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    vocab_size: int | None = None
+    make_vocab_size_divisible_by: int = 128
+    untie_embeddings_and_output_weights: bool = False
+    mtp_num_layers: int | None = None
+    num_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_latent_size: int | None = None
+    moe_layer_freq: str = "1"
+    moe_token_dispatcher_type: str = "allgather"
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    pipeline_model_parallel_layout: str | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    sequence_parallel: bool = False
+    recompute_granularity: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_method: str | None = None
+    use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    tp_comm_overlap: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
+    grad_reduce_in_bf16: bool = False
+    fp8_format: str | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < (0 if each.name == "gpus" else 1):
+                raise ValueError(f"{_flag(each.name)} {value} must be at least 1")
+        if not self.gpus:
+            return
+        layers = self.pipeline_model_parallel_size * self.tensor_model_parallel_size * self.context_parallel_size
+        if self.gpus % layers:
+            raise ValueError(f"{self.gpus} GPUs do not divide by tensor x pipeline x context parallel = {layers}")
+        per_stage = self.gpus // self.pipeline_model_parallel_size
+        if self.num_experts and per_stage % (self.expert_model_parallel_size * self.expert_tensor):
+            raise ValueError(
+                f"{per_stage} GPUs of a pipeline stage do not divide by expert x expert-tensor parallel = "
+                f"{self.expert_model_parallel_size * self.expert_tensor}"
+            )
+        if self.num_experts and self.num_experts % self.expert_model_parallel_size:
+            raise ValueError(
+                f"--num-experts {self.num_experts} do not divide by {self.expert_model_parallel_size} ranks"
+            )
+        if self.batch % (self.micro_batch_size * self.data_parallel):
+            raise ValueError(
+                f"--global-batch-size {self.batch} does not divide by {self.data_parallel} data-parallel ranks x "
+                f"--micro-batch-size {self.micro_batch_size}"
+            )
+        stages = self.plan.stages  # raises for layers that do not divide
+        if self.chunks > 1 and self.micro_batches % stages:
+            raise ValueError(
+                f"{self.micro_batches} micro-batches a step are not a multiple of the {stages} pipeline stages, which "
+                "stages of several chunks need"
+            )
+
+    def on(self, gpus: int) -> "Job":
+        """The same job on another number of GPUs: data parallelism changes, the global batch does not."""
+        return replace(self, gpus=gpus, global_batch_size=self.batch if self.gpus else self.global_batch_size)
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks, without context parallelism."""
+        model = self.pipeline_model_parallel_size * self.tensor_model_parallel_size * self.context_parallel_size
+        return self.gpus // model
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step; one micro-batch for each data-parallel rank unless given, as in Megatron-LM."""
+        return self.global_batch_size or self.micro_batch_size * self.data_parallel
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step and data-parallel rank."""
+        return self.batch // (self.micro_batch_size * self.data_parallel)
+
+    @property
+    def iterations(self) -> int | None:
+        """Steps of the training; None where neither iterations nor samples are given."""
+        if self.train_iters is not None:
+            return self.train_iters
+        return None if self.train_samples is None else math.ceil(self.train_samples / self.batch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one context-parallel rank."""
+        return self.micro_batch_size * self.seq_length // self.context_parallel_size
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP, with Megatron-LM's default."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def expert_ffn(self) -> int:
+        """Width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn
+
+    @property
+    def expert_tensor(self) -> int:
+        """Expert-tensor-parallel size; that of tensor parallelism unless given."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head of queries and keys."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head of values."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_size
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        grouped = self.group_query_attention and not self.multi_latent_attention
+        return self.num_query_groups if grouped else self.num_attention_heads
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding, padded as Megatron-LM pads them."""
+        unit = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return math.ceil((self.vocab_size or _VOCABULARY) / unit) * unit
+
+    @property
+    def is_moe(self) -> np.ndarray:
+        """bool [layer]: which layers have experts."""
+        if not self.num_experts:
+            return np.zeros(self.num_layers, dtype=bool)
+        pattern = _pattern(self.moe_layer_freq)
+        if isinstance(pattern, int):
+            return np.arange(self.num_layers) % pattern == 0
+        if len(pattern) != self.num_layers:
+            raise ValueError(f"--moe-layer-freq {self.moe_layer_freq} tells of {len(pattern)} layers, not of "
+                             f"{self.num_layers}")  # fmt: skip
+        return np.array(pattern, dtype=bool)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a pipeline stage, the virtual pipeline size."""
+        if self.pipeline_model_parallel_layout is not None:
+            return self.plan.virtual
+        if self.num_virtual_stages_per_pipeline_rank is not None:
+            return self.num_virtual_stages_per_pipeline_rank
+        each, stages = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
+        if each is None or stages == 1:
+            return 1
+        counted = self.num_layers + self.account_for_embedding_in_pipeline_split
+        counted += self.account_for_loss_in_pipeline_split
+        if counted % (stages * each):
+            raise ValueError(f"{counted} layers do not divide into {stages} stages of chunks of {each} layers")
+        return counted // stages // each
+
+    @property
+    def plan(self) -> StagePlan:
+        """The layers of each stage as Megatron-LM would place them."""
+        stages = self.pipeline_model_parallel_size
+        if self.pipeline_model_parallel_layout is not None:
+            return from_layout(self.pipeline_model_parallel_layout, stages, layers=self.num_layers)
+        counts = self._counts(stages, self.chunks)
+        plan = StagePlan.from_counts(tuple(tuple(row) for row in counts))
+        return replace(plan, mtp_layers=self.mtp_num_layers or 0)
+
+    def _counts(self, stages: int, chunks: int) -> list[list[int]]:
+        ends = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        inner = stages - sum(end is not None for end in ends)
+        if any(end is not None for end in ends) and stages > 1:
+            left = self.num_layers - sum(end or 0 for end in ends)
+            if inner < 0 or left < 0 or (inner and left % (inner * chunks)) or any((end or 0) % chunks for end in ends):
+                raise ValueError(f"{left} layers do not divide into {inner} stages of {chunks} chunks")
+            counts = [[left // max(inner, 1) // chunks] * chunks for _ in range(stages)]
+            for at, end in zip((0, -1), ends, strict=True):
+                if end is not None:
+                    counts[at] = [end // chunks] * chunks
+            return counts
+        accounted = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        counted = self.num_layers + sum(accounted)
+        if counted % (stages * chunks):
+            raise ValueError(
+                f"{counted} layers do not divide into {stages} pipeline stages of {chunks} chunks; give "
+                "--pipeline-model-parallel-layout or --decoder-first-pipeline-num-layers"
+            )
+        counts = [[counted // stages // chunks] * chunks for _ in range(stages)]
+        counts[0][0] -= accounted[0]
+        counts[-1][-1] -= accounted[1]
+        return counts
+
+
+# Reading flags.
+
+_BOOLEANS = tuple(each.name for each in fields(Job) if each.type in (bool, "bool"))
+_TEXTS = (
+    "moe_layer_freq", "moe_token_dispatcher_type", "pipeline_model_parallel_layout", "recompute_granularity",
+    "recompute_method", "fp8_format",
+)  # fmt: skip
+
+
+class _Flags(argparse.ArgumentParser):
+    """Raises ValueError instead of an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def flag_table() -> _Flags:
+    """The flags that a forecast reads, as a parser of argparse; test_job compares it with Megatron-LM's."""
+    parser = _Flags(allow_abbrev=False, add_help=False)
+    for each in fields(Job):
+        if each.name == "gpus":
+            continue
+        if each.name in _BOOLEANS:
+            parser.add_argument(_flag(each.name), action="store_true")
+        else:
+            kind = str if each.name in _TEXTS else int
+            default = None if each.name in _REQUIRED else each.default
+            parser.add_argument(_flag(each.name), type=kind, default=default)
+    for name in _UNKNOWN_MODELS:
+        parser.add_argument(_flag(name), nargs="*", default=None)
+    return parser
+
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+
+
+def read_flags(arguments: Sequence[str]) -> Job:
+    """The job of a command line of pretrain_gpt.py, still without its number of GPUs.
+
+    Raises ValueError, in one line, for a flag that is missing or has a value of the wrong kind, and for models that the
+    forecast does not know.
+    """
+    options, _ = flag_table().parse_known_args(list(arguments))
+    values = vars(options)
+    for name in _UNKNOWN_MODELS:
+        if values.pop(name) is not None:
+            raise ValueError(f"{_flag(name)} makes a model that the forecast does not know: it knows full attention")
+    missing = [_flag(name) for name in _REQUIRED if values[name] is None]
+    if missing:
+        raise ValueError(f"the job lacks {', '.join(missing)}; give Megatron-LM's flags behind --")
+    return Job(**values)
+
+
+def read_recipe_flags(flags: Mapping[str, Any]) -> Job:
+    """The job of a recipe's flags, name with underscores -> value, as `balancing.recipe.read_recipes` returns them."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        arguments.append(_flag(_OTHER_NAMES.get(name, name)))
+        if value is not True:
+            arguments += [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+    return read_flags(arguments)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _pattern(text: str) -> int | list[int]:
+    """Megatron-LM's --moe-layer-freq: a number, or an expression of lists of numbers with + and *."""
+    if re.fullmatch(r"\s*\d+\s*", text):
+        return int(text)
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"--moe-layer-freq {text!r} is neither a number nor lists of 0 and 1 with + and *") from error
+    if not isinstance(found, list):
+        raise ValueError(f"--moe-layer-freq {text!r} is not a list")
+    return found
+
+
+def _value(node: ast.expr) -> Any:
+    """A number, a list, or their sum or product."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        return [_value(each) for each in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _value(node.left) + _value(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _value(node.left) * _value(node.right)
+    raise ValueError(ast.dump(node))

@@ -1,0 +1,123 @@
+"""Forecasts from a recorded run, the directory of --balance-report: what it would have taken with each balancer.
+
+Layers are planned from their measured seconds and simulated in the run's own schedule. What even sequences and even
+experts would save is the estimate of `balancing.report`; of experts, the part of it that replicas planned from one
+recorded step and used in the next would reach. What a step holds besides its schedule is taken to stay. On other
+numbers of GPUs the global batch stays and each rank has more or fewer micro-batches.
+"""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.experts import plan_replicas, read_reported_loads, traffic
+from balancing.layers.from_report import RecordedRun, read_run
+from balancing.layers.plan import plan_stages
+from balancing.report import read_history, summarize
+from balancing.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
+
+__all__ = ["forecast_recorded"]
+
+_RECORDS = 8  # of experts, replayed
+_SLOTS = 2
+_ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)
+
+
+def forecast_recorded(
+    directory: str | os.PathLike[str], gpus: Sequence[int] = (), iterations: int | None = None
+) -> tuple[list[list[Forecast]], list[str]]:
+    """Forecasts for each number of GPUs, and notes.
+
+    directory: of --balance-report.
+    gpus: numbers of ranks; those of the run by default.
+    iterations: of the whole training, for GPU-hours.
+
+    Raises ValueError for a directory without timed layers, and for numbers that the batch does not divide by.
+    """
+    run = read_run(directory)
+    summary = summarize(read_history(directory))
+    recorded = run.plan.stages * run.ranks_per_stage
+    saved = {each.balanced: each.saved * run.step_seconds for each in summary.estimates}
+    before, after = _experts(directory)
+    if before > 1:
+        saved["experts"] = saved.get("experts", 0.0) * max(0.0, before - after) / (before - 1)
+    attention = summary.attention_before if summary.attention_after is None else summary.attention_after
+    fullest = 1.0 if attention is None or not len(attention) else float(np.max(attention))
+    notes = [
+        f"Measured: {recorded} ranks, {run.step_seconds:.3g} s a step. Even sequences are taken to be perfectly even."
+    ]
+    if summary.gains:
+        names = ", ".join(gain.balancer for gain in summary.gains)
+        notes.append(f"The run was balanced ({names}), so none means what was on stays on.")
+    imbalance = {"experts": (before, after), "sequences": (fullest, 1.0)}
+    groups = [_group(run, number, recorded, saved, imbalance, iterations) for number in gpus or [recorded]]
+    return groups, notes
+
+
+def _experts(directory: str | os.PathLike[str]) -> tuple[float, float]:
+    """Busiest expert-parallel rank over the mean, without and with replicas; 1 for a model without experts."""
+    try:
+        trace = read_reported_loads(directory)
+    except ValueError:
+        return 1.0, 1.0
+    counts = trace.counts[..., 0, :]  # [record, rank, layer, expert]
+    ranks = counts.shape[1]
+    if ranks == 1 or len(counts) < 2:
+        return 1.0, 1.0
+    without: list[float] = []
+    replicated: list[float] = []
+    for at in np.unique(np.linspace(1, len(counts) - 1, _RECORDS).astype(int)):
+        for layer in range(counts.shape[2]):
+            load = counts[at, :, layer]
+            for slots, found in ((0, without), (_SLOTS, replicated)):
+                cluster = _ANY.relabel(1, ranks)
+                served = traffic(load, plan_replicas(counts[at - 1, :, layer], cluster, slots=slots)).sum(0)
+                found.append(served.max() / max(served.mean(), 1e-9))
+    return float(np.mean(without)), float(np.mean(replicated))
+
+
+def _group(
+    run: RecordedRun,
+    gpus: int,
+    recorded: int,
+    saved: dict[str, float],
+    imbalance: dict[str, tuple[float, float]],
+    iterations: int | None,
+) -> list[Forecast]:
+    if gpus % run.plan.stages or (run.micro_batches * recorded) % gpus:
+        raise ValueError(
+            f"--gpus {gpus} does not go with the run: {run.plan.stages} stages, {run.micro_batches} micro-batches on "
+            f"each of {recorded} ranks"
+        )
+    count = run.micro_batches * recorded // gpus
+    cost, share = run.cost, count / run.micro_batches
+    now, _ = schedule_seconds(cost, run.plan, run.micro_batches, 0.0)
+    none, bubble = schedule_seconds(cost, run.plan, count, 0.0)
+    rest = max(0.0, run.step_seconds - now)
+    planned, seconds, idle = run.plan, none, bubble
+    if run.plan.stages > 1:
+        plan = plan_stages(
+            cost.total, run.plan.stages, embedding=sum(cost.embedding), head=sum(cost.head), mtp=sum(cost.mtp),
+            virtual=run.plan.virtual, current=run.plan, micro_batches=count,
+        )  # fmt: skip
+        faster, less = schedule_seconds(cost, plan, count, 0.0)
+        if faster < none:
+            planned, seconds, idle = plan, faster, less
+    gain = {"none": 0.0, "layers": none - seconds}
+    gain |= {name: saved.get(name, 0.0) * share for name in ("sequences", "experts")}
+    gain["all"] = max(*gain.values(), min(sum(gain.values()), saved.get("all", 0.0) * share))
+    memory = float(run.memory.max()) if len(run.memory) and gpus == recorded else None
+    found = []
+    for name in SCENARIOS:
+        step = none + rest - gain[name]
+        loads = cost.stage_loads(planned if name in ("layers", "all") else run.plan)
+        uneven = {kind: both[name in (kind, "all")] for kind, both in imbalance.items()}
+        hours = None if iterations is None else step * iterations * gpus / 3600
+        found.append(Forecast(
+            gpus, name, step, idle if name in ("layers", "all") else bubble, float(loads.max() / loads.mean()),
+            uneven["sequences"], uneven["experts"], memory, hours,
+            "" if name == "none" or gain[name] > 0 else "nothing to gain in the record",
+        ))  # fmt: skip
+    return found

@@ -1,0 +1,389 @@
+"""The balanced step of a job: seconds and bytes of its parts, from sizes, by constants fitted to published runs.
+
+Arithmetic is counted from the model's shapes: matrix products of attention projections, MLPs, experts and the head;
+attention by query-key pairs; everything else by bytes of memory that it reads and writes. Communication is counted in
+bytes and takes as long as its busiest link (`balancing.cluster.Cluster`). What counts do not tell, how far kernels stay
+below the speed of large matrix products and how much communication stays exposed, is `Efficiency`: one number for each
+kind of work, the same for all GPUs, fitted to runs that others published (`python -m benchmarks.whatif`). The documents
+and every forecast state the error.
+
+Not modelled: the host (jobs of small kernels are slower than this says), the launch of each kernel but in
+`Efficiency.layer_seconds`, congestion of networks, optimizers and activations on the host, CUDA graphs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.cluster.links import exchange_seconds
+from balancing.layers.cost import LayerSeconds
+from balancing.layers.memory import LayerMemory, stage_memory
+from balancing.layers.stage_plan import StagePlan
+from balancing.sequences.cost import pair_flops
+from balancing.whatif.job import Job
+
+__all__ = ["FITTED", "FITTED_ERROR", "Efficiency", "LayerWork", "StepModel"]
+
+_BYTES = 2  # of bf16
+# FLOP/s of large matrix products over bytes/s of device memory: 225 on B200, 236 on H100, 250 on GB300, 125 on A100.
+# `Cluster` does not know the memory's speed.
+_FLOPS_OF_A_BYTE = 230.0
+_ATTENTION_BACKWARD = 2.5  # over forward, of flash attention; linear layers take 2
+# Bytes of device memory, over those of an activation of width hidden, that norms, residuals, rotary embedding and
+# dropout of a layer read and write forward; over those of an MLP's second input, that its activation does.
+_HIDDEN_TRIPS, _FFN_TRIPS, _PERMUTE_TRIPS, _LOGIT_TRIPS = 14.0, 4.0, 6.0, 6.0
+_OPTIMIZER_BYTES = 28.0  # that Adam reads and writes for a parameter: master, two moments, gradient, bf16 weight
+_GRADIENT_BYTES = 12.0  # of a weight and its float32 gradient that a micro-batch reads and writes
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What published runs tell and counts do not.
+
+    linear, attention, experts, memory: achieved over the speed of the cluster, of matrix products, of attention, of
+        experts' grouped products, of work that is bound by memory.
+    fp8: times that matrix products are faster in FP8.
+    tensor_exposed, expert_exposed, data_exposed: seconds of communication that stay exposed over those that the bytes
+        take, of tensor, expert and data parallelism. Above 1 where links stay below their speed.
+    overlapped: these shares where a job overlaps that communication, over the same without.
+    layer_seconds: of a layer and micro-batch, forward and backward, whatever its size.
+    """
+
+    linear: float
+    attention: float
+    experts: float
+    memory: float
+    fp8: float
+    tensor_exposed: float
+    expert_exposed: float
+    data_exposed: float
+    overlapped: float
+    layer_seconds: float
+
+
+FITTED = Efficiency(
+    linear=0.95,
+    attention=0.6,
+    experts=0.7,
+    memory=0.7,
+    fp8=1.5,
+    tensor_exposed=1.5,
+    expert_exposed=1.5,
+    data_exposed=1.0,
+    overlapped=0.3,
+    layer_seconds=1e-3,
+)
+# What python -m benchmarks.whatif prints for them.
+FITTED_ERROR = "its constants are not fitted yet"
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Seconds of one layer for one micro-batch on one rank, forward; backward takes `backward` seconds.
+
+    attention: of the attention kernel alone.
+    experts: of experts' matrix products and the exchanges of their tokens, which grow with the busiest rank.
+    rest: of everything else.
+    """
+
+    attention: float
+    experts: float
+    rest: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.attention + self.experts + self.rest + self.backward
+
+
+class StepModel:
+    """The parts of a job's step on a cluster.
+
+    job: with its number of GPUs.
+    cluster: of as many ranks.
+    efficiency: by default what was fitted to published runs.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, efficiency: Efficiency = FITTED):
+        self.job, self.cluster, self.efficiency = job, cluster, efficiency
+        gain = efficiency.fp8 if job.fp8_format else 1.0
+        self._flops = cluster.flops * efficiency.linear * gain
+        self._expert_flops = cluster.flops * efficiency.experts * gain
+        self._memory = cluster.flops / _FLOPS_OF_A_BYTE * efficiency.memory
+        self.tensor = job.tensor_model_parallel_size
+        self._shards = self.tensor if job.sequence_parallel else 1  # of what is between matrix products
+
+    # Parameters.
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer's projections."""
+        job, hidden, heads = self.job, self.job.hidden_size, self.job.num_attention_heads
+        if not job.multi_latent_attention:
+            return hidden * job.head_size * 2 * (heads + job.kv_heads)
+        queries = heads * job.head_size
+        queries = hidden * queries if job.q_lora_rank is None else job.q_lora_rank * (hidden + queries)
+        keys = hidden * (job.kv_lora_rank + job.qk_pos_emb_head_dim)
+        keys += job.kv_lora_rank * heads * (job.qk_head_dim + job.v_head_dim)
+        return queries + keys + heads * job.v_head_dim * hidden
+
+    @property
+    def matrices(self) -> int:
+        """Of an MLP."""
+        return 3 if self.job.swiglu else 2
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        job = self.job
+        return self.matrices * (job.moe_latent_size or job.hidden_size) * job.expert_ffn
+
+    def dense_parameters(self, moe: bool) -> int:
+        """Of one layer, without its routed experts."""
+        job = self.job
+        if not moe:
+            return self.attention_parameters + self.matrices * job.hidden_size * job.ffn
+        shared = self.matrices * job.hidden_size * (job.moe_shared_expert_intermediate_size or 0)
+        latent = 2 * job.hidden_size * (job.moe_latent_size or 0)
+        return self.attention_parameters + shared + latent + job.hidden_size * (job.num_experts or 0)
+
+    def layer_parameters(self, moe: bool) -> float:
+        """Of one layer on one rank."""
+        job, own = self.job, self.dense_parameters(moe) / self.tensor
+        if moe:
+            ranks = job.expert_model_parallel_size * job.expert_tensor
+            own += self.expert_parameters * (job.num_experts or 0) / ranks
+        return own
+
+    @property
+    def end_parameters(self) -> float:
+        """Of the embedding, or of the head, on one rank."""
+        return self.job.vocabulary * self.job.hidden_size / self.tensor
+
+    # Seconds.
+
+    def bandwidth(self, ranks: int) -> float:
+        """Bytes/s of a rank in a ring over this many neighbouring ranks."""
+        cluster = self.cluster
+        if ranks <= cluster.ranks_per_node:
+            return cluster.intra_node_bandwidth
+        return min(cluster.intra_node_bandwidth, cluster.nic_bandwidth * cluster.nics_per_node / cluster.ranks_per_node)
+
+    def pairs(self) -> float:
+        """Query-key pairs of a micro-batch on one context-parallel rank, if every sequence is one document."""
+        job = self.job
+        return job.micro_batch_size * job.seq_length * (job.seq_length + 1) / 2 / job.context_parallel_size
+
+    def layer(self, moe: bool, pairs: float | None = None, expert_seconds: float | None = None) -> LayerWork:
+        """One layer.
+
+        moe: whether it has experts.
+        pairs: query-key pairs of the micro-batch on one rank; by default of one document a sequence.
+        expert_seconds: forward seconds of experts and their exchanges; by default of even routing.
+        """
+        job, eff, tokens = self.job, self.efficiency, self.job.tokens
+        pairs = self.pairs() if pairs is None else pairs
+        attention = pairs * pair_flops(job.num_attention_heads, job.head_size, job.value_size) / self.tensor
+        attention /= self.cluster.flops * eff.attention
+        linear = 2 * tokens * self.dense_parameters(moe) / self.tensor / self._flops
+        width = job.moe_shared_expert_intermediate_size or 0 if moe else job.ffn
+        moved = tokens * _BYTES * (job.hidden_size * _HIDDEN_TRIPS / self._shards + width * _FFN_TRIPS / self.tensor)
+        if moe:
+            copies = job.moe_router_topk / self._shards
+            moved += tokens * _BYTES * copies * (
+                (job.moe_latent_size or job.hidden_size) * _PERMUTE_TRIPS + job.expert_ffn * _FFN_TRIPS
+            )  # fmt: skip
+        elementwise = moved / self._memory
+        weights = self.layer_parameters(moe) * _GRADIENT_BYTES / self._memory
+        exchanges = 1 if moe and job.expert_tensor == 1 else 2
+        gathered = self.tensor_seconds() * exchanges + self.context_seconds(attention)
+        experts = (self.expert_seconds() if expert_seconds is None else expert_seconds) if moe else 0.0
+        forward = linear + elementwise + gathered + eff.layer_seconds / 3
+        backward = 2 * (linear + elementwise) + weights + 1.25 * gathered + eff.layer_seconds * 2 / 3
+        backward += _ATTENTION_BACKWARD * attention
+        if moe:
+            backward += self.expert_backward(experts)
+        if job.recompute_granularity == "full":
+            share = 1.0
+            if job.recompute_method == "block" and job.recompute_num_layers is not None:
+                layers = job.num_layers / job.pipeline_model_parallel_size
+                share = min(1.0, job.recompute_num_layers / layers)
+            backward += share * (forward + attention + experts)
+        return LayerWork(attention, experts, forward, backward)
+
+    def expert_compute(self) -> float:
+        """Forward seconds of the matrix products of a layer's experts on one rank under even routing."""
+        job = self.job
+        return 2 * self.expert_parameters * job.moe_router_topk * job.tokens / self.tensor / self._expert_flops
+
+    def exchange_seconds(self) -> float:
+        """Exposed seconds of one exchange of tokens under even routing."""
+        job, ranks = self.job, self.job.expert_model_parallel_size
+        if ranks == 1:
+            return 0.0
+        cluster = self.expert_cluster()
+        near = far = job.moe_router_topk / ranks  # copies of a token for each rank
+        if job.moe_token_dispatcher_type == "allgather":
+            near = far = 1.0
+        elif job.moe_token_dispatcher_type == "flex":  # a token crosses to another node once
+            far = min(far, (1 - (1 - 1 / cluster.nodes) ** job.moe_router_topk) / cluster.ranks_per_node)
+        node = np.arange(ranks) // cluster.ranks_per_node
+        copies = np.where(node[:, None] == node[None, :], near, far)
+        width = job.moe_latent_size or job.hidden_size
+        table = copies * (job.tokens / self.tensor * width * _BYTES)
+        return exchange_seconds(table, cluster) * self.expert_exposed
+
+    @property
+    def expert_exposed(self) -> float:
+        """Exposed seconds of an exchange over those that its bytes take."""
+        eff = self.efficiency
+        return eff.expert_exposed * (eff.overlapped if self.job.overlap_moe_expert_parallel_comm else 1.0)
+
+    def expert_seconds(self) -> float:
+        """Forward seconds of experts and two exchanges under even routing."""
+        return self.expert_compute() + 2 * self.exchange_seconds()
+
+    def expert_backward(self, forward: float) -> float:
+        """Backward seconds: products twice, exchanges once more, in the proportion of even routing."""
+        even = self.expert_seconds()
+        return forward * (2 * self.expert_compute() + 2 * self.exchange_seconds()) / even if even else 0.0
+
+    def expert_cluster(self) -> Cluster:
+        """The ranks of one expert-parallel group, which are neighbours."""
+        ranks = self.job.expert_model_parallel_size
+        per_node = max(1, min(ranks, self.cluster.ranks_per_node // self.job.expert_tensor))
+        while ranks % per_node:
+            per_node -= 1
+        return self.cluster.relabel(ranks // per_node, per_node)
+
+    def tensor_seconds(self) -> float:
+        """Exposed seconds of tensor parallelism for one gather and one scatter of activations."""
+        if self.tensor == 1:
+            return 0.0
+        moved = 2 * self.job.tokens * self.job.hidden_size * _BYTES * (self.tensor - 1) / self.tensor
+        eff = self.efficiency
+        exposed = eff.tensor_exposed * (eff.overlapped if self.job.tp_comm_overlap else 1.0)
+        return moved / self.bandwidth(self.tensor) * exposed
+
+    def context_seconds(self, attention: float) -> float:
+        """Exposed seconds of a ring of keys and values forward: what attention does not hide, and a fifth."""
+        job, ranks = self.job, self.job.context_parallel_size
+        if ranks == 1:
+            return 0.0
+        width = job.kv_heads * (job.head_size + job.value_size) / self.tensor
+        seconds = job.tokens * (ranks - 1) * width * _BYTES / self.bandwidth(ranks * self.tensor)
+        return max(0.2 * seconds, seconds - attention)
+
+    def head(self) -> tuple[float, float]:
+        """Forward and backward seconds of the head with the loss."""
+        rows = self.job.tokens * self.job.vocabulary / self.tensor
+        linear = 2 * rows * self.job.hidden_size / (self.cluster.flops * self.efficiency.linear)
+        logits = rows * _BYTES * _LOGIT_TRIPS / self._memory
+        return linear + logits, 2 * linear + logits + self.end_parameters * _GRADIENT_BYTES / self._memory
+
+    def embedding(self) -> tuple[float, float]:
+        """Forward and backward seconds of the embedding."""
+        seconds = self.job.tokens * self.job.hidden_size * _BYTES * 3 / self._memory
+        return seconds, seconds + self.end_parameters * 4 / self._memory
+
+    def costs(self, dense: LayerWork, moe: list[LayerWork]) -> LayerSeconds:
+        """Seconds of all layers and both ends. moe: one of each layer with experts, used in turn."""
+        kinds = self.job.is_moe
+        order = np.cumsum(kinds) - 1
+        works = [moe[at % len(moe)] if kind else dense for kind, at in zip(kinds, order, strict=True)]
+        forward = np.array([work.total - work.backward for work in works])
+        backward = np.array([work.backward for work in works])
+        head, extra = self.head(), (0.0, 0.0)
+        if depth := self.job.mtp_num_layers or 0:
+            # A layer, a product of two widths to one, and the head once more.
+            joined = 4 * self.job.tokens * self.job.hidden_size**2 / self.tensor / self._flops
+            extra = (
+                depth * (float(forward[-1]) + joined + head[0]),
+                depth * (float(backward[-1]) + 2 * joined + head[1]),
+            )
+        return LayerSeconds(forward, backward, 0.0, self.embedding(), head, extra)
+
+    def data_parallel_seconds(self, plan: StagePlan) -> float:
+        """Exposed seconds of gradients and parameters between data-parallel ranks, and of the optimizer, in a step."""
+        job, eff = self.job, self.efficiency
+        kinds, slowest = job.is_moe, 0.0
+        ranks = job.data_parallel * job.context_parallel_size
+        expert_ranks = job.gpus // job.pipeline_model_parallel_size
+        expert_ranks //= job.expert_model_parallel_size * job.expert_tensor
+        gradient, weight = (2 if job.grad_reduce_in_bf16 else 4), _BYTES
+        if not job.use_distributed_optimizer:
+            weight = gradient  # an all-reduce
+        for stage in range(plan.stages):
+            layers = [layer for chunk in plan.chunks[stage] for layer in chunk]
+            dense = sum(self.dense_parameters(bool(kinds[layer])) for layer in layers) / self.tensor
+            experts = sum(self.layer_parameters(bool(kinds[layer])) for layer in layers) - dense
+            dense += self.end_parameters * ((stage == 0) + (stage == plan.stages - 1))
+            seconds, owned = 0.0, 0.0
+            for parameters, group, apart in ((dense, ranks, self.tensor), (experts, expert_ranks, ranks * self.tensor)):
+                if group > 1:
+                    # Members of an expert-data-parallel group are far apart, those of the other are neighbours.
+                    rate = self.bandwidth(group * apart if apart == self.tensor else job.gpus)
+                    for sent, overlaps in ((gradient, job.overlap_grad_reduce), (weight, job.overlap_param_gather)):
+                        exposed = eff.data_exposed * (eff.overlapped if overlaps else 1.0)
+                        seconds += parameters * sent * (group - 1) / group / rate * exposed
+                owned += parameters / (group if job.use_distributed_optimizer else 1)
+            slowest = max(slowest, seconds + owned * _OPTIMIZER_BYTES / self._memory)
+        return slowest
+
+    def transfer_seconds(self) -> float:
+        """Seconds of one message between neighbouring pipeline stages."""
+        job = self.job
+        if job.pipeline_model_parallel_size == 1:
+            return 0.0
+        moved = job.tokens * job.hidden_size * _BYTES / self._shards
+        return moved / self.bandwidth(job.gpus) + self.cluster.message_seconds
+
+    # Bytes.
+
+    def memory(self, plan: StagePlan) -> np.ndarray:
+        """float [stage]: bytes of the fullest rank of each stage: state and activations, no buffers of libraries."""
+        job, kinds = self.job, self.job.is_moe
+        static = np.array([self._state(bool(kind)) for kind in kinds])
+        activation = np.array([self._activation(bool(kind)) for kind in kinds])
+        ends = self.end_parameters * self._state_bytes(job.data_parallel * job.context_parallel_size)
+        head = 4.0 * job.tokens * job.vocabulary / self.tensor
+        mtp = (job.mtp_num_layers or 0) * (static[-1] + activation[-1])
+        tied = not job.untie_embeddings_and_output_weights and job.pipeline_model_parallel_size == 1
+        parts = LayerMemory(static, activation, ends, 0.0 if tied else ends, 0.0, 0.0, mtp)
+        peak = stage_memory(plan, parts, job.micro_batches)
+        peak[-1] += head  # one micro-batch's logits at a time
+        return peak
+
+    def _state_bytes(self, ranks: int) -> float:
+        """Bytes of a parameter's weight, gradient and optimizer state on each of so many data-parallel ranks."""
+        return _BYTES + 4 + 12 / (ranks if self.job.use_distributed_optimizer else 1)
+
+    def _state(self, moe: bool) -> float:
+        job, dense = self.job, self.dense_parameters(moe) / self.tensor
+        experts = self.layer_parameters(moe) - dense
+        ranks = job.gpus // job.pipeline_model_parallel_size // (job.expert_model_parallel_size * job.expert_tensor)
+        return dense * self._state_bytes(job.data_parallel * job.context_parallel_size) + experts * self._state_bytes(
+            max(ranks, 1)
+        )
+
+    def _activation(self, moe: bool) -> float:
+        """Bytes that a micro-batch keeps of one layer until its backward, as flash attention and no dropout leave them.
+
+        Inputs of both norms and of what follows them, queries, keys, values and output of attention, the MLP's inner
+        activations (Korthikanti et al., arXiv 2205.05198, section 4, without the terms of softmax and dropout).
+        """
+        job = self.job
+        if job.recompute_granularity == "full":
+            return job.tokens * job.hidden_size * _BYTES / self._shards
+        between = 4 * job.hidden_size / self._shards
+        heads = job.num_attention_heads * (job.head_size + job.value_size) + job.kv_heads * (
+            job.head_size + job.value_size
+        )
+        inner = self.matrices * (job.moe_shared_expert_intermediate_size or 0 if moe else job.ffn)
+        kept = between + (heads + inner) / self.tensor
+        if moe:
+            copies = job.moe_router_topk / self.tensor
+            kept += copies * (2 * (job.moe_latent_size or job.hidden_size) + self.matrices * job.expert_ffn)
+        return job.tokens * kept * _BYTES
