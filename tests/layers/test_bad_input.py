@@ -43,8 +43,8 @@ REFUSED = {
     ),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "fp4": ({"fp4": "e2m1"}, "--fp4-format e2m1", "use --bf16"),
-    "delayed scaling in the optimizer": (
-        {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_param_gather": True, "use_precision_aware_optimizer": True},
+    "weights with delayed scaling": (
+        {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_param_gather": True},
         "--fp8-recipe delayed",
         "use another",
     ),

@@ -113,27 +113,6 @@ def test_no_more_memory_than_before_or_after_and_one_layer(engine, case):
         assert peak <= max(before, after) + layer + SMALL
 
 
-def _peak_quantized(argv: list[str]) -> tuple[int, int, int, int]:
-    from tests.support.transformer_engine.on_cpu import have_capability
-
-    have_capability(10, 0)
-    return _peak(argv)
-
-
-@pytest.mark.exhaustive
-def test_no_more_memory_for_weights_in_mxfp8(engine):
-    """Each has two bytes, two of moments in bf16, and four each of a gradient and a main parameter; 14 with scales."""
-    flags = (
-        f"{PRECISION} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --fp8-format e4m3 --fp8-recipe mxfp8 "
-        "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
-    )
-    argv = [*BASE, *f"{TE} --disable-bias-linear --balance-layers {flags}".split()]
-    for before, after, peak, weights in engine.run(2, _peak_quantized, argv):
-        layer = weights * 14 / 2
-        assert abs(before - after) > 1.5 * layer, "hardly anything moved"
-        assert peak <= max(before, after) + layer + SMALL
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MEMORY)
 def test_bytes_of_state_are_counted(engine, case):

@@ -239,7 +239,6 @@ MOVES = {
     "delayed": ("delayed", 2, PP2),
     "mxfp8": ("mxfp8", 2, PP2),
     "tensorwise parameters, DP 2": ("tensorwise", 4, f"{OVERLAPS} {PARAMETERS}"),
-    "delayed parameters, DP 2": ("delayed", 4, f"{SHARDED} {PARAMETERS}"),
     "mxfp8 parameters, precision-aware": ("mxfp8", 2, f"{SHARDED} {REUSED} {AWARE}"),
     "mxfp8 parameters, precision-aware, DP 2, both overlaps": ("mxfp8", 4, f"{OVERLAPS} {REUSED} {AWARE}"),
 }

@@ -42,7 +42,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    check_compatible(args, LAYERS, flag, _scaled_state_of_weights(args))
+    check_compatible(args, LAYERS, flag, _delayed_weights(args))
     if layers.layer_planner in ONE_CHUNK and (plan := _layout(args)) is not None and plan.behind:
         raise ValueError(
             f"--layer-planner {layers.layer_planner} cannot leave the stages after multi-token prediction without "
@@ -95,13 +95,12 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     check_compatible(args, RELEASE, flag)
 
 
-def _scaled_state_of_weights(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags with which Transformer Engine's optimizer steps weights in 8 bits itself."""
-    given = [getattr(args, name, None) for name in ("fp8", "fp8_param_gather", "use_precision_aware_optimizer")]
-    if not all(given) or args.fp8_recipe != "delayed":
+def _delayed_weights(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Flags by which weights in 8 bits have delayed scaling."""
+    if not getattr(args, "fp8", None) or not getattr(args, "fp8_param_gather", False) or args.fp8_recipe != "delayed":
         return []
-    why = "with --use-precision-aware-optimizer and --fp8-param-gather its main parameters belong to weights in 8 bits"
-    return [("--fp8-recipe delayed", why, "use another --fp8-recipe")]
+    why = "with --fp8-param-gather the scales of weights belong to modules that a move replaces"
+    return [("--fp8-recipe delayed", why, "use another --fp8-recipe, or drop --fp8-param-gather")]
 
 
 def _layout(args: argparse.Namespace) -> StagePlan | None:
