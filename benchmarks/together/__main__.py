@@ -29,7 +29,7 @@ from benchmarks.together.workload import VARIANTS, Variant
 __all__ = ["main", "rows_of"]
 
 _NODES, _RANKS_PER_NODE, _NIC = 8, 2, "400MB/s"
-_SECONDS, _MICRO_BATCHES = 0.025, 4
+_MICRO_BATCHES = 4
 _STEPS = 6  # of a run that moves layers, which it does after three
 _COUNTED = 2  # the last ones of a run
 _DEMO = ("none", "layers", "layers + sequences", "all", "limit")
@@ -73,7 +73,7 @@ def _steps_of(variant: Variant) -> int:
     return _STEPS if variant.layers else 1 + _COUNTED
 
 
-def _measure(turns: int, folder: Path) -> tuple[dict[str, list[float]], list[list[float]], str | None]:
+def _measure(turns: int, seconds: float, folder: Path) -> tuple[dict[str, list[float]], list[list[float]], str | None]:
     """Steps by variant; the medians of `none`, in the order of its runs; and why the network is not limited."""
     steps: dict[str, list[float]] = {name: [] for name in VARIANTS}
     noise: list[list[float]] = []
@@ -82,7 +82,7 @@ def _measure(turns: int, folder: Path) -> tuple[dict[str, list[float]], list[lis
             for number, name in enumerate([*VARIANTS, "none"]):
                 own = folder / f"{turn}-{number}"
                 variant = VARIANTS[name]
-                pace = {"steps": _steps_of(variant), "micro_batches": _MICRO_BATCHES, "seconds": _SECONDS}
+                pace = {"steps": _steps_of(variant), "micro_batches": _MICRO_BATCHES, "seconds": seconds}
                 found = train(cluster, variant, own, **pace)[-_COUNTED:]  # type: ignore[arg-type]
                 steps[name] += found
                 if name == "none":
@@ -95,7 +95,7 @@ def _measure(turns: int, folder: Path) -> tuple[dict[str, list[float]], list[lis
 def _bench(options: argparse.Namespace) -> int:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        steps, noise, reason = _measure(1 if options.quick else 2, Path(folder))
+        steps, noise, reason = _measure(1 if options.quick else 2, options.pace / 1e3, Path(folder))
     rows = rows_of(steps)
     network = f"network not limited: {reason}" if reason else f"NICs of {_NIC}"
     cores = f"{os.cpu_count()} cores, load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
@@ -123,7 +123,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     folder = Path(options.demo)
     names = ("none", "all") if options.short else _DEMO
-    seconds, micro_batches = (0.002, 2) if options.short else (_SECONDS, _MICRO_BATCHES)
+    seconds, micro_batches = (0.002, 2) if options.short else (options.pace / 1e3, _MICRO_BATCHES)
     found: dict[str, float] = {}
     with EmulatedCluster(_NODES, _RANKS_PER_NODE, nic=_NIC) as cluster:
         print(
@@ -145,6 +145,12 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def _milliseconds(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of milliseconds; give one, such as 25")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -152,6 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="one turn, noisier figures")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument(
+        "--pace", type=_milliseconds, default=25, metavar="MS",
+        help="milliseconds of a layer's attention, and of its experts, forward (25); more takes longer and makes the "
+        "host's own work a smaller part of a step",
+    )  # fmt: skip
     parser.add_argument("--demo", metavar="DIR", help="switch balancers on one after another, and draw a picture there")
     parser.add_argument("--short", action="store_true", help="with --demo: two runs of short steps, to try it")
     options = parser.parse_args(arguments)
