@@ -165,7 +165,8 @@ class EmulatedCluster:
             run_ranks(self._commands([script, *arguments], environment or {}), take, timeout)
         return Run(time.monotonic() - begin, tuple(map(tuple, kept)))
 
-    def _commands(self, arguments: list[str], environment: Mapping[str, str]) -> list[Command]:
+    def places(self) -> list[tuple[dict[str, str], dict[str, Any]]]:
+        """Of each rank: the variables of its environment, and where it runs, as `entry` takes it."""
         network = self._network
         shared: dict[str, object] = {
             "WORLD_SIZE": self.ranks,
@@ -181,19 +182,24 @@ class EmulatedCluster:
         }
         if network:
             shared["EMULATED_NIC_BYTES_PER_SECOND"] = f"{network.rate:.0f}"
-        commands = []
+        places: list[tuple[dict[str, str], dict[str, Any]]] = []
         for rank in range(self.ranks):
             node, local_rank = divmod(rank, self.ranks_per_node)
             nic = self.nic_of(local_rank)
             own: dict[str, object] = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "EMULATED_NIC": nic}
             own["GLOO_SOCKET_IFNAME"] = network.interface(nic) if network else "lo"
-            place = {
+            place: dict[str, Any] = {
                 "parent": os.getpid(),
                 "namespace": network.namespace(node, nic) if network else None,
                 "hostname": f"node{node}",
                 "hosts": network.hosts() if network else "",
             }
-            variables = {name: str(value) for name, value in (shared | own).items()}
+            places.append(({name: str(value) for name, value in (shared | own).items()}, place))
+        return places
+
+    def _commands(self, arguments: list[str], environment: Mapping[str, str]) -> list[Command]:
+        commands = []
+        for variables, place in self.places():
             argv = [sys.executable, "-I", "-S", _ENTRY, json.dumps(place), *arguments]
             commands.append(Command(argv, {**os.environ, **variables, **environment}))
         return commands

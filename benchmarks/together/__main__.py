@@ -1,0 +1,174 @@
+"""All three balancers together on 16 emulated ranks, each alone, each pair, and the limit.
+
+    python -m benchmarks.together [--quick] [--json FILE]
+    python -m benchmarks.together --demo DIR [--short]
+
+The real trainer (`benchmarks.together.ranks`) on an emulated cluster of 8 nodes with 2 ranks each: pipeline parallel 2,
+context parallel 4, expert parallel 8, context-parallel ranks among the expert-parallel ones. The workload is uneven in
+three ways (`benchmarks.together.workload`). Without balanced sequences, documents are spread by Megatron-LM's own
+scheduler of packed documents. The limit is the same work with even layers, documents and routing, unbalanced. Each
+run has its own ranks; runs take turns, and the median of the steps after the move of layers counts. `none` runs at the
+beginning and at the end of each turn, which says how noisy the machine is.
+
+--demo runs some of them once, as balancers switch on one after another, and draws step times and the pipeline.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.emulated import EmulatedCluster
+from benchmarks.together.ranks import as_json, prepare, train
+from benchmarks.together.workload import VARIANTS, Variant
+
+__all__ = ["main", "rows_of"]
+
+_NODES, _RANKS_PER_NODE, _NIC = 8, 2, "400MB/s"
+_MICRO_BATCHES = 4
+_STEPS = 6  # of a run that moves layers, which it does after three
+_COUNTED = 2  # the last ones of a run
+_DEMO = ("none", "layers", "layers + sequences", "all", "limit")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    seconds: median of a step.
+    gain: over none.
+    to_limit: pace as a fraction of the limit's.
+    alone: product of the gains that its balancers have alone.
+    """
+
+    name: str
+    seconds: float
+    gain: float
+    to_limit: float
+    alone: float | None
+    steps: int
+
+
+def rows_of(steps: dict[str, list[float]]) -> list[Row]:
+    """The table of measured steps, by name of the variant."""
+    median = {name: statistics.median(seconds) for name, seconds in steps.items()}
+    gain = {name: median["none"] / seconds for name, seconds in median.items()}
+    rows = []
+    for name in steps:
+        parts = ["layers", "sequences", "experts"] if name == "all" else name.split(" + ")
+        alone: float | None = None
+        if len(parts) > 1 and set(parts) <= gain.keys():
+            alone = 1.0
+            for part in parts:
+                alone *= gain[part]
+        rows.append(Row(name, median[name], gain[name], median["limit"] / median[name], alone, len(steps[name])))
+    return rows
+
+
+def _steps_of(variant: Variant) -> int:
+    return _STEPS if variant.layers else 1 + _COUNTED
+
+
+def _measure(turns: int, seconds: float, folder: Path) -> tuple[dict[str, list[float]], list[list[float]], str | None]:
+    """Steps by variant; the medians of `none`, in the order of its runs; and why the network is not limited."""
+    steps: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    noise: list[list[float]] = []
+    with EmulatedCluster(_NODES, _RANKS_PER_NODE, nic=_NIC) as cluster:
+        for turn in range(turns):
+            for number, name in enumerate([*VARIANTS, "none"]):
+                own = folder / f"{turn}-{number}"
+                variant = VARIANTS[name]
+                pace = {"steps": _steps_of(variant), "micro_batches": _MICRO_BATCHES, "seconds": seconds}
+                found = train(cluster, variant, own, **pace)[-_COUNTED:]  # type: ignore[arg-type]
+                steps[name] += found
+                if name == "none":
+                    noise.append(found)
+                text = ", ".join(f"{each:.2f}" for each in found)
+                print(f"turn {turn + 1} of {turns}, {name}: {text} s", file=sys.stderr, flush=True)
+        return steps, noise, cluster.not_shaped_because
+
+
+def _bench(options: argparse.Namespace) -> int:
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        steps, noise, reason = _measure(1 if options.quick else 2, options.pace / 1e3, Path(folder))
+    rows = rows_of(steps)
+    network = f"network not limited: {reason}" if reason else f"NICs of {_NIC}"
+    cores = f"{os.cpu_count()} cores, load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
+    print(f"emulated: {_NODES} nodes x {_RANKS_PER_NODE} ranks, PP 2, CP 4, EP 8; {network}; {cores}\n")
+    print(f"{'':20}  s/step    gain  of the limit  product of gains alone  steps")
+    for row in rows:
+        alone = "" if row.alone is None else f"{row.alone:.3f}"
+        print(f"{row.name:20}  {row.seconds:6.2f}  {row.gain:6.3f}  {row.to_limit:12.1%}  {alone:>22}  {row.steps:5}")
+    medians = [statistics.median(each) for each in noise]
+    print(f"\nnoise: runs of none differ by {max(medians) / min(medians) - 1:.1%}")
+    together = next(row for row in rows if row.name == "all")
+    assert together.alone is not None
+    for what, found, target in (
+        ("all three, of the limit's pace", together.to_limit, 0.95),
+        ("all three, of the product of gains alone", together.gain / together.alone, 0.95),
+    ):
+        print(f"{what}: {found:.1%}, target {target:.0%}: {'met' if found >= target else 'missed'}")
+    if options.json:
+        as_json(Path(options.json), [vars(row) for row in rows])
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from benchmarks.together.figure import draw
+
+    folder = Path(options.demo)
+    names = ("none", "all") if options.short else _DEMO
+    seconds, micro_batches = (0.002, 2) if options.short else (options.pace / 1e3, _MICRO_BATCHES)
+    found: dict[str, float] = {}
+    with EmulatedCluster(_NODES, _RANKS_PER_NODE, nic=_NIC) as cluster:
+        print(
+            f"{cluster.ranks} emulated ranks, PP 2, CP 4, EP 8: layers, documents and routing are uneven"
+            + ("" if cluster.shaped else f" (network not limited: {cluster.not_shaped_because})"),
+            flush=True,
+        )
+        for name in names:
+            own, variant = folder / name.replace(" ", ""), VARIANTS[name]
+            print(f"{name:20}", end="", flush=True)
+            steps = train(
+                cluster, variant, own, steps=_steps_of(variant), micro_batches=micro_batches, seconds=seconds,
+                report=True, on_step=lambda each: print(f" {each:5.1f} s", end="", flush=True),
+            )  # fmt: skip
+            found[name] = statistics.median(steps[-_COUNTED:])
+            print(f"  -> {found[name]:.1f} s a step, {found['none'] / found[name]:.2f} times none", flush=True)
+
+    draw(found, {name: folder / name.replace(" ", "") / "report" for name in ("none", "all")}, folder / "together.png")
+    return 0
+
+
+def _milliseconds(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of milliseconds; give one, such as 25")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.together", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="one turn, noisier figures")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument(
+        "--pace", type=_milliseconds, default=25, metavar="MS",
+        help="milliseconds of a layer's attention, and of its experts, forward (25); more takes longer and makes the "
+        "host's own work a smaller part of a step",
+    )  # fmt: skip
+    parser.add_argument("--demo", metavar="DIR", help="switch balancers on one after another, and draw a picture there")
+    parser.add_argument("--short", action="store_true", help="with --demo: two runs of short steps, to try it")
+    options = parser.parse_args(arguments)
+    prepare()
+    return _demo(options) if options.demo else _bench(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

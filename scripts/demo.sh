@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Sixteen emulated ranks train a model whose layers, documents and experts are uneven, while the three balancers switch on
+# one after another. Megatron-LM's trainer, messages and moves are real, computation waits for modelled time. Shows the time
+# of each step, and ends with a picture of it and of the pipeline before and after. Five minutes on two cores, and set-up.
+#
+#     scripts/demo.sh
+#     scripts/demo.sh --short    two runs of short steps, to try it
+#
+# Everything it writes is in .venv and runs/demo. The network cards are limited where it runs as root with iproute2.
+set -euo pipefail
+
+case "$*" in
+"" | --short) ;;
+*)
+    echo "demo.sh: cannot make sense of '$*'; it takes --short or nothing" >&2
+    exit 2
+    ;;
+esac
+
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment "" # no extra
+cd "$repository"
+
+mkdir -p runs/demo || fail "cannot write to $repository/runs/demo"
+rm -rf runs/demo/*
+"$python" -W ignore -m benchmarks.together --demo runs/demo "$@" || fail "the demonstration stopped; its logs are in runs/demo"
+"$python" -m balancing.report runs/demo/all/report --html runs/demo/report.html
+echo
+echo "Picture: runs/demo/together.png"
+echo "Report:  runs/demo/report.html"
