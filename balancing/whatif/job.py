@@ -328,13 +328,9 @@ def read_recipe_flags(flags: Mapping[str, Any]) -> Job:
             continue
         arguments.append(_flag(_OTHER_NAMES.get(name, name)))
         if value is not True:
-            arguments += (
-                [str(each) for each in value]
-                if isinstance(value, list | tuple)
-                else str(value).split()
-                if name == "recompute_modules"
-                else [str(value)]
-            )
+            several = value if isinstance(value, list | tuple) else [value]
+            text = " ".join(str(each) for each in several)
+            arguments += text.split() if name == "recompute_modules" else [text]
     return read_flags(arguments)
 
 

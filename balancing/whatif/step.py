@@ -26,8 +26,8 @@ from balancing.whatif.job import Job
 __all__ = ["FITTED", "FITTED_ERROR", "Efficiency", "LayerWork", "StepModel"]
 
 _BYTES = 2  # of bf16
-# FLOP/s of large matrix products over bytes/s of device memory, which `Cluster` does not know: 225 on B200, 236 on H100,
-# 250 on GB300; 125 on A100 and A800, whose products reach less than 400 TFLOP/s.
+# FLOP/s of large matrix products over bytes/s of device memory, which `Cluster` does not know: 225 on B200, 236 on
+# H100, 250 on GB300; 125 on A100 and A800, whose products reach less than 400 TFLOP/s.
 _FLOPS_OF_A_BYTE, _AMPERE_FLOPS_OF_A_BYTE, _AMPERE_FLOPS = 230.0, 125.0, 400e12
 _ATTENTION_BACKWARD = 2.5  # over forward, of flash attention; linear layers take 2
 # Bytes of device memory, over those of an activation of width hidden, that norms, residuals, rotary embedding and
@@ -82,7 +82,8 @@ FITTED = Efficiency(
     ampere=1.8,
 )
 # What python -m benchmarks.whatif prints for them.
-FITTED_ERROR = "on 71 published steps it is off by 8 % in the median and by 51 % at worst, on such left out of the fit by 9 % and 52 %"
+FITTED_ERROR = "on 71 published steps it is off by 8 % in the median and by 51 % at worst, "
+    "on such left out of the fit by 9 % and 52 %"
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ def _planners() -> None:
         group = min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
         load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
         few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)
-        cells.append(_milliseconds(lambda a=load, c=few: plan_replicas(a, c, slots=2, shape=expert, hidden_under=1e-3)))
+        cells.append(
+            _milliseconds(lambda a=load, c=few, e=expert: plan_replicas(a, c, slots=2, shape=e, hidden_under=1e-3))
+        )
         cells.append(_milliseconds(lambda: plan_stages(np.linspace(1, 2, 128), 32, micro_batches=128)))
         print(f"{ranks:7,}{cells[0]:20.1f}{cells[1]:18.1f}{cells[2]:9.1f}")
 

@@ -60,10 +60,8 @@ def test_what_costs_more_takes_longer():
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])
 def test_tokens_cross_to_another_node_once_with_flex(dispatcher):
-    wide = (
-        f"--num-experts 32 --moe-router-topk 8 --expert-model-parallel-size 16 --moe-token-dispatcher-type {dispatcher}"
-    )
-    one = model(wide, gpus=16)
+    wide = "--num-experts 32 --moe-router-topk 8 --expert-model-parallel-size 16 --moe-token-dispatcher-type "
+    one = model(wide + dispatcher, gpus=16)
     sent = 1024 * 512 * 2 * (8 / 2 if dispatcher == "alltoall" else 1 - 0.5**8)
     expected = sent / one.cluster.nic_bandwidth * one.efficiency.expert_exposed
     assert one.exchange_seconds() == pytest.approx(expected)
