@@ -82,8 +82,10 @@ FITTED = Efficiency(
     ampere=1.8,
 )
 # What python -m benchmarks.whatif prints for them.
-FITTED_ERROR = "on 71 published steps it is off by 8 % in the median and by 51 % at worst, "
-    "on such left out of the fit by 9 % and 52 %"
+FITTED_ERROR = (
+    "on 71 published steps it is off by 8 % in the median and by 51 % at worst, on such left out of the fit by 9 % and "
+    "52 %"
+)
 
 
 @dataclass(frozen=True)
