@@ -82,9 +82,11 @@ class Job:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     sequence_parallel: bool = False
+    attention_backend: str = "auto"
     recompute_granularity: str | None = None
     recompute_num_layers: int | None = None
     recompute_method: str | None = None
+    recompute_modules: tuple[str, ...] | None = None
     use_distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -267,7 +269,7 @@ class Job:
 _BOOLEANS = tuple(each.name for each in fields(Job) if each.type in (bool, "bool"))
 _TEXTS = (
     "moe_layer_freq", "moe_token_dispatcher_type", "pipeline_model_parallel_layout", "recompute_granularity",
-    "recompute_method", "fp8_format",
+    "recompute_method", "fp8_format", "attention_backend",
 )  # fmt: skip
 
 
@@ -286,6 +288,8 @@ def flag_table() -> _Flags:
             continue
         if each.name in _BOOLEANS:
             parser.add_argument(_flag(each.name), action="store_true")
+        elif each.name == "recompute_modules":
+            parser.add_argument(_flag(each.name), nargs="+", default=None)
         else:
             kind = str if each.name in _TEXTS else int
             default = None if each.name in _REQUIRED else each.default
@@ -309,6 +313,7 @@ def read_flags(arguments: Sequence[str]) -> Job:
     for name in _UNKNOWN_MODELS:
         if values.pop(name) is not None:
             raise ValueError(f"{_flag(name)} makes a model that the forecast does not know: it knows full attention")
+    values["recompute_modules"] = tuple(values["recompute_modules"] or ()) or None
     missing = [_flag(name) for name in _REQUIRED if values[name] is None]
     if missing:
         raise ValueError(f"the job lacks {', '.join(missing)}; give Megatron-LM's flags behind --")
@@ -323,7 +328,9 @@ def read_recipe_flags(flags: Mapping[str, Any]) -> Job:
             continue
         arguments.append(_flag(_OTHER_NAMES.get(name, name)))
         if value is not True:
-            arguments += [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+            several = value if isinstance(value, list | tuple) else [value]
+            text = " ".join(str(each) for each in several)
+            arguments += text.split() if name == "recompute_modules" else [text]
     return read_flags(arguments)
 
 

@@ -1,0 +1,128 @@
+"""python -m benchmarks.whatif: the error of forecasts on published runs, fitted constants, and gains beside published.
+
+python -m benchmarks.whatif              errors of steps and memory by source, and the worst
+python -m benchmarks.whatif --fit        fits the constants again, and says what they do on rows left out; minutes
+python -m benchmarks.whatif --gains      gains that forecasts promise beside gains that others measured
+python -m benchmarks.whatif --planners   processor seconds of the planners by number of ranks
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.experts import ExpertShape, plan_replicas
+from balancing.layers.plan import plan_stages
+from balancing.sequences.plan import plan_sequences
+from balancing.sequences.sequence_plan import AttentionShape
+from balancing.whatif.forecast import forecast
+from balancing.whatif.job import read_flags
+from balancing.whatif.lengths import draw_batch
+from balancing.whatif.routing import sampled_load, zipf_popularity
+from benchmarks.whatif.published import read_published
+
+MIXTRAL = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --swiglu --vocab-size 32000 --seq-length 8192 --micro-batch-size 1 --global-batch-size 128 "
+    "--num-experts 8 --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 --use-distributed-optimizer "
+    "--expert-model-parallel-size 4"
+)
+LLAMA13 = (
+    "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40 --swiglu --vocab-size 32000 "
+    "--seq-length 131072 --micro-batch-size 1 --global-batch-size 64 --context-parallel-size 8 "
+    "--pipeline-model-parallel-size 8 --use-distributed-optimizer --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1"
+)
+QWEN30 = (
+    "--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 --group-query-attention "
+    "--num-query-groups 4 --swiglu --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 --vocab-size 151936 "
+    "--seq-length 4096 --micro-batch-size 1 --global-batch-size 256 --moe-token-dispatcher-type alltoall "
+    "--expert-tensor-parallel-size 1 --use-distributed-optimizer --expert-model-parallel-size 8"
+)
+# What was measured, the job and machine nearest to it, the loads, the balancer, and the published gain: times faster.
+GAINS = (
+    ("LAER-MoE, 24 settings, 32 A100", MIXTRAL, "a800-4x200g", 32, "laer", None, "experts", "1.11 to 1.69, mean 1.48"),
+    ("UltraEP, training, low skew", QWEN30, "h100-8x400g", 64, "ultraep-low", None, "experts", "1.49 on all"),
+    ("UltraEP, training, high skew", QWEN30, "h100-8x400g", 64, "ultraep-high", None, "experts", "1.49 on all"),
+    ("dynamic CP, Llama 13B, PP 8 CP 8", LLAMA13, "h100-8x400g", 64, "even", "web", "sequences", "1.25 to 1.48"),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("fit", "gains", "planners"):
+        parser.add_argument(f"--{name}", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.gains:
+        _gains()
+    elif options.planners:
+        _planners()
+    elif options.fit:
+        from benchmarks.whatif.fit import fit, held_out
+
+        print(fit(read_published()))
+        left = np.abs(held_out(read_published()))
+        print(f"rows left out of the fit: median {np.median(left):.1%}, worst {left.max():.1%}")
+    else:
+        _errors()
+    return 0
+
+
+def _errors() -> None:
+    rows = read_published()
+    steps = np.array([row.error() for row in rows])
+    print(f"{'source':10}{'rows':>5}{'median':>9}{'worst':>9}   worst row")
+    for source in (*dict.fromkeys(row.source for row in rows), "all"):
+        own = [at for at, row in enumerate(rows) if source in (row.source, "all")]
+        worst = own[int(np.abs(steps[own]).argmax())]
+        print(f"{source:10}{len(own):5}{np.median(np.abs(steps[own])):9.1%}{steps[worst]:+9.1%}   {rows[worst].name}")
+    memory = np.array([row.memory_error for row in rows if row.memory_error is not None])
+    print(f"memory of {len(memory)} rows: median {np.median(np.abs(memory)):.1%}, from {memory.min():+.1%} to "
+          f"{memory.max():+.1%}")  # fmt: skip
+
+
+def _gains() -> None:
+    print(f"{'measured by':36}{'none':>9}{'balanced':>10}{'gain':>7}  {'max / mean':14}published gain")
+    for name, flags, preset, gpus, routing, lengths, balancer, published in GAINS:
+        job, cluster = read_flags(flags.split()).on(gpus), Cluster.from_spec(preset, gpus)
+        found = {one.balancer: one for one in forecast(job, cluster, routing=routing, lengths=lengths)}
+        none, one = found["none"], found[balancer]
+        level = f"{getattr(none, balancer):.2f} to {getattr(one, balancer):.2f}"
+        gain = none.step_seconds / one.step_seconds
+        print(f"{name:36}{none.step_seconds:8.2f}s{one.step_seconds:9.2f}s{gain:7.2f}  {level:14}{published}")
+
+
+def _planners() -> None:
+    random = np.random.default_rng(0)
+    shape = AttentionShape(8192, 64, 8, 80, 28672)
+    print(f"{'ranks':>7}{'sequences, chunks':>20}{'experts, a layer':>18}{'layers':>9}   milliseconds")
+    for ranks in (64, 256, 1024, 4096, 16384):
+        cluster = Cluster.from_spec("h100-8x400g", ranks)
+        lengths = draw_batch("prolong", 4096 * ranks, random)
+        cells = [_milliseconds(lambda n=lengths, c=cluster: plan_sequences(n, c, shape=shape, method="chunks"))]
+        group = min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
+        load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
+        few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)
+        cells.append(
+            _milliseconds(lambda a=load, c=few, e=expert: plan_replicas(a, c, slots=2, shape=e, hidden_under=1e-3))
+        )
+        cells.append(_milliseconds(lambda: plan_stages(np.linspace(1, 2, 128), 32, micro_batches=128)))
+        print(f"{ranks:7,}{cells[0]:20.1f}{cells[1]:18.1f}{cells[2]:9.1f}")
+
+
+def _milliseconds(action: Callable[[], object]) -> float:
+    """Processor time of one thread, the quickest of three."""
+    found = []
+    for _ in range(3):
+        begin = time.thread_time()
+        action()
+        found.append(1e3 * (time.thread_time() - begin))
+    return min(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

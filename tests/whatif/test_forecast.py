@@ -1,0 +1,149 @@
+"""What forecasts say of each balancer, and that they say so where nothing is to gain."""
+
+import json
+
+import numpy as np
+import pytest
+
+from balancing.cluster import Cluster
+from balancing.experts import LoadTrace, write_load_trace
+from balancing.whatif import SCENARIOS, forecast, read_flags, verdict
+from balancing.whatif.__main__ import main
+from balancing.whatif.forecast import schedule_seconds
+from balancing.whatif.gains import ROUTING
+from balancing.whatif.routing import gini_popularity
+from balancing.whatif.step import StepModel
+from tests.support.made_up_run import Job as MadeUp
+from tests.support.made_up_run import write_run
+
+MODEL = (
+    "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --swiglu --vocab-size 128256 --micro-batch-size 1 --global-batch-size 128 "
+    "--use-distributed-optimizer --untie-embeddings-and-output-weights"
+)
+EXPERTS = (
+    f"{MODEL} --seq-length 4096 --num-experts 32 --moe-router-topk 4 --moe-token-dispatcher-type alltoall "
+    "--moe-ffn-hidden-size 3584 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
+)
+LONG = f"{MODEL} --seq-length 131072 --context-parallel-size 16 --recompute-granularity full --recompute-method uniform"
+
+
+def told(flags: str, gpus: int, preset: str = "h100-8x400g", **more):
+    job = read_flags(flags.split()).on(gpus)
+    return {one.balancer: one for one in forecast(job, Cluster.from_spec(preset, gpus), **more)}
+
+
+def test_hot_experts_gain_and_even_ones_do_not():
+    hot = told(EXPERTS, 16, routing="ultraep-high")
+    assert hot["none"].experts == pytest.approx(4.0, abs=0.15) and hot["experts"].experts < 1.05
+    assert hot["experts"].step_seconds < 0.75 * hot["none"].step_seconds
+    assert hot["all"].step_seconds <= hot["experts"].step_seconds
+    assert "--balance-experts" in verdict([*hot.values()]) and "not worth it" not in verdict([*hot.values()])
+    even = told(EXPERTS, 16, routing="even")
+    assert "not worth it" in verdict([*even.values()])
+    assert even["experts"].step_seconds <= even["none"].step_seconds
+
+
+def test_replicas_take_memory():
+    hot = told(EXPERTS, 16, routing="laer")
+    assert hot["experts"].memory - hot["none"].memory == 2 * 3 * 4096 * 3584 * 8
+
+
+def test_documents_over_many_context_parallel_ranks():
+    mixed = told(LONG, 32, "a800-4x200g", lengths="prolong")
+    assert mixed["sequences"].step_seconds < 0.98 * mixed["none"].step_seconds and not mixed["sequences"].off
+    whole = told(LONG, 32, "a800-4x200g")
+    assert whole["sequences"].off and whole["sequences"].step_seconds == whole["none"].step_seconds
+
+
+def test_an_uneven_pipeline_gets_another_layout():
+    flags = f"{MODEL} --seq-length 4096 --pipeline-model-parallel-size 8"
+    given = told(f"{flags} --pipeline-model-parallel-layout Ettttt|t|t|t|t|t|tt|ttttL", 8)
+    assert given["layers"].layers < given["none"].layers and given["layers"].bubble < given["none"].bubble
+    assert given["layers"].step_seconds < 0.75 * given["none"].step_seconds
+    assert told(f"{MODEL} --seq-length 4096", 8)["layers"].off == "one pipeline stage"
+
+
+def test_long_schedules_are_those_of_the_simulator():
+    flags = f"{MODEL} --seq-length 4096 --pipeline-model-parallel-size 4"
+    for more, count in (("", 37), (" --num-layers-per-virtual-pipeline-stage 2", 40)):
+        job = read_flags((flags + more).split()).on(4)
+        model = StepModel(job, Cluster.from_spec("h100-8x400g", 8))
+        costs = model.costs(model.layer(False), [])
+        seconds, bubble = schedule_seconds(costs, job.plan, count, 1e-4)
+        exact = costs.simulate(job.plan, count, transfer=1e-4)
+        assert seconds == pytest.approx(exact.step_time, rel=1e-3) and bubble == pytest.approx(exact.bubble, abs=2e-3)
+
+
+def test_skews_are_as_published():
+    random = np.random.default_rng(0)
+    for name, (kind, value) in ROUTING.items():
+        if kind == "gini":
+            shares = np.sort(gini_popularity(64, value, random))
+            pairs = np.abs(shares[:, None] - shares[None, :]).mean() / 2 / shares.mean()
+            assert pairs == pytest.approx(value, abs=1e-6), name
+    assert [gini_popularity(8, 0.0, random)[0]] == [pytest.approx(1 / 8)]
+    with pytest.raises(ValueError, match="must be at least 0 and less than"):
+        gini_popularity(8, 1.5, random)
+
+
+# The command.
+
+FLAGS = ["--cluster", "h100-8x400g", "--gpus", "16,32", "--", *EXPERTS.split(), "--train-iters", "1000"]
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    assert main(["--routing", "laer", "--html", str(page), "--json", str(data), *FLAGS]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("On 16 GPUs balancing saves") and "On 32 GPUs" in text and "GPU-hours" in text
+    assert "they overstate it, up to 2.35 times" in text and "a forecast, not a measurement" in text
+    content = json.loads(data.read_text())
+    assert [one["balancer"] for one in content["forecasts"]] == [*SCENARIOS] * 2
+    one = content["forecasts"][0]
+    assert one["gpu_hours"] == pytest.approx(one["step_seconds"] * 1000 * 16 / 3600)
+    html = page.read_text()
+    assert "<svg" in html and "var(--ink)" in html and "{{" not in html
+
+
+def test_recorded_loads_and_lengths(tmp_path, capsys):
+    counts = np.full((3, 8, 2, 1, 32), 512)
+    counts[..., :4] *= 6  # the first rank's experts
+    write_load_trace(LoadTrace(counts, np.arange(3), np.arange(2)), tmp_path / "loads.npz")
+    np.savez(tmp_path / "lengths.npz", lengths=np.array([300, 4000, 90]))
+    files = ["--routing", str(tmp_path / "loads.npz"), "--lengths", str(tmp_path / "lengths.npz")]
+    assert main([*files, *FLAGS]) == 0
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == ["none"])
+    assert f"{6 * 8 / 13:.2f}" in row
+
+
+def test_a_report_is_forecast(tmp_path, capsys):
+    write_run(tmp_path, MadeUp(slow={0: 3.0, 1: 3.0}, hot={(2, 3): 4.0}), iterations=8)
+    assert main([str(tmp_path), "--gpus", "8,16", "--iterations", "100", "--json", str(tmp_path / "told.json")]) == 0
+    assert "Measured: 8 ranks" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "told.json").read_text())["forecasts"]
+    none, layers, _, experts, together = rows[:5]
+    assert layers["step_seconds"] < none["step_seconds"] and layers["layers"] < none["layers"]
+    assert experts["experts"] < none["experts"] and together["step_seconds"] <= layers["step_seconds"]
+    assert rows[5]["gpus"] == 16 and rows[5]["step_seconds"] < none["step_seconds"] and rows[5]["gpu_hours"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "give one of DIR"),
+        (["missing"], "missing"),
+        (["--", *EXPERTS.split()], "which machine"),
+        (["--cluster", "h100-8x400g", "--", *EXPERTS.split()], "how many GPUs"),
+        (["--cluster", "h100-8x400g", "--gpus", "many", "--", *EXPERTS.split()], "--gpus many"),
+        (["--cluster", "h99", "--gpus", "16", "--", *EXPERTS.split()], "h99"),
+        (["--routing", "hot", *FLAGS], "unknown routing 'hot'"),
+        (["--lengths", "short", *FLAGS], "unknown --lengths 'short'"),
+        (["--cluster", "h100-8x400g", "--gpus", "12", "--", *EXPERTS.split()], "12 GPUs"),
+        (["--recipe", "no.json", "--cluster", "h100-8x400g"], "no.json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
