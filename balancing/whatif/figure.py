@@ -13,7 +13,6 @@ from balancing.report.figures.style import (
     FORWARD,
     INK,
     LEVEL,
-    MUTED,
     NEUTRAL,
     OTHER,
     RECOMPUTE,
@@ -58,13 +57,9 @@ def step_figure(groups: Sequence[Sequence[Forecast]], capacity: float | None) ->
                 right.bar(positions + side * 0.4, used, 0.37, color=_COLOURS[name])
             if capacity is not None:
                 right.axhline(capacity / 1e9, color=INK, **LEVEL)
-                right.text(
-                    1.0, capacity / 1e9, "a device has", color=MUTED, ha="right", va="bottom", fontsize=7.5,
-                    transform=right.get_yaxis_transform(),
-                )  # fmt: skip
                 right.set_ylim(0, 1.12 * max(capacity / 1e9, right.get_ylim()[1]))
             right.set_xticks(positions, [f"{group[0].gpus:,}" for group in groups])
-            right.set_title("GB of the fullest rank")
+            right.set_title("GB of the fullest rank" + ("; dotted: a device" if capacity else ""))
             right.grid(axis="y")
         return svg(figure, "whatif")
 

@@ -200,6 +200,6 @@ def verdict(found: Sequence[Forecast]) -> str:
     worth = [name for name in ("layers", "sequences", "experts") if gains.get(name, 0.0) >= WORTH]
     flags = ", ".join(f"--balance-{name} ({gains[name]:.0%})" for name in worth) or "all of them together only"
     hours = ""
-    if none.gpu_hours is not None:
+    if none.gpu_hours is not None and none.gpu_hours >= 1:
         hours = f", {none.gpu_hours * gains[best]:,.0f} GPU-hours of {none.gpu_hours:,.0f}"
     return f"On {none.gpus:,} GPUs balancing saves {gains[best]:.0%} of a step{hours}; worth it: {flags}."

@@ -81,7 +81,7 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
     job, cluster = model.job, model.expert_cluster()
     ranks, experts = job.expert_model_parallel_size, job.num_experts or 0
     even = model.expert_seconds()
-    if ranks == 1:
+    if ranks == 1 or routing == "even":
         return ExpertLoads(((even, even),), (1.0, 1.0), 0.0)
     per_rank = max(1, round(job.tokens * job.moe_router_topk / model.tensor))
     shape = ExpertShape(job.moe_latent_size or job.hidden_size, job.expert_ffn, 2, gated=job.swiglu)
@@ -135,7 +135,7 @@ def _loads(
             popularity = gini_popularity(experts, value, generator)
         else:
             popularity = zipf_popularity(experts, ranks, value, generator)
-        later = popularity if routing == "even" else drifted(popularity, _DRIFT, generator)
+        later = drifted(popularity, _DRIFT, generator)
         found.append(
             (sampled_load(popularity, ranks, per_rank, generator), sampled_load(later, ranks, per_rank, generator))
         )

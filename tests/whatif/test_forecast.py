@@ -35,7 +35,8 @@ def told(flags: str, gpus: int, preset: str = "h100-8x400g", **more):
 
 def test_hot_experts_gain_and_even_ones_do_not():
     hot = told(EXPERTS, 16, routing="ultraep-high")
-    assert hot["none"].experts == pytest.approx(4.0, abs=0.15) and hot["experts"].experts < 1.05
+    # Four times the mean, less what popularity drifts.
+    assert hot["none"].experts == pytest.approx(4.0, abs=0.5) and hot["experts"].experts < 1.05
     assert hot["experts"].step_seconds < 0.75 * hot["none"].step_seconds
     assert hot["all"].step_seconds <= hot["experts"].step_seconds
     assert "--balance-experts" in verdict([*hot.values()]) and "not worth it" not in verdict([*hot.values()])
