@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sixteen emulated ranks train a model whose layers, documents and experts are uneven, while the three balancers switch on
 # one after another. Megatron-LM's trainer, messages and moves are real, computation waits for modelled time. Shows the time
-# of each step, and ends with a picture of it and of the pipeline before and after. Five minutes on two cores, and set-up.
+# of each step, and ends with a picture of it and of the pipeline before and after. Five minutes are expected on two quiet
+# cores; on busy ones the host's own work hides the gains.
 #
 #     scripts/demo.sh
 #     scripts/demo.sh --short    two runs of short steps, to try it
