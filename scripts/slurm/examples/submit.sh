@@ -11,7 +11,7 @@ submit() {
     local nodes=$1 python
     shift
     if [[ " $* " == *" --balance-dry-run "* ]]; then
-        cd "$slurm/../.."
+        cd "$slurm/../.." || exit
         python=${PYTHON:-.venv/bin/python}
         command -v "$python" >/dev/null || python=python3
         WORLD_SIZE=$((8 * nodes)) exec "$python" pretrain_gpt.py "$@"
@@ -31,7 +31,7 @@ submit() {
 
 # The job's files, on storage that every node sees. RUN: where checkpoints and the report go.
 run=${RUN:-runs/$(basename "$0" .sh)}
-if [ -n "${DATA:-}" ]; then data=(--data-path "$DATA" --split 99,1,0); else data=(--mock-data); fi
+if [ -n "${DATA:-}" ]; then data=(--data-path "$DATA" --split "99,1,0"); else data=(--mock-data); fi
 
 # What all of them share.
 # shellcheck disable=SC2034 # the examples read it
