@@ -31,32 +31,16 @@ TOLERANCE = 1e-12  # in float64
 SINGLE_TOLERANCE = 1e-5, 1e-4  # in float32, of losses and parameters
 MOVES_AT = 1  # iteration from 0
 
-_GRAPH = "a CUDA graph repeats the step that it captured, and later steps differ"
-_PARTS = "it runs a layer in parts, and the layer must run as a whole"
-_TE_EXPERTS = "it needs Transformer Engine's experts, which cannot have replicas yet"
 # Balancer -> the flags of these configurations that it refuses -> why, in the words of a run.
 REFUSED: dict[str, dict[str, str]] = {
     EXPERTS: {
-        "--cuda-graph-impl transformer_engine": _GRAPH,
-        "--delay-wgrad-compute": "it computes weight gradients after they were added up or masked",
-        "--fp8-format e4m3": _TE_EXPERTS,
-        "--fp8-format hybrid": _TE_EXPERTS,
-        "--moe-permute-fusion": "it orders tokens in a way that replicas cannot undo",
-        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep": (
-            "flex needs DeepEP on GPUs (--moe-flex-dispatcher-backend deepep)"
-        ),
-        "--overlap-moe-expert-parallel-comm": _PARTS,
-        "--recompute-modules moe_act": (
-            "needs Transformer Engine's experts; use --recompute-modules moe or drop --moe-grouped-gemm"
-        ),
+        "--fine-grained-activation-offloading": "our modules, which replace Megatron-LM's, do not support it",
         "--use-megatron-fsdp": "it shards the parameters of a layer over ranks",
     },
     LAYERS: {
-        "--cuda-graph-impl transformer_engine": _GRAPH,
         "--fine-grained-activation-offloading": "it counts the layers of a stage in advance",
-        "--fp8-format hybrid": "a move does not transfer its scales",
-        "--mtp-num-layers 1": "layers of multi-token prediction cannot move",
-        "--overlap-moe-expert-parallel-comm": _PARTS,
+        "--fp8-param-gather --fp8-recipe delayed": "scales of weights belong to modules that a move replaces",
+        "--overlap-moe-expert-parallel-comm": "it runs a layer in parts, and the layer must run as a whole",
         "--overlap-param-gather-with-optimizer-step": (
             "it steps the optimizer in parts, and weights must be complete between steps"
         ),
@@ -73,9 +57,11 @@ CANNOT_RUN: dict[str, str] = {
     "--optimizer muon": "its package is not installed",
     "--optimizer dist_muon": "its package is not installed",
     "--experimental-attention-variant dsa": "its kernels are for GPUs and in bf16",
+    "--fp8-format hybrid": "what is rounded together follows from the layout; tests/transformer_engine compares it",
+    "--moe-token-dispatcher-type flex": "its packages are for GPUs; tests/experts runs it on stand-ins",
     "--defer-embedding-wgrad-compute": "it needs fused gradient accumulation, which a CPU does not have",
 }
-_DEFAULTS = {"attention_dropout": 0.1}  # Megatron-LM's
+_DEFAULTS = {"attention_dropout": 0.1, "fp8_recipe": "delayed"}  # Megatron-LM's
 
 
 @dataclass(frozen=True)

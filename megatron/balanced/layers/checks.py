@@ -99,8 +99,8 @@ def _delayed_weights(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Flags by which weights in 8 bits have delayed scaling."""
     if not getattr(args, "fp8", None) or not getattr(args, "fp8_param_gather", False) or args.fp8_recipe != "delayed":
         return []
-    why = "with --fp8-param-gather the scales of weights belong to modules that a move replaces"
-    return [("--fp8-recipe delayed", why, "use another --fp8-recipe, or drop --fp8-param-gather")]
+    why = "scales of weights belong to modules that a move replaces"
+    return [("--fp8-param-gather --fp8-recipe delayed", why, "use another --fp8-recipe, or drop --fp8-param-gather")]
 
 
 def _layout(args: argparse.Namespace) -> StagePlan | None:
