@@ -127,7 +127,7 @@ class _Model:
 
         def experts(local: int, config: Any, *, pg_collection: Any, **unused: Any) -> torch.nn.Module:
             first = dist.get_rank(groups.ep) * local
-            return _experts([_Expert(device, first + n, int(job["weights"]), seconds) for n in range(local)])
+            return _experts([_Expert(device, first + n, int(job["weights"]), seconds) for n in range(local)], config)
 
         parts = MoESubmodules(experts=experts, router=_Router)
         self.layers: list[Any] = [
@@ -191,13 +191,14 @@ class _Model:
                     assert expert < 0 or (leaves[0] == expert).all(), f"slot of expert {expert} holds other weights"
 
 
-def _experts(local: list[_Expert]) -> torch.nn.Module:
+def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
     """Timed experts with replicas, in place of Megatron's sequential ones."""
     from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
 
     class PacedExperts(ReplicatedSequentialMLP):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
+            self.config, self._delays = config, False
             self.local_experts, self.num_local_experts = torch.nn.ModuleList(local), len(local)
 
     return PacedExperts()

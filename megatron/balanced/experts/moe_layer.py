@@ -92,7 +92,6 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
     position = 0  # among the MoE layers of the model chunk
-    _delays = False  # whether `backward_dw` ends a backward pass, after the gradients of inputs have been handed on
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         # Fused accumulation adds a weight's gradient to its buffer of data parallelism, and a replica has none. These
@@ -100,6 +99,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
         config = copy.copy(config)
         config.gradient_accumulation_fusion = False
         super().__init__(num_local_experts, config, *args, **kwargs)
+        # Whether `backward_dw` ends a backward pass, after the gradients of inputs have been handed on.
         self._delays = config.delay_wgrad_compute
 
     def forward(
