@@ -2,6 +2,7 @@
 
 import argparse
 
+from balancing.doctor.installed import find_apex
 from megatron.balanced.incompatible import shown
 
 __all__ = ["check_model"]
@@ -32,6 +33,13 @@ def check_model(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{shown('experimental_attention_variant', args.experimental_attention_variant)} needs Transformer Engine, "
             "which is not installed or not selected; drop it"
+        )
+    if not args.train_iters and not args.train_samples and not args.skip_train:
+        raise ValueError("nothing says how long to train; give --train-iters or --train-samples")
+    if args.layernorm_zero_centered_gamma and args.transformer_impl == "local" and find_apex()["state"] != "ok":
+        raise ValueError(
+            "--apply-layernorm-1p needs Transformer Engine's or Apex's norm, which is not installed or not selected; "
+            "drop it"
         )
     if args.train_iters and not args.eval_interval and not args.full_validation and not args.skip_train:
         raise ValueError(

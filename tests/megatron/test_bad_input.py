@@ -124,6 +124,7 @@ FLAGS = {
         "--cuda-graph-impl transformer_engine",
         "use --transformer-impl transformer_engine",
     ),
+    "norms of weights around zero": ("--apply-layernorm-1p", "--apply-layernorm-1p", "Transformer Engine's", "drop it"),
     "delayed gradients": ("--delay-wgrad-compute", "--delay-wgrad-compute", "--transformer-impl local"),
     "two sources of data": ("--data-path corpus", "--mock-data", "corpus", "drop one"),
 }
@@ -170,6 +171,11 @@ def test_no_interval_of_validation(pool):
     model = MODEL[:at] + MODEL[at + 2 :]
     _assert_refused(pool, [*model, *MOCK_DATA], "--eval-interval 1000", "--eval-iters 0")
     assert pool.run(1, _parse, [*model, *MOCK_DATA, "--full-validation"])[0][0] == "none"
+
+
+def test_no_length_of_training(pool):
+    at = MODEL.index("--train-iters")
+    _assert_refused(pool, [*MODEL[:at], *MODEL[at + 2 :], *MOCK_DATA], "how long to train", "--train-iters")
 
 
 class Damage:
