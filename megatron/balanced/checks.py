@@ -85,6 +85,14 @@ def check_layout(args: argparse.Namespace) -> None:
             f"{pipeline[1]}: Megatron-LM reduces gradients twice, so that they are {instances} times too large; add "
             "--no-align-grad-reduce or drop --overlap-grad-reduce"
         )
+    for kind, along in (("data-parallel", ranks), ("expert-data-parallel", of_experts)):
+        copies = args.world_size // (along * pipeline[1])
+        copies *= context[1] if kind == "data-parallel" else 1  # over which the optimizer shards, too
+        if copies % instances:
+            raise ValueError(
+                f"--num-distributed-optimizer-instances {instances} does not divide the {copies} {kind} rank(s); use a "
+                "number that does"
+            )
     replicas = args.world_size // (tensor * args.pipeline_model_parallel_size * args.context_parallel_size)
     batch, micro_batch = args.global_batch_size, args.micro_batch_size
     adapts = args.decrease_batch_size_if_needed or args.step_batch_size_schedule

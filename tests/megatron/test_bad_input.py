@@ -88,6 +88,12 @@ FLAGS = {
         "--pipeline-model-parallel-size 2",
         "--no-align-grad-reduce",
     ),
+    "instances of experts": (
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer --num-experts 4 "
+        "--expert-model-parallel-size 2",
+        "--num-distributed-optimizer-instances 2",
+        "1 expert-data-parallel rank(s)",
+    ),
     "layers": ("--num-layers 3 --pipeline-model-parallel-size 2", "layers", "pipeline-model-parallel"),
     "context parallel": (
         "--context-parallel-size 2",
