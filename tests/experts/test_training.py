@@ -122,10 +122,10 @@ def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, pla
 
 
 def _others() -> Iterator[Any]:
-    """Each case with both modes; every third case, with either mode in turn, is the sample."""
+    """Each case with both modes; every sixth case, with either mode in turn, is the sample."""
     for number, case in enumerate(OTHERS):
         for choice, mode in enumerate(MODES):
-            sampled = number % 6 == 3 * choice
+            sampled = number % 12 == 6 * choice
             yield pytest.param(case, mode, marks=[] if sampled else pytest.mark.exhaustive)
 
 

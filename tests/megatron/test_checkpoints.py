@@ -26,7 +26,12 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+RESUMED_ALWAYS = ("DP 2, both overlaps", "PP 2, interleaved", "EP 2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in RESUMED_ALWAYS)) for name in RESUMED]
+)
 def test_resumed_is_uninterrupted(pool, corpus, tmp_path, name):
     world_size, flags = RESUMED[name]
 

@@ -294,6 +294,7 @@ def test_each_misuse_is_one_clear_line(cluster: SlurmCluster, checkout: Checkout
         assert not checkout.rank_log(job, 0)
 
 
+@pytest.mark.exhaustive
 def test_training_continues_after_the_time_limit(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Megatron over two nodes, stopped by the warning of the time limit, goes on in the second run where it was."""
     options = f"""--device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-layers 2
@@ -333,6 +334,7 @@ def test_training_continues_after_the_time_limit(cluster: SlurmCluster, tmp_path
     assert iterations(1)[:3] == [stopped + 1, stopped + 2, stopped + 3]
 
 
+@pytest.mark.exhaustive
 def test_stages_that_are_not_needed_go_back_while_training_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Four stages on four nodes, of which two are enough: their ranks end well, and the job has two nodes left."""
     options = f"""--device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-layers 4
