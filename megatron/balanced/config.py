@@ -60,8 +60,8 @@ class BalanceConfig:
         metadata={
             "metavar": "PRESET|FILE",
             "help": "Compute and link speeds for the planners' cost model: "
-            f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it plans "
-            "balance load and leave costs out.",
+            f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it "
+            "sequences are planned for H200 GPUs, and the other plans balance load and leave costs out.",
         },
     )
     balance_dry_run: bool = dataclasses.field(
