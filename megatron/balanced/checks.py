@@ -85,9 +85,9 @@ def check_layout(args: argparse.Namespace) -> None:
             f"{pipeline[1]}: Megatron-LM reduces gradients twice, so that they are {instances} times too large; add "
             "--no-align-grad-reduce or drop --overlap-grad-reduce"
         )
-    for kind, along in (("data-parallel", ranks), ("expert-data-parallel", of_experts)):
+    # The optimizer shards over context-parallel ranks as well.
+    for kind, along in (("data-parallel", tensor), ("expert-data-parallel", of_experts)):
         copies = args.world_size // (along * pipeline[1])
-        copies *= context[1] if kind == "data-parallel" else 1  # over which the optimizer shards, too
         if copies % instances:
             raise ValueError(
                 f"--num-distributed-optimizer-instances {instances} does not divide the {copies} {kind} rank(s); use a "
