@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.claims import watch
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.packages_apart import why_missing
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
 
@@ -65,6 +66,16 @@ def _has_gpu() -> bool:
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     workers = Pool(pauses=request.config.getoption("--pauses"))
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """As `pool`, where Megatron-LM finds Transformer Engine's own Python over a stand-in for its C++ module."""
+    if why := why_missing("transformer_engine", "Transformer Engine"):
+        pytest.skip(why)
+    workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.transformer_engine")
     yield workers
     workers.stop()
 

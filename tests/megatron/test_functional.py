@@ -6,7 +6,7 @@ for GPUs, with all of its flags, tells whether the first list is right.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from balancing.recipe import Recipe, read_recipes
 from megatron.balanced.recipe import BALANCERS, Verdict, command_line, verdicts
 from tests.megatron.test_structures import _place_at_random
 from tests.support.claims import SUPPORT
-from tests.support.packages_apart import why_missing
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
 from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
@@ -182,16 +181,6 @@ def _train(pool: Pool, small: Small, balancers: tuple[str, ...], extra: list[str
     if LAYERS in balancers:
         assert all(moved for *_, moved in ranks), "no layer moved"
     return join([run for run, *_ in ranks])
-
-
-@pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """As `pool`, where Megatron-LM finds Transformer Engine's own Python over a stand-in for its C++ module."""
-    if why := why_missing("transformer_engine", "Transformer Engine"):
-        pytest.skip(why)
-    workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.transformer_engine")
-    yield workers
-    workers.stop()
 
 
 REPRESENTATIVES = ("mixtral_8x7b_alltoall_tp2pp4ep4_release",)

@@ -1,22 +1,10 @@
-"""Ranks that have Transformer Engine's own Python over the stand-in for its C++ module, and models to train on them."""
+"""Models to train with Transformer Engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from tests.support.packages_apart import why_missing
-from tests.support.pool import Pool
 from tests.support.transformer_engine.model import Model
-
-
-@pytest.fixture(scope="session")
-def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """As `pool`, where Megatron-LM finds Transformer Engine."""
-    if why := why_missing("transformer_engine", "Transformer Engine"):
-        pytest.skip(why)
-    workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.transformer_engine")
-    yield workers
-    workers.stop()
 
 
 @pytest.fixture(scope="session")
