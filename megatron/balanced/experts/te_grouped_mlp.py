@@ -6,7 +6,6 @@ parallelism, and nothing is copied. Everything else is Megatron-LM's own `TEGrou
 and quantization, the activation and its recomputation, and gradients that products add to their buffers.
 """
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -52,10 +51,8 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Whether `backward_dw` computes the weight gradients, after those of the inputs have been handed on. Of passes
-        # whose weight gradients it has still to compute: the module, and whether replicas take part.
+        # Whether `backward_dw` ends a backward pass, after the gradients of inputs have been handed on.
         self._delays = self.config.delay_wgrad_compute
-        self._delayed: deque[tuple[TEGroupedMLP, bool]] = deque()
 
     def forward(
         self,
@@ -74,17 +71,13 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
         slots, position, hidden = self.slots, self.position, permuted_local_hidden_states
         if slots is None or not self.training:
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
-        used, held = slots.is_used(position), slots.is_held(position)
         # A backward pass reaches the output before the experts, and `hidden` after them.
-        if self._delays:
-            module = self._homes_and(slots) if used and held else self
-            hidden = _OnBackward.apply(hidden, lambda: self._delayed.append((module, used)))
-        else:
-            hidden = _OnBackward.apply(hidden, lambda: self._end_pass(slots, used))
-        if not used:
+        if not self._delays:
+            hidden = _OnBackward.apply(hidden, lambda: self._end_pass(slots))
+        if not slots.is_used(position):
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         slots.acquire(position, forward=True)
-        if held:
+        if slots.is_held(position):
             output, bias = self._with_slots(slots, hidden, tokens_per_expert, permuted_probs, *buffers)
         else:
             homes = tokens_per_expert[: self.num_local_experts]
@@ -92,16 +85,17 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
         return _OnBackward.apply(output, lambda: slots.acquire(position, forward=False)), bias
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the earliest backward pass has left out, then return those of replicas
+        """Compute the weight gradients that the backward pass has left out, then return those of replicas
         (`--delay-wgrad-compute`)."""
-        if not self._delayed:  # without slots
+        slots = self.slots
+        if slots is None or not self._delays:
             return super().backward_dw()
-        module, used = self._delayed.popleft()
-        TEGroupedMLP.backward_dw(module)
-        self._end_pass(self.slots, used)
+        # Which replicas there are does not change between the passes of an iteration.
+        TEGroupedMLP.backward_dw(self._homes_and(slots) if slots.is_held(self.position) else self)
+        self._end_pass(slots)
 
-    def _end_pass(self, slots: ReplicaSlots, used: bool) -> None:
-        if used:
+    def _end_pass(self, slots: ReplicaSlots) -> None:
+        if slots.is_used(self.position):
             slots.accumulate_gradients(self.position)
         slots.end_pass(self.position)
 
