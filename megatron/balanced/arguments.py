@@ -27,15 +27,15 @@ from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.balancers import check_balancers, switch_on
-from megatron.balanced.checks import check_data, check_folders, check_layout, check_megatron
+from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron
+from megatron.balanced.checks.incompatible import REPORT, check_compatible
+from megatron.balanced.checks.model import check_model
+from megatron.balanced.checks.refusal import know_flags, know_values
 from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.agreement import agree_on_device
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.dynamics.checks import check_dynamics
-from megatron.balanced.incompatible import REPORT, check_compatible
-from megatron.balanced.model_checks import check_model
-from megatron.balanced.refusal import know_flags, know_values
 from megatron.balanced.watchdog.heartbeat import stop
 
 __all__ = ["add_balance_flags", "parse_arguments"]

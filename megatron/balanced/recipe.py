@@ -23,7 +23,7 @@ from typing import Any
 
 from balancing.command_line import Parser
 from balancing.recipe import Recipe, read_recipes
-from megatron.balanced.checks import MEGATRON_VERSIONS, check_megatron
+from megatron.balanced.checks.flags import MEGATRON_VERSIONS, check_megatron
 
 __all__ = ["Verdict", "answer", "command_line", "main", "markdown", "verdicts"]
 
@@ -153,8 +153,8 @@ def answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     """
     from megatron.balanced import patches
     from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.checks.incompatible import IncompatibleError
     from megatron.balanced.dry_run import plan_lines
-    from megatron.balanced.incompatible import IncompatibleError
 
     for name in _LAUNCHER:
         os.environ.pop(name, None)

@@ -146,7 +146,7 @@ def test_flags(pool, case):
 
 def _incompatible_flags_that_do_not_exist(argv: list[str]) -> list[str]:
     from megatron.balanced.arguments import parse_arguments
-    from megatron.balanced.incompatible import INCOMPATIBLE
+    from megatron.balanced.checks.incompatible import INCOMPATIBLE
 
     args, _ = parse_arguments(argv)
     return [row.flag for row in INCOMPATIBLE if not hasattr(args, row.flag)]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.incompatible import SEQUENCES, check_compatible
+from megatron.balanced.checks.incompatible import SEQUENCES, check_compatible
 from megatron.balanced.sequences.checks import check_sequences
 from tests.megatron.test_bad_input import _parse
 from tests.support.training import MOCK_DATA, MODEL, MOE

@@ -3,7 +3,7 @@
 import argparse
 
 from balancing.dynamics.config import DynamicsConfig
-from megatron.balanced.incompatible import DYNAMICS, EXIT, FREEZE, PRUNE, SKIP, SPARSE, check_compatible
+from megatron.balanced.checks.incompatible import DYNAMICS, EXIT, FREEZE, PRUNE, SKIP, SPARSE, check_compatible
 
 __all__ = ["check_dynamics"]
 

@@ -2,16 +2,16 @@
 
 Megatron-LM's own modules and dispatchers run the replicas. Flags that replace these, or that reduce an expert's
 gradient before those of its replicas were added, would give wrong numbers or a hang, so they are refused
-(`megatron.balanced.incompatible`).
+(`megatron.balanced.checks.incompatible`).
 """
 
 import argparse
 import dataclasses
 
 from balancing.experts.config import ExpertConfig
+from megatron.balanced.checks.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
 from megatron.balanced.dry_run import assumes_gpus
 from megatron.balanced.experts.graphs import captures_experts, leave_out_preprocessing
-from megatron.balanced.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
 
 __all__ = ["check_experts"]
 

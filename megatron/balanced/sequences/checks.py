@@ -2,14 +2,14 @@
 
 The balancer replaces attention, its positions and the way batches are split over ranks. Flags that assume another
 layout of tokens or another attention would give wrong numbers or a hang, so they are refused
-(`megatron.balanced.incompatible`).
+(`megatron.balanced.checks.incompatible`).
 """
 
 import argparse
 import dataclasses
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.incompatible import SEQUENCES, check_compatible
+from megatron.balanced.checks.incompatible import SEQUENCES, check_compatible
 
 __all__ = ["check_sequences", "why_of_one_size"]
 

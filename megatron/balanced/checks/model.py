@@ -3,7 +3,7 @@
 import argparse
 
 from balancing.doctor.installed import find_apex
-from megatron.balanced.incompatible import shown
+from megatron.balanced.checks.incompatible import shown
 
 __all__ = ["check_model"]
 

@@ -1,0 +1,1 @@
+"""Checks at start-up: flags, combinations and the built model, each refusal in one line."""
