@@ -22,4 +22,4 @@ cd "$repository"
 "$python" -m ruff format --check .
 "$python" -m mypy
 # Two workers: a test of one rank leaves a core to the other. A file is one worker's, which keeps its reference runs.
-exec "$python" -m pytest -n 2 --dist loadfile "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -51,6 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    # Files whose tests start ranks take longest: first they, so that no worker is left with one alone at the end.
+    files = {item.path for item in items if {"pool", "engine"} & set(getattr(item, "fixturenames", ()))}
+    items.sort(key=lambda item: item.path not in files)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not _has_gpu():
         for item in needs_gpu:

@@ -165,7 +165,7 @@ FAST_LINKS = {  # on which a copy pays for itself at once
 }
 
 
-@pytest.mark.parametrize("mode", ["resident", "shared"])
+@pytest.mark.parametrize("mode", [pytest.param("resident", marks=pytest.mark.exhaustive), "shared"])
 def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
     """Without a plan for 20 iterations, all replicas are late ones, from the first micro-batch of an iteration."""
     ranks, flags = LAYOUTS["EP 2, PP 2"]

@@ -26,7 +26,7 @@ RESUMED = {
 }
 
 
-RESUMED_ALWAYS = ("DP 2, both overlaps", "PP 2, interleaved", "EP 2")
+RESUMED_ALWAYS = ("DP 2, both overlaps", "PP 2, interleaved")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_resumed_is_uninterrupted(pool, corpus, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name, world_size, flags", [pytest.param("dense, PP 2", 2, PP2, marks=pytest.mark.exhaustive), ("EP 2", 2, EP2)]
+    "name, world_size, flags", [("dense, PP 2", 2, PP2), pytest.param("EP 2", 2, EP2, marks=pytest.mark.exhaustive)]
 )
 def test_goes_on_without_our_package_and_back(pool, corpus, tmp_path, name, world_size, flags):
     """Iterations 1 and 2 with our package, 3 without, 4 with it again, against all four with it."""
@@ -96,7 +96,12 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+CHANGED_ALWAYS = ("TP 2 to PP 2", "DP 2 to PP 2, sharded")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in CHANGED_ALWAYS)) for name in CHANGED]
+)
 def test_goes_on_under_another_layout(pool, corpus, tmp_path, name):
     """With the state of the optimizer: the run is the uninterrupted one to rounding."""
     (world_size, flags), (later_world_size, later_flags) = CHANGED[name]

@@ -12,8 +12,10 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
+import importlib.metadata
 import os
 import pickle
 import random
@@ -29,6 +31,7 @@ from typing import Any
 
 # Imported on the way through a training run and a checkpoint: paid once here instead of in every rank.
 PRELOAD = (
+    "numpy.ma",
     "pytest",
     "multiprocessing.managers",
     "multiprocessing.pool",
@@ -40,12 +43,15 @@ PRELOAD = (
     "torch.utils.tensorboard",
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text",
+    "megatron.core.tokenizers.text.models",
     "megatron.training.training",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.balanced.arguments",
+    "megatron.balanced.cpu.agreement",
     "megatron.balanced.data",
+    "megatron.balanced.experts.graphs",
     "megatron.balanced.model",
     "megatron.balanced.patches",
     "megatron.balanced.train",
@@ -221,9 +227,10 @@ def _run(job: Job, server: int) -> dict[int, int]:
     return ended
 
 
-def _read_flags_once() -> None:
-    """Megatron takes the help of its flags out of its own source whenever it makes a parser, which takes half a second
-    and is done twice in a run."""
+def _look_up_once() -> None:
+    """What every run looks up anew, and each rank, being a fork, finds here: Megatron makes a parser of eight hundred
+    flags twice in a run and takes their help out of its own source; torch searches all installed packages for a backend
+    whenever it makes a process group."""
     from megatron.training import arguments
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -236,7 +243,18 @@ def _read_flags_once() -> None:
         return known[source]
 
     ArgumentGroupFactory._get_field_docstrings = docstrings
-    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    make = arguments.add_megatron_arguments
+    made = [make(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)]
+
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if not made or parser.allow_abbrev or not parser.add_help:
+            return make(parser)
+        parser.__dict__.update(made.pop().__dict__ | {"prog": parser.prog, "description": parser.description})
+        return parser
+
+    arguments.add_megatron_arguments = add_megatron_arguments
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+    importlib.metadata.entry_points(group="torch.distributed.backends")
 
 
 def shrink_mock_data() -> None:
@@ -256,7 +274,7 @@ def _preload(before: list[str]) -> None:
             importlib.import_module(module).install()
         for module in PRELOAD:
             importlib.import_module(module)
-    _read_flags_once()
+    _look_up_once()
     shrink_mock_data()
     gc.collect()
     gc.freeze()  # or a collection in a rank would copy every page of this process
