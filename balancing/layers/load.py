@@ -25,15 +25,19 @@ def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
     """Device seconds per micro-batch of each part of the model on one rank in one iteration.
 
     Returns a float array [layers + 3, 2]: the layers, the embedding, the head and multi-token prediction; forward, and
-    backward with recomputation. nan for parts that the rank does not hold.
+    backward with recomputation. nan for parts that the rank does not hold. A pass may have several spans, one after the
+    other among those of its part.
     """
     seconds = np.zeros((layers + 3, 2))
     passes = np.zeros(layers + 3)
+    latest: dict[int | str, int] = {}  # part -> micro-batch of its last forward pass
     row = {"embedding": layers, "head": layers + 1, "mtp": layers + 2} | {number: number for number in range(layers)}
     for span in record.spans:
         if span.layer in row and span.kind in ("forward", "backward", "recompute"):
             seconds[row[span.layer], int(span.kind != "forward")] += span.busy
-            passes[row[span.layer]] += span.kind == "forward"
+            if span.kind == "forward" and latest.get(span.layer) != span.micro_batch:
+                latest[span.layer] = span.micro_batch
+                passes[row[span.layer]] += 1
     return np.where(passes[:, None] > 0, seconds / np.maximum(passes, 1)[:, None], np.nan)
 
 

@@ -23,6 +23,8 @@ class Span(NamedTuple):
     start        wall-clock seconds after the rank's own step began (`RankRecord.start` puts ranks on one axis)
     seconds      wall-clock seconds from its start to its end, waiting included
     busy         device seconds of work in it; a recompute inside a backward pass counts in the recompute alone
+
+    A pass that runs in parts, in turn with those of another micro-batch, has several.
     """
 
     kind: str
@@ -49,7 +51,7 @@ class RankRecord:
     tokens            tokens it processed
     attention_area    query-key pairs it computed under the causal mask: a whole document of l tokens has l (l + 1) / 2
     longest_sequence  tokens of the longest document among them
-    spans             what it did, in any order
+    spans             what it did; those of one layer in the order of time
     expert_tokens     layer -> int array [expert], tokens this rank's router sent to each logical expert
     events            lines for the event log from the balancers of this rank, see `balancing.report.event`
     """

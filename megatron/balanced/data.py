@@ -6,7 +6,7 @@ layer needs the boundaries of documents.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -260,6 +260,7 @@ def forward_step(
     return_schedule_plan: bool = False,
     *,
     on_documents: DocumentObserver | None = None,
+    on_parts: Sequence[Callable[[Any, int], None]] = (),
     sequences: "SequenceBalancer | None" = None,
 ) -> tuple[Any, Callable]:
     """Run the forward pass of one micro-batch. Returns the output tensor and the loss function, as schedules expect.
@@ -269,6 +270,7 @@ def forward_step(
     return_schedule_plan: return Megatron-LM's plan of the forward and backward pass in the place of the output tensor,
         which the schedule then runs in parts (`--overlap-moe-expert-parallel-comm`).
     on_documents: called with the document lengths, the model chunk and the plan of each micro-batch on this rank.
+    on_parts: called with Megatron-LM's plan, if it is returned, and the model chunk.
     sequences: plans how documents are spread over context-parallel ranks; None for Megatron-LM's own layout.
     """
     args = get_args()
@@ -295,4 +297,6 @@ def forward_step(
         loss_mask=batch["loss_mask"],
         packed_seq_params=packed,
     )
+    for call in on_parts if return_schedule_plan else ():
+        call(output, vp_stage or 0)
     return output, partial(_loss, batch["loss_mask"])

@@ -105,6 +105,10 @@ class Observer(StepCallback):
         else:  # each document, or each sample that is one, is split over the ranks by itself
             step.area += sum(zigzag_area([length], rank, ranks) for length in lengths)
 
+    def parts(self, plan: Any, chunk: int) -> None:
+        """A micro-batch enters model chunk `chunk` in parts, by Megatron-LM's `plan`."""
+        self._hooks.watch_plan(plan, chunk)
+
     # The step, and the record of it.
 
     def stop_measuring(self) -> None:
@@ -157,8 +161,8 @@ class Observer(StepCallback):
     def _record(self, step: Step) -> RankRecord:
         seconds = self._hooks.clock.seconds
         spans = [
-            Span(kind, layer, chunk, micro_batch, *seconds(step.origin, begin, end))
-            for kind, layer, chunk, micro_batch, begin, end in step.spans
+            _span(kind, layer, chunk, micro_batch, [seconds(step.origin, *piece) for piece in pieces])
+            for kind, layer, chunk, micro_batch, pieces in step.spans
         ]
         return RankRecord(
             rank=self._args.rank,
@@ -179,3 +183,9 @@ class Observer(StepCallback):
             events=[each() if callable(each) else each for each in step.events],
             expert_tokens={layer: tokens.numpy() for layer, tokens in step.expert_tokens.items()},
         )
+
+
+def _span(kind: str, layer: int | str, chunk: int, micro_batch: int, pieces: list[tuple[float, float, float]]) -> Span:
+    """A span of pieces of work, each given by start, seconds and busy seconds, in order."""
+    (start, _, _), (last, lasts, _) = pieces[0], pieces[-1]
+    return Span(kind, layer, chunk, micro_batch, start, last - start + lasts, sum(busy for _, _, busy in pieces))

@@ -6,6 +6,10 @@ schedule, wrapped, mark the calls of a whole stage. No mark waits for the device
 Module-level backward hooks do not serve: under recompute they fire early, and they keep a stage from freeing its
 outputs. Hooks on hidden states do: the gradient of a layer's output is there when its backward pass begins, that of its
 input when it ends.
+
+With `--overlap-moe-expert-parallel-comm` no layer runs as a whole. Megatron-LM's plan of a micro-batch consists of
+nodes, which run in turn with those of another micro-batch, and the nodes that compute are marked. Those that send
+tokens to experts and back run beside them, and are no cost of a layer.
 """
 
 from collections.abc import Callable
@@ -14,7 +18,10 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from megatron.core.models.common.utils import weak_method
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from balancing.clock import DeviceClock
 from balancing.report import RankRecord
@@ -32,7 +39,7 @@ class Step:
     iteration: from 0.
     began: seconds since the epoch.
     origin, end: marks.
-    spans: kind, layer or part, model chunk, micro-batch, begin, end.
+    spans: kind, layer or part, model chunk, micro-batch, and begin and end of each piece of work in it.
     tokens: of this rank in all micro-batches.
     area: query-key pairs that attention computes on this rank.
     longest: tokens of the longest document.
@@ -45,7 +52,7 @@ class Step:
     began: float
     origin: Mark
     end: Mark = None
-    spans: list[tuple[str, int | str, int, int, Mark, Mark]] = field(default_factory=list)
+    spans: list[tuple[str, int | str, int, int, list[tuple[Mark, Mark]]]] = field(default_factory=list)
     tokens: int = 0
     area: int = 0
     longest: int = 0
@@ -65,6 +72,7 @@ class TimingHooks:
         self._backward_of = (0, 0)  # chunk and micro-batch
         self._open: dict[_Part, tuple[int, Mark]] = {}  # in their backward pass
         self._call_begin: Mark = None
+        self._latest: dict[bool, Any] = {}  # whether of a whole stage -> the last span that nodes were added to
         self._config: Any = None
 
     # The model.
@@ -73,6 +81,8 @@ class TimingHooks:
         """Put hooks on everything in model chunk `chunk`."""
         for layer in model.decoder.layers:
             self.watch_layer(layer, chunk)
+        if model.config.overlap_moe_expert_parallel_comm:
+            return
         mtp = None
         if getattr(model, "mtp", None) is not None:
             mtp = self._watch_mtp(model.mtp, chunk)
@@ -83,6 +93,11 @@ class TimingHooks:
 
     def watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
         """Put hooks on a layer of model chunk `chunk`."""
+        for module in layer.modules():
+            if isinstance(module, TopKRouter):
+                self._watch_router(module, layer.layer_number - 1, layer)
+        if layer.config.overlap_moe_expert_parallel_comm:
+            return
         part = _Part(self, layer.layer_number - 1, chunk)
 
         def leave(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -95,13 +110,8 @@ class TimingHooks:
         else:  # a replay runs no hooks, and nothing is captured that has some
             for name in ("forward", "_te_cuda_graph_replay"):
                 setattr(layer, name, _between(getattr(layer, name), partial(part.enter, layer), partial(leave, layer)))
-        for module in layer.modules():
-            if isinstance(module, TopKRouter):
-                self._watch_router(module, part, layer)
 
-    def _watch_router(self, router: TopKRouter, part: "_Part", layer: torch.nn.Module) -> None:
-        assert isinstance(part.layer, int)
-        number = part.layer
+    def _watch_router(self, router: TopKRouter, number: int, layer: torch.nn.Module) -> None:
         replays: Replays[None] = Replays()
 
         def count(module: torch.nn.Module, args: tuple, output: Any) -> None:
@@ -155,12 +165,66 @@ class TimingHooks:
         model.output_layer.register_forward_pre_hook(enter)
         model.register_forward_hook(leave)
 
+    # Parts of a model that run in turn with those of another micro-batch.
+
+    def watch_plan(self, plan: Any, chunk: int) -> None:
+        """Mark the nodes of the micro-batch that enters its forward pass in model chunk `chunk`.
+
+        plan: Megatron-LM's `TransformerModelChunkSchedulePlan` of it.
+        """
+        if self.step is None:
+            return
+        model = plan.state.model
+        nodes = [("embedding", plan.pre_process)] if model.pre_process else []
+        for number in range(plan.num_layers()):
+            of = plan.get_layer(number)
+            is_mtp = isinstance(of.layer, MultiTokenPredictionLayer)
+            part = "mtp" if is_mtp else of.layer.layer_number - 1
+            nodes += [(part, node) for node in (of.pre_dispatch_computation, of.mlp, of.mtp_post_process)]
+        nodes += [("head", plan.post_process)] if model.post_process else []
+        for part, node in nodes:
+            if isinstance(node, ScheduleNode):  # others do nothing
+                self._watch_node(node, part, chunk)
+
+    def _watch_node(self, node: ScheduleNode, part: int | str, chunk: int) -> None:
+        """Mark what `node` computes. Its methods mark on its stream, behind what this stream waits for."""
+        micro_batch = self.micro_batch.get(chunk, 0)
+
+        def timed(run: Callable, kind: str) -> Callable:
+            def run_timed(*args: Any) -> Any:
+                begin = self.clock.mark()
+                result = run(*args)
+                self._add_piece(kind, part, chunk, micro_batch, begin)
+                return result
+
+            return run_timed
+
+        node.forward_func = timed(node.forward_func, "forward")
+        node.backward_func = timed(node.backward_func, "backward")
+        if getattr(node, "delay_wgrad_compute", False):
+            node.backward_dw = timed(weak_method(node.backward_dw), "backward")
+
+    def _add_piece(self, kind: str, part: int | str, chunk: int, micro_batch: int, begin: Mark) -> None:
+        """Add what was computed since `begin` to the span of its part, and to that of the stage's forward or backward
+        pass, unless another one came in between."""
+        if self.step is None:
+            return
+        piece = begin, self.clock.mark()
+        for span in ((kind, part, chunk, micro_batch), (f"{kind}-step", "", chunk, micro_batch)):
+            latest = self._latest.get(span[1] == "")
+            if latest is None or latest[:-1] != span:
+                latest = self._latest[span[1] == ""] = (*span, [])
+                self.step.spans.append(latest)
+            latest[-1].append(piece)
+
     # The step and its schedule.
 
     def begin_step(self, step: Step, config: Any) -> None:
         """Measure `step`. config: the model's config, from which the schedule takes its timers."""
         self._config, self.step = config, step
-        config.timers = _StageTimers(config.timers, self)
+        self._latest.clear()
+        if not config.overlap_moe_expert_parallel_comm:
+            config.timers = _StageTimers(config.timers, self)
 
     def begin_schedule(self) -> None:
         self.micro_batch.clear()
@@ -184,7 +248,7 @@ class TimingHooks:
 
     def _end_call(self, kind: str, chunk: int, micro_batch: int) -> None:
         if self.step is not None and self._call_begin is not None:
-            self.step.spans.append((kind, "", chunk, micro_batch, self._call_begin, self.clock.mark()))
+            self.step.spans.append((kind, "", chunk, micro_batch, [(self._call_begin, self.clock.mark())]))
             self._call_begin = None
 
     def end_step(self) -> Step:
@@ -194,7 +258,8 @@ class TimingHooks:
         self._copy_expert_tokens(self.step)
         self.step.end = self.clock.mark()
         step, self.step = self.step, None
-        self._config.timers = self._config.timers.timers
+        if isinstance(self._config.timers, _StageTimers):
+            self._config.timers = self._config.timers.timers
         return step
 
     @staticmethod
@@ -213,7 +278,7 @@ class TimingHooks:
         """The backward pass of `part` ends."""
         micro_batch, begin = self._open.pop(part, (0, None))
         if begin is not None and self.step is not None:
-            self.step.spans.append(("backward", part.layer, part.chunk, micro_batch, begin, self.clock.mark()))
+            self.step.spans.append(("backward", part.layer, part.chunk, micro_batch, [(begin, self.clock.mark())]))
 
 
 def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
@@ -251,7 +316,7 @@ class _Part:
         self.begin = None
         micro_batch, is_replay = self.replays.decide(lambda: hooks.micro_batch.get(self.chunk, 0))
         kind = "recompute" if is_replay else "forward"
-        step.spans.append((kind, self.layer, self.chunk, micro_batch, begin, hooks.clock.mark()))
+        step.spans.append((kind, self.layer, self.chunk, micro_batch, [(begin, hooks.clock.mark())]))
         if hidden_out.requires_grad:
             hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch))
         if hidden_in is not None and hidden_in.requires_grad:

@@ -75,10 +75,12 @@ def _features(
     the forward step."""
     cluster = cluster_from_flags(config, args.world_size)
     features: list[StepCallback] = []
+    on_parts: list[Callable] = []
     observer = sequences = None
     if config.balance_report is not None or config.layers.enabled:
         observer = Observer(args, config)
         features.append(observer)
+        on_parts.append(observer.parts)
     note = observer.note if observer is not None and config.balance_report is not None else None
     report = note or _no_report
     if config.dynamics.enabled:
@@ -93,11 +95,13 @@ def _features(
         assert observer is not None
         features.append(LayerBalancer(args, config.layers, model, observer))
         if args.attention_dropout or args.hidden_dropout:
-            features.append(DropoutStreams(args))
+            streams = DropoutStreams(args)
+            features.append(streams)
+            on_parts.append(streams.parts)
         if args.cuda_graph_impl == "transformer_engine":
             features.append(GraphsOfLayers())
     on_documents = None if observer is None else observer.documents
-    forward = partial(forward_step, on_documents=on_documents, sequences=sequences)
+    forward = partial(forward_step, on_documents=on_documents, on_parts=on_parts, sequences=sequences)
     datasets = train_valid_test_datasets
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
 

@@ -39,7 +39,6 @@ REFUSED: dict[str, dict[str, str]] = {
     LAYERS: {
         "--fine-grained-activation-offloading": "it counts the layers of a stage in advance",
         "--fp8-param-gather --fp8-recipe delayed": "scales of weights belong to modules that a move replaces",
-        "--overlap-moe-expert-parallel-comm": "it runs a layer in parts, and the layer must run as a whole",
         "--overlap-param-gather-with-optimizer-step": (
             "it steps the optimizer in parts, and weights must be complete between steps"
         ),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["SetClock", "slow_layers"]
+__all__ = ["SetClock", "slow_layers", "slow_parts"]
 
 
 class SetClock:
@@ -91,3 +91,31 @@ def slow_layers(clock: SetClock, seconds: Callable[[int], tuple[float, float]]) 
         return _Backward.apply(output, lambda: clock.work(back)), context
 
     TransformerLayer.forward = forward
+
+
+def slow_parts(clock: SetClock, seconds: Callable[[int], dict[str, tuple[float, float]]]) -> None:
+    """Give parts of each layer with experts forward and backward times.
+
+    seconds: number of a layer (from 0) -> "attention", "dispatch", "experts", "combine" -> the two times.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    def slow(owner: Any, name: str, part: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            there, back = seconds(self.layer_number - 1)[part]
+            clock.work(there)
+            output = original(self, *args, **kwargs)
+            first, *others = output if isinstance(output, tuple) else (output,)
+            first = _Backward.apply(first, lambda: clock.work(back))
+            return (first, *others) if isinstance(output, tuple) else first
+
+        setattr(owner, name, run)
+
+    slow(TransformerLayer, "_forward_attention", "attention")
+    slow(MoELayer, "dispatch", "dispatch")
+    slow(MoELayer, "routed_experts_compute", "experts")
+    slow(MoELayer, "combine", "combine")

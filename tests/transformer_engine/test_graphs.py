@@ -146,6 +146,26 @@ def test_graphs_of_layers_that_moved_are_captured_anew(model_of, case):
     assert_close(join([run for run, *_ in results]), stayed)
 
 
+@pytest.mark.exhaustive
+def test_graphs_of_layers_in_parts_that_moved_are_captured_anew(model_of):
+    """With graphs of delayed weight gradients of their own."""
+    model = model_of(f"{EXPERTS} --num-layers 5 --global-batch-size 8")
+    flags = (
+        f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|tL {GRADIENTS} "
+        "--expert-model-parallel-size 2 --moe-grouped-gemm --train-iters 5"
+    )
+    argv = model.argv(f"{flags} {DELAYED} --balance-layers")
+    results = model.pool.run(4, _move_on_graphs, argv, {2: ((2, 1), (1, 1)), 3: ((1, 1), (1, 2))})
+    for rank, (_, found, measured) in enumerate(results):
+        layers = [2, 3, 2] if rank < 2 else [3, 2, 3]
+        batches = len(found) // (3 * sum(layers))
+        replays = [n for many, times in zip(layers, (1, 1, 2), strict=True) for n in [times] * (3 * many * batches)]
+        assert [replayed for _, replayed in found] == replays, "each capture serves the iterations up to the next move"
+        assert measured >= layers[-1] * batches
+    stayed = train(model.pool, 4, base=model.argv(flags), parameters=True)
+    assert_close(join([run for run, *_ in results]), stayed, 1e-5, 1e-4)
+
+
 def _capture() -> dict[str, Any]:
     """What a replay does after each of: nothing, another input, a decision of Python, a weight that moved."""
     import torch

@@ -1,5 +1,6 @@
 """Layers of Transformer Engine move with the state of its optimizer, and ranks leave: no number changes."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from tests.layers.test_memory import BASE, SMALL, _bytes, _peak
 from tests.layers.test_release import _train
 from tests.support.moving import train_moving
-from tests.support.training import Run, assert_same, differences, train
-from tests.support.transformer_engine.model import EXPERTS, TE, cases
+from tests.support.training import Run, assert_same, differences, train, train_rank
+from tests.support.transformer_engine.model import EXPERTS, TE, assert_close, cases
 
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
@@ -94,6 +95,63 @@ def _rounded() -> tuple[float, list[float], float, list[float]]:
 def test_shards_with_different_scales_become_one(engine):
     """Only the numbers of the smaller scale are rounded: 8 x 0.5 is 2 x 2."""
     assert engine.run(1, _rounded) == [(2.0, [2.0, 1.0, 3.0, 1.0], 2.0, [2.0, 1.0, 3.0, 1.0])]
+
+
+IN_PARTS = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+FIVE_IN_PARTS = f"{EXPERTS} --num-layers 5 --moe-shared-expert-intermediate-size 32 --global-batch-size 8"
+INTERLEAVED = f"{PP2} --pipeline-model-parallel-layout Et|tt|t|tL --expert-model-parallel-size 2 --moe-grouped-gemm"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", ["--use-distributed-optimizer", OVERLAPS])
+def test_layers_with_delayed_gradients_move(model_of, optimizer):
+    """Weight gradients come in parts of the schedule of their own, from hooks of modules."""
+    model = model_of(FIVE_IN_PARTS)
+    base = model.argv(f"{INTERLEAVED} {optimizer}")
+    plans = {1: ((2, 1), (1, 1)), 3: ((1, 1), (1, 2))}
+    moved, state = train_moving(model.pool, 4, IN_PARTS, plans, base=base)
+    stayed, expected = train_moving(model.pool, 4, IN_PARTS, {}, base=base)
+    _assert_same(moved, stayed)
+    assert state.keys() == expected.keys()
+    _assert_same_state(state, expected)
+    assert_close(stayed, train(model.pool, 4, base=base, parameters=True), 1e-5, 1e-4)
+
+
+def _train_with_slow_gradients(argv: list[str]) -> None:
+    """Weight gradients are all that takes time."""
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    from tests.support.set_clock import SetClock
+
+    clock = SetClock().install()
+
+    def slow(owner: Any, seconds: float) -> None:
+        original = owner.backward_dw
+
+        def backward_dw(self: Any) -> None:
+            clock.work(seconds)
+            original(self)
+
+        owner.backward_dw = backward_dw
+
+    slow(SelfAttention, 0.25)
+    slow(TEGroupedMLP, 0.5)
+    train_rank(argv, False)
+
+
+@pytest.mark.exhaustive
+def test_delayed_gradients_are_a_cost_of_their_layer(model_of, tmp_path):
+    flags = f"{IN_PARTS} --expert-model-parallel-size 2 --moe-grouped-gemm --train-iters 2 --balance-report {tmp_path}"
+    model = model_of(FIVE_IN_PARTS)
+    model.pool.run(2, _train_with_slow_gradients, model.argv(flags))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    costs = [line for line in lines if (line["balancer"], line["unit"]) == ("layers", "layer")]
+    assert len(costs) == 2
+    for line in costs:
+        assert line["layers"] == ["embedding", 0, 1, 2, 3, 4, "head"]
+        assert line["forward_s"] == [0.0] * 7
+        assert line["backward_s"] == [0.0, *[0.75] * 5, 0.0]
 
 
 # flags, bytes that a rank holds for each element of a weight

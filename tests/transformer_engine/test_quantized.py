@@ -261,3 +261,30 @@ def test_layers_in_8_bits_move_and_no_number_changes(model_of, case):
     stayed, expected = train_moving(model.pool, ranks, "", {}, base=argv, body=_moving_quantized)
     _assert_same_run(moved, stayed)
     _assert_same_tensors(state, expected)
+
+
+# recipe, flags
+MOVES_IN_PARTS = {
+    "mxfp8, both overlaps": ("mxfp8", f"--overlap-grad-reduce --overlap-param-gather {REUSED} {AWARE}"),
+    "blockwise": ("blockwise", f"{WIDE} {PARAMETERS} {AWARE}"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MOVES_IN_PARTS)
+def test_layers_in_8_bits_and_in_parts_move_and_no_number_changes(engine, corpus, case):
+    """As recipes train: messages of experts beside compute, weight gradients behind those of inputs."""
+    recipe, flags = MOVES_IN_PARTS[case]
+    parts = (
+        "--num-layers 5 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|tL "
+        "--global-batch-size 8 --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm "
+        "--delay-wgrad-compute --moe-router-padding-for-quantization --moe-shared-expert-intermediate-size 64"
+    )
+    base = [flag for flag in [*MODEL, *corpus, *BASE.split()] if flag != "--use-cpu-initialization"]
+    quantized = QUANTIZED.replace("--overlap-param-gather --overlap-grad-reduce ", "")
+    argv = [*base, *f"{TE} {quantized} --fp8-recipe {recipe} {parts} {flags}".split()]
+    plans = {1: ((2, 1), (1, 1)), 3: ((1, 1), (1, 2))}
+    moved, state = train_moving(engine, 4, "", plans, base=argv, body=_moving_quantized)
+    stayed, expected = train_moving(engine, 4, "", {}, base=argv, body=_moving_quantized)
+    _assert_same_run(moved, stayed)
+    _assert_same_tensors(state, expected)

@@ -267,9 +267,12 @@ class LayerMover:
         """Make buffers, buckets and hooks of `ddp` for its present layers.
 
         A hook on a parameter's gradient cannot be removed, and a second one would count the gradient twice. So
-        parameters keep the hook that they have: it belongs to `ddp`, and looks up buckets when it fires.
+        parameters keep the hook that they have: it belongs to `ddp`, and looks up buckets when it fires. Hooks of
+        delayed weight gradients are lists of modules, which start anew.
         """
         nodes, training = self._nodes, ddp.training
+        for module in ddp.module.modules():
+            getattr(module, "wgrad_accumulation_and_reduce_hooks", []).clear()
 
         def make_backward_post_hook(parameter: torch.nn.Parameter) -> Callable:
             if parameter in nodes:
