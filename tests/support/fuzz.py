@@ -59,7 +59,7 @@ COMMON = (
     "--log-throughput", "--hidden-dropout 0", "--attention-dropout 0", "--make-vocab-size-divisible-by 64",
     "--freeze-layers 1", "--prune-sparsity 0.5 --prune-start 0 --prune-end 1 --prune-interval 1",
     "--early-exit-layers 1,2 --early-exit-threshold 0.5", "--mixture-of-depths 0.5", "--optimizer sgd",
-    "--sparse-attention --sparse-attention-block 8", "--ckpt-format torch_dist", "--mtp-num-layers 1",
+    "--sparse-attention blocks --sparse-attention-block 8", "--ckpt-format torch_dist", "--mtp-num-layers 1",
 )  # fmt: skip
 COMMON_MOE = (
     "--moe-aux-loss-coeff 1e-2", "--moe-grouped-gemm", "--moe-z-loss-coeff 1e-3", "--moe-router-topk 1",

@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "--prune-sparsity 0.8 --prune-start {start} --prune-end {end} --prune-interval 3",
             "--mixture-of-depths 0.5",
-            "--sparse-attention --sparse-attention-block 8",
+            "--sparse-attention blocks --sparse-attention-block 8 --sparse-attention-keep 2",
             "--early-exit-layers 1,2,3 --early-exit-threshold 0.9 --early-exit-start {start} "
             "--early-exit-loss-weight 0.5",
             FREEZE,
