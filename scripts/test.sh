@@ -6,6 +6,8 @@
 #     scripts/test.sh --triples             all triples of structures as well, a quarter of an hour more
 #     scripts/test.sh tests/layers -k move  arguments go to pytest
 #     scripts/test.sh -n 0 --pdb            in one process, to debug
+#     scripts/test.sh --fuzz 20 --seed 7    random command lines instead: each trains two steps or is refused in one line
+#     scripts/test.sh --soak 300 --seed 7   long runs with kills, resumed; nothing may leak
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -17,6 +19,13 @@ cd "$repository"
 "$python" --version
 "$python" -m pip list --disable-pip-version-check 2>/dev/null |
     grep -E '^(torch|megatron-core|numpy|pytest|ruff|mypy|transformer-engine|flash-attn) ' || true
+
+if [ "${1:-}" = --fuzz ]; then
+    exec "$python" -m tests.support.fuzz --runs "${@:2}"
+elif [ "${1:-}" = --soak ]; then
+    [[ "${2:-}" == [0-9]* ]] || set -- --soak 300 "${@:2}"
+    exec "$python" -m tests.support.soak --steps "${@:2}"
+fi
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .

@@ -1,4 +1,4 @@
-"""Memory of stages: the state of their layers, and the activations of every micro-batch in flight.
+"""Memory of stages: the state of their layers, buffers, and the activations of every micro-batch in flight.
 
 A plan must fit the devices, however even it is. In 1F1B, early stages hold more micro-batches than late ones (stage s
 of P holds P - s), so the same layers need more memory there, and a partition that ignores this runs out of memory on
@@ -29,6 +29,8 @@ class LayerMemory:
     embedding, head: static bytes of the parts that are fixed to the first and the last stage.
     mtp: static bytes of multi-token prediction, which is fixed to its stage.
     embedding_activation, head_activation: bytes that one micro-batch keeps of these.
+    buffers: bytes that every rank holds whichever layers it has, such as slots for replicas that all layers share, and
+        keys and values that arrive from other ranks.
 
     Raises ValueError for bytes that are negative or not finite, and arrays of different lengths.
     """
@@ -40,6 +42,7 @@ class LayerMemory:
     embedding_activation: float = 0.0
     head_activation: float = 0.0
     mtp: float = 0.0
+    buffers: float = 0.0
 
     def __post_init__(self) -> None:
         static = np.asarray(self.static, dtype=float)
@@ -50,7 +53,7 @@ class LayerMemory:
             raise ValueError(f"activation bytes have shape {activation.shape}, static bytes {static.shape}")
         object.__setattr__(self, "static", static)
         object.__setattr__(self, "activation", activation)
-        fixed = ("embedding", "head", "embedding_activation", "head_activation", "mtp")
+        fixed = ("embedding", "head", "embedding_activation", "head_activation", "mtp", "buffers")
         for name in ("static", "activation", *fixed):
             given = np.asarray(getattr(self, name), dtype=float)
             if not (np.isfinite(given) & (given >= 0)).all():
@@ -110,7 +113,7 @@ def stage_memory(plan: StagePlan, memory: LayerMemory, micro_batches: int | None
         activation = np.array([memory.activation_of_layers[list(chunk)].sum() for chunk in chunks])
         activation[0] += memory.embedding_activation * first
         activation[-1] += memory.head_activation * last
-        static = float(sum(memory.static[list(chunk)].sum() for chunk in chunks))
+        static = memory.buffers + float(sum(memory.static[list(chunk)].sum() for chunk in chunks))
         static += memory.embedding * first + memory.head * last + memory.mtp * (stage == plan.stages - 1 - plan.behind)
         peak[stage] = static + (moments[stage] @ activation).max()
     return peak

@@ -156,6 +156,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
     """Raise ValueError for combinations of flags that would fail later."""
     if config.fp64 and device != "cpu":
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
+    if args.gpu_sniff_test_interval and device == "cpu":
+        raise ValueError(
+            f"--gpu-sniff-test-interval {args.gpu_sniff_test_interval} measures the speed of GPUs, which this run "
+            "does not have; drop it"
+        )
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
     if config.fp64 and args.transformer_impl == "transformer_engine":

@@ -6,10 +6,12 @@ report, the balancers and the dynamic schemes are callbacks; users pass theirs t
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 __all__ = [
+    "Held",
     "StepCallback",
     "Trained",
     "attach",
@@ -19,6 +21,17 @@ __all__ = [
     "use_schedule",
     "with_callbacks",
 ]
+
+
+class Held(NamedTuple):
+    """Bytes of this rank's device that a callback needs beside the model.
+
+    layers: for each layer of this rank that has some, by its number in the model from 0; they go where the layer goes.
+    buffers: of any rank, whichever layers it has.
+    """
+
+    layers: Mapping[int, float] = MappingProxyType({})
+    buffers: float = 0.0
 
 
 class StepCallback:
@@ -61,6 +74,10 @@ class StepCallback:
     def after_release(self, headed: Any | None) -> None:
         """The ranks of the last stages have left, and process groups and world size are those of the others. `headed`:
         this rank's model if it has got the final norm and the head, else None."""
+
+    def held(self) -> Held:
+        """The memory that it needs, for others that plan with what is free. Called between steps, and at `attach`."""
+        return Held()
 
     def end_training(self) -> None:
         """After the last step, also when Megatron-LM ends the run early, for instance at --exit-interval. Not called

@@ -56,6 +56,7 @@ FLAGS = {
     "not a choice": ("--position-embedding-type sinusoid", "sinusoid", "rope"),
     "device": ("--device tpu", "--device tpu", "auto, cuda or cpu"),
     "two precisions": ("--bf16 --fp16", "fp16", "bf16"),
+    "speed of GPUs, without one": ("--gpu-sniff-test-interval 2", "--gpu-sniff-test-interval 2", "drop it"),
     "float64 and bf16": ("--fp64 --bf16", "--fp64", "--bf16", "drop one"),
     "report of CUDA graphs": (
         "--balance-report report --cuda-graph-impl local",

@@ -86,6 +86,7 @@ def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
     others = np.arange(virtual) != group
     static = _by_chunk(memory.static, problem, bounds)[others].sum(0)
     held = _by_chunk(memory.activation_of_layers, problem, bounds) * others[:, None]
+    static += memory.buffers
     static[[0, -1]] += memory.embedding, memory.head
     static[-1 - problem.behind] += memory.mtp
     held[0, 0] += memory.embedding_activation

@@ -23,7 +23,8 @@ from balancing.experts import ReplicaPlacement
 from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
-from megatron.balanced.callbacks import StepCallback
+from megatron.balanced import callbacks
+from megatron.balanced.callbacks import Held, StepCallback
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
@@ -66,7 +67,7 @@ class ExpertBalancer(StepCallback):
         self._chunk_at: dict[int, ExpertChunk] = {}  # position of a model chunk with experts -> its slots
         self._cluster: Cluster  # of the expert-parallel group, set with the planner when the model is attached
         self._planner: ReplicaPlanner
-        self._shared = False
+        self._shared = self._attached = False
         self._iteration = 0
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
         self._model_config: Any = None
@@ -82,12 +83,38 @@ class ExpertBalancer(StepCallback):
         self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
         self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
-        self._shared = self._agree_on_mode([layer for own in self._layers_of_model() for layer in own])
+        self._shared = self._agree_on_mode([own for own in self._layers_of_model() if own])
         self._planner = ReplicaPlanner(self._args, self.config, self._machine, self._cluster, self._shared)
         for position, ddp in enumerate(chunks):
             if ddp.ddp_config.overlap_grad_reduce:
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
         self.layers_moved()
+        self._attached = True
+
+    def held(self) -> Held:
+        if not self._attached:
+            return Held()
+        chunks = [own for own in self._layers_of_model() if own]
+        if self._shared:
+            return Held(buffers=sum(self._slot_bytes(own, True) for own in chunks))
+        of_layers = {layer.index: self._slot_bytes([layer], False) for own in chunks for layer in own}
+        last = self._args.num_layers  # what follows are layers of multi-token prediction, which do not move
+        return Held(
+            {number: size for number, size in of_layers.items() if number < last},
+            sum(size for number, size in of_layers.items() if number >= last),
+        )
+
+    def _slot_bytes(self, layers: list[BalancedMoELayer], shared: bool) -> int:
+        """Bytes of the slots of the MoE layers of one model chunk."""
+        homes = [home_parameters(layer.experts) for layer in layers]
+        return ReplicaSlots.bytes_needed(
+            homes,
+            self.config.expert_replica_slots,
+            shared=shared,
+            alternating=self._args.overlap_moe_expert_parallel_comm,
+            format=weight_format(homes[0][0]),
+            copies=copied_bytes(layers[0].config),
+        )
 
     def _after_backward(self, position: int, start_grad_sync: Callable) -> Callable:
         """`start_grad_sync` of the model chunk at `position`, which waits for the replicas' gradients first.
@@ -108,14 +135,14 @@ class ExpertBalancer(StepCallback):
         been wrapped again; layers that stay keep their placement and history, layers that arrive start without."""
         for chunk in self._chunk_at.values():
             chunk.close()
-        before, self._plans, self._chunk_at = self._plans, {}, {}
+        before, moved, self._plans, self._chunk_at = self._plans, self._attached, {}, {}
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:
                 chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared)
                 for layer in own:
                     if layer not in before:
                         layer.set_topology(self._cluster.ranks_per_node, self._cluster.nics_per_node)
-                        before[layer] = LayerPlan(layer.without_replicas)
+                        before[layer] = LayerPlan(layer.without_replicas, arrived=moved)
                     self._plans[layer] = before[layer]
                     layer.choose_placement = partial(self._choose_placement, chunk, layer)
 
@@ -123,8 +150,11 @@ class ExpertBalancer(StepCallback):
         models = unwrap_model(self._model)
         return [[module for module in model.modules() if isinstance(module, BalancedMoELayer)] for model in models]
 
-    def _agree_on_mode(self, layers: list[BalancedMoELayer]) -> bool:
-        """Whether layers share slots: the same on all ranks, decided by the one with the least free memory."""
+    def _agree_on_mode(self, chunks: list[list[BalancedMoELayer]]) -> bool:
+        """Whether layers share slots: the same on all ranks, decided by the one with the least free memory.
+
+        chunks: the MoE layers of each model chunk that has some.
+        """
         free = torch.cuda.mem_get_info()[0]
         if is_cpu():
             free //= detect_launch().ranks_per_node  # ranks share the memory of their node
@@ -133,25 +163,23 @@ class ExpertBalancer(StepCallback):
             for p in ddp.parameters():
                 of_expert = not getattr(p, "allreduce", True)
                 free -= round(p.numel() * state_bytes(ddp, p.dtype, of_expert=of_expert)) if p.requires_grad else 0
+        free -= round(sum(callback.held().buffers for callback in callbacks.registered if callback is not self))
         free = max(0, free)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, free)
-        shared, error = self._mode(layers, min(gathered)) if layers else (False, None)
+        shared, error = self._mode(chunks, min(gathered)) if chunks else (False, None)
         dist.all_gather_object(gathered, error)
         for text in gathered:
             if text is not None:
                 raise ReplicaMemoryError(text)
         return shared
 
-    def _mode(self, layers: list[BalancedMoELayer], free: int) -> tuple[bool, str | None]:
+    def _mode(self, chunks: list[list[BalancedMoELayer]], free: int) -> tuple[bool, str | None]:
         """Whether slots are shared, and the error message if they do not fit into `free` bytes."""
-        homes = [home_parameters(layer.experts) for layer in layers]
         slots, mode = self.config.expert_replica_slots, self.config.expert_replica_mode
-        stored = {"format": weight_format(homes[0][0]), "copies": copied_bytes(layers[0].config)}
-        resident = ReplicaSlots.bytes_needed(homes, slots, shared=False, **stored)
+        resident = sum(self._slot_bytes(own, False) for own in chunks)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)
-        alternating = self._args.overlap_moe_expert_parallel_comm
-        need = ReplicaSlots.bytes_needed(homes, slots, shared=shared, alternating=alternating, **stored)
+        need = sum(self._slot_bytes(own, True) for own in chunks) if shared else resident
         if need <= free:
             return shared, None
         more = "" if shared else ", or more with --expert-replica-mode shared"

@@ -60,6 +60,8 @@ class LayerPlan:
     drift: total variation between the last two loads.
     age: iterations since the load that `placed` was planned from.
     due: with --expert-plan-interval 0, the iteration after which the layer is planned again.
+    arrived: whether the layer has moved here and was not planned since: it is at the next chance, or it would cost more
+        than at home until the interval is over, which the balancer of layers would measure.
     """
 
     placed: ReplicaPlacement
@@ -67,6 +69,7 @@ class LayerPlan:
     drift: float = 0.0
     age: int = 0
     due: int = 0
+    arrived: bool = False
 
 
 class ReplicaPlanner:
@@ -145,9 +148,10 @@ class ReplicaPlanner:
         begin = time.perf_counter()
         history, interval = plan.history, self._config.expert_plan_interval
         drift = float(history.record(np.mean(loads, axis=0)))
-        if iteration % interval if interval else iteration < plan.due:
+        waits = iteration % interval if interval else iteration < plan.due
+        if waits and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
-        plan.due = iteration + history.interval(_DRIFT)
+        plan.due, plan.arrived = iteration + history.interval(_DRIFT), False
         placement = self._place(layer, history.predict(), overlap)
         return Planned(placement, drift, time.perf_counter() - begin)
 

@@ -29,6 +29,7 @@ from balancing.layers import (
 from balancing.layers.config import LayerConfig
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
 from balancing.report import RankRecord
+from megatron.balanced import callbacks
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
 
@@ -162,8 +163,10 @@ class LayerPlanner:
         limit = min(self._mover.gather(_device_memory()))
         memory = None
         if limit < np.inf:
-            held = self._mover.resting_bytes()
-            resting = LayerMemory(held[:-3], embedding=held[-3], head=held[-2], mtp=held[-1])
+            held, others = self._mover.resting_bytes(), self._held_by_others()
+            resting = LayerMemory(
+                held[:-3] + others[:-1], embedding=held[-3], head=held[-2], mtp=held[-1], buffers=others[-1]
+            )
             memory = fit_activations(resting, peaks, plan, micro_batches)
         try:
             return plan_stages(
@@ -186,6 +189,16 @@ class LayerPlanner:
             # The plan in force fits, so there is always one to go on with.
             print_rank_0(f"> layers stay where they are: {error}")
             return plan
+
+    def _held_by_others(self) -> np.ndarray:
+        """Bytes that the other features hold on a rank: with each layer, and whichever layers it has. [layers + 1]"""
+        own = np.zeros(self._mover.plan.layers + 1)
+        for callback in callbacks.registered:
+            held = callback.held()
+            for layer, size in held.layers.items():
+                own[layer] += size
+            own[-1] += held.buffers
+        return np.max(self._mover.gather(own), axis=0)
 
     def _parameters(self) -> LayerSeconds:
         """Numbers of parameters in place of seconds."""

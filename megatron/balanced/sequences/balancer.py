@@ -28,10 +28,11 @@ from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.engine.kernels import accumulation_dtype
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.load import zigzag_areas
 from balancing.sequences.window import in_window
-from megatron.balanced.callbacks import StepCallback
+from megatron.balanced.callbacks import Held, StepCallback
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
 from megatron.balanced.sequences.checks import why_of_one_size
@@ -98,6 +99,7 @@ class SequenceBalancer(StepCallback):
         # The hosts of the context-parallel group, and of the tensor-parallel group if it has several ranks.
         self._hosts: Any = None
         self._tensor_hosts: Any = None
+        self._most_rows = 0  # of keys and values, own and others', in one micro-batch so far
 
     # Building the model and the data.
 
@@ -180,6 +182,15 @@ class SequenceBalancer(StepCallback):
         args = self._args
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
         return Rows(args.context_parallel_size, multiple, fixed=not args.sft or why_of_one_size(args) is not None)
+
+    def held(self) -> Held:
+        """Keys and values of a micro-batch, and their gradients in the type that they are added up in: of one layer at
+        a time. Before the first micro-batch, the most that there can be."""
+        rows = self._most_rows or self._args.micro_batch_size * self._args.seq_length
+        shape, dtype = _shape_of(self._args), self._args.params_dtype
+        numbers = rows * max(shape.kv_heads // self._args.tensor_model_parallel_size, 1)
+        numbers *= shape.head_size + (shape.value_size or shape.head_size)
+        return Held(buffers=float(numbers * (dtype.itemsize + accumulation_dtype(dtype).itemsize)))
 
     # Around a step.
 
@@ -314,6 +325,7 @@ class SequenceBalancer(StepCallback):
         if programs.windowed is programs.whole:
             windowed = whole
         attentions = [kind for kind in {id(kind): kind for kind in (whole, windowed)}.values() if kind is not None]
+        self._most_rows = max(self._most_rows, *(one.program.program.rows for one in attentions))
         if self._step is not None:
             self._step.append(_Batch(chunk, plan, attentions, milliseconds, waited))
         rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
