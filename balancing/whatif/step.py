@@ -227,8 +227,10 @@ class StepModel:
                 layers = job.num_layers / job.pipeline_model_parallel_size
                 share = min(1.0, job.recompute_num_layers / layers)
             backward += share * (forward + attention + experts)
-        elif job.recompute_granularity == "selective" and "core_attn" in (job.recompute_modules or ["core_attn"]):
-            backward += attention
+        elif job.recompute_granularity == "selective":
+            again = job.recompute_modules or ["core_attn"]
+            backward += attention if "core_attn" in again else 0.0
+            backward += experts if "moe" in again else 0.0
         if moe:  # waiting for the host, a third of it forward
             wait = max(0.0, eff.host_seconds - attention - experts - forward - backward)
             forward, backward = forward + wait / 3, backward + wait * 2 / 3
@@ -393,18 +395,24 @@ class StepModel:
         """Bytes that a micro-batch keeps of one layer until its backward, as flash attention and no dropout leave them.
 
         Inputs of both norms and of what follows them, queries, keys, values and output of attention, the MLP's inner
-        activations (Korthikanti et al., arXiv 2205.05198, section 4, without the terms of softmax and dropout).
+        activations (Korthikanti et al., arXiv 2205.05198, section 4, without the terms of softmax and dropout), less
+        what modules of --recompute-modules compute again.
         """
         job = self.job
         if job.recompute_granularity == "full":
             return job.tokens * job.hidden_size * _BYTES / self._shards
-        between = 4 * job.hidden_size / self._shards
-        heads = job.num_attention_heads * (job.head_size + job.value_size) + job.kv_heads * (
-            job.head_size + job.value_size
-        )
-        inner = self.matrices * (job.moe_shared_expert_intermediate_size or 0 if moe else job.ffn)
-        kept = between + (heads + inner) / self.tensor
-        if moe:
+        again = set(job.recompute_modules or ["core_attn"]) if job.recompute_granularity == "selective" else set()
+        between = (2 if "layernorm" in again else 4) * job.hidden_size / self._shards
+        projected = (job.num_attention_heads + job.kv_heads) * job.head_size + job.kv_heads * job.value_size
+        if "mla_up_proj" in again:  # latents instead of what is projected from them
+            projected = self.tensor * (job.q_lora_rank or job.hidden_size) + self.tensor * job.kv_lora_rank
+        kept = between + (projected + job.num_attention_heads * job.value_size) / self.tensor
+        matrices = self.matrices - ("moe_act" in again)  # its output
+        if moe and "moe" not in again:
+            shared = 0 if "shared_experts" in again else job.moe_shared_expert_intermediate_size or 0
             copies = job.moe_router_topk / self.tensor
-            kept += copies * (2 * (job.moe_latent_size or job.hidden_size) + self.matrices * job.expert_ffn)
+            kept += self.matrices * shared / self.tensor
+            kept += copies * (2 * (job.moe_latent_size or job.hidden_size) + matrices * job.expert_ffn)
+        elif not moe and "mlp" not in again:
+            kept += self.matrices * job.ffn / self.tensor
         return job.tokens * kept * _BYTES

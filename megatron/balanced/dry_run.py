@@ -20,7 +20,9 @@ import torch
 
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
-from megatron.balanced.config import BalanceConfig
+from balancing.whatif.forecast import forecast, verdict
+from balancing.whatif.job import flag_table, read_recipe_flags
+from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.cpu.device import use_cpu
 
 __all__ = [
@@ -52,6 +54,10 @@ _LOOKED_FOR = {
     ),
     "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb",),
 }
+
+# What a forecast takes documents and routing for, unless it is told: the lengths of a public set for long contexts, and
+# the skew of experts measured on real text (names of balancing.whatif).
+_LENGTHS, _ROUTING = "prolong", "dodoco-mha"
 
 _assumed = False
 
@@ -162,7 +168,47 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
             f"plan   {flag}: all {args.world_size} ranks make one plan; layers move along {len(pipelines)} "
             f"pipeline{several} of {len(pipelines[0])} ranks, the first of {_named(pipelines[0])}"
         )
-    return lines or ["plan   no balancer is on"]
+    return [*lines, *_gain_lines(args, config)] if lines else ["plan   no balancer is on"]
+
+
+def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+    """What balancing would save, where `--cluster` says how fast the machine is."""
+    cluster = cluster_from_flags(config, args.world_size)
+    if cluster is None:
+        return ["gain   not forecast: --cluster tells how fast the machine is"]
+    if config.dynamics.enabled:
+        return ["gain   not forecast: the model changes while it trains; --balance-report shows what is gained"]
+    packed = args.sft or args.dataloader_inter_document_masking
+    try:
+        found = forecast(
+            read_recipe_flags(_flags_of(args)).on(args.world_size),
+            cluster,
+            lengths=_LENGTHS if packed else None,
+            routing=_ROUTING,
+        )
+    except ValueError as error:
+        return [f"gain   not forecast: {error}"]
+    memory = max(one.memory or 0.0 for one in found)
+    taken = ([f"documents as in {_LENGTHS}"] if packed else []) + (
+        [f"routing as in {_ROUTING}"] * bool(args.num_experts)
+    )
+    return [
+        f"gain   {verdict(found)}",
+        f"memory about {memory / 1e9:,.0f} GB of {cluster.memory / 1e9:,.0f} GB on the fullest rank",
+        f"       a forecast for --cluster {config.cluster}{''.join(f', {each}' for each in taken)}; "
+        "python -m balancing.whatif shows the table",
+    ]
+
+
+def _flags_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that a forecast reads, as they are after validation."""
+    values = {name: getattr(args, name, None) for name in vars(flag_table().parse_known_args([])[0])}
+    values |= {"fp8_format": args.fp8, "attention_backend": args.attention_backend.name}
+    layout = values["pipeline_model_parallel_layout"]
+    values["pipeline_model_parallel_layout"] = getattr(layout, "input_data", layout)
+    if isinstance(values["moe_layer_freq"], list):
+        values["moe_layer_freq"] = str(values["moe_layer_freq"])
+    return values
 
 
 def groups_along(args: argparse.Namespace, axis: str, *, of_experts: bool = False) -> list[list[int]]:

@@ -21,15 +21,22 @@ PLANS = {
         "slots  --expert-replica-slots 2: beside 4 home expert(s), in each of the 0 to 4 MoE layer(s) of a rank",
         "memory --expert-replica-mode auto: 1.969 GiB resident",
         "plan   --balance-layers: all 1024 ranks make one plan; layers move along 64 pipelines of 16 ranks",
+        "gain   On 1,024 GPUs balancing saves",
+        "memory about ",
+        "       a forecast for --cluster h100-8x400g",
     ),
     "dense_7b_long_context": (
         128,
         "plan   --balance-sequences: 16 context-parallel groups of 8 ranks on 1 node",
         "plan   --balance-layers-once: all 128 ranks make one plan; layers move along 64 pipelines of 2 ranks",
+        "gain   On 128 GPUs balancing saves",
+        "memory about ",
+        "       a forecast for --cluster h100-8x400g",
     ),
     "freezing_13b": (
         128,
         "plan   --balance-layers: all 128 ranks make one plan; layers move along 16 pipelines of 8 ranks",
+        "gain   not forecast: the model changes while it trains",
     ),
     "mixtral_8x7b": (
         64,
@@ -38,6 +45,9 @@ PLANS = {
         "memory --expert-replica-mode auto: 15.750 GiB resident, or 3.938 GiB shared",
         "plan   --balance-sequences: 32 context-parallel groups of 2 ranks on 1 node",
         "plan   --balance-layers: all 64 ranks make one plan; layers move along 16 pipelines of 4 ranks",
+        "gain   On 64 GPUs balancing saves",
+        "memory about ",
+        "       a forecast for --cluster h100-8x400g",
     ),
 }
 

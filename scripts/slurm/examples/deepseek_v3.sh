@@ -24,6 +24,6 @@ submit 128 "${common[@]}" \
     --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1 \
     --pipeline-model-parallel-size 16 --pipeline-model-parallel-layout "Ettt|(tttt|)*14ttmL" \
     --expert-model-parallel-size 64 --expert-tensor-parallel-size 1 \
-    --recompute-granularity selective --recompute-modules mla_up_proj mlp \
+    --recompute-granularity selective --recompute-modules mla_up_proj mlp moe layernorm \
     --micro-batch-size 1 --global-batch-size 8192 --train-iters 100000 --lr 2.2e-4 --min-lr 2.2e-5 \
     --balance-experts --balance-layers "$@"

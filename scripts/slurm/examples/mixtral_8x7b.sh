@@ -17,6 +17,6 @@ submit 8 "${common[@]}" \
     --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 \
     --moe-permute-fusion --moe-router-dtype fp32 \
     --pipeline-model-parallel-size 4 --context-parallel-size 2 --expert-model-parallel-size 8 \
-    --recompute-granularity selective --recompute-modules moe_act layernorm \
+    --recompute-granularity selective --recompute-modules moe layernorm \
     --micro-batch-size 1 --global-batch-size 256 --train-iters 50000 --lr 3e-4 --min-lr 3e-5 \
     --balance-experts --balance-sequences --balance-layers "$@"
