@@ -178,7 +178,7 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
         return ["gain   not forecast: --cluster tells how fast the machine is"]
     if config.dynamics.enabled:
         return ["gain   not forecast: the model changes while it trains; --balance-report shows what is gained"]
-    packed = args.sft or args.dataloader_inter_document_masking
+    packed = is_packed(args)
     try:
         found = forecast(
             read_recipe_flags(_flags_of(args)).on(args.world_size),

@@ -12,6 +12,7 @@ nodes, which run in turn with those of another micro-batch, and the nodes that c
 tokens to experts and back run beside them, and are no cost of a layer.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -113,12 +114,13 @@ class TimingHooks:
 
     def _watch_router(self, router: TopKRouter, number: int, layer: torch.nn.Module) -> None:
         replays: Replays[None] = Replays()
+        its_layer = weakref.ref(layer)  # a layer that leaves is freed at once
 
         def count(module: torch.nn.Module, args: tuple, output: Any) -> None:
             if self.step is None or not module.training:
                 return
             # A frozen layer runs without gradients as well, but is not recomputed.
-            if not getattr(layer, "frozen", False) and replays.decide(lambda: None)[1]:
+            if not getattr(its_layer(), "frozen", False) and replays.decide(lambda: None)[1]:
                 return
             tokens = output[1].detach().sum(dim=0, dtype=torch.int64)
             counted = self.step.expert_tokens.get(number)

@@ -55,7 +55,7 @@ CASES = {
         4,
         f"{GRADIENTS} {QWEN3} --pipeline-model-parallel-size 2 --num-layers 6 "
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-        "--num-layers-per-virtual-pipeline-stage 2 --recompute-granularity selective --recompute-modules layernorm",
+        "--num-layers-per-virtual-pipeline-stage 2",
         {1: ((2, 1), (1, 2)), 2: ((1, 2), (2, 1))},
     ),
     "DeepSeek-V3, layer of prediction beside the last": (
@@ -159,7 +159,7 @@ def test_layers_in_parts_settle_by_what_they_compute(pool, tmp_path):
     assert (decision["iteration"], decision["action"]) == (4, "move")
     assert decision["layout_before"] == "Ett|t|t|tL"
     assert decision["stage_cost_before"] == pytest.approx([0.15 + 0.15 + 0.13, 0.13 + 0.13])
-    assert max(decision["stage_cost_after"]) == pytest.approx(0.39)
+    assert max(decision["stage_cost_after"]) == pytest.approx(0.15 + 0.13 + 0.13)
 
 
 def _left_over(argv: list[str], plans: Plans) -> tuple[int, list[str]]:

@@ -102,12 +102,15 @@ FIVE_IN_PARTS = f"{EXPERTS} --num-layers 5 --moe-shared-expert-intermediate-size
 INTERLEAVED = f"{PP2} --pipeline-model-parallel-layout Et|tt|t|tL --expert-model-parallel-size 2 --moe-grouped-gemm"
 
 
+RECOMPUTED = "--recompute-granularity selective --recompute-modules moe_act layernorm"
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("optimizer", ["--use-distributed-optimizer", OVERLAPS])
-def test_layers_with_delayed_gradients_move(model_of, optimizer):
+@pytest.mark.parametrize("flags", [OVERLAPS, f"--use-distributed-optimizer {RECOMPUTED}"])
+def test_layers_with_delayed_gradients_move(model_of, flags):
     """Weight gradients come in parts of the schedule of their own, from hooks of modules."""
     model = model_of(FIVE_IN_PARTS)
-    base = model.argv(f"{INTERLEAVED} {optimizer}")
+    base = model.argv(f"{INTERLEAVED} {flags}")
     plans = {1: ((2, 1), (1, 1)), 3: ((1, 1), (1, 2))}
     moved, state = train_moving(model.pool, 4, IN_PARTS, plans, base=base)
     stayed, expected = train_moving(model.pool, 4, IN_PARTS, {}, base=base)

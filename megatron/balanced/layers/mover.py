@@ -251,8 +251,13 @@ class LayerMover:
         connect(self._tensors)
 
     def _free_buffers(self) -> None:
-        """Free Megatron's flat buffers. One that holds weights is freed once these are in the new one or were sent."""
+        """Free Megatron's flat buffers. One that holds weights is freed once these are in the new one or were sent.
+
+        The schedule of layers in parts has left an object on each that refers to it, so that it would outlive its move.
+        """
         for ddp in self._chunks:
+            for module in ddp.module.modules():
+                vars(module).pop("backward_dw_wrapper", None)
             for parameter in ddp.module.parameters():
                 if hasattr(parameter, "main_grad"):
                     del parameter.main_grad
