@@ -16,13 +16,14 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
     balancer "sequences", unit "rank"  tokens, attention_area, longest_sequence [rank]. The imbalance is that of the
         attention area; token_imbalance stands beside it.
         Lines with action "spread", unit "micro-batch", say what balancing did in a step, one for each pipeline `stage`
-        and data-parallel `replica`, with means over micro_batches. The imbalance is that of the attention area, before
-        as Megatron-LM would cut the batch; token_imbalance is that of linear layers, attention_token_imbalance that of
+        and data-parallel `replica`, the first of those that share micro-batches, with means over micro_batches. The
+        imbalance is that of the attention area, before as Megatron-LM would cut the batch; token_imbalance is that of
+        linear layers, attention_token_imbalance that of
         attention. methods: planner -> micro-batches. plan_wait_ms: how long the step waited for plans. apply_ms: how
         long attention waited for transfers, on the rank that waited longest. kv_intra_bytes, kv_inter_bytes,
         remap_intra_bytes, remap_inter_bytes: sent by all ranks together inside nodes and between them. local_share,
         intra_node_share, inter_node_share: of tokens whose document is on one rank, in one node, or in several.
-        ordered_before, ordered_after [context-parallel rank]: attention area over the mean of its micro-batch, from the
+        ordered_before, ordered_after [rank of the domain]: attention area over the mean of its micro-batch, from the
         fullest rank to the emptiest. Now and then `layout`: ranks, ranks_per_node, shards [[document, start, stop,
         rank]] in attention, area and area_before [rank] of the first micro-batch.
     balancer "experts", unit "rank"    one line for each MoE layer. layer; tokens_per_expert [expert], over all ranks;

@@ -98,6 +98,83 @@ def test_the_same_flags_without_the_fault_are_accepted(pool):
     assert [code for code, _ in results] == ["none", "none"]
 
 
+# flags, and the words that the line must have: the value, and what to use instead
+OF_DATA = {
+    "shuffled samples": ("--dataloader-type cyclic", "--dataloader-type cyclic", "use --dataloader-type single"),
+    "all of the validation set": ("--full-validation", "--full-validation", "use --eval-iters"),
+    "loss of each micro-batch": (
+        f"{' '.join(MOE)} --moe-aux-loss-coeff 1e-2",
+        "--moe-router-load-balancing-type aux_loss",
+        "use global_aux_loss",
+    ),
+    "loss of each sequence": (
+        f"{' '.join(MOE)} --moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-3",
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "use global_aux_loss",
+    ),
+    "quantiles": (
+        f"{' '.join(MOE)} --moe-router-load-balancing-type quantile_balancing",
+        "--moe-router-load-balancing-type quantile_balancing",
+        "over the tokens of a rank",
+    ),
+    "capacity": (
+        f"{' '.join(MOE)} --moe-expert-capacity-factor 1.5",
+        "--moe-expert-capacity-factor 1.5",
+        "by the others on their rank",
+    ),
+}
+OF_ONE_RANK = [*MODEL, *MOCK_DATA, *PACKED, BALANCE]
+
+
+@pytest.fixture(scope="module")
+def said_of_data(pool) -> dict[str, list[tuple[object, str]]]:
+    lines = [[*OF_ONE_RANK, *flags.split()] for flags, *_ in OF_DATA.values()]
+    return dict(zip(OF_DATA, zip(*pool.run(2, _parse_each, lines), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", OF_DATA)
+def test_refused_of_data_parallel_ranks(said_of_data, case):
+    line = "".join(text for _, text in said_of_data[case])
+    assert [code for code, _ in said_of_data[case]] == [2, 2], f"accepted; on stderr: {line!r}"
+    assert line.count("\n") == 1
+    for word in ("--sequence-domain data", *OF_DATA[case][1:]):
+        assert word in line, line
+
+
+def _domain(argv: list[str]) -> str:
+    """The domain in force, or what is said where there is nothing to balance."""
+    import contextlib
+    import io
+
+    from megatron.balanced.arguments import parse_arguments
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        _, config = parse_arguments(argv)
+    notes = [line for line in said.getvalue().splitlines() if "nothing to balance" in line]
+    return config.sequences.sequence_domain if config.sequences.balance_sequences else "".join(notes)
+
+
+# flags, and the domain or words of why there is none
+DOMAINS = {
+    "DP 2": ("", "data"),
+    "CP 2": ("--context-parallel-size 2", "context"),
+    "CP 2, asked for": ("--context-parallel-size 2 --sequence-domain data", "data"),
+    "DP 2, asked for": ("--sequence-domain context", "use --sequence-domain data"),
+    "PP 2": ("--pipeline-model-parallel-size 2", "one data-parallel rank"),
+    "whole samples": ("", "without --dataloader-inter-document-masking"),
+}
+
+
+@pytest.mark.parametrize("case", DOMAINS)
+def test_domains(pool, case):
+    """Chosen by the layout, and off where no rank can have more to do than another."""
+    flags, expected = DOMAINS[case]
+    argv = [flag for flag in OF_ONE_RANK if case != "whole samples" or flag != "--dataloader-inter-document-masking"]
+    found, _ = pool.run(2, _domain, [*argv, *flags.split()])
+    assert expected in found and (expected in ("data", "context")) == (expected == found)
+
+
 def test_dynamic_is_an_alias_of_hybrid(pool):
     assert SequenceConfig(balance_sequences=True, sequence_planner="dynamic").sequence_planner == "hybrid"
     results = pool.run(2, _parse, [*BASE, BALANCE, "--sequence-planner", "dynamic"])
@@ -107,7 +184,9 @@ def test_dynamic_is_an_alias_of_hybrid(pool):
 def test_rows_over_tensor_parallel_ranks():
     """With sequence parallelism each context-parallel rank's part is cut once more."""
     args = argparse.Namespace(
+        world_size=16,
         context_parallel_size=2,
+        pipeline_model_parallel_size=1,
         tensor_model_parallel_size=8,
         sequence_parallel=True,
         seq_length=40,

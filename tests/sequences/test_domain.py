@@ -6,6 +6,7 @@ in one than in another.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.sequences.test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
 from tests.support.corpus import heavy_tailed, write_documents
-from tests.support.training import MOE, Run, differences
+from tests.support.training import MOE, Run, differences, train
 
 CP, EP = "--context-parallel-size", "--expert-model-parallel-size"
 ENDS = f"{PACKED} --eod-mask-loss"
@@ -104,15 +105,10 @@ def test_micro_batches_of_two_and_validation(packed, alone):
 @pytest.mark.exhaustive
 def test_consumed_samples_are_megatrons(packed, alone, tmp_path):
     """A run goes on where another domain, or none, has stopped."""
-    first = f"{SHARED} --train-iters 1 --save {tmp_path} --save-interval 1"
-    argv = [*packed.from_start(first)]
-    from tests.support.training import train
-
-    train(packed.pool, 4, base=argv)
-    rest = train(packed.pool, 4, base=packed.whole(f"{BALANCED} {CP} 2 --load {tmp_path}"), parameters=True)
-    reference = alone("")
-    assert differences(Run(reference.losses[:1] + rest.losses, [], [], rest.parameters), reference)[1] <= TOLERANCE
-    np.testing.assert_allclose(rest.losses, reference.losses[1:], rtol=TOLERANCE)
+    packed.train(4, f"{SHARED} --save {tmp_path} --save-interval 1")
+    later = packed.whole(f"{BALANCED} {CP} 2 --load {tmp_path} --ckpt-step 1")
+    rest, reference = train(packed.pool, 4, base=later, parameters=True), alone("")
+    _assert_close(replace(rest, losses=reference.losses[:1] + rest.losses), reference)
 
 
 @pytest.mark.exhaustive
@@ -124,10 +120,10 @@ def test_experts_of_shared_micro_batches(pool, tmp_path, loss):
         "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
     )
-    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {routers} --global-batch-size 8 --train-iters 3 {EP} 2")
-    reference = experts.train(4, f"{ENDS} {loss}")
-    _assert_close(experts.train(4, f"{SHARED} {loss} --balance-experts --expert-min-gain 0"), reference)
-    _assert_close(experts.train(4, f"{SHARED} {loss} {CP} 2 --global-batch-size 8"), experts.train(2, f"{ENDS} {loss}"))
+    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {routers} --global-batch-size 8 --train-iters 3")
+    shared, alone = f"{SHARED} {loss} {EP} 2", f"{ENDS} {loss} {EP} 2"
+    _assert_close(experts.train(4, f"{shared} --balance-experts --expert-min-gain 0"), experts.train(4, alone))
+    _assert_close(experts.train(4, f"{shared} {CP} 2"), experts.train(2, alone))
 
 
 def test_report_of_shared_micro_batches(packed, tmp_path):
@@ -163,7 +159,7 @@ def _samples_of_samplers() -> None:
                 assert [sample.index for sample in shared] == together, (number, domain)
                 for sample in shared:
                     assert sample.index in parts[sample.origin]
-        assert number >= 4
+        assert number >= 3
 
 
 def test_ranks_know_the_samples_of_the_others(pool):
@@ -203,7 +199,7 @@ def _datasets(folder: Path) -> dict[str, Any]:
                 **options,
             }
         )  # fmt: skip
-        sizes = [24, None if kind == "whole validation set" else 8, None]
+        sizes = [24, None if kind == "whole validation set" else 8, 0]
         train, valid, _ = BlendedMegatronDatasetBuilder(cls, sizes, lambda: True, config).build()
         found |= {kind: train, f"{kind}, validation": valid}
     return found
@@ -218,8 +214,8 @@ def _check_lengths(folder: Path) -> dict[str, int]:
 
     random, compared = np.random.default_rng(0), {}
     for kind, dataset in _datasets(folder).items():
-        compared[kind] = len(dataset)
-        for index in range(len(dataset)):
+        compared[kind] = min(len(dataset), 40)
+        for index in range(len(dataset) - compared[kind], len(dataset)):
             whole = dataset[index]
             assert document_lengths(dataset, index) == _lengths(whole, 64), (kind, index)
             tokens = np.sort(random.choice(64, random.integers(1, 40), replace=False))

@@ -89,6 +89,30 @@ def test_conversations_train_alike_in_every_layout(pool, tokenizer, tmp_path):
     assert any("leaves the padding of conversations" in output for output in pool.output)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("loss", ["", "--calculate-per-token-loss"])
+def test_conversations_of_shared_micro_batches(pool, tokenizer, tmp_path, loss):
+    """Over data-parallel ranks, with padding cut off and with padding left; validation averages over micro-batches."""
+    base = [flag for flag in _base(tokenizer, _write(tmp_path / "packed.jsonl", 2)) if "per-token" not in flag]
+    base[base.index("100,0,0")] = "50,50,0"
+    base += f"--eval-interval 2 --eval-iters 1 --train-iters 2 {loss}".split()
+    first = f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1"
+    _train(pool, 1, [*base, *first.split()], tmp_path)
+    base += f"--load {tmp_path} --finetune --no-load-optim --no-load-rng".split()
+    alone = _train(pool, 1, base, tmp_path)
+    shared = "--balance-sequences --sequence-domain data"
+    for ranks, layout in (
+        (2, shared),
+        (4, f"{shared} --context-parallel-size 2 --micro-batch-size 1"),
+        (4, f"{shared} --pipeline-model-parallel-size 2"),
+    ):
+        run = _train(pool, ranks, [*base, *layout.split()], tmp_path)
+        losses, parameters = differences(run, alone)
+        assert losses <= 1e-12, layout
+        assert parameters <= 1e-12, layout
+        assert run.validation == pytest.approx(alone.validation, rel=1e-6), layout  # summed in float32
+
+
 def test_packed_conversations_do_not_see_each_other(pool, tokenizer, tmp_path):
     """The loss over all conversations is the same with one or with four of them in a sequence."""
     first_losses = []
