@@ -12,8 +12,17 @@ class SequenceConfig:
     balance_sequences: bool = field(
         default=False,
         metadata={
-            "help": "Spread each batch of documents over the context-parallel ranks so that all have the same tokens "
-            "in linear layers and the same work in attention. Losses do not change. Sets --calculate-per-token-loss."
+            "help": "Spread each batch of documents over ranks so that all have the same tokens in linear layers and "
+            "the same work in attention. Losses do not change."
+        },
+    )
+    sequence_domain: str = field(
+        default="auto",
+        metadata={
+            "choices": ["auto", "context", "data"],
+            "help": "The ranks that share micro-batches. context: the context-parallel ranks of each data-parallel "
+            "rank. data: all data-parallel ranks with their context-parallel ranks. auto: data with "
+            "--context-parallel-size 1, else context.",
         },
     )
     sequence_planner: str = field(

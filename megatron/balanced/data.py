@@ -50,7 +50,7 @@ _BATCH_KEYS = (
     "hybrid_cp_group",
 )
 
-DocumentObserver = Callable[[list[int], int, SequencePlan | None], None]
+DocumentObserver = Callable[[list[int], int, SequencePlan | None, int], None]
 
 
 def is_packed(args: argparse.Namespace) -> bool:
@@ -223,15 +223,25 @@ def _document_lengths(args: argparse.Namespace, packed: PackedSeqParams | None, 
     return torch.diff(packed.cu_seqlens_q).tolist()
 
 
-def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(
+    loss_mask: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    training: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of the losses over unmasked tokens, the number of these tokens, and both as Megatron reports them.
 
     loss_mask: 1 where a token counts, as many elements as `output`.
     output: the loss of each token, any shape.
+    weigh: of balanced sequences, gives what each row counts from the mask [row]. Where Megatron-LM averages over
+        micro-batches, the sum is of losses that have been divided, and the number is 1.
+    training: whether the loss is trained on.
     """
     args = get_args()
     mask = loss_mask.reshape(-1).float()
-    total = torch.sum(output.reshape(-1).float() * mask)
+    losses = output.reshape(-1).float()
+    total = torch.sum(losses * mask)
     tokens = mask.sum().detach().to(torch.int)
     if args.check_for_nan_in_loss_and_grad:
         for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
@@ -251,7 +261,15 @@ def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
             tolerance=0.0,
             fatal=False,
         )
-    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+    reported = torch.stack([total.detach(), tokens.to(total.dtype)])
+    if weigh is not None and (args.sft if not training else not args.calculate_per_token_loss):
+        # Megatron-LM averages what comes of this over data- and context-parallel ranks, and the ranks add up to the
+        # losses of as many micro-batches as there are data-parallel ranks.
+        total = torch.sum(losses * weigh(mask.to(losses.dtype))) * mpu.get_context_parallel_world_size()
+        tokens = torch.ones_like(tokens)
+        if not training:  # --sft alone averages over micro-batches there
+            reported = torch.stack([total.detach(), tokens.to(total.dtype)])
+    return total, tokens, {"lm loss": reported}
 
 
 def forward_step(
@@ -268,8 +286,9 @@ def forward_step(
     model: the model chunk.
     return_schedule_plan: return Megatron-LM's plan of the forward and backward pass in the place of the output tensor,
         which the schedule then runs in parts (`--overlap-moe-expert-parallel-comm`).
-    on_documents: called with the document lengths, the model chunk and the plan of each micro-batch on this rank.
-    sequences: plans how documents are spread over context-parallel ranks; None for Megatron-LM's own layout.
+    on_documents: called with the document lengths, the model chunk and the plan of each micro-batch, and with this rank
+        among those of the plan.
+    sequences: plans how documents are spread over ranks; None for Megatron-LM's own layout.
     """
     args = get_args()
     timers = get_timers()
@@ -278,14 +297,16 @@ def forward_step(
     batch: dict[str, Any]
     packed: PackedSeqParams | None
     plan: SequencePlan | None = None
+    rank, weigh = 0, None
     if sequences is None:
         batch = _next_batch(data_iterator, vp_stage) or dict.fromkeys(_BATCH_KEYS)
         packed = _packed_parameters(batch)
     else:
         batch, packed, plan = sequences.next_batch(data_iterator, vp_stage or 0)
+        rank, weigh = sequences.domain.rank, packed.weigh
     timers("batch-generator").stop()
     if on_documents is not None:
-        on_documents(_document_lengths(args, packed, plan), vp_stage or 0, plan)
+        on_documents(_document_lengths(args, packed, plan), vp_stage or 0, plan, rank)
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(
         batch["tokens"],
@@ -295,4 +316,4 @@ def forward_step(
         loss_mask=batch["loss_mask"],
         packed_seq_params=packed,
     )
-    return output, partial(_loss, batch["loss_mask"])
+    return output, partial(_loss, batch["loss_mask"], weigh=weigh, training=model.training)

@@ -151,7 +151,9 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
         lines.append(_scope("--balance-experts", "expert-parallel", groups_along(args, "ep", of_experts=True)))
         lines += _slot_lines(args, config)
     if config.sequences.balance_sequences:
-        lines.append(_scope("--balance-sequences", "context-parallel", groups_along(args, "cp")))
+        shared = {"context": ("context-parallel", "cp"), "data": ("data-parallel", "dp-cp")}
+        kind, axes = shared[config.sequences.sequence_domain]
+        lines.append(_scope("--balance-sequences", kind, groups_along(args, axes)))
     if config.layers.enabled:
         flag = "--balance-layers-once" if config.layers.balance_layers_once else "--balance-layers"
         pipelines = groups_along(args, "pp")
@@ -164,7 +166,7 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
 
 
 def groups_along(args: argparse.Namespace, axis: str, *, of_experts: bool = False) -> list[list[int]]:
-    """The process groups along one axis of Megatron-LM's layout: [group][place] -> rank."""
+    """The process groups along an axis of Megatron-LM's layout, or along several: [group][place] -> rank."""
     from megatron.core.parallel_state import RankGenerator
 
     pipeline = args.pipeline_model_parallel_size

@@ -78,12 +78,13 @@ class Observer(StepCallback):
         if self.step is not None:
             self.step.events.append(event)
 
-    def documents(self, lengths: list[int], chunk: int, plan: SequencePlan | None = None) -> None:
+    def documents(self, lengths: list[int], chunk: int, plan: SequencePlan | None = None, place: int = 0) -> None:
         """A micro-batch enters its forward pass.
 
         lengths: tokens of each of its documents.
         chunk: the model chunk of this rank.
-        plan: how the documents are spread over context-parallel ranks; None where Megatron-LM splits them.
+        plan: how the documents are spread over ranks; None where Megatron-LM splits them.
+        place: of this rank among those of the plan.
         """
         step = self.step
         if step is None:
@@ -91,12 +92,12 @@ class Observer(StepCallback):
         self._hooks.begin_micro_batch(chunk)
         if chunk:  # the same documents pass through every chunk of the rank
             return
-        rank, ranks = mpu.get_context_parallel_rank(), self._args.context_parallel_size
         step.longest = max(step.longest, *lengths)
         if plan is not None:
-            step.tokens += int(plan.linear_tokens[rank])
-            step.area += int(plan.area[rank])
+            step.tokens += int(plan.linear_tokens[place])
+            step.area += int(plan.area[place])
             return
+        rank, ranks = mpu.get_context_parallel_rank(), self._args.context_parallel_size
         step.tokens += sum(lengths) // ranks
         if ranks == 1:
             step.area += causal_area(lengths)

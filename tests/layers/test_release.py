@@ -170,7 +170,7 @@ def test_documents_stay_spread(pool, tmp_path):
     """Documents are spread over the context-parallel ranks of the stages that stay as they were before."""
     model = Packed(pool, tmp_path)
     documents = f"{PACKED} --eod-mask-loss"
-    reference = model.train(1, f"{documents} --calculate-per-token-loss")
+    reference = model.train(1, documents)
     layout = f"{PP2} --context-parallel-size 2 --use-distributed-optimizer"
     base = model.from_start(f"{documents} {layout} --balance-sequences --balance-report {tmp_path}")
     run, _ = _train(pool, 4, 2, "", {2: ((4,),)}, base)

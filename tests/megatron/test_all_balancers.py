@@ -19,7 +19,7 @@ def test_all_at_once_equal_one_rank(pool, tmp_path):
         pool, tmp_path, f"{' '.join(MOE)} {UNTIED} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
     )
     steps = f"--eod-mask-loss --train-iters 6 {FREEZE}"
-    reference = model.train(1, f"{PACKED} {steps} --calculate-per-token-loss")
+    reference = model.train(1, f"{PACKED} {steps}")
     argv = model.from_start(f"{PACKED} {steps} {LAYOUT} {BALANCED} --balance-report {tmp_path}")
     run, _ = _train(pool, 4, 2, "", {2: ((3,), (1,)), 4: ((1,), (3,)), 5: ((4,),)}, argv)
     assert max(differences(run, reference)) <= TOLERANCE

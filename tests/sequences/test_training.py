@@ -22,7 +22,7 @@ from tests.support.training import MODEL, MOE, RankRun, Run, assert_same, differ
 CP = "--context-parallel-size"
 EP = "--expert-model-parallel-size"
 LOSS = f"{PACKED} --calculate-per-token-loss --eod-mask-loss"
-BALANCED = f"{PACKED} --balance-sequences --eod-mask-loss"
+BALANCED = f"{LOSS} --balance-sequences"
 SHORT = "--global-batch-size 4 --train-iters 3"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -312,8 +312,12 @@ class _Samples(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_ranks_share_every_token(fixed):
+def test_ranks_share_every_token(pool, fixed):
     """All tokens but the padding, once, with their own labels and positions, in as many rows on every rank."""
+    pool.run(1, _share, fixed)
+
+
+def _share(fixed: bool) -> None:
     import pickle
     from functools import partial
 
@@ -325,6 +329,7 @@ def test_ranks_share_every_token(fixed):
     from balancing.sequences.engine.rank_program import compile_rank
     from balancing.sequences.plan import plan_sequences
     from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions
+    from megatron.balanced.sequences.domain import Domain
 
     cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
     make = partial(plan_sequences, cluster=cluster, shape=AttentionShape(32, 4, 4, 2, 64), method="zones", chunk=2)
@@ -332,13 +337,14 @@ def test_ranks_share_every_token(fixed):
     ranks = []
     for rank in range(3):
         ahead = PlanningAhead(make, partial(compile_rank, rank=rank, cluster=cluster))
-        dataset = PlannedDataset(samples, ahead, rank, Rows(3, 2, fixed), padding=7)
+        dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 2, fixed), padding=7)
         assert (len(dataset), dataset.index_split) == (3, "train")
         (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2]])
-        plan, program = pickle.loads(batch["plan"][0])
+        plan, program, origins = pickle.loads(batch["plan"][0])
+        assert origins == (0,) * len(plan.lengths)
         assert program == compile_rank(plan, rank, cluster)
         own = positions(plan, rank, batch["tokens"].shape[1])
-        assert torch.equal(own, batch["position_ids"][0])
+        assert own.tolist() == batch["position_ids"][0].tolist()
         ranks.append({name: batch[name][0] for name in ("tokens", "labels", "loss_mask", "position_ids")})
     assert plan.lengths == (10, 6, 1, 2, 8, 3)  # of the last sample one token is real; no rank may be empty
     assert {len(rank["tokens"]) for rank in ranks} == {16 if fixed else 10}

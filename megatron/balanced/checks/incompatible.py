@@ -14,6 +14,8 @@ __all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatibl
 # Balanced experts that are not Transformer Engine's are checked as OWN_EXPERTS, too.
 OWN_EXPERTS = "own experts"
 EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", "release", "report"
+# Sequences are checked as SEQUENCES_OF_DATA, too, where data-parallel ranks share micro-batches.
+SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
 
@@ -93,6 +95,7 @@ _COUNTS = "it counts the layers of a stage in advance"
 _LEAVE = "it takes ranks that leave for failed ones"
 _PACKS = "packed documents must not attend to each other, and the scheme ignores their boundaries"
 _MASK = "only the causal mask is supported"
+_DROPS = "it drops tokens by the others on their rank"
 _TOKENS = "each rank has only a part of the tokens to choose from"
 _POSITIONS = "it assumes that no token is left out before a given position"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
@@ -162,6 +165,16 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("hybrid_context_parallel", _OFF, (SEQUENCES,), "it splits batches in its own way",
                  "drop it, or use --sequence-planner hybrid"),
     Incompatible("hybrid_context_parallel", _OFF, (RELEASE,), "its process groups cannot shrink yet"),
+    Incompatible("dataloader_type", ("single", None), (SEQUENCES_OF_DATA,),
+                 "it gives data-parallel ranks samples in an order of its own", "use --dataloader-type single"),
+    Incompatible("full_validation", _OFF, (SEQUENCES_OF_DATA,),
+                 "data-parallel ranks may have different numbers of validation samples", "use --eval-iters"),
+    Incompatible("fim_data", _OFF, (SEQUENCES_OF_DATA,),
+                 "its permutations depend on the samples that a rank has read before"),
+    Incompatible("moe_expert_capacity_factor", _OFF, (SEQUENCES_OF_DATA,), _DROPS),
+    Incompatible("moe_expert_rank_capacity_factor", _OFF, (SEQUENCES_OF_DATA,), _DROPS),
+    Incompatible("gtp_weight_remat_size", (1, None), (SEQUENCES_OF_DATA,),
+                 "its ranks have micro-batches of their own beside data-parallel ranks"),
     # Parallelism and overlaps
     Incompatible("sequence_parallel", _OFF, (SKIP,), _TOKENS),
     Incompatible("context_parallel_size", (1,), (SKIP, SPARSE), _TOKENS, "use --context-parallel-size 1"),

@@ -1,4 +1,4 @@
-"""Attention over documents that are spread over context-parallel ranks (`--balance-sequences`).
+"""Attention over documents that are spread over ranks (`--balance-sequences`).
 
 A plan says which rank holds each token. It reaches the layers as Megatron-LM's packed-sequence parameters, through
 every pipeline stage and recomputation. Two modules read it: core attention, which hands queries, keys and values to the
@@ -23,7 +23,7 @@ __all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention
 
 @dataclass
 class PlannedSequences(PackedSeqParams):
-    """One micro-batch as a context-parallel rank holds it.
+    """One micro-batch as a rank holds it.
 
     attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink -> [tokens, heads, head_dim].
     windowed: the same for layers with a sliding window.
@@ -31,6 +31,7 @@ class PlannedSequences(PackedSeqParams):
     positions: int32 [rows], of each row in its document.
     angles: rotary angles of the rows, kept for the layers of multi-latent attention, which share them.
     tokens: number of rows that are tokens; the rest are padding.
+    weigh: loss mask [row] -> what each row counts, where Megatron-LM averages the loss over micro-batches.
     """
 
     attention: Callable[..., torch.Tensor] | None = None
@@ -39,6 +40,7 @@ class PlannedSequences(PackedSeqParams):
     positions: torch.Tensor | None = None
     tokens: int = 0
     angles: Any = None
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class SequenceCoreAttention(MegatronModule):

@@ -1,8 +1,9 @@
-"""Documents spread over context-parallel ranks while Megatron-LM trains (`--balance-sequences`).
+"""Documents spread over ranks while Megatron-LM trains (`--balance-sequences`).
 
 Plans are made where batches are made (`megatron.balanced.sequences.dataset`) and followed by every layer's attention
-(`megatron.balanced.sequences.attention`). Ranks of a context-parallel group read the same documents and make the same
-plan without communication; once an iteration they check that they did, before the optimizer acts on it.
+(`megatron.balanced.sequences.attention`). The ranks that share micro-batches (`megatron.balanced.sequences.domain`)
+know the same documents and make the same plan without communication; once an iteration they check that they did,
+before the optimizer acts on it.
 """
 
 import argparse
@@ -29,13 +30,14 @@ from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan,
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
-from balancing.sequences.load import zigzag_areas
+from balancing.sequences.load import causal_area, zigzag_areas
 from balancing.sequences.window import in_window
 from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
 from megatron.balanced.sequences.checks import why_of_one_size
-from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive
+from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
+from megatron.balanced.sequences.domain import Domain, token_weights
 
 __all__ = ["SequenceBalancer"]
 
@@ -45,11 +47,12 @@ _LAYOUT_SHARDS = 2000
 
 
 class _Batch(NamedTuple):
-    """A micro-batch of a step in one model chunk: its plan, attention by the plan of each kind of layers, and
-    milliseconds of planning and of waiting for the plan."""
+    """A micro-batch of a step in one model chunk: its plan, the origin of each document, attention by the plan of each
+    kind of layers, and milliseconds of planning and of waiting for the plan."""
 
     chunk: int
     plan: SequencePlan
+    origins: tuple[int, ...]
     attentions: list[SequenceAttention]
     plan_ms: float
     waited_ms: float
@@ -75,7 +78,7 @@ def _compiled(plan: SequencePlan, shape: AttentionShape, **own: Any) -> _Program
 
 
 class SequenceBalancer(StepCallback):
-    """One on each rank; ranks of a context-parallel group plan alike.
+    """One on each rank; ranks that share micro-batches plan alike.
 
     args: of Megatron.
     config: of this balancer.
@@ -92,10 +95,13 @@ class SequenceBalancer(StepCallback):
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
-        self._unpickled: Callable[[bytes], tuple[SequencePlan, _Programs]] = lru_cache(_KEPT)(pickle.loads)
+        self._unpickled: Callable[[bytes], tuple[SequencePlan, _Programs, tuple[int, ...]]]
+        self._unpickled = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
         self._step: list[_Batch] | None = None  # of the training step at hand; None outside of one
-        # The hosts of the context-parallel group, and of the tensor-parallel group if it has several ranks.
+        # Of the domain "data", a group for attention alone: Megatron-LM reduces gradients in its own meanwhile.
+        self._data: Any = None
+        # The hosts of the ranks that share micro-batches, and of the tensor-parallel group if it has several ranks.
         self._hosts: Any = None
         self._tensor_hosts: Any = None
 
@@ -106,9 +112,12 @@ class SequenceBalancer(StepCallback):
 
         Data parallelism keeps a table of the modules that it wraps, so a module is replaced before.
         """
-        connect(mpu.get_context_parallel_group())
         minutes = self._args.distributed_timeout_minutes
-        self._hosts = duplicate_group(mpu.get_context_parallel_group(), minutes, on_host=True)
+        if self.config.sequence_domain == "data":
+            self._data = duplicate_group(self._sharing, minutes)
+        else:
+            connect(self._sharing)
+        self._hosts = duplicate_group(self._sharing, minutes, on_host=True)
         if self._args.tensor_model_parallel_size > 1:
             self._tensor_hosts = duplicate_group(mpu.get_tensor_model_parallel_group(), minutes, on_host=True)
         for model in unwrap_model(chunks):
@@ -123,16 +132,15 @@ class SequenceBalancer(StepCallback):
             if dataset is None or isinstance(dataset, list):
                 return dataset and [planned(part) for part in dataset]
             padding = dataset.config.tokenizer.pad if self._args.sft else None
-            rank = mpu.get_context_parallel_rank()
             own = partial(
                 _compiled,
                 shape=_shape_of(self._args),
-                rank=rank,
+                rank=self.domain.rank,
                 cluster=self._cluster,
                 routing=self._routing,
                 token_bytes=self._token_bytes,
             )
-            return PlannedDataset(dataset, PlanningAhead(self._plan, own), rank, self._rows, padding)
+            return PlannedDataset(dataset, PlanningAhead(self._plan, own), self.domain, self._rows, padding)
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
             return tuple(planned(dataset) for dataset in provider(sizes, vp_stage=vp_stage))
@@ -141,8 +149,20 @@ class SequenceBalancer(StepCallback):
         return build
 
     @cached_property
+    def domain(self) -> Domain:
+        """The ranks that share micro-batches with this one."""
+        return Domain.of_data() if self.config.sequence_domain == "data" else Domain.of_context()
+
+    @property
+    def _sharing(self) -> dist.ProcessGroup:
+        """Megatron-LM's group of the ranks that share micro-batches."""
+        if self.config.sequence_domain == "data":
+            return mpu.get_data_parallel_group(with_context_parallel=True)
+        return mpu.get_context_parallel_group()
+
+    @cached_property
     def _cluster(self) -> Cluster:
-        return cluster_of(dist.get_process_group_ranks(mpu.get_context_parallel_group()), self._machine)
+        return cluster_of(dist.get_process_group_ranks(self._sharing), self._machine)
 
     @cached_property
     def _plan(self) -> Callable[[tuple[int, ...]], SequencePlan]:
@@ -179,7 +199,7 @@ class SequenceBalancer(StepCallback):
     def _rows(self) -> Rows:
         args = self._args
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        return Rows(args.context_parallel_size, multiple, fixed=not args.sft or why_of_one_size(args) is not None)
+        return Rows(self.domain.ranks, multiple, fixed=not args.sft or why_of_one_size(args) is not None)
 
     # Around a step.
 
@@ -195,10 +215,9 @@ class SequenceBalancer(StepCallback):
         digests = "".join(batch.plan.digest for batch in self._step).encode()
         digest = int.from_bytes(hashlib.sha256(digests).digest()[:7], "little")
         if len(set(self._gather([digest])[:, 0].tolist())) > 1:
-            ranks = dist.get_process_group_ranks(mpu.get_context_parallel_group())
             raise RuntimeError(
-                f"context-parallel ranks {ranks} made different plans; they must read the same documents, with the "
-                "same versions of Python, NumPy and this package"
+                f"ranks {dist.get_process_group_ranks(self._sharing)} made different plans; they must read the same "
+                "documents, with the same versions of Python, NumPy and this package"
             )
 
     def _gather(self, own: list[int]) -> np.ndarray:
@@ -213,14 +232,16 @@ class SequenceBalancer(StepCallback):
         if not batches or self._report is None:
             return
         spent = self._gather(_spent(batches))
-        if not mpu.get_tensor_model_parallel_rank() and not mpu.get_context_parallel_rank():
+        if not mpu.get_tensor_model_parallel_rank() and not self.domain.rank:
             self._report(self._event(batches, spent))
 
     def _event(self, batches: list[_Batch], spent: np.ndarray) -> dict[str, Any]:
         exposed, waited, *sent = spent.T
         kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
-        plans = [batch.plan for batch in batches if batch.chunk == 0]  # every chunk has the same ones
-        areas = [self._areas(plan) for plan in plans]
+        plan_ms = sum(batch.plan_ms for batch in batches)
+        batches = [batch for batch in batches if batch.chunk == 0]  # every chunk has the same plans
+        plans = [batch.plan for batch in batches]
+        areas = [self._areas(batch) for batch in batches]
         # Fullest rank first: it differs between micro-batches, so means by rank would hide it.
         ordered = np.mean([[np.sort(each)[::-1] / each.mean() for each in pair] for pair in areas], axis=0)
         return event(
@@ -229,7 +250,7 @@ class SequenceBalancer(StepCallback):
             "micro-batch",
             imbalance_before=float(np.mean([imbalance(before) for before, _ in areas])),
             imbalance_after=float(np.mean([imbalance(after) for _, after in areas])),
-            plan_ms=sum(batch.plan_ms for batch in batches),
+            plan_ms=plan_ms,
             apply_ms=int(exposed.max()) / 1e3,
             moved_bytes=kv_intra + kv_inter + remap_intra + remap_inter,
             action="spread",
@@ -247,14 +268,15 @@ class SequenceBalancer(StepCallback):
             ordered_after=ordered[1],
             stage=mpu.get_pipeline_model_parallel_rank(),
             replica=mpu.get_data_parallel_rank(),
-            **self._layout(plans[0]),
+            **self._layout(batches[0]),
         )
 
-    def _layout(self, plan: SequencePlan) -> dict[str, Any]:
+    def _layout(self, batch: _Batch) -> dict[str, Any]:
         """Every _LAYOUT_INTERVAL iterations a whole layout, for the report to draw."""
+        plan = batch.plan
         if self._iteration % _LAYOUT_INTERVAL or len(plan.attention) > _LAYOUT_SHARDS:
             return {}
-        before, after = self._areas(plan)
+        before, after = self._areas(batch)
         layout = {
             "ranks": plan.ranks,
             "ranks_per_node": self._cluster.ranks_per_node,
@@ -264,27 +286,29 @@ class SequenceBalancer(StepCallback):
         }
         return {"layout": layout}
 
-    def _areas(self, plan: SequencePlan) -> tuple[np.ndarray, np.ndarray]:
+    def _areas(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
         """[rank], area if Megatron-LM cut the batch, and area under the plan: of a layer, or where layers are of two
         kinds, of all layers together."""
-        shape = _shape_of(self._args)
+        shape, plan = _shape_of(self._args), batch.plan
         if shape.window is None:
-            return self._upstream_areas(plan), plan.area
+            return self._upstream_areas(batch, None), plan.area
         whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)
-        before, after = (
-            whole * one + shape.windowed_layers * other
-            for one, other in zip(
-                (self._upstream_areas(plan), plan.area), (self._upstream_areas(windowed), windowed.area), strict=True
-            )
-        )
+        kinds = [self._upstream_areas(batch, window) for window in (None, windowed.window)], (plan.area, windowed.area)
+        before, after = (whole * one + shape.windowed_layers * other for one, other in kinds)
         return before, after
 
-    def _upstream_areas(self, plan: SequencePlan) -> np.ndarray:
-        """[rank], area if Megatron-LM cut the batch: the packed sequence in a zig-zag; or, where every document is
-        padded to fit, each document over all ranks, which is balanced."""
-        if not self._args.dataloader_inter_document_masking or self._args.sft:
-            return np.full(plan.ranks, plan.area.mean())
-        return zigzag_areas(plan.lengths, plan.ranks, plan.window)
+    def _upstream_areas(self, batch: _Batch, window: int | None) -> np.ndarray:
+        """[rank], area if Megatron-LM cut the batch: its micro-batches each on the context-parallel ranks of a
+        data-parallel rank, the packed sequence in a zig-zag; or, where every document is padded to fit, each document
+        over all of these ranks, which is balanced."""
+        ranks = batch.plan.ranks // self.domain.origins
+        lengths, origins = np.array(batch.plan.lengths), np.array(batch.origins)
+        padded = not self._args.dataloader_inter_document_masking or self._args.sft
+        areas = []
+        for origin in range(self.domain.origins):
+            own = lengths[origins == origin]
+            areas += [causal_area(own, window) / ranks] * ranks if padded else [*zigzag_areas(own, ranks, window)]
+        return np.array(areas)
 
     # A micro-batch.
 
@@ -304,10 +328,10 @@ class SequenceBalancer(StepCallback):
         group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
         batch, pickled, milliseconds = receive(sample, group, self._tensor_hosts, source, torch.cuda.current_device())
         begin = time.perf_counter()
-        plan, programs = self._unpickled(pickled)
+        plan, programs, origins = self._unpickled(pickled)
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
         timed = self._report is not None  # nobody else reads the times
-        group = mpu.get_context_parallel_group()
+        group = self._sharing if self._data is None else self._data
         whole, windowed = (
             kind and SequenceAttention(kind[0], program=kind[1], group=group, timed=timed) for kind in programs
         )
@@ -315,15 +339,18 @@ class SequenceBalancer(StepCallback):
             windowed = whole
         attentions = [kind for kind in {id(kind): kind for kind in (whole, windowed)}.values() if kind is not None]
         if self._step is not None:
-            self._step.append(_Batch(chunk, plan, attentions, milliseconds, waited))
-        rank, rows = mpu.get_context_parallel_rank(), batch["tokens"].shape[1]
-        ends = np.cumsum((0, *plan.lengths))
-        own = positions(plan, rank, rows).numpy()
+            self._step.append(_Batch(chunk, plan, origins, attentions, milliseconds, waited))
+        rank, rows = self.domain.rank, batch["tokens"].shape[1]
+        # Megatron-LM adds up the lengths of documents over data-parallel ranks.
+        own = [length for length, origin in zip(plan.lengths, origins, strict=True) if origin == self.domain.origin]
+        ends = np.cumsum((0, *own))
+        of_rows = positions(plan, rank, rows), row_origins(plan, rank, rows, origins)
         device = batch["tokens"].device
-        there = attentions[0].upload(device, np.concatenate((ends, own)))
+        there = attentions[0].upload(device, np.concatenate((*of_rows, ends)))
         for attention in attentions[1:]:
             attention.upload(device)
-        update_seqlen_stats_from_cu_seqlens(there[: len(ends)])
+        update_seqlen_stats_from_cu_seqlens(there[2 * rows :])
+        weigh = partial(token_weights, origin=there[rows : 2 * rows], origins=self.domain.origins, group=self._sharing)
         planned = PlannedSequences(
             qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
@@ -331,8 +358,9 @@ class SequenceBalancer(StepCallback):
             attention=whole,
             windowed=windowed,
             longest=self._args.seq_length,
-            positions=there[len(ends) :],
+            positions=there[:rows],
             tokens=int(plan.linear_tokens[rank]),
+            weigh=weigh,
         )
         return batch | {"attention_mask": None}, planned, plan
 

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.checks.incompatible import SEQUENCES, check_compatible
+from megatron.balanced.checks.incompatible import SEQUENCES, SEQUENCES_OF_DATA, check_compatible
 
 __all__ = ["check_sequences", "why_of_one_size"]
 
@@ -18,16 +18,21 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     """Return the settings of sequence balancing in force, and notes for the user, one line each.
 
     Called before Megatron validates `args`, and sets those that balancing needs. Balancing is switched off where there
-    is nothing to balance. Raises ValueError for flags that cannot work.
+    is nothing to balance; the domain "auto" becomes the one that is used. Raises ValueError for flags that cannot work.
     """
     if not sequences.balance_sequences:
         _check_left_alone(sequences)
         return sequences, []
-    if args.context_parallel_size == 1:
+    if idle := _why_idle(args, sequences.sequence_domain):
         args.balance_sequences = False
-        note = "--balance-sequences has nothing to balance: with --context-parallel-size 1 every rank has whole batches"
-        return dataclasses.replace(sequences, balance_sequences=False), [note]
+        off = dataclasses.replace(sequences, balance_sequences=False, sequence_domain="auto")
+        return off, [f"--balance-sequences has nothing to balance: {idle}"]
     check_compatible(args, SEQUENCES, "--balance-sequences")
+    if sequences.sequence_domain == "auto":
+        domain = "data" if args.context_parallel_size == 1 else "context"
+        sequences = dataclasses.replace(sequences, sequence_domain=domain)
+    if sequences.sequence_domain == "data":
+        _check_data_domain(args)
     if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
         raise ValueError(
             "--balance-sequences is incompatible with --moe-router-load-balancing-type sinkhorn: it routes a token by "
@@ -47,9 +52,6 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         )
     _check_sizes(args, sequences)
     notes = []
-    if not args.calculate_per_token_loss:
-        args.calculate_per_token_loss = True
-        notes.append("--balance-sequences sets --calculate-per-token-loss: each token of a global batch counts alike")
     if not args.sft and not args.dataloader_inter_document_masking:
         notes.append(
             "--balance-sequences takes each sample as one sequence; with --dataloader-inter-document-masking each "
@@ -62,6 +64,58 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         notes.append("--balance-sequences sets --no-rope-fusion: the fused kernel of latent attention knows one layout")
     args.create_attention_mask_in_dataloader = False
     return sequences, notes
+
+
+def _data_parallel_size(args: argparse.Namespace) -> int:
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    return max(args.world_size // model, 1)
+
+
+def _why_idle(args: argparse.Namespace, domain: str) -> str | None:
+    """Why no rank can have more work than another of its domain; None where one can."""
+    if args.context_parallel_size > 1:
+        return None
+    if domain == "context":
+        return "with --context-parallel-size 1 every rank has whole batches; use --sequence-domain data"
+    if _data_parallel_size(args) == 1:
+        return "with --context-parallel-size 1 and one data-parallel rank every rank has whole batches"
+    if not args.sft and not args.dataloader_inter_document_masking:
+        return (
+            "with --context-parallel-size 1 every rank has whole samples, which are of one length without "
+            "--dataloader-inter-document-masking"
+        )
+    return None
+
+
+def _check_data_domain(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that look at the tokens of one data-parallel rank, or give it samples in an order of
+    its own."""
+    check_compatible(
+        args, SEQUENCES_OF_DATA, "--balance-sequences with --sequence-domain data", _losses_of_a_micro_batch(args)
+    )
+
+
+def _losses_of_a_micro_batch(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Flags of routers that make of the tokens of a micro-batch more than a sum over them: flag, why, way out."""
+    if not args.num_experts:
+        return []
+    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
+    why = "it is a product of sums over the tokens of each micro-batch, which the domain mixes"
+    found = [
+        (f"--moe-router-load-balancing-type {kind}", why, "use global_aux_loss")
+        for kind, coefficient in zip(kinds, coefficients, strict=False)
+        if kind in ("aux_loss", "seq_aux_loss") and coefficient
+    ]
+    if "quantile_balancing" in kinds:
+        why = "it takes quantiles over the tokens of a rank"
+        found.append(("--moe-router-load-balancing-type quantile_balancing", why, "use global_aux_loss"))
+    if args.sft and (args.moe_z_loss_coeff or any(coefficients)):
+        flag = "--moe-z-loss-coeff" if args.moe_z_loss_coeff else "--moe-aux-loss-coeff"
+        why = "with --sft routers see padding, which balanced sequences leave out"
+        found.append((flag, why, "drop it"))
+    return found
 
 
 def _check_left_alone(sequences: SequenceConfig) -> None:

@@ -1,22 +1,27 @@
-"""Micro-batches of documents, planned and cut for one context-parallel rank in the data loader's worker.
+"""Micro-batches of documents, planned and cut for one rank in the data loader's worker.
 
 Megatron-LM's datasets, samplers and loaders are unchanged. PyTorch's loader asks a dataset for all samples of a
-micro-batch at once if it can: here they are packed into one sequence, planned, and reduced to the rows of this rank.
-The dataset has shifted labels before anything is cut. All of this runs ahead of the step.
+micro-batch at once if it can: here the samples of all ranks that share it (`domain`) are packed into one sequence,
+planned, and reduced to the rows of this rank, whose tokens alone are read if the dataset allows that (`reading`). The
+dataset has shifted labels before anything is cut. All of this runs ahead of the step.
 """
 
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from balancing.sequences.ahead import Planned
 from balancing.sequences.sequence_plan import SequencePlan
+from megatron.balanced.sequences.domain import Domain
+from megatron.balanced.sequences.reading import document_lengths, read_tokens
 
-__all__ = ["PlannedDataset", "Rows", "positions", "receive"]
+__all__ = ["PlannedDataset", "Rows", "positions", "receive", "row_origins"]
 
 _INTEGERS = ("tokens", "labels", "position_ids")
 
@@ -25,7 +30,7 @@ _INTEGERS = ("tokens", "labels", "position_ids")
 class Rows:
     """Rows of a rank in a micro-batch, padding included; the same number on all ranks.
 
-    ranks: of the context-parallel group.
+    ranks: that share micro-batches.
     multiple: rows are a multiple of it, since tensor-parallel ranks share them.
     fixed: rows are the tokens of the samples divided by the ranks, which pipeline messages and the allgather dispatcher
         of Megatron-LM require.
@@ -47,7 +52,7 @@ class PlannedDataset(torch.utils.data.Dataset):
 
     dataset: of samples, tensors by name.
     plan: makes a plan and this rank's program from lengths.
-    rank: in the context-parallel group.
+    domain: the ranks that share micro-batches.
     rows: of each rank.
     padding: the token that samples are padded with at their end; None if they are always full.
     """
@@ -56,11 +61,11 @@ class PlannedDataset(torch.utils.data.Dataset):
         self,
         dataset: torch.utils.data.Dataset,
         plan: Callable[[Sequence[int]], Planned],
-        rank: int,
+        domain: Domain,
         rows: Rows,
         padding: int | None,
     ) -> None:
-        self._dataset, self._plan, self._rank, self._rows, self._padding = dataset, plan, rank, rows, padding
+        self._dataset, self._plan, self._domain, self._rows, self._padding = dataset, plan, domain, rows, padding
         for name in ("split", "index_split"):  # which tell Megatron training from validation
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -72,20 +77,32 @@ class PlannedDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """A list of one, the micro-batch of samples `indices`: this rank's rows, its pickled plan and program, and the
-        milliseconds these took."""
-        samples = [self._dataset[index] for index in indices]
-        kept = [self._without_padding(sample) for sample in samples]
-        lengths = [length for sample, tokens in zip(samples, kept, strict=True) for length in _lengths(sample, tokens)]
-        plan, program, milliseconds = self._plan(lengths)
-        own = _own_tokens(plan, self._rank)
-        rows = self._rows.of(plan, sum(len(sample["tokens"]) for sample in samples))
-        batch: dict[str, Any] = {}
-        for name in (*_INTEGERS, "loss_mask"):
-            packed = torch.cat([sample[name][:tokens] for sample, tokens in zip(samples, kept, strict=True)])
-            batch[name] = packed.new_zeros(rows)
-            batch[name][: len(own)] = packed[own]
-        return [batch | {"plan": pickle.dumps((plan, program)), "plan_ms": milliseconds}]
+        """A list of one, the micro-batch in which this rank has samples `indices`: this rank's rows; its pickled plan,
+        program and the origin of each document; and the milliseconds that planning took."""
+        samples = self._domain.samples(indices)
+        documents = [document_lengths(self._dataset, sample.index) for sample in samples]
+        read: dict[int, dict[str, torch.Tensor]] = {}  # samples whose lengths only their tokens tell
+        size = sum(map(sum, (lengths for lengths in documents if lengths is not None)))
+        for at, sample in enumerate(samples):
+            if documents[at] is None:
+                read[at] = self._dataset[sample.index]
+                documents[at] = _lengths(read[at], self._without_padding(read[at]))
+                size += len(read[at]["tokens"])
+        plan, program, milliseconds = self._plan([length for lengths in documents for length in lengths])
+        own = _own_tokens(plan, self._domain.rank)
+        rows = self._rows.of(plan, size)
+        batch = {name: torch.zeros(rows, dtype=torch.int64) for name in _INTEGERS}
+        batch["loss_mask"] = torch.zeros(rows, dtype=torch.float32)
+        ends = np.cumsum([sum(lengths) for lengths in documents])
+        of_sample = np.searchsorted(ends, own, side="right")
+        for at in np.unique(of_sample).tolist():
+            (where,) = np.nonzero(of_sample == at)
+            tokens = own[where] - (ends[at - 1] if at else 0)
+            sample = read.get(at) or read_tokens(self._dataset, samples[at].index, np.sort(tokens))
+            for name, values in batch.items():
+                values[where] = sample[name][tokens]
+        origins = [sample.origin for sample, lengths in zip(samples, documents, strict=True) for _ in lengths]
+        return [batch | {"plan": pickle.dumps((plan, program, tuple(origins))), "plan_ms": milliseconds}]
 
     def _without_padding(self, sample: dict[str, torch.Tensor]) -> int:
         """Tokens of a sample without the padding at its end, to which no other token attends."""
@@ -93,7 +110,8 @@ class PlannedDataset(torch.utils.data.Dataset):
         if self._padding is None:
             return len(tokens)
         real = torch.nonzero((tokens != self._padding) | (sample["loss_mask"] > 0))
-        return max(int(real[-1]) + 1 if len(real) else 0, self._rows.ranks)  # no rank is without a token
+        fewest = self._rows.ranks // self._domain.origins  # so that no rank is without a token
+        return max(int(real[-1]) + 1 if len(real) else 0, fewest)
 
 
 def _lengths(sample: dict[str, torch.Tensor], tokens: int) -> list[int]:
@@ -104,22 +122,28 @@ def _lengths(sample: dict[str, torch.Tensor], tokens: int) -> list[int]:
     return torch.diff(bounds).tolist()
 
 
-def _own_tokens(plan: SequencePlan, rank: int) -> torch.Tensor:
+def _own_tokens(plan: SequencePlan, rank: int) -> np.ndarray:
     """int64 [token], where the rank's tokens are in the packed micro-batch, in the order in which it holds them."""
-    lengths = torch.tensor(plan.lengths)
-    first = (torch.cumsum(lengths, 0) - lengths).tolist()
-    return torch.cat(
+    first = [0, *accumulate(plan.lengths)]
+    return np.concatenate(
         [
-            torch.arange(first[shard.sequence] + shard.start, first[shard.sequence] + shard.stop)
+            np.arange(first[shard.sequence] + shard.start, first[shard.sequence] + shard.stop)
             for shard in plan.shards(rank, linear=True)
         ]
     )
 
 
-def positions(plan: SequencePlan, rank: int, rows: int) -> torch.Tensor:
-    """int64 [rows], each row's position in its document; 0 in padding."""
-    own = [torch.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
-    return torch.nn.functional.pad(torch.cat(own), (0, rows - int(plan.linear_tokens[rank])))
+def positions(plan: SequencePlan, rank: int, rows: int) -> np.ndarray:
+    """int64 [row], each row's position in its document; 0 in padding."""
+    own = [np.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
+    return np.pad(np.concatenate(own), (0, rows - int(plan.linear_tokens[rank])))
+
+
+def row_origins(plan: SequencePlan, rank: int, rows: int, origins: Sequence[int]) -> np.ndarray:
+    """int64 [row], the origin of each row's token; 0 in padding. origins: [document]."""
+    shards = plan.shards(rank, linear=True)
+    own = np.repeat([origins[shard.sequence] for shard in shards], [shard.tokens for shard in shards])
+    return np.pad(own, (0, rows - len(own)))
 
 
 def receive(
@@ -129,8 +153,8 @@ def receive(
     source: int,
     device: Any,
 ) -> tuple[dict[str, torch.Tensor], bytes, float]:
-    """A micro-batch on all tensor-parallel ranks: its rows [1, rows], its pickled plan and program, and milliseconds of
-    planning.
+    """A micro-batch on all tensor-parallel ranks: its rows [1, rows]; its pickled plan, program and origins of
+    documents; and milliseconds of planning.
 
     sample: from the data loader on the source; None on other ranks.
     group: of tensor parallelism.

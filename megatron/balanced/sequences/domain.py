@@ -1,0 +1,81 @@
+"""Which ranks share micro-batches (`--sequence-domain`), which samples these are, and what each token counts.
+
+With the domain "context", the context-parallel ranks of each data-parallel rank share its micro-batches. With "data",
+all data-parallel ranks share theirs: the m-th micro-batch of the domain is made of the m-th micro-batches of all of
+them. Megatron-LM's samplers are unchanged. They give consecutive samples to consecutive data-parallel ranks, so each
+rank knows the samples of the others from its own.
+
+The origin of a token is the micro-batch of Megatron-LM that it belongs to, by the data-parallel rank that would have
+it. Without --calculate-per-token-loss, Megatron-LM averages the loss over the tokens of each micro-batch, and then over
+micro-batches and data-parallel ranks, so a token counts 1 / tokens of its origin, wherever a plan puts it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+__all__ = ["Domain", "Sample", "token_weights"]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks that share micro-batches, as one of them sees it.
+
+    rank: of this rank among them.
+    ranks: their number.
+    origin: of the samples that Megatron-LM's sampler gives to this rank, from 0.
+    origins: number of Megatron-LM's micro-batches in one of the domain.
+    """
+
+    rank: int
+    ranks: int
+    origin: int = 0
+    origins: int = 1
+
+    @classmethod
+    def of_context(cls) -> "Domain":
+        return cls(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+
+    @classmethod
+    def of_data(cls) -> "Domain":
+        return cls(
+            mpu.get_data_parallel_rank(with_context_parallel=True),
+            mpu.get_data_parallel_world_size(with_context_parallel=True),
+            mpu.get_data_parallel_rank(),
+            mpu.get_data_parallel_world_size(),
+        )
+
+    def samples(self, own: Sequence[int]) -> list["Sample"]:
+        """The samples of the domain's micro-batch, in Megatron-LM's order. own: those of its sampler for this rank."""
+        if self.origins == 1:
+            return [Sample(index, 0) for index in own]
+        first, each = own[0] - self.origin * len(own), len(own)
+        assert list(own) == list(range(own[0], own[0] + each)), "samples of a rank follow each other"
+        assert first >= 0, "samples of data-parallel ranks follow each other"
+        return [Sample(first + at, at // each) for at in range(each * self.origins)]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a micro-batch. index: in the dataset. origin: of its tokens."""
+
+    index: int
+    origin: int
+
+
+def token_weights(
+    loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """What each row of this rank counts in the loss of a step of one micro-batch on one data-parallel rank, [row].
+
+    loss_mask: [row], 1 where a token counts, 0 elsewhere.
+    origin: int [row], of each row's token; any in padding.
+    origins: their number.
+    group: the ranks that share the micro-batch. All of them call this together.
+    """
+    tokens = loss_mask.new_zeros(origins).index_add_(0, origin, loss_mask)
+    dist.all_reduce(tokens, group=group)
+    return loss_mask / tokens.clamp(min=1)[origin]

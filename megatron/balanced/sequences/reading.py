@@ -1,0 +1,101 @@
+"""Read the lengths of documents from a dataset's index, and of its tokens only those that a rank needs.
+
+A plan needs the lengths of all documents of a micro-batch, and then each rank needs the tokens of its shards. Datasets
+of Megatron-LM return whole samples, so a rank of a domain of N would read N times what it trains on. The index of a GPT
+dataset has the lengths; and its samples are put together from pieces of documents, of which this module leaves out what
+nobody on this rank will look at.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+
+__all__ = ["document_lengths", "read_tokens"]
+
+
+def document_lengths(dataset: Any, index: int) -> list[int] | None:
+    """Tokens of each document of sample `index`, or of the sample where its documents attend to each other.
+
+    None where the index does not tell: for datasets that are neither GPT datasets nor blends of them.
+    """
+    dataset, index = _source(dataset, index)
+    if type(dataset) not in (GPTDataset, MockGPTDataset):
+        return None
+    config = dataset.config
+    if not config.inter_document_masking:
+        return [config.sequence_length]
+    if dataset.shuffle_index is None:
+        dataset[index]  # maps the index into memory
+    number, more = dataset.shuffle_index[index], int(config.add_extra_token_to_sequence)
+    (first, begin), (last, end) = dataset.sample_index[number].tolist(), dataset.sample_index[number + 1].tolist()
+    lengths = dataset.dataset.sequence_lengths[dataset.document_index[first : last + 1]].tolist()
+    # As GPTDataset cuts documents: the token after the sample, which is the label of the last one, is not part of it,
+    # and the padding of a validation set's last sample belongs to its last document.
+    lengths[-1] = end + more
+    lengths[0] -= begin
+    lengths[-1] -= more
+    if not lengths[-1]:
+        lengths.pop()
+    if (missing := config.sequence_length - sum(lengths)) > 0:
+        lengths = [*lengths[:-1], (lengths[-1] if lengths else 0) + missing]
+    return [length for length in lengths if length]
+
+
+def read_tokens(dataset: Any, index: int, tokens: np.ndarray) -> dict[str, torch.Tensor]:
+    """Sample `index`, right at `tokens` alone, int [token], sorted, each once. The others are not read if possible."""
+    source, place = _source(dataset, index)
+    if type(source) not in (GPTDataset, MockGPTDataset):
+        return dataset[index]
+    breaks = np.flatnonzero(np.diff(tokens) > 1) + 1
+    runs = [(int(run[0]), int(run[-1]) + 2) for run in np.split(tokens, breaks)]  # and the label of a run's last token
+    whole = source.dataset
+    source.dataset = _Parts(whole, runs)
+    try:
+        return source[place]
+    finally:
+        source.dataset = whole
+
+
+def _source(dataset: Any, index: int) -> tuple[Any, int]:
+    """The dataset of a blend that has sample `index`, and the sample's index there."""
+    while isinstance(dataset, BlendedDataset):
+        if dataset.dataset_index is None:
+            dataset[index]  # maps the index into memory
+        dataset, index = (
+            dataset.datasets[dataset.dataset_index[index]],
+            int(dataset.dataset_sample_index[index]),
+        )
+    return dataset, index
+
+
+class _Parts:
+    """In the place of the documents of a dataset, while it puts one sample together.
+
+    documents: Megatron-LM's indexed dataset.
+    wanted: tokens [start, stop) of the sample, sorted; the others are 0.
+    """
+
+    def __init__(self, documents: Any, wanted: Sequence[tuple[int, int]]) -> None:
+        self._documents, self._wanted = documents, wanted
+        self._at = self._next = 0  # token of the sample, and the first range that has not ended
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        if length is None:
+            length = int(self._documents.sequence_lengths[idx]) - offset
+        begin, end = self._at, self._at + int(length)
+        tokens = np.zeros(end - begin, dtype=np.int64)
+        while self._next < len(self._wanted) and self._wanted[self._next][0] < end:
+            start, stop = self._wanted[self._next]
+            start, upto = max(start, begin), min(stop, end)
+            tokens[start - begin : upto - begin] = self._documents.get(
+                idx, offset=offset + start - begin, length=upto - start
+            )
+            if stop > end:
+                break
+            self._next += 1
+        self._at = end
+        return tokens

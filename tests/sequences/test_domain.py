@@ -1,0 +1,322 @@
+"""Micro-batches that data-parallel ranks share (`--sequence-domain data`) train the same model as on one rank.
+
+The reference is Megatron-LM on one rank, which has the same micro-batches one after another. Ends of documents have no
+loss here, so micro-batches have unequal numbers of losses, and without --calculate-per-token-loss a token counts more
+in one than in another.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sequences.test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.training import MOE, Run, differences
+
+CP, EP = "--context-parallel-size", "--expert-model-parallel-size"
+ENDS = f"{PACKED} --eod-mask-loss"
+BALANCED = f"{ENDS} --balance-sequences"
+SHARED = f"{BALANCED} --sequence-domain data"
+PER_TOKEN = "--calculate-per-token-loss"
+SHORT = "--global-batch-size 4 --train-iters 3"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+
+# ranks, flags
+LAYOUTS = {
+    "DP 4": (4, ""),
+    "DP 2, CP 2, both overlaps, small buckets": (4, f"{CP} 2 {OVERLAPS}"),
+    "DP 2, TP 2, sequence parallel": (4, SP),
+    "DP 2, PP 2, interleaved": (4, f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "DP 2, CP 2, PP 2": (8, f"{CP} 2 {PP} 2 --sequence-planner zones"),
+    "DP 4, two optimizers": (4, "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
+    "DP 4, rings": (4, "--sequence-planner ring --num-workers 1"),
+    "DP 2, full recompute": (
+        2,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    ),
+    "CP 2 alone": (2, f"{CP} 2 --sequence-domain context"),
+    "DP 2, CP 2 alone": (4, f"{CP} 2 --sequence-domain context"),
+}
+FIRST = "DP 2, CP 2, both overlaps, small buckets"
+
+
+@pytest.fixture(scope="module")
+def packed(pool, tmp_path_factory) -> Packed:
+    return Packed(pool, tmp_path_factory.mktemp("domain"), SHORT)
+
+
+@pytest.fixture(scope="module")
+def alone(packed) -> Any:
+    known: dict[str, Run] = {}
+
+    def reference(flags: str) -> Run:
+        if flags not in known:
+            known[flags] = packed.train(1, f"{ENDS} {flags}")
+        return known[flags]
+
+    return reference
+
+
+def _assert_close(run: Run, reference: Run) -> None:
+    losses, parameters = differences(run, reference)
+    assert losses <= TOLERANCE
+    assert parameters <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        pytest.param(layout, loss, marks=[] if (layout, loss) == (FIRST, "") else pytest.mark.exhaustive)
+        for layout in LAYOUTS
+        for loss in ("", PER_TOKEN)
+    ],
+)
+def test_shared_micro_batches_equal_one_rank(packed, alone, layout, loss):
+    ranks, flags = LAYOUTS[layout]
+    _assert_close(packed.train(ranks, f"{SHARED} {flags} {loss}"), alone(loss))
+
+
+@pytest.mark.exhaustive
+def test_the_losses_differ(alone):
+    """So that the tests above tell one way to weigh tokens from the other."""
+    _, parameters = differences(alone(""), alone(PER_TOKEN))
+    assert parameters > 1e-9
+
+
+@pytest.mark.exhaustive
+def test_micro_batches_of_two_and_validation(packed, alone):
+    """With PP 2; validation is of forward passes alone, in micro-batches of their own size."""
+    packed.base[packed.base.index("100,0,0")] = "80,20,0"
+    flags = "--eval-interval 2 --eval-iters 2 --train-iters 2 --micro-batch-size 2 --eval-micro-batch-size 1"
+    try:
+        reference = packed.train(1, f"{ENDS} {flags} --eval-global-batch-size 4")
+        run = packed.train(4, f"{SHARED} {flags} --eval-global-batch-size 4 {PP} 2")
+    finally:
+        packed.base[packed.base.index("80,20,0")] = "100,0,0"
+    _assert_close(run, reference)
+    assert len(run.validation) == len(reference.validation) >= 1
+    np.testing.assert_allclose(run.validation, reference.validation, rtol=1e-6)  # which Megatron sums in float32
+
+
+@pytest.mark.exhaustive
+def test_consumed_samples_are_megatrons(packed, alone, tmp_path):
+    """A run goes on where another domain, or none, has stopped."""
+    first = f"{SHARED} --train-iters 1 --save {tmp_path} --save-interval 1"
+    argv = [*packed.from_start(first)]
+    from tests.support.training import train
+
+    train(packed.pool, 4, base=argv)
+    rest = train(packed.pool, 4, base=packed.whole(f"{BALANCED} {CP} 2 --load {tmp_path}"), parameters=True)
+    reference = alone("")
+    assert differences(Run(reference.losses[:1] + rest.losses, [], [], rest.parameters), reference)[1] <= TOLERANCE
+    np.testing.assert_allclose(rest.losses, reference.losses[1:], rtol=TOLERANCE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("loss", ["", PER_TOKEN])
+def test_experts_of_shared_micro_batches(pool, tmp_path, loss):
+    """Expert parallelism folded into data parallelism, balanced as well, with the losses and the bias that routers sum
+    over all ranks. The reference has as many ranks, since the loss over all of them depends on their number."""
+    routers = (
+        "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
+    )
+    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {routers} --global-batch-size 8 --train-iters 3 {EP} 2")
+    reference = experts.train(4, f"{ENDS} {loss}")
+    _assert_close(experts.train(4, f"{SHARED} {loss} --balance-experts --expert-min-gain 0"), reference)
+    _assert_close(experts.train(4, f"{SHARED} {loss} {CP} 2 --global-batch-size 8"), experts.train(2, f"{ENDS} {loss}"))
+
+
+def test_report_of_shared_micro_batches(packed, tmp_path):
+    """Data-parallel ranks alone have unequal documents before, and equal work after."""
+    packed.train(4, f"{SHARED} --train-iters 2 --sequence-chunk 4 --balance-report {tmp_path}")
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    spread = [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
+    assert [line["iteration"] for line in spread] == [1, 2], "one line for all data-parallel ranks"
+    for line in spread:
+        assert len(line["ordered_before"]) == 4 and line["micro_batches"] == 1
+        assert line["imbalance_after"] < line["imbalance_before"]
+        assert line["token_imbalance"] == 1.0
+    ranks = [line for line in lines if line["balancer"] == "sequences" and line["unit"] == "rank"]
+    assert ranks and all(line["token_imbalance"] == 1.0 for line in ranks)
+
+
+# Samples.
+
+
+def _samples_of_samplers() -> None:
+    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
+    from megatron.balanced.sequences.domain import Domain
+
+    for origins, size, consumed in ((1, 3, 0), (2, 1, 0), (3, 2, 6), (4, 3, 5)):
+        samplers = [MegatronPretrainingSampler(60, consumed, size, origin, origins) for origin in range(origins)]
+        whole = iter(MegatronPretrainingSampler(60, consumed, size * origins, 0, 1))
+        domains = [Domain(rank, 2 * origins, rank // 2, origins) for rank in range(2 * origins)]
+        for number, parts in enumerate(zip(*samplers, strict=True)):
+            together = next(whole)
+            for domain in domains:
+                shared = domain.samples(parts[domain.origin])
+                assert [sample.index for sample in shared] == together, (number, domain)
+                for sample in shared:
+                    assert sample.index in parts[sample.origin]
+        assert number >= 4
+
+
+def test_ranks_know_the_samples_of_the_others(pool):
+    pool.run(1, _samples_of_samplers)
+
+
+class _Tokenizer:
+    vocab_size, eod, pad = 127, 126, 125
+
+    def __init__(self) -> None:
+        self.unique_identifiers: dict[str, str] = {}
+
+
+def _datasets(folder: Path) -> dict[str, Any]:
+    """Training and validation sets of every kind, with samples of 64 tokens."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+    files = []
+    for seed in (1, 2):
+        files.append(str(folder / f"documents{seed}"))
+        write_documents(Path(files[-1]), heavy_tailed(400, seed=seed))
+    kinds: dict[str, tuple[type, Any, dict[str, Any]]] = {
+        "documents": (GPTDataset, ([files[0]], None), {}),
+        "blend": (GPTDataset, (files, [0.3, 0.7]), {}),
+        "mock": (MockGPTDataset, None, {}),
+        "samples": (GPTDataset, ([files[0]], None), {"inter_document_masking": False}),
+        "whole validation set": (GPTDataset, ([files[0]], None), {"drop_last_partial_validation_sequence": False}),
+    }
+    found = {}
+    for kind, (cls, blend, options) in kinds.items():
+        config = GPTDatasetConfig(
+            **{
+                "random_seed": 1, "sequence_length": 64, "blend": blend, "split": "70,30,0", "tokenizer": _Tokenizer(),
+                "reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": True,
+                "create_attention_mask": False, "inter_document_masking": True, "path_to_cache": str(folder / kind),
+                **options,
+            }
+        )  # fmt: skip
+        sizes = [24, None if kind == "whole validation set" else 8, None]
+        train, valid, _ = BlendedMegatronDatasetBuilder(cls, sizes, lambda: True, config).build()
+        found |= {kind: train, f"{kind}, validation": valid}
+    return found
+
+
+def _check_lengths(folder: Path) -> dict[str, int]:
+    """Dataset -> samples compared."""
+    import torch
+
+    from megatron.balanced.sequences.dataset import _lengths
+    from megatron.balanced.sequences.reading import document_lengths, read_tokens
+
+    random, compared = np.random.default_rng(0), {}
+    for kind, dataset in _datasets(folder).items():
+        compared[kind] = len(dataset)
+        for index in range(len(dataset)):
+            whole = dataset[index]
+            assert document_lengths(dataset, index) == _lengths(whole, 64), (kind, index)
+            tokens = np.sort(random.choice(64, random.integers(1, 40), replace=False))
+            part = read_tokens(dataset, index, tokens)
+            for name in ("tokens", "labels", "loss_mask", "position_ids"):
+                assert torch.equal(part[name][tokens], whole[name][tokens]), (kind, index, name)
+    return compared
+
+
+def test_lengths_and_parts_are_those_of_whole_samples(pool, tmp_path):
+    (compared,) = pool.run(1, _check_lengths, tmp_path)
+    assert len(compared) == 10 and min(compared.values()) >= 2
+
+
+def _read(folder: Path, method: str) -> tuple[list[int], list[int], int, int]:
+    """Tokens that each rank read, tokens that it has, tokens of the micro-batches, and cuts of documents."""
+    import pickle
+
+    import torch
+
+    from balancing.cluster import Cluster
+    from balancing.sequences import AttentionShape, plan_sequences
+    from balancing.sequences.ahead import PlanningAhead
+    from megatron.balanced.sequences.dataset import PlannedDataset, Rows, row_origins
+    from megatron.balanced.sequences.domain import Domain
+
+    dataset = _datasets(folder)["documents"]
+    cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=4)
+    shape = AttentionShape(32, 4, 4, 2, 64)
+    ahead = PlanningAhead(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method=method, chunk=4), hash)
+    get, read, held, cuts = dataset.dataset.get, [0] * 4, [0] * 4, 0
+    for first in (0, 8):
+        whole = [dataset[index] for index in range(first, first + 8)]
+        rows: list[dict[str, torch.Tensor]] = []
+        for rank in range(4):
+
+            def counted(*args: Any, rank: int = rank, **kwargs: Any) -> np.ndarray:
+                tokens = get(*args, **kwargs)
+                read[rank] += len(tokens)
+                return tokens
+
+            dataset.dataset.get = counted
+            planned = PlannedDataset(dataset, ahead, Domain(rank, 4, rank, 4), Rows(4, 1, True), None)
+            (batch,) = planned.__getitems__([first + 2 * rank, first + 2 * rank + 1])
+            dataset.dataset.get = get
+            plan, _, origins = pickle.loads(batch.pop("plan"))
+            cuts += len(plan.shards(rank, linear=True))
+            held[rank] += int(plan.linear_tokens[rank])
+            batch["origin"] = torch.from_numpy(row_origins(plan, rank, len(batch["tokens"]), origins))
+            del batch["plan_ms"]
+            rows.append(batch)
+        expected = [{**sample, "origin": torch.full((64,), at // 2)} for at, sample in enumerate(whole)]
+        names = ("tokens", "labels", "loss_mask", "position_ids", "origin")
+        ours, theirs = (
+            sorted(zip(*(torch.cat([part[name] for part in parts]).tolist() for name in names), strict=True))
+            for parts in (rows, expected)
+        )
+        assert ours == theirs, "every token once, with its own label, position and origin"
+    return read, held, 2 * 8 * 64, cuts
+
+
+@pytest.mark.parametrize("method", ["chunks", "zones"])
+def test_a_rank_reads_its_own_tokens(pool, tmp_path, method):
+    """And one more for each of its pieces, the last label."""
+    ((read, held, total, cuts),) = pool.run(1, _read, tmp_path, method)
+    assert sum(held) == total
+    assert all(total / 4 <= own for own in held)
+    assert all(own <= tokens <= own + cuts for tokens, own in zip(read, held, strict=True))
+    assert sum(read) <= total + cuts < 1.5 * total
+
+
+# Weights.
+
+
+def _weights(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Masks [row], origins [row] and weights [row] of this rank, where tokens of 3 micro-batches are at random."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron.balanced.sequences.domain import token_weights
+
+    dist.init_process_group("gloo")
+    random = np.random.default_rng([seed, int(os.environ["RANK"])])
+    mask, origin = random.integers(0, 2, 40), random.integers(0, 2 + 2 * (seed > 0), 40)
+    mask[origin == 1] = 0  # a micro-batch without any loss
+    weights = token_weights(torch.tensor(mask, dtype=torch.float64), torch.tensor(origin), 5, dist.group.WORLD)
+    return mask, origin, weights.numpy()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_micro_batches_count_alike(pool, seed):
+    """Whatever the number of their tokens: the weights of each add up to one, unless it has no loss."""
+    mask, origin, weights = (np.concatenate(each) for each in zip(*pool.run(2, _weights, seed), strict=True))
+    assert not weights[mask == 0].any()
+    for each in range(5):
+        own = weights[(origin == each) & (mask == 1)]
+        assert own.sum() == pytest.approx(1 if len(own) else 0, rel=1e-12)
+        assert len(set(own)) <= 1
