@@ -80,9 +80,9 @@ def optimum(costs: np.ndarray, tokens: np.ndarray, micro_batches: int, capacity:
 
 
 def test_small_deals_are_near_the_optimum():
-    """12 documents over 3 micro-batches: a few per cent at most in the mean; with many documents nothing is left."""
+    """12 documents over 3 micro-batches, against integer programming."""
     ratios = []
-    for seed in range(20):
+    for seed in range(12):
         generator = np.random.default_rng(seed)
         lengths = np.maximum(np.rint(np.exp(generator.normal(6.5, 1.2, 12))), 1).astype(int)
         plan = plan_micro_batches(lengths, 3, ranks(1), shape=SHAPE)
@@ -91,7 +91,7 @@ def test_small_deals_are_near_the_optimum():
         ratios.append(float(plan.cost.max() * scale / best))
         assert least_imbalance(plan.seconds, 3) * np.mean(plan.cost) * scale <= best * (1 + 1e-6)
     assert min(ratios) >= 1 - 1e-6, "the optimum is one"
-    assert max(ratios) <= 1.10 and np.mean(ratios) <= 1.02
+    assert max(ratios) <= 1.03 and np.mean(ratios) <= 1.005
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
