@@ -264,7 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"micro_batches: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
         return 2
     print(f"{os.cpu_count()} cores, load {load:.1f} before the start; lengths: {options.lengths or 'made up'}\n")
-    rows.sort(key=lambda row: list(dict.fromkeys(each.section for each in rows)).index(row.section))
+    sections = list(dict.fromkeys(row.section for row in rows))
+    rows.sort(key=lambda row: sections.index(row.section))
     _show(rows, Console(width=max(160, Console().width)))
     return 0 if all(row.met for row in rows) else 1
 

@@ -1,4 +1,4 @@
-"""Draws the pipeline step under each deal of documents, from the rows of `benchmarks.sequences.micro_batches --json FILE`.
+"""Draws the pipeline step under each deal of documents, from rows of `benchmarks.sequences.micro_batches --json FILE`.
 
 python -m benchmarks.sequences.micro_batches_figure ROWS.json docs/figures/micro_batches.svg
 """
@@ -14,8 +14,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 SECTIONS = {
-    "cost max / mean": "most expensive micro-batch / mean",
-    "step / equal micro-batches, simulated": "pipeline step / equal micro-batches",
+    "cost max / mean": "dearest micro-batch / mean",
+    "step / equal micro-batches, simulated": "step / equal micro-batches",
 }
 SOURCES = {
     "prolong": "ProLong",
@@ -59,9 +59,11 @@ def draw(rows: list[dict[str, Any]], case: str, path: Path) -> None:
                     axes.annotate(f"{value:.2f}", (x, value), ha="center", va="bottom", fontsize=6)
         axes.set_ylim(1, None)
         axes.set_ylabel(title, fontsize=8.5)
+        axes.tick_params(axis="y", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[1].set_xticks(range(len(SOURCES)), list(SOURCES.values()))
-    panels[0].legend(ncols=3, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.28))
+    figure.subplots_adjust(hspace=0.12)
+    panels[1].set_xticks(range(len(SOURCES)), list(SOURCES.values()), fontsize=8)
+    panels[0].legend(ncols=3, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.3))
     figure.savefig(path, bbox_inches="tight", facecolor="white")
 
 

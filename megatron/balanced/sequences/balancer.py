@@ -37,12 +37,13 @@ from balancing.sequences.load import causal_area, zigzag_areas
 from balancing.sequences.micro_batch_plan import document_seconds
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
 from balancing.sequences.window import in_window
-from megatron.balanced.callbacks import StepCallback
+from megatron.balanced.callbacks import StepCallback, trained
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
 from megatron.balanced.sequences.checks import why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, token_weights, weights_of_counts
+from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.steps import Steps, deal_documents
 
 __all__ = ["SequenceBalancer"]
@@ -106,9 +107,10 @@ class SequenceBalancer(StepCallback):
         self._unpickled: Callable[[bytes], tuple[SequencePlan, _Programs, tuple[int, ...], tuple[int, ...]]]
         self._unpickled = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
+        self._config: Any = None  # of the model, which the schedule reads
         self._step: list[_Batch] | None = None  # of the training step at hand; None outside of one
         # Of a step whose documents are dealt over micro-batches: what was read ahead, and tokens with a loss by origin.
-        self._ahead: list[dict[str, Any]] = []
+        self._ahead: list[list[dict[str, Any]]] = []
         self._counts: torch.Tensor | None = None
         # Of the domain "data", a group for attention alone: Megatron-LM reduces gradients in its own meanwhile.
         self._data: Any = None
@@ -132,8 +134,6 @@ class SequenceBalancer(StepCallback):
         if self._args.tensor_model_parallel_size > 1:
             self._tensor_hosts = duplicate_group(mpu.get_tensor_model_parallel_group(), minutes, on_host=True)
         for model in unwrap_model(chunks):
-            if self.config.sequence_micro_batches:
-                model.config.variable_seq_lengths = True  # of messages between stages
             if getattr(model, "rotary_pos_emb", None) is not None:
                 model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb)
         return chunks
@@ -235,15 +235,20 @@ class SequenceBalancer(StepCallback):
     # Around a step.
 
     def begin_step(self, iteration: int, config: Any) -> None:
-        self._iteration = iteration
+        self._iteration, self._config = iteration, config
 
     def begin_schedule(self) -> None:
         self._step = []
-        self._ahead, self._counts = [], None
+        if self._steps is not None:
+            self._read_step()
+            self._config.variable_seq_lengths = True  # of messages between stages, in training alone
 
     def end_schedule(self) -> None:
         """Check that all ranks of the group followed the same plans, without waiting for the device."""
         assert self._step is not None
+        if self._steps is not None:
+            self._config.variable_seq_lengths = False
+            expect_one_size()
         digests = "".join(batch.plan.digest for batch in self._step).encode()
         digest = int.from_bytes(hashlib.sha256(digests).digest()[:7], "little")
         if len(set(self._gather([digest])[:, 0].tolist())) > 1:
@@ -373,13 +378,11 @@ class SequenceBalancer(StepCallback):
         data_iterator: of the data loader; None on tensor-parallel ranks without one. chunk: number of the model chunk.
         """
         sample, waited = None, 0.0
-        weighs = self._weighs_step(chunk)
-        if weighs and self._counts is None:
-            self._read_step(data_iterator if mpu.get_tensor_model_parallel_rank() == 0 else None)
+        dealt = self._steps is not None and self._step is not None
         if mpu.get_tensor_model_parallel_rank() == 0:
             assert data_iterator is not None, "a stage has no data iterator"
             begin = time.perf_counter()
-            sample = self._ahead.pop(0) if weighs else next(data_iterator)
+            sample = self._ahead[chunk].pop(0) if dealt else next(data_iterator)
             waited = (time.perf_counter() - begin) * 1e3
         group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
         batch, pickled, milliseconds = receive(sample, group, self._tensor_hosts, source, torch.cuda.current_device())
@@ -409,7 +412,7 @@ class SequenceBalancer(StepCallback):
         update_seqlen_stats_from_cu_seqlens(there[2 * rows :])
         origin = there[rows : 2 * rows]
         weigh: Callable[[torch.Tensor], torch.Tensor]
-        if weighs:
+        if dealt:
             assert self._counts is not None
             weigh = partial(weights_of_counts, origin=origin, tokens=self._counts.to(device))
         else:
@@ -427,27 +430,38 @@ class SequenceBalancer(StepCallback):
         )
         return batch | {"attention_mask": None}, planned, plan
 
-    def _weighs_step(self, chunk: int) -> bool:
-        """Whether this model chunk's loss is averaged over Megatron-LM's micro-batches, whose tokens are in several."""
-        dealt = self._step is not None and self._steps is not None
-        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
-        return dealt and last and not self._args.calculate_per_token_loss
-
-    def _read_step(self, data_iterator: Iterator | None) -> None:
-        """Read all micro-batches of the step, and count the tokens with a loss of each origin, over all ranks."""
+    def _read_step(self) -> None:
+        """Read all micro-batches of the step, in which documents are dealt over them: stages must know their sizes, and
+        where Megatron-LM averages the loss over micro-batches, the tokens with a loss of each origin."""
         assert self._steps is not None
-        counts = torch.zeros(self._steps.micro_batches * self.domain.origins, dtype=torch.float64)
-        if data_iterator is not None:
-            self._ahead = [next(data_iterator) for _ in range(self._steps.micro_batches)]
-            for sample in self._ahead:
+        number = self._steps.micro_batches
+        counts = torch.zeros(number * self.domain.origins, dtype=torch.float64)
+        rows = torch.zeros(number, dtype=torch.int64)
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            iterators = trained().data
+            iterators = iterators if isinstance(iterators, list) else [iterators]
+            self._ahead = [[next(iterator) for _ in range(number)] for iterator in iterators]
+            for at, sample in enumerate(self._ahead[0]):
                 plan, _, origins, _ = self._unpickled(*sample["plan"])
                 (mask,) = sample["loss_mask"]
+                rows[at] = len(mask)
                 origin = row_origins(plan, self.domain.rank, len(mask), origins)
                 counts.index_add_(0, torch.from_numpy(origin), mask.double())
-            dist.all_reduce(counts, group=self._hosts)
+            if not self._args.calculate_per_token_loss:
+                dist.all_reduce(counts, group=self._hosts)
         if self._tensor_hosts is not None:
-            dist.broadcast(counts, mpu.get_tensor_model_parallel_src_rank(), group=self._tensor_hosts)
+            for numbers in (counts, rows):
+                dist.broadcast(numbers, mpu.get_tensor_model_parallel_src_rank(), group=self._tensor_hosts)
         self._counts = counts
+        expect(
+            (rows // self._rows.multiple).tolist(),
+            self._config.hidden_size,
+            mpu.get_pipeline_model_parallel_rank(),
+            mpu.get_pipeline_model_parallel_world_size(),
+            chunks=self._config.virtual_pipeline_model_parallel_size or 1,
+            group=self._config.microbatch_group_size_per_vp_stage,
+            overlap=self._config.overlap_p2p_comm,
+        )
 
 
 def _spent(batches: list[_Batch]) -> list[int]:
