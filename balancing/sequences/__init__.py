@@ -16,6 +16,7 @@ Planning:
 - remap: to send tokens from one layout to the other.
 - chunk: the unit in which the planner "chunks" cuts the ends of long sequences.
 - zone: where the planner "zones" keeps a sequence: on one rank, on ranks of one node, or on several nodes.
+- micro-batch: documents that pass through the pipeline together; a deal says which, over all micro-batches of a step.
 - exchange: "local", "ring" or "gather", how keys and values of a sequence reach the queries that see them.
 
 Carrying a plan out (`engine`):
@@ -38,6 +39,8 @@ from balancing.sequences.engine.program import Program
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.engine.routing import route
 from balancing.sequences.load import causal_area, zigzag_area
+from balancing.sequences.micro_batch_plan import MicroBatchPlan, least_imbalance
+from balancing.sequences.micro_batches import plan_micro_batches
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.render import render
@@ -49,6 +52,7 @@ __all__ = [
     "METHODS",
     "AttentionShape",
     "KVExchange",
+    "MicroBatchPlan",
     "Program",
     "RankProgram",
     "SequenceAttention",
@@ -61,9 +65,11 @@ __all__ = [
     "causal_area",
     "compile_rank",
     "kv_traffic",
+    "least_imbalance",
     "limit_seconds",
     "linear_layout",
     "make_program",
+    "plan_micro_batches",
     "plan_sequences",
     "remap_traffic",
     "render",

@@ -25,6 +25,14 @@ class SequenceConfig:
             "--context-parallel-size 1, else context.",
         },
     )
+    sequence_micro_batches: bool = field(
+        default=False,
+        metadata={
+            "help": "Deal the documents of a step over its micro-batches, so that all take as long and no pipeline "
+            "stage waits for one. A micro-batch has at most 1.25 times the tokens that it had, or what "
+            "--sequence-token-capacity allows. Losses do not change."
+        },
+    )
     sequence_planner: str = field(
         default="auto",
         metadata={

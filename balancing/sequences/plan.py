@@ -81,7 +81,7 @@ def plan_sequences(
         close = difflib.get_close_matches(method, METHODS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(METHODS)}")
-    checked = _checked_lengths(lengths)
+    checked = checked_lengths(lengths)
     ranks = cluster.world_size
     if token_capacity is not None:
         _check_capacity(token_capacity, checked, ranks)
@@ -151,7 +151,7 @@ class _Planner:
         return SequencePlan(self.lengths, ranks, method, layout, linear, exchange, capacity)
 
 
-def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+def checked_lengths(lengths: Sequence[int] | np.ndarray) -> tuple[int, ...]:
     values = lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths)
     if not values:
         raise ValueError("no sequences to plan; give at least one length")

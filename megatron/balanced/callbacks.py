@@ -85,11 +85,13 @@ class StepCallback:
 
 
 class Trained(NamedTuple):
-    """What the training loop holds: model chunks, their optimizer, and the scheduler of its learning rate."""
+    """What the training loop holds: model chunks, their optimizer, the scheduler of its learning rate, and the iterator
+    of micro-batches, or one for each model chunk."""
 
     model: Any
     optimizer: Any
     scheduler: Any
+    data: Any
 
 
 registered: list[StepCallback] = []  # of the run in progress
@@ -143,7 +145,7 @@ def with_callbacks(original: Callable) -> Callable:
                 callback.end_schedule()
             return losses
 
-        _trained[:] = [Trained(model, optimizer, opt_param_scheduler)]
+        _trained[:] = [Trained(model, optimizer, opt_param_scheduler, data_iterator)]
         for callback in registered:
             callback.begin_step(iteration or 0, config)
         result = original(

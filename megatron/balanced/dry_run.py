@@ -178,7 +178,7 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
         return ["gain   not forecast: --cluster tells how fast the machine is"]
     if config.dynamics.enabled:
         return ["gain   not forecast: the model changes while it trains; --balance-report shows what is gained"]
-    packed = is_packed(args)
+    packed = bool(args.sft or args.dataloader_inter_document_masking)
     try:
         found = forecast(
             read_recipe_flags(_flags_of(args)).on(args.world_size),

@@ -27,7 +27,7 @@ from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.layers.graphs import remembered
 from megatron.balanced.model import replaces_in_prediction
-from megatron.balanced.sequences.packed_messages import with_flat_batches
+from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
 
@@ -206,6 +206,14 @@ PATCHES = (
         signature=("pp_size", "vp_size", "schedule_pg_collection"),
         versions=("0.19.2",),
         needed=_flattens_batches,
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
+        replacement=with_known_shapes,
+        why="Megatron-LM's stages ask each other for the size of every message and wait, and balanced ones know it",
+        signature=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
+        versions=("0.19.2",),
+        needed=lambda args, config: config.sequences.sequence_micro_batches,
     ),
     Patch(
         target="megatron.training.training:train_step",

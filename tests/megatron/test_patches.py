@@ -32,6 +32,12 @@ GRAPHS = (
     "--hidden-dropout 0 --cuda-graph-impl transformer_engine --cuda-graph-modules attn"
 )
 
+# Not with layers of multi-token prediction, which are in the table.
+DEALT = (
+    "--pipeline-model-parallel-size 2 --balance-sequences --sequence-micro-batches --dataloader-inter-document-masking "
+    "--attention-dropout 0"
+)
+
 
 def _parsed(flags: str = "") -> tuple[Any, Any]:
     from megatron.balanced.arguments import parse_arguments
@@ -74,11 +80,13 @@ def test_the_versions_are_those_of_the_package():
 
 def _installs() -> list[str]:
     from balancing.layers.config import LayerConfig
+    from balancing.sequences.config import SequenceConfig
     from megatron.balanced import patches
 
     args, config = _parsed(" ".join(NEEDS.values()))
     args.cuda_graph_impl = "transformer_engine"
-    config = dataclasses.replace(config, layers=LayerConfig(balance_layers=True))
+    dealt = SequenceConfig(balance_sequences=True, sequence_micro_batches=True)
+    config = dataclasses.replace(config, layers=LayerConfig(balance_layers=True), sequences=dealt)
     owners = [patch.owner() for patch in patches.PATCHES]
 
     def state() -> list[Any]:
@@ -114,7 +122,7 @@ def _needed(flags: str) -> list[str]:
 def test_only_what_is_needed_is_patched(pool):
     without, _ = pool.run(2, _needed, "")
     assert without in (["megatron.core.datasets.utils:compile_helpers"], [])
-    for row, flags in (NEEDS | {"training:TECudaGraphHelper": GRAPHS}).items():
+    for row, flags in (NEEDS | {"training:TECudaGraphHelper": GRAPHS, "P2PCommunicator": DEALT}).items():
         needed, _ = pool.run(2, _needed, flags)
         more = set(needed) - set(without)
         assert any(row in target for target in more), row

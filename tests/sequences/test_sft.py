@@ -113,6 +113,22 @@ def test_conversations_of_shared_micro_batches(pool, tokenizer, tmp_path, loss):
         assert run.validation == pytest.approx(alone.validation, rel=1e-6), layout  # summed in float32
 
 
+def test_conversations_of_dealt_steps(pool, tokenizer, tmp_path):
+    """Conversations change their micro-batch, of which each is then as large as its own, without padding."""
+    base = _base(tokenizer, _write(tmp_path / "packed.jsonl", conversations_per_line=2))
+    first = f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1"
+    _train(pool, 1, [*base, *first.split()], tmp_path)
+    base += f"--load {tmp_path} --finetune --no-load-optim --no-load-rng".split()
+    dealt = "--pipeline-model-parallel-size 2 --balance-sequences --sequence-micro-batches"
+    for averaged in (False, True):
+        flags = [flag for flag in base if not averaged or flag != "--calculate-per-token-loss"]
+        alone = _train(pool, 1, flags, tmp_path)
+        for ranks, layout in ((2, dealt), (4, f"{dealt} --context-parallel-size 2")):
+            losses, parameters = differences(_train(pool, ranks, [*flags, *layout.split()], tmp_path), alone)
+            assert losses <= 1e-12, layout
+            assert parameters <= 1e-12, layout
+
+
 def test_packed_conversations_do_not_see_each_other(pool, tokenizer, tmp_path):
     """The loss over all conversations is the same with one or with four of them in a sequence."""
     first_losses = []

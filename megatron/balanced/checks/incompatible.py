@@ -16,6 +16,8 @@ OWN_EXPERTS = "own experts"
 EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", "release", "report"
 # Sequences are checked as SEQUENCES_OF_DATA, too, where data-parallel ranks share micro-batches.
 SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
+# And as SEQUENCES_OF_STEP where documents are dealt over the micro-batches of a step.
+SEQUENCES_OF_STEP = "sequences of a step"
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
 
@@ -96,6 +98,8 @@ _LEAVE = "it takes ranks that leave for failed ones"
 _PACKS = "packed documents must not attend to each other, and the scheme ignores their boundaries"
 _MASK = "only the causal mask is supported"
 _DROPS = "it drops tokens by the others on their rank"
+_STEPS = "documents are dealt over steps of one size"
+_ROWS = "it counts on as many rows in every micro-batch"
 _TOKENS = "each rank has only a part of the tokens to choose from"
 _POSITIONS = "it assumes that no token is left out before a given position"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
@@ -165,14 +169,21 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("hybrid_context_parallel", _OFF, (SEQUENCES,), "it splits batches in its own way",
                  "drop it, or use --sequence-planner hybrid"),
     Incompatible("hybrid_context_parallel", _OFF, (RELEASE,), "its process groups cannot shrink yet"),
-    Incompatible("dataloader_type", ("single", None), (SEQUENCES_OF_DATA,),
+    Incompatible("dataloader_type", ("single", None), (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP),
                  "it gives data-parallel ranks samples in an order of its own", "use --dataloader-type single"),
+    Incompatible("rampup_batch_size", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
+    Incompatible("step_batch_size_schedule", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
+    Incompatible("decrease_batch_size_if_needed", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
+    Incompatible("tp_comm_overlap", _OFF, (SEQUENCES_OF_STEP,), _ROWS),
+    Incompatible("fp8", _OFF, (SEQUENCES_OF_STEP,), _ROWS),
+    Incompatible("fp4", _OFF, (SEQUENCES_OF_STEP,), _ROWS),
+    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (SEQUENCES_OF_STEP,), _ROWS),
     Incompatible("full_validation", _OFF, (SEQUENCES_OF_DATA,),
                  "data-parallel ranks may have different numbers of validation samples", "use --eval-iters"),
-    Incompatible("fim_data", _OFF, (SEQUENCES_OF_DATA,),
+    Incompatible("fim_data", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP),
                  "its permutations depend on the samples that a rank has read before"),
-    Incompatible("moe_expert_capacity_factor", _OFF, (SEQUENCES_OF_DATA,), _DROPS),
-    Incompatible("moe_expert_rank_capacity_factor", _OFF, (SEQUENCES_OF_DATA,), _DROPS),
+    Incompatible("moe_expert_capacity_factor", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
+    Incompatible("moe_expert_rank_capacity_factor", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
     Incompatible("gtp_weight_remat_size", (1, None), (SEQUENCES_OF_DATA,),
                  "its ranks have micro-batches of their own beside data-parallel ranks"),
     # Parallelism and overlaps

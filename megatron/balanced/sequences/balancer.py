@@ -8,10 +8,12 @@ before the optimizer acts on it.
 
 import argparse
 import hashlib
+import math
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
@@ -32,13 +35,17 @@ from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernels import accumulation_dtype
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.load import causal_area, zigzag_areas
+from balancing.sequences.micro_batch_plan import document_seconds
+from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
 from balancing.sequences.window import in_window
-from megatron.balanced.callbacks import Held, StepCallback
+from megatron.balanced.callbacks import Held, StepCallback, trained
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
 from megatron.balanced.sequences.checks import why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
-from megatron.balanced.sequences.domain import Domain, token_weights
+from megatron.balanced.sequences.domain import Domain, token_weights, weights_of_counts
+from megatron.balanced.sequences.packed_messages import expect, expect_one_size
+from megatron.balanced.sequences.steps import Steps, deal_documents
 
 __all__ = ["SequenceBalancer"]
 
@@ -48,12 +55,14 @@ _LAYOUT_SHARDS = 2000
 
 
 class _Batch(NamedTuple):
-    """A micro-batch of a step in one model chunk: its plan, the origin of each document, attention by the plan of each
-    kind of layers, and milliseconds of planning and of waiting for the plan."""
+    """A micro-batch of a step in one model chunk: its plan, the origin of each document and its number among those that
+    were drawn together, attention by the plan of each kind of layers, and milliseconds of planning and of waiting for
+    the plan."""
 
     chunk: int
     plan: SequencePlan
     origins: tuple[int, ...]
+    numbers: tuple[int, ...]
     attentions: list[SequenceAttention]
     plan_ms: float
     waited_ms: float
@@ -96,10 +105,14 @@ class SequenceBalancer(StepCallback):
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
-        self._unpickled: Callable[[bytes], tuple[SequencePlan, _Programs, tuple[int, ...]]]
+        self._unpickled: Callable[[bytes], tuple[SequencePlan, _Programs, tuple[int, ...], tuple[int, ...]]]
         self._unpickled = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
+        self._config: Any = None  # of the model, which the schedule reads
         self._step: list[_Batch] | None = None  # of the training step at hand; None outside of one
+        # Of a step whose documents are dealt over micro-batches: what was read ahead, and tokens with a loss by origin.
+        self._ahead: list[list[dict[str, Any]]] = []
+        self._counts: torch.Tensor | None = None
         # Of the domain "data", a group for attention alone: Megatron-LM reduces gradients in its own meanwhile.
         self._data: Any = None
         # The hosts of the ranks that share micro-batches, and of the tensor-parallel group if it has several ranks.
@@ -130,9 +143,9 @@ class SequenceBalancer(StepCallback):
     def datasets(self, provider: Callable) -> Callable:
         """Megatron's dataset provider, with its datasets wrapped in planned ones."""
 
-        def planned(dataset: Any) -> Any:
+        def planned(dataset: Any, steps: Steps | None = None) -> Any:
             if dataset is None or isinstance(dataset, list):
-                return dataset and [planned(part) for part in dataset]
+                return dataset and [planned(part, steps) for part in dataset]
             padding = dataset.config.tokenizer.pad if self._args.sft else None
             own = partial(
                 _compiled,
@@ -142,10 +155,12 @@ class SequenceBalancer(StepCallback):
                 routing=self._routing,
                 token_bytes=self._token_bytes,
             )
-            return PlannedDataset(dataset, PlanningAhead(self._plan, own), self.domain, self._rows, padding)
+            rows = self._rows if steps is None else replace(self._rows, fixed=False)
+            return PlannedDataset(dataset, PlanningAhead(self._plan, own), self.domain, rows, padding, steps)
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
-            return tuple(planned(dataset) for dataset in provider(sizes, vp_stage=vp_stage))
+            train, *others = provider(sizes, vp_stage=vp_stage)
+            return planned(train, self._steps), *map(planned, others)
 
         build.is_distributed = True  # type: ignore[attr-defined]
         return build
@@ -176,6 +191,22 @@ class SequenceBalancer(StepCallback):
             token_capacity=self.config.sequence_token_capacity or None,
             chunk=self.config.sequence_chunk or None,
         )
+
+    @cached_property
+    def _steps(self) -> Steps | None:
+        """How documents are dealt over the micro-batches of training steps; None where they stay."""
+        args = self._args
+        if not self.config.sequence_micro_batches:
+            return None
+        ranks, drawn = self.domain.ranks, args.seq_length * args.micro_batch_size * self.domain.origins
+        deal = partial(
+            deal_documents,
+            micro_batches=get_num_microbatches(),
+            cluster=self._cluster,
+            shape=_shape_of(args),
+            token_capacity=self.config.sequence_token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / ranks),
+        )
+        return Steps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, deal)
 
     @property
     def _routing(self) -> str | int:
@@ -215,14 +246,20 @@ class SequenceBalancer(StepCallback):
     # Around a step.
 
     def begin_step(self, iteration: int, config: Any) -> None:
-        self._iteration = iteration
+        self._iteration, self._config = iteration, config
 
     def begin_schedule(self) -> None:
         self._step = []
+        if self._steps is not None:
+            self._read_step()
+            self._config.variable_seq_lengths = True  # of messages between stages, in training alone
 
     def end_schedule(self) -> None:
         """Check that all ranks of the group followed the same plans, without waiting for the device."""
         assert self._step is not None
+        if self._steps is not None:
+            self._config.variable_seq_lengths = False
+            expect_one_size()
         digests = "".join(batch.plan.digest for batch in self._step).encode()
         digest = int.from_bytes(hashlib.sha256(digests).digest()[:7], "little")
         if len(set(self._gather([digest])[:, 0].tolist())) > 1:
@@ -252,7 +289,9 @@ class SequenceBalancer(StepCallback):
         plan_ms = sum(batch.plan_ms for batch in batches)
         batches = [batch for batch in batches if batch.chunk == 0]  # every chunk has the same plans
         plans = [batch.plan for batch in batches]
-        areas = [self._areas(batch) for batch in batches]
+        drawn = self._drawn(batches)
+        areas = [self._areas(*pair) for pair in zip(plans, drawn, strict=True)]
+        costs = self._costs([np.concatenate(each) for each in drawn]), self._costs([plan.lengths for plan in plans])
         # Fullest rank first: it differs between micro-batches, so means by rank would hide it.
         ordered = np.mean([[np.sort(each)[::-1] / each.mean() for each in pair] for pair in areas], axis=0)
         return event(
@@ -268,6 +307,8 @@ class SequenceBalancer(StepCallback):
             micro_batches=len(plans),
             methods=dict(Counter(plan.method for plan in plans)),
             token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
+            micro_batch_imbalance_before=imbalance(costs[0]),
+            micro_batch_imbalance_after=imbalance(costs[1]),
             attention_token_imbalance=float(np.mean([imbalance(plan.tokens) for plan in plans])),
             plan_wait_ms=int(waited.max()) / 1e3,
             kv_intra_bytes=kv_intra,
@@ -279,15 +320,13 @@ class SequenceBalancer(StepCallback):
             ordered_after=ordered[1],
             stage=mpu.get_pipeline_model_parallel_rank(),
             replica=mpu.get_data_parallel_rank(),
-            **self._layout(batches[0]),
+            **self._layout(plans[0], *areas[0]),
         )
 
-    def _layout(self, batch: _Batch) -> dict[str, Any]:
+    def _layout(self, plan: SequencePlan, before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
         """Every _LAYOUT_INTERVAL iterations a whole layout, for the report to draw."""
-        plan = batch.plan
         if self._iteration % _LAYOUT_INTERVAL or len(plan.attention) > _LAYOUT_SHARDS:
             return {}
-        before, after = self._areas(batch)
         layout = {
             "ranks": plan.ranks,
             "ranks_per_node": self._cluster.ranks_per_node,
@@ -297,27 +336,46 @@ class SequenceBalancer(StepCallback):
         }
         return {"layout": layout}
 
-    def _areas(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
+    def _drawn(self, batches: list[_Batch]) -> list[list[np.ndarray]]:
+        """Of each micro-batch of Megatron-LM, as many as `batches`: lengths of documents by data-parallel rank."""
+        parts = [np.array([each.numbers, each.origins, each.plan.lengths]) for each in batches]
+        origins = self.domain.origins
+        if self._steps is None:
+            return [[lengths[origin == at] for at in range(origins)] for _, origin, lengths in parts]
+        number, origin, lengths = np.concatenate(parts, axis=1)
+        origin, lengths = origin[np.argsort(number)], lengths[np.argsort(number)]
+        return [
+            [lengths[origin == first + at] for at in range(origins)]
+            for first in range(0, len(batches) * origins, origins)
+        ]
+
+    def _costs(self, micro_batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+        """[micro-batch], seconds of its documents."""
+        cluster, shape = self._cluster, _shape_of(self._args)
+        return np.array([document_seconds(lengths, cluster, shape).sum() for lengths in micro_batches])
+
+    def _areas(self, plan: SequencePlan, drawn: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """[rank], area if Megatron-LM cut the batch, and area under the plan: of a layer, or where layers are of two
-        kinds, of all layers together."""
-        shape, plan = _shape_of(self._args), batch.plan
+        kinds, of all layers together. drawn: lengths of Megatron-LM's micro-batch, by data-parallel rank."""
+        shape = _shape_of(self._args)
         if shape.window is None:
-            return self._upstream_areas(batch, None), plan.area
+            return self._upstream_areas(plan.ranks, drawn, None), plan.area
         whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)
-        kinds = [self._upstream_areas(batch, window) for window in (None, windowed.window)], (plan.area, windowed.area)
+        kinds = (
+            [self._upstream_areas(plan.ranks, drawn, window) for window in (None, windowed.window)],
+            (plan.area, windowed.area),
+        )
         before, after = (whole * one + shape.windowed_layers * other for one, other in kinds)
         return before, after
 
-    def _upstream_areas(self, batch: _Batch, window: int | None) -> np.ndarray:
+    def _upstream_areas(self, ranks: int, drawn: list[np.ndarray], window: int | None) -> np.ndarray:
         """[rank], area if Megatron-LM cut the batch: its micro-batches each on the context-parallel ranks of a
         data-parallel rank, the packed sequence in a zig-zag; or, where every document is padded to fit, each document
         over all of these ranks, which is balanced."""
-        ranks = batch.plan.ranks // self.domain.origins
-        lengths, origins = np.array(batch.plan.lengths), np.array(batch.origins)
+        ranks //= self.domain.origins
         padded = not self._args.dataloader_inter_document_masking or self._args.sft
         areas = []
-        for origin in range(self.domain.origins):
-            own = lengths[origins == origin]
+        for own in drawn:
             areas += [causal_area(own, window) / ranks] * ranks if padded else [*zigzag_areas(own, ranks, window)]
         return np.array(areas)
 
@@ -331,15 +389,16 @@ class SequenceBalancer(StepCallback):
         data_iterator: of the data loader; None on tensor-parallel ranks without one. chunk: number of the model chunk.
         """
         sample, waited = None, 0.0
+        dealt = self._steps is not None and self._step is not None
         if mpu.get_tensor_model_parallel_rank() == 0:
             assert data_iterator is not None, "a stage has no data iterator"
             begin = time.perf_counter()
-            sample = next(data_iterator)
+            sample = self._ahead[chunk].pop(0) if dealt else next(data_iterator)
             waited = (time.perf_counter() - begin) * 1e3
         group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
         batch, pickled, milliseconds = receive(sample, group, self._tensor_hosts, source, torch.cuda.current_device())
         begin = time.perf_counter()
-        plan, programs, origins = self._unpickled(pickled)
+        plan, programs, origins, numbers = self._unpickled(pickled)
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
         timed = self._report is not None  # nobody else reads the times
         group = self._sharing if self._data is None else self._data
@@ -351,10 +410,11 @@ class SequenceBalancer(StepCallback):
         attentions = [kind for kind in {id(kind): kind for kind in (whole, windowed)}.values() if kind is not None]
         self._most_rows = max(self._most_rows, *(one.program.program.rows for one in attentions))
         if self._step is not None:
-            self._step.append(_Batch(chunk, plan, origins, attentions, milliseconds, waited))
+            self._step.append(_Batch(chunk, plan, origins, numbers, attentions, milliseconds, waited))
         rank, rows = self.domain.rank, batch["tokens"].shape[1]
         # Megatron-LM adds up the lengths of documents over data-parallel ranks.
-        own = [length for length, origin in zip(plan.lengths, origins, strict=True) if origin == self.domain.origin]
+        of_ranks = (origin % self.domain.origins for origin in origins)
+        own = [length for length, of in zip(plan.lengths, of_ranks, strict=True) if of == self.domain.origin]
         ends = np.cumsum((0, *own))
         of_rows = positions(plan, rank, rows), row_origins(plan, rank, rows, origins)
         device = batch["tokens"].device
@@ -362,7 +422,13 @@ class SequenceBalancer(StepCallback):
         for attention in attentions[1:]:
             attention.upload(device)
         update_seqlen_stats_from_cu_seqlens(there[2 * rows :])
-        weigh = partial(token_weights, origin=there[rows : 2 * rows], origins=self.domain.origins, group=self._sharing)
+        origin = there[rows : 2 * rows]
+        weigh: Callable[[torch.Tensor], torch.Tensor]
+        if dealt:
+            assert self._counts is not None
+            weigh = partial(weights_of_counts, origin=origin, tokens=self._counts.to(device))
+        else:
+            weigh = partial(token_weights, origin=origin, origins=self.domain.origins, group=self._sharing)
         planned = PlannedSequences(
             qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
@@ -375,6 +441,39 @@ class SequenceBalancer(StepCallback):
             weigh=weigh,
         )
         return batch | {"attention_mask": None}, planned, plan
+
+    def _read_step(self) -> None:
+        """Read all micro-batches of the step, in which documents are dealt over them: stages must know their sizes, and
+        where Megatron-LM averages the loss over micro-batches, the tokens with a loss of each origin."""
+        assert self._steps is not None
+        number = self._steps.micro_batches
+        counts = torch.zeros(number * self.domain.origins, dtype=torch.float64)
+        rows = torch.zeros(number, dtype=torch.int64)
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            iterators = trained().data
+            iterators = iterators if isinstance(iterators, list) else [iterators]
+            self._ahead = [[next(iterator) for _ in range(number)] for iterator in iterators]
+            for at, sample in enumerate(self._ahead[0]):
+                plan, _, origins, _ = self._unpickled(*sample["plan"])
+                (mask,) = sample["loss_mask"]
+                rows[at] = len(mask)
+                origin = row_origins(plan, self.domain.rank, len(mask), origins)
+                counts.index_add_(0, torch.from_numpy(origin), mask.double())
+            if not self._args.calculate_per_token_loss:
+                dist.all_reduce(counts, group=self._hosts)
+        if self._tensor_hosts is not None:
+            for numbers in (counts, rows):
+                dist.broadcast(numbers, mpu.get_tensor_model_parallel_src_rank(), group=self._tensor_hosts)
+        self._counts = counts
+        expect(
+            (rows // self._rows.multiple).tolist(),
+            self._config.hidden_size,
+            mpu.get_pipeline_model_parallel_rank(),
+            mpu.get_pipeline_model_parallel_world_size(),
+            chunks=self._config.virtual_pipeline_model_parallel_size or 1,
+            group=self._config.microbatch_group_size_per_vp_stage,
+            overlap=self._config.overlap_p2p_comm,
+        )
 
 
 def _spent(batches: list[_Batch]) -> list[int]:

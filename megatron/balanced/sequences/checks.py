@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.checks.incompatible import SEQUENCES, SEQUENCES_OF_DATA, check_compatible
+from megatron.balanced.checks.incompatible import SEQUENCES, SEQUENCES_OF_DATA, SEQUENCES_OF_STEP, check_compatible
 
 __all__ = ["check_sequences", "why_of_one_size"]
 
@@ -23,16 +23,23 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     if not sequences.balance_sequences:
         _check_left_alone(sequences)
         return sequences, []
-    if idle := _why_idle(args, sequences.sequence_domain):
+    notes = []
+    if sequences.sequence_micro_batches and (idle := _why_not_dealt(args)):
+        args.sequence_micro_batches = False
+        sequences = dataclasses.replace(sequences, sequence_micro_batches=False)
+        notes.append(f"--sequence-micro-batches has nothing to balance: {idle}")
+    if not sequences.sequence_micro_batches and (idle := _why_idle(args, sequences.sequence_domain)):
         args.balance_sequences = False
         off = dataclasses.replace(sequences, balance_sequences=False, sequence_domain="auto")
-        return off, [f"--balance-sequences has nothing to balance: {idle}"]
+        return off, [*notes, f"--balance-sequences has nothing to balance: {idle}"]
     check_compatible(args, SEQUENCES, "--balance-sequences")
     if sequences.sequence_domain == "auto":
         domain = "data" if args.context_parallel_size == 1 else "context"
         sequences = dataclasses.replace(sequences, sequence_domain=domain)
     if sequences.sequence_domain == "data":
         _check_data_domain(args)
+    if sequences.sequence_micro_batches:
+        _check_dealt(args)
     if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
         raise ValueError(
             "--balance-sequences is incompatible with --moe-router-load-balancing-type sinkhorn: it routes a token by "
@@ -51,13 +58,12 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
             f"those after it; use --window-size {window[0]},0"
         )
     _check_sizes(args, sequences)
-    notes = []
     if not args.sft and not args.dataloader_inter_document_masking:
         notes.append(
             "--balance-sequences takes each sample as one sequence; with --dataloader-inter-document-masking each "
             "document is one"
         )
-    if args.sft and (why := why_of_one_size(args)):
+    if args.sft and not sequences.sequence_micro_batches and (why := why_of_one_size(args)):
         notes.append(f"--balance-sequences leaves the padding of conversations in linear layers, for {why}")
     if getattr(args, "multi_latent_attention", False) and args.apply_rope_fusion:
         args.apply_rope_fusion = False
@@ -85,6 +91,37 @@ def _why_idle(args: argparse.Namespace, domain: str) -> str | None:
             "--dataloader-inter-document-masking"
         )
     return None
+
+
+def _why_not_dealt(args: argparse.Namespace) -> str | None:
+    """Why no pipeline stage can wait for a micro-batch that costs more than another; None where one can."""
+    if args.pipeline_model_parallel_size == 1:
+        return "without a pipeline no stage waits for a micro-batch"
+    size = (args.micro_batch_size or 1) * _data_parallel_size(args)
+    if (args.global_batch_size or size) < 2 * size:
+        return "a step has one micro-batch"
+    if not args.sft and not args.dataloader_inter_document_masking:
+        return "samples are of one length without --dataloader-inter-document-masking"
+    return None
+
+
+def _check_dealt(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that look at the tokens of one micro-batch, or make micro-batches or steps of one
+    size."""
+    found = _losses_of_a_micro_batch(args)
+    if args.num_experts:
+        kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+        coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if "global_aux_loss" in kinds and any(coefficients):
+            why = "it averages over micro-batches, which differ in tokens"
+            found.append(("--moe-router-load-balancing-type global_aux_loss", why, "use an expert bias"))
+        if args.moe_z_loss_coeff:
+            found.append(("--moe-z-loss-coeff", "it averages over micro-batches, which differ in tokens", "drop it"))
+        if args.moe_token_dispatcher_type == "allgather":
+            why = "messages between stages have the sizes of micro-batches, which it does not support"
+            found.append(("--moe-token-dispatcher-type allgather", why, "use alltoall"))
+    check_compatible(args, SEQUENCES_OF_STEP, "--sequence-micro-batches", found)
 
 
 def _check_data_domain(args: argparse.Namespace) -> None:

@@ -7,10 +7,11 @@ dataset has shifted labels before anything is cut. All of this runs ahead of the
 """
 
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ import torch.distributed as dist
 
 from balancing.sequences.ahead import Planned
 from balancing.sequences.sequence_plan import SequencePlan
-from megatron.balanced.sequences.domain import Domain
+from megatron.balanced.sequences.domain import Domain, Sample
 from megatron.balanced.sequences.reading import document_lengths, read_tokens
+from megatron.balanced.sequences.steps import Steps
 
 __all__ = ["PlannedDataset", "Rows", "positions", "receive", "row_origins"]
 
@@ -47,6 +49,24 @@ class Rows:
         return -(-int(plan.linear_tokens.max()) // self.multiple) * self.multiple
 
 
+class _Document(NamedTuple):
+    """Tokens [start, start + tokens) of a sample; `sample` is its place among those that were drawn."""
+
+    sample: int
+    start: int
+    tokens: int
+
+
+class _Drawn(NamedTuple):
+    """Samples of a micro-batch or of a step; their documents; those that had to be read, by their place; and tokens of
+    all, padding included."""
+
+    samples: list[Sample]
+    documents: list[_Document]
+    read: dict[int, dict[str, torch.Tensor]]
+    size: int
+
+
 class PlannedDataset(torch.utils.data.Dataset):
     """Any of Megatron's GPT datasets, read a micro-batch at a time.
 
@@ -55,6 +75,7 @@ class PlannedDataset(torch.utils.data.Dataset):
     domain: the ranks that share micro-batches.
     rows: of each rank.
     padding: the token that samples are padded with at their end; None if they are always full.
+    steps: deals the documents of a step over its micro-batches; None to leave them where they were drawn.
     """
 
     def __init__(
@@ -64,8 +85,11 @@ class PlannedDataset(torch.utils.data.Dataset):
         domain: Domain,
         rows: Rows,
         padding: int | None,
+        steps: Steps | None = None,
     ) -> None:
         self._dataset, self._plan, self._domain, self._rows, self._padding = dataset, plan, domain, rows, padding
+        self._steps = steps
+        self._latest: tuple[int, _Drawn, np.ndarray] | None = None  # step, by its first sample, with its deal
         for name in ("split", "index_split"):  # which tell Megatron training from validation
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -78,31 +102,60 @@ class PlannedDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """A list of one, the micro-batch in which this rank has samples `indices`: this rank's rows; its pickled plan,
-        program and the origin of each document; and the milliseconds that planning took."""
-        samples = self._domain.samples(indices)
-        documents = [document_lengths(self._dataset, sample.index) for sample in samples]
-        read: dict[int, dict[str, torch.Tensor]] = {}  # samples whose lengths only their tokens tell
-        size = sum(map(sum, (lengths for lengths in documents if lengths is not None)))
-        for at, sample in enumerate(samples):
-            if documents[at] is None:
-                read[at] = self._dataset[sample.index]
-                documents[at] = _lengths(read[at], self._without_padding(read[at]))
-                size += len(read[at]["tokens"])
-        plan, program, milliseconds = self._plan([length for lengths in documents for length in lengths])
+        program, the origin and the number of each document; and the milliseconds that planning took."""
+        begin = time.perf_counter()
+        drawn, chosen = self._micro_batch(indices)
+        spent = (time.perf_counter() - begin) * 1e3
+        documents = [drawn.documents[number] for number in chosen]
+        plan, program, milliseconds = self._plan([document.tokens for document in documents])
         own = _own_tokens(plan, self._domain.rank)
-        rows = self._rows.of(plan, size)
+        rows = self._rows.of(plan, drawn.size)
         batch = {name: torch.zeros(rows, dtype=torch.int64) for name in _INTEGERS}
         batch["loss_mask"] = torch.zeros(rows, dtype=torch.float32)
-        ends = np.cumsum([sum(lengths) for lengths in documents])
-        of_sample = np.searchsorted(ends, own, side="right")
+        begins = np.array([0, *accumulate(document.tokens for document in documents)])
+        of_document = np.searchsorted(begins, own, side="right") - 1
+        there = own - begins[of_document] + np.array([document.start for document in documents])[of_document]
+        of_sample = np.array([document.sample for document in documents])[of_document]
         for at in np.unique(of_sample).tolist():
             (where,) = np.nonzero(of_sample == at)
-            tokens = own[where] - (ends[at - 1] if at else 0)
-            sample = read.get(at) or read_tokens(self._dataset, samples[at].index, np.sort(tokens))
+            tokens = there[where]
+            sample = drawn.read.get(at) or read_tokens(self._dataset, drawn.samples[at].index, np.sort(tokens))
             for name, values in batch.items():
                 values[where] = sample[name][tokens]
-        origins = [sample.origin for sample, lengths in zip(samples, documents, strict=True) for _ in lengths]
-        return [batch | {"plan": pickle.dumps((plan, program, tuple(origins))), "plan_ms": milliseconds}]
+        origins = tuple(drawn.samples[document.sample].origin for document in documents)
+        return [batch | {"plan": pickle.dumps((plan, program, origins, chosen)), "plan_ms": milliseconds + spent}]
+
+    def _micro_batch(self, indices: Sequence[int]) -> tuple["_Drawn", tuple[int, ...]]:
+        """Samples, and the numbers of the documents that run in the micro-batch in which this rank has `indices`."""
+        step = None if self._steps is None else self._steps.of(indices, self._domain)
+        if self._steps is None or step is None:
+            drawn = self._draw(self._domain.samples(indices))
+            return drawn, tuple(range(len(drawn.documents)))
+        if self._latest is None or self._latest[0] != step.first:
+            drawn = self._draw(step.samples)
+            of_documents = [drawn.samples[document.sample].origin for document in drawn.documents]
+            lengths = [document.tokens for document in drawn.documents]
+            deal = self._steps.deal(lengths, np.array(of_documents) // self._domain.origins)
+            self._latest = step.first, drawn, deal
+        _, drawn, deal = self._latest
+        return drawn, tuple(np.flatnonzero(deal == step.micro_batch).tolist())
+
+    def _draw(self, samples: list[Sample]) -> "_Drawn":
+        documents: list[_Document] = []
+        read: dict[int, dict[str, torch.Tensor]] = {}  # samples whose lengths only their tokens tell
+        size = 0
+        for at, sample in enumerate(samples):
+            lengths = document_lengths(self._dataset, sample.index)
+            if lengths is None:
+                read[at] = self._dataset[sample.index]
+                lengths = _lengths(read[at], self._without_padding(read[at]))
+                size += len(read[at]["tokens"])
+            else:
+                size += sum(lengths)
+            documents += [
+                _Document(at, stop - each, each) for stop, each in zip(accumulate(lengths), lengths, strict=True)
+            ]
+        return _Drawn(samples, documents, read, size)
 
     def _without_padding(self, sample: dict[str, torch.Tensor]) -> int:
         """Tokens of a sample without the padding at its end, to which no other token attends."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-__all__ = ["Domain", "Sample", "token_weights"]
+__all__ = ["Domain", "Sample", "token_weights", "weights_of_counts"]
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,8 @@ def token_weights(
     tokens = loss_mask.new_zeros(origins).index_add_(0, origin, loss_mask)
     dist.all_reduce(tokens, group=group)
     return loss_mask / tokens.clamp(min=1)[origin]
+
+
+def weights_of_counts(loss_mask: torch.Tensor, origin: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """As `token_weights`, where `tokens` [origin] have been counted before."""
+    return loss_mask / tokens.to(loss_mask.dtype).clamp(min=1)[origin]

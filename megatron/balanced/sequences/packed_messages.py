@@ -2,13 +2,64 @@
 
 Megatron-LM flattens such a micro-batch to [1, samples x tokens] before the first layer, but its schedules still expect
 messages of [tokens, samples, hidden] between stages. Here they get the size of the flattened batch.
+
+Where documents are dealt over micro-batches (`--sequence-micro-batches`), these differ in rows. Megatron-LM's stages
+then send each other the shape of every message before it and wait for that. Here every stage knows the micro-batches
+of the step and the order of messages in the schedule, so it knows the shapes.
 """
 
 import functools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["with_flat_batches"]
+from balancing.layers.simulator.schedule import program
+
+__all__ = ["expect", "expect_one_size", "with_flat_batches", "with_known_shapes"]
+
+_expected: dict[str, deque[list[int]]] = {}  # shapes of messages that this stage has still to receive, by direction
+
+
+def expect(
+    rows: Sequence[int], hidden: int, rank: int, ranks: int, *, chunks: int, group: int | None, overlap: bool
+) -> None:
+    """Set the shapes of the messages of a step.
+
+    rows: of each micro-batch, on this rank.
+    hidden: width of a row.
+    rank, ranks, chunks, group, overlap: of the schedule, as in `balancing.layers.simulator.schedule.program`.
+    """
+    if ranks == 1:
+        return
+    actions = program(rank, ranks, len(rows), chunks=chunks, group=group, overlap=overlap)
+    messages = [message for action in actions for message in action.receive]
+    for kind in ("forward", "backward"):
+        own = (message.micro_batch for message in messages if message.kind == kind)
+        _expected[kind] = deque([rows[micro_batch], 1, hidden] for micro_batch in own)
+
+
+def expect_one_size() -> None:
+    """The step is over: all messages have come, and validation's have one size."""
+    assert not any(_expected.values()), "fewer messages between stages came than the schedule has"
+    _expected.clear()
+
+
+def with_known_shapes(original: Callable) -> Callable:
+    """Megatron's `P2PCommunicator._communicate_shapes`, without communication in steps of which shapes are known."""
+
+    @functools.wraps(original)
+    def _communicate_shapes(
+        self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        if not _expected:
+            return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        shapes = [
+            _expected[kind].popleft() if receives else [0, 0, 0]
+            for kind, receives in (("forward", recv_prev), ("backward", recv_next))
+        ]
+        return shapes[0], shapes[1]
+
+    return _communicate_shapes
 
 
 def with_flat_batches(original: Callable) -> Callable:

@@ -1,0 +1,102 @@
+"""Plans of micro-batches: which documents of a step run together, from their lengths alone.
+
+Like a plan of sequences (`plan`) it follows from the lengths, the cluster and the model's shape, so every rank makes
+the same one without communication, ahead of the step.
+"""
+
+import difflib
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences.micro_batch_plan import MicroBatchPlan, document_seconds
+from balancing.sequences.plan import checked_lengths
+from balancing.sequences.planners.baselines import Scheduler
+from balancing.sequences.planners.micro_batch_baselines import differencing_deal, hybrid_deal, sorted_deal
+from balancing.sequences.planners.micro_batches import balanced_deal, hill_order, whole_costs
+from balancing.sequences.sequence_plan import AttentionShape
+
+__all__ = ["MICRO_BATCH_METHODS", "MICRO_BATCH_ROOM", "plan_micro_batches"]
+
+Method = Literal["balanced", "sorted", "differencing", "hybrid"]
+MICRO_BATCH_METHODS: tuple[str, ...] = get_args(Method)
+MICRO_BATCH_ROOM = 1.25  # tokens of the fullest micro-batch over the mean, without a capacity
+
+
+def plan_micro_batches(
+    lengths: Sequence[int] | np.ndarray,
+    micro_batches: int,
+    cluster: Cluster,
+    *,
+    shape: AttentionShape,
+    token_capacity: int | None = None,
+    method: str = "balanced",
+    drawn: Sequence[int] | np.ndarray | None = None,
+    scheduler: Scheduler | None = None,
+) -> MicroBatchPlan:
+    """The micro-batch of every document of a step.
+
+    lengths: tokens of each document, at least one.
+    micro_batches: of the step, at most as many as documents.
+    cluster: the ranks over which each micro-batch is spread, usually those of a context-parallel group.
+    shape: the model, for costs.
+    token_capacity: most tokens of a micro-batch on each of these ranks; None for 1.25 times the mean, or what the
+        longest document or the fullest drawn micro-batch takes.
+    method: see below.
+    drawn: micro-batch of each document as it was drawn, within the capacity; it stays if no deal costs less.
+    scheduler: for "hybrid", as in `baselines.hybrid_groups`.
+
+    Methods:
+    - "balanced": equal cost within the capacity. Micro-batches are numbered so that cheap ones run first and last.
+    - "sorted", "differencing", "hybrid": what others do, as baselines, without a capacity; see
+      `planners.micro_batch_baselines`.
+
+    Raises ValueError for an unknown method, fewer documents than micro-batches, lengths below 1, a capacity below 1,
+    below the mean or below the longest document, and documents for which no deal within the capacity is found.
+    """
+    if method not in MICRO_BATCH_METHODS:
+        close = difflib.get_close_matches(method, MICRO_BATCH_METHODS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(MICRO_BATCH_METHODS)}")
+    checked = checked_lengths(lengths)
+    if not 1 <= micro_batches <= len(checked):
+        raise ValueError(f"{len(checked)} documents do not fill {micro_batches} micro-batches; each takes one at least")
+    tokens = np.array(checked, dtype=np.int64)
+    seconds = document_seconds(tokens, cluster, shape)
+    start = None if drawn is None else np.asarray(drawn, dtype=np.int64)
+    limit: int | None = None
+    if method == "balanced":
+        costs = whole_costs(seconds)
+        limit = _capacity(tokens, micro_batches, cluster.world_size, token_capacity, start)
+        deal = balanced_deal(costs, tokens, micro_batches, limit, start)
+        place = np.empty(micro_batches, dtype=np.int64)
+        place[hill_order(np.bincount(deal, costs, micro_batches))] = np.arange(micro_batches)
+        deal = place[deal]
+    else:
+        if method == "sorted":
+            deal = sorted_deal(checked, micro_batches)
+        elif method == "differencing":
+            deal = differencing_deal([length**2 for length in checked], micro_batches)
+        else:
+            deal = hybrid_deal(checked, micro_batches, scheduler)
+    return MicroBatchPlan(checked, tuple(seconds.tolist()), tuple(deal.tolist()), micro_batches, method, limit)
+
+
+def _capacity(tokens: np.ndarray, micro_batches: int, ranks: int, given: int | None, drawn: np.ndarray | None) -> int:
+    """Most tokens of a micro-batch, over all ranks."""
+    longest, total = int(tokens.max()), int(tokens.sum())
+    if given is None:
+        fullest = 0 if drawn is None else int(np.bincount(drawn, tokens, micro_batches).max())
+        return max(int(MICRO_BATCH_ROOM * total / micro_batches), longest, fullest)
+    if given < 1:
+        raise ValueError(f"token_capacity={given} must be at least 1 token")
+    capacity = given * ranks
+    if longest > capacity or total > capacity * micro_batches:
+        need = max(longest, -(-total // micro_batches))
+        raise ValueError(
+            f"token_capacity={given} on {ranks} ranks is too small: {total} tokens in {micro_batches} micro-batches, "
+            f"the longest document of {longest}, take {-(-need // ranks)}"
+        )
+    return capacity

@@ -1,0 +1,74 @@
+"""Deals of documents over micro-batches that others use, as baselines.
+
+- sorted: by length, dealt in turn, back and forth, so that the micro-batch with the longest document gets the shortest
+  of the next round.
+- differencing: Karmarkar and Karp's largest differencing method for several subsets, on squares of lengths; verl
+  partitions batches of sequences with it.
+- hybrid: Megatron-LM's scheduler of hybrid context parallelism, a micro-batch in the place of each of its ranks.
+
+None of them knows a capacity.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from balancing.sequences.planners.baselines import Scheduler, hybrid_groups
+
+__all__ = ["differencing_deal", "hybrid_deal", "sorted_deal"]
+
+
+def sorted_deal(lengths: Sequence[int], micro_batches: int) -> np.ndarray:
+    """int64 [document], the micro-batch of each."""
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+    place = np.arange(len(lengths)) % (2 * micro_batches)
+    number = np.empty(len(lengths), dtype=np.int64)
+    number[order] = np.minimum(place, 2 * micro_batches - 1 - place)
+    return number
+
+
+def differencing_deal(weights: Sequence[int], micro_batches: int) -> np.ndarray:
+    """int64 [document], the micro-batch of each. weights: what is to be even, the squares of lengths for verl's.
+
+    Partial deals of all micro-batches are merged two at a time, those with the largest spread first, the heavy subsets
+    of one with the light subsets of the other.
+    """
+    heap: list[tuple[int, int, list[tuple[int, Any]]]] = []
+    for document, weight in enumerate(weights):
+        subsets: list[tuple[int, Any]] = [(0, ())] * (micro_batches - 1) + [
+            (int(weight), (document, ()))
+        ]  # documents as linked pairs
+        heap.append((-int(weight), document, subsets))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, at, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        merged = sorted(
+            ((a[0] + b[0], (a[1], b[1])) for a, b in zip(one, reversed(other), strict=True)), key=lambda each: each[0]
+        )
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], at, merged))
+    number = np.zeros(len(weights), dtype=np.int64)
+    for micro_batch, (_, documents) in enumerate(heap[0][2] if heap else []):
+        left = [documents]
+        while left:
+            each = left.pop()
+            if isinstance(each, int):
+                number[each] = micro_batch
+            else:
+                left.extend(each)
+    return number
+
+
+def hybrid_deal(lengths: Sequence[int], micro_batches: int, scheduler: Scheduler | None = None) -> np.ndarray:
+    """int64 [document], the micro-batch of each. scheduler: as in `baselines.hybrid_groups`, which see for errors.
+
+    A micro-batch may hold the longest document alone, so each document is on one "rank"; what a rank holds in all of
+    the scheduler's groups is a micro-batch.
+    """
+    number = np.zeros(len(lengths), dtype=np.int64)
+    for group in hybrid_groups(lengths, micro_batches, max(lengths), scheduler):
+        for document, ranks in group.items():
+            number[document] = ranks[0]
+    return number

@@ -1,0 +1,211 @@
+"""Deals documents over micro-batches so that all cost the same and none has more tokens than fit.
+
+Two quantities count: cost must be even, tokens have a limit. A document's cost grows faster than its length, so
+micro-batches of long documents have few tokens and those of short ones have many. The longest documents are dealt
+first, each to the micro-batch that costs least so far and has room (longest processing time, Graham 1969); the many
+short ones then fill gaps. What is left of imbalance is exchanged away: the most expensive micro-batch gives a document
+to another one, or swaps it for a cheaper one or, where the other is full, for several short ones.
+
+Costs are whole numbers and ties go to the lower number, so every rank makes the same deal.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["balanced_deal", "hill_order", "whole_costs"]
+
+_GOOD_ENOUGH = 1.001  # max / mean at which exchanges end
+_SMALLEST_RESOLUTION = 2.0**-40  # of the most expensive document: sums of millions of them fit int64
+_SPLIT = 16  # documents of the most expensive micro-batch that are tried against several of another
+# What the dearer of two micro-batches then costs more than the cheaper one did, documents there, and documents back.
+_Exchange = tuple[int, list[int], list[int]]
+
+
+def whole_costs(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
+    """int64 [document], costs in a unit so small that rounding does not matter."""
+    exact = np.asarray(seconds, dtype=np.float64)
+    return np.rint(exact / (exact.max() * _SMALLEST_RESOLUTION)).astype(np.int64)
+
+
+def balanced_deal(
+    costs: np.ndarray,
+    tokens: np.ndarray,
+    micro_batches: int,
+    capacity: int,
+    drawn: np.ndarray | None = None,
+) -> np.ndarray:
+    """int64 [document], the micro-batch of each.
+
+    costs: int64 [document], not decreasing in tokens.
+    tokens: int64 [document].
+    micro_batches: of the step; at most as many as documents.
+    capacity: most tokens of a micro-batch.
+    drawn: int64 [document], a deal within the capacity, which is taken if no other is found or none costs less.
+
+    Raises ValueError if no deal within the capacity is found.
+    """
+    found = _longest_first(costs, tokens, micro_batches, capacity, fullest=False)
+    if found is None:
+        found = _longest_first(costs, tokens, micro_batches, capacity, fullest=True)
+    if found is None and drawn is None:
+        raise ValueError(
+            f"no deal of {len(tokens)} documents with {int(tokens.sum())} tokens over {micro_batches} micro-batches of "
+            f"at most {capacity} tokens is found; raise the capacity (the longest document has {int(tokens.max())})"
+        )
+    start = drawn if found is None else found
+    assert start is not None
+    deal = _exchanged(costs, tokens, start, micro_batches, capacity)
+    if drawn is not None and _most(costs, drawn, micro_batches) <= _most(costs, deal, micro_batches):
+        return drawn
+    return deal
+
+
+def hill_order(costs: np.ndarray) -> np.ndarray:
+    """int64 [place]: the micro-batches in the order in which they run, cheap ones first and last.
+
+    A pipeline fills with the first and drains with the last ones, while other stages wait; in between, neighbours
+    should be alike. costs: [micro-batch].
+    """
+    ascending = np.argsort(costs, kind="stable")
+    return np.concatenate([ascending[::2], ascending[1::2][::-1]])
+
+
+def _most(costs: np.ndarray, deal: np.ndarray, micro_batches: int) -> int:
+    return int(_sums(costs, deal, micro_batches).max())
+
+
+def _sums(values: np.ndarray, deal: np.ndarray, micro_batches: int) -> np.ndarray:
+    total = np.zeros(micro_batches, dtype=np.int64)
+    np.add.at(total, deal, values)
+    return total
+
+
+def _longest_first(
+    costs: np.ndarray, tokens: np.ndarray, micro_batches: int, capacity: int, *, fullest: bool
+) -> np.ndarray | None:
+    """Each document, longest first, to the micro-batch that costs least so far and has room; None if one has no room.
+
+    fullest: to the one with least room instead, which packs tightest.
+    """
+    number = np.empty(len(costs), dtype=np.int64)
+    heap = [(0, 0, at) for at in range(micro_batches)]  # key, tokens, micro-batch
+    for document in np.lexsort((np.arange(len(costs)), -tokens)).tolist():
+        length, cost = int(tokens[document]), int(costs[document])
+        passed = []
+        while heap and heap[0][1] + length > capacity:
+            passed.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        key, held, at = heapq.heappop(heap)
+        number[document] = at
+        held += length
+        for each in ((-held if fullest else key + cost, held, at), *passed):
+            heapq.heappush(heap, each)
+    _fill_empty(number, micro_batches)
+    return number
+
+
+def _fill_empty(number: np.ndarray, micro_batches: int) -> None:
+    """Give a document to each micro-batch without one, from those that have most documents."""
+    held = np.bincount(number, minlength=micro_batches)
+    for empty in np.flatnonzero(held == 0).tolist():
+        source = int(held.argmax())
+        number[np.flatnonzero(number == source)[0]] = empty
+        held[source], held[empty] = held[source] - 1, 1
+
+
+def _exchanged(
+    costs: np.ndarray, tokens: np.ndarray, deal: np.ndarray, micro_batches: int, capacity: int
+) -> np.ndarray:
+    """The deal after exchanges between the most expensive micro-batch and others, as long as they help."""
+    deal = deal.copy()
+    order = np.argsort(costs, kind="stable")
+    own = [order[deal[order] == at] for at in range(micro_batches)]  # of each micro-batch, cheapest first
+    cost, held = _sums(costs, deal, micro_batches), _sums(tokens, deal, micro_batches)
+    enough = int(cost.sum() / micro_batches * _GOOD_ENOUGH)
+    for _ in range(4 * micro_batches + 64):
+        dear = int(cost.argmax())
+        if cost[dear] <= enough:
+            break
+        best: tuple[int, int, list[int], list[int]] | None = None
+        for other in np.argsort(cost, kind="stable").tolist():
+            gap, room = int(cost[dear] - cost[other]), int(capacity - held[other])
+            if gap <= 0 or (best is not None and best[0] <= max(enough, cost[dear] - gap // 2)):
+                break  # no other does better: half of the gap is the most that helps
+            spare = int(capacity - held[dear])
+            found = _swap(costs, tokens, own[dear], own[other], gap, room)
+            found = found or _swap_several(costs, tokens, own[dear], own[other], gap, room, spare)
+            if found is not None and (best is None or cost[dear] - gap + found[0] < best[0]):
+                best = int(cost[dear] - gap + found[0]), other, found[1], found[2]
+        if best is None:
+            break
+        _, other, there, back = best
+        for given, source, target in ((there, dear, other), (back, other, dear)):
+            deal[given] = target
+            for values, total in ((costs, cost), (tokens, held)):
+                amount = int(values[given].sum())
+                total[source] -= amount
+                total[target] += amount
+        for at in (dear, other):
+            own[at] = order[deal[order] == at]
+    return deal
+
+
+def _swap(
+    costs: np.ndarray, tokens: np.ndarray, dear: np.ndarray, other: np.ndarray, gap: int, room: int
+) -> _Exchange | None:
+    """The best move of a document from `dear` to `other`, for none or for a cheaper one. dear, other: cheapest first.
+
+    Returns how much the dearer of the two costs afterwards, more than `other` did, and the documents; None if nothing
+    helps. gap: what `dear` costs more. room: tokens that `other` can still take.
+    """
+    back_cost = np.concatenate([[0], costs[other]])
+    back_tokens = np.concatenate([[0], tokens[other]])
+    own = costs[dear]
+    least = np.searchsorted(back_tokens, tokens[dear] - room)  # a cheaper one would not free enough room
+    near = np.searchsorted(back_cost, own - gap // 2)
+    best: tuple[int, int, int] | None = None
+    for at in (near - 1, near):
+        at = np.maximum(at, least)
+        possible = at < len(back_cost)
+        moved = own - back_cost[np.minimum(at, len(back_cost) - 1)]
+        after = np.where(possible & (moved > 0) & (moved < gap), np.maximum(moved, gap - moved), gap)
+        if len(dear) == 1:
+            after = np.where(at == 0, gap, after)  # a micro-batch keeps a document
+        first = int(after.argmin())
+        if after[first] < gap and (best is None or after[first] < best[0]):
+            best = int(after[first]), first, int(at[first])
+    if best is None:
+        return None
+    most, given, taken = best
+    return most, [int(dear[given])], [int(other[taken - 1])] if taken else []
+
+
+def _swap_several(
+    costs: np.ndarray, tokens: np.ndarray, dear: np.ndarray, other: np.ndarray, gap: int, room: int, spare: int
+) -> _Exchange | None:
+    """As `_swap`, for several documents of `other`, next to each other in length: about as many tokens, less cost.
+
+    spare: tokens that `dear` can still take.
+    """
+    to_tokens = np.concatenate([[0], np.cumsum(tokens[other])])
+    to_cost = np.concatenate([[0], np.cumsum(costs[other])])
+    best: tuple[int, int, int, int] | None = None
+    for first in range(len(dear) - 1, max(-1, len(dear) - 1 - _SPLIT), -1):
+        length, cost = int(tokens[dear[first]]), int(costs[dear[first]])
+        begin = np.arange(len(other))
+        end = np.searchsorted(to_tokens, to_tokens[:-1] + max(length - room, 1))
+        possible = end <= len(other)
+        end = np.minimum(end, len(other))
+        possible &= to_tokens[end] - to_tokens[begin] <= length + spare
+        moved = cost - (to_cost[end] - to_cost[begin])
+        after = np.where(possible & (moved > 0) & (moved < gap), np.maximum(moved, gap - moved), gap)
+        at = int(after.argmin())
+        if after[at] < gap and (best is None or after[at] < best[0]):
+            best = int(after[at]), first, at, int(end[at])
+    if best is None:
+        return None
+    most, given, start, until = best
+    return most, [int(dear[given])], [int(each) for each in other[start:until]]

@@ -1,0 +1,274 @@
+"""Deals of documents over the micro-batches of a step: balance, memory, pipeline step and planning time.
+
+    python -m benchmarks.sequences.micro_batches [--quick] [--emulated] [--lengths FILE] [--sources NAME ...]
+
+Steps of 8 to 64 micro-batches, samples of 32k tokens packed from documents as long as those of published training sets,
+or from recorded lengths; an 8B model with grouped queries on H200 nodes. A micro-batch is one sample on 8 ranks ("1
+sample": one data-parallel replica) or eight on 64 ("8 samples": replicas share their micro-batches). Methods: drawn (as
+Megatron-LM packs), sorted (by length, dealt in turn), differencing (Karmarkar-Karp on squares of lengths, as verl),
+hybrid (Megatron-LM's scheduler of hybrid context parallelism, a micro-batch in the place of each rank), balanced
+(ours). Only drawn and balanced keep a limit of tokens, 1.25 times the mean.
+
+- Balance: the most expensive micro-batch over the mean, worst of several steps. "bound" is the least that documents
+  allow, since they are not cut; the ratio to the limit is to it.
+- Tokens: the fullest micro-batch over the mean, which is memory.
+- Modelled exchange: as balance, of whole modelled micro-batches planned over their ranks, transfers included.
+- Pipeline: a step of Megatron's 1F1B on 4 stages over that of equal micro-batches, simulated; with 2 chunks, too.
+- Emulated (--emulated): the same step measured on 4 emulated ranks, the median of several turns.
+- Time: of one deal of 16,384 documents, processor time of one thread.
+
+Nothing is trained here. Takes about a minute on one core, with --emulated four. Exit code 1 if a row misses its target.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from balancing.cluster import Cluster
+from balancing.layers import simulate_schedule
+from balancing.sequences import (
+    AttentionShape,
+    MicroBatchPlan,
+    least_imbalance,
+    plan_micro_batches,
+    plan_sequences,
+    step_cost,
+)
+from balancing.sequences.cost import linear_seconds
+from balancing.sequences.micro_batch_plan import document_seconds
+from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.processor_time import milliseconds
+from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
+from benchmarks.sequences.plans import sources
+
+__all__ = ["Row", "main"]
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_SHAPE, _PRESET = AttentionShape(4096, 32, 8, 32, 14336), "h200-8x400g"
+_SAMPLE, _RANKS = 32768, 8  # tokens of a sample, ranks of a replica
+_METHODS = ("drawn", "sorted", "differencing", "hybrid", "balanced")
+_STAGES = 4
+_BALANCE, _TOKENS, _EXCHANGE = "cost max / mean", "tokens max / mean", "modelled with exchange, max / mean"
+_PIPELINE, _EMULATED, _TIME = "step / equal micro-batches, simulated", "step / equal micro-batches, emulated", "ms"
+_LARGEST_HYBRID = 16  # micro-batches
+_STEP_SECONDS = 3.0  # of an emulated step of equal micro-batches
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; less is better.
+
+    section, case, method: of the table.
+    figure: the worst of the steps; a median where emulated.
+    to_drawn, to_limit: the figure over that of the documents as drawn, and over the least possible one.
+    target: bound of the figure; None for none.
+    """
+
+    section: str
+    case: str
+    method: str
+    figure: float
+    to_drawn: float | None
+    to_limit: float
+    target: float | None = None
+
+    @property
+    def met(self) -> bool:
+        return self.target is None or self.figure <= self.target + 1e-9
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Documents of a step: their lengths, and the micro-batch in which each was drawn."""
+
+    lengths: tuple[int, ...]
+    drawn: tuple[int, ...]
+    micro_batches: int
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, source: str | np.ndarray, micro_batches: int, samples: int, seed: int) -> "_Step":
+        generator = np.random.default_rng(seed)
+        batches = [
+            [length for _ in range(samples) for length in draw_batch(source, _SAMPLE, generator)]
+            for _ in range(micro_batches)
+        ]
+        drawn = tuple(at for at, batch in enumerate(batches) for _ in batch)
+        cluster = Cluster.preset(_PRESET).relabel(samples, _RANKS)
+        return cls(tuple(length for batch in batches for length in batch), drawn, micro_batches, cluster)
+
+    def plan(self, method: str) -> MicroBatchPlan:
+        """Raises ValueError where Megatron-LM's scheduler fails."""
+        own = partial(plan_micro_batches, self.lengths, self.micro_batches, self.cluster, shape=_SHAPE)
+        if method != "drawn":
+            return own(method=method, drawn=self.drawn)
+        seconds = tuple(document_seconds(self.lengths, self.cluster, _SHAPE).tolist())
+        return MicroBatchPlan(self.lengths, seconds, self.drawn, self.micro_batches, method)
+
+    def passes(self, plan: MicroBatchPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the forward and the backward pass of each micro-batch through all layers, float64 [micro-batch]:
+        a third of linear layers' work is forward, and one in three and a half of attention's."""
+        linear = np.array([linear_seconds(int(tokens), self.cluster, _SHAPE) for tokens in plan.tokens])
+        linear /= self.cluster.world_size
+        forward = linear / 3 + (plan.cost - linear) / 3.5
+        return forward, plan.cost - forward
+
+
+def _pipeline(forward: np.ndarray, backward: np.ndarray, chunks: int) -> float:
+    stages = [np.broadcast_to(each / _STAGES / chunks, (_STAGES, chunks, len(each))) for each in (forward, backward)]
+    return simulate_schedule(*stages, len(forward)).step_time
+
+
+def _plans(known: dict[str, str | np.ndarray], quick: bool, progress: Progress) -> Iterator[Row]:
+    cells = [(name, samples, size) for name in known for samples in (1, 8) for size in ((8,) if quick else (8, 16, 64))]
+    for name, samples, size in progress.track(cells, description="plans"):
+        found: dict[str, dict[str, list[float]]] = {}
+        bound = 1.0
+        for seed in range(2):
+            step = _Step.of(known[name], size, samples, seed)
+            for method in _METHODS:
+                if method == "hybrid" and size > _LARGEST_HYBRID:
+                    continue  # it would take minutes
+                try:
+                    plan = step.plan(method)
+                except ValueError:
+                    continue  # upstream's scheduler fails on some steps
+                passes = step.passes(plan)
+                equal = [np.full(size, each.mean()) for each in passes]
+                figures = {_BALANCE: plan.imbalance, _TOKENS: float(plan.tokens.max() / plan.tokens.mean())}
+                for chunks in (1, 2):
+                    section = _PIPELINE if chunks == 1 else f"{_PIPELINE}, 2 chunks"
+                    figures[section] = _pipeline(*passes, chunks) / _pipeline(*equal, chunks)
+                if method in ("drawn", "balanced") and not seed and size == 8:
+                    figures[_EXCHANGE] = _with_exchange(step, plan)
+                for section, figure in figures.items():
+                    found.setdefault(section, {}).setdefault(method, []).append(figure)
+                bound = max(bound, least_imbalance(plan.seconds, size))
+        case = f"{name}, {samples} sample{'s' if samples > 1 else ''}, {size} micro-batches"
+        for section, by_method in found.items():
+            drawn = max(by_method["drawn"])
+            for method, each in by_method.items():
+                yield Row(
+                    section, case, method, max(each), max(each) / drawn, *_limits(section, method, max(each), bound)
+                )
+        yield Row(_BALANCE, case, "bound", bound, None, 1.0)
+
+
+def _limits(section: str, method: str, figure: float, bound: float) -> tuple[float, float | None]:
+    """The figure over the limit, and the target: where documents forbid even cost, of balance over what they forbid."""
+    limit = bound if section == _BALANCE else 1.0
+    targets = {_BALANCE: 1.05 * bound, _TOKENS: 1.25}
+    if bound <= 1.0 + 1e-9:
+        targets[_PIPELINE] = 1.03
+    return figure / limit, targets.get(section) if method == "balanced" else None
+
+
+def _with_exchange(step: _Step, plan: MicroBatchPlan) -> float:
+    """Max / mean of modelled micro-batches, each planned over its ranks."""
+    totals = []
+    for at in range(plan.micro_batches):
+        own = [step.lengths[document] for document in plan.documents(at)]
+        planned = plan_sequences(own, step.cluster, shape=_SHAPE)
+        totals.append(step_cost(planned, step.cluster, _SHAPE).total)
+    return max(totals) / float(np.mean(totals))
+
+
+def _times(repeats: int, progress: Progress) -> Iterator[Row]:
+    for source in progress.track(DISTRIBUTIONS, description="time"):
+        lengths = np.minimum(draw_lengths(source, 16384, np.random.default_rng(0)), 131072)
+        for size in (8, 64, 512):
+            plan = partial(plan_micro_batches, lengths, size, Cluster.preset(_PRESET), shape=_SHAPE)
+            figure = milliseconds(plan, repeats)
+            yield Row(_TIME, f"{source}, 16384 documents, {size} micro-batches", "balanced", figure, None, figure)
+
+
+def _emulated(known: dict[str, str | np.ndarray], quick: bool) -> Iterator[Row]:
+    """Each step in turns with the others, so that all see the same machine."""
+    size, turns = 8 if quick else 16, 1 if quick else 3
+    for name, source in known.items():
+        step = _Step.of(source, size, 8, 0)
+        passes = {method: step.passes(step.plan(method)) for method in ("drawn", "sorted", "differencing", "balanced")}
+        passes["equal"] = tuple(np.full(size, each.mean()) for each in passes["balanced"])  # type: ignore[assignment]
+        slower = _STEP_SECONDS / _pipeline(*passes["equal"], 1)
+        pipelines = []
+        for _ in range(turns):
+            for each in passes.values():
+                stages = [np.broadcast_to(one * slower / _STAGES, (_STAGES, 1, size)).tolist() for one in each]
+                pipelines.append({"forward": stages[0], "backward": stages[1], "micro_batches": size})
+        environment = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+        with EmulatedCluster(1, _STAGES) as cluster:
+            arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
+            run = cluster.run("-W", arguments, timeout=280, environment=environment)
+        seconds = np.array(json.loads(run.output[0][-1])).reshape(turns, len(passes))
+        ratios = np.median(seconds / seconds[:, -1:], axis=0)
+        forbidden = least_imbalance(step.plan("balanced").seconds, size) > 1
+        for method, ratio in zip(passes, ratios.tolist(), strict=True):
+            target = 1.03 if method == "balanced" and not forbidden else None
+            case = f"{name}, 8 samples, {size} micro-batches"
+            yield Row(_EMULATED, case, method, ratio, ratio / float(ratios[0]), ratio, target)
+
+
+def _show(rows: Sequence[Row], console: Console) -> None:
+    """A table a section: a line a case, a column a method."""
+    for section in dict.fromkeys(row.section for row in rows):
+        own = [row for row in rows if row.section == section]
+        methods = list(dict.fromkeys(row.method for row in own))
+        table = Table(title=section, title_justify="left", box=None, pad_edge=False)
+        for head in ("case", *methods, "target"):
+            table.add_column(head, justify="left" if head in ("case", "target") else "right", no_wrap=True)
+        for case in dict.fromkeys(row.case for row in own):
+            line = {row.method: row for row in own if row.case == case}
+            digits = 1 if section == _TIME else 3
+            cells = [f"{line[method].figure:.{digits}f}" if method in line else "" for method in methods]
+            promised = [row for row in line.values() if row.target is not None]
+            table.add_row(case, *cells, ", ".join("met" if row.met else f"{row.method} MISSED" for row in promised))
+        console.print(table, "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 if a target was missed, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sequences.micro_batches", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer steps, 8 micro-batches alone")
+    parser.add_argument("--emulated", action="store_true", help="measure steps on 4 emulated pipeline stages, too")
+    parser.add_argument("--lengths", metavar="FILE", help="recorded lengths: .npz, or text with one a line")
+    parser.add_argument("--sources", nargs="+", metavar="NAME", help="only these distributions")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    options = parser.parse_args(arguments)
+    load = os.getloadavg()[0]
+    try:
+        known = sources(options.lengths)
+        if unknown := set(options.sources or ()) - set(known):
+            raise ValueError(f"--sources {sorted(unknown)[0]} is none of {', '.join(known)}")
+        known = {name: source for name, source in known.items() if not options.sources or name in options.sources}
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            rows = [*_plans(known, options.quick, progress)]
+            rows += [] if options.quick else _times(3, progress)
+        if options.emulated:
+            rows += _emulated(known, options.quick)
+        if options.json:
+            table = [asdict(row) | {"met": row.met} for row in rows]
+            Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+    except (ValueError, OSError, RankFailed, RunTimeout) as error:
+        print(f"micro_batches: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
+        return 2
+    print(f"{os.cpu_count()} cores, load {load:.1f} before the start; lengths: {options.lengths or 'made up'}\n")
+    sections = list(dict.fromkeys(row.section for row in rows))
+    rows.sort(key=lambda row: sections.index(row.section))
+    _show(rows, Console(width=max(160, Console().width)))
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

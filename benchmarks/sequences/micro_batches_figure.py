@@ -1,0 +1,77 @@
+"""Draws the pipeline step under each deal of documents, from rows of `benchmarks.sequences.micro_batches --json FILE`.
+
+python -m benchmarks.sequences.micro_batches_figure ROWS.json docs/figures/micro_batches.svg
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+SECTIONS = {
+    "cost max / mean": "dearest micro-batch / mean",
+    "step / equal micro-batches, simulated": "step / equal micro-batches",
+}
+SOURCES = {
+    "prolong": "ProLong",
+    "pretrain": "pretraining mix",
+    "packed": "packed",
+    "wikipedia": "Wikipedia",
+    "web": "web",
+    "mix": "60 % in 64k",
+    "lognormal": "log-normal",
+}
+LABELS = {
+    "drawn": "as drawn (Megatron-LM)",
+    "sorted": "sorted by length",
+    "differencing": "Karmarkar-Karp, squares (verl)",
+    "hybrid": "hybrid (Megatron-LM)",
+    "balanced": "balanced (ours)",
+}
+COLORS = {
+    "drawn": "#9aa0a6",
+    "sorted": "#d9733a",
+    "differencing": "#8f6bbd",
+    "hybrid": "#c9a227",
+    "balanced": "#2f7d5b",
+}
+
+
+def draw(rows: list[dict[str, Any]], case: str, path: Path) -> None:
+    """Bars by distribution from the ideal, 1, upwards: balance above, the step of a pipeline below."""
+    found = {(row["section"], row["case"], row["method"]): row["figure"] for row in rows}
+    figure, panels = plt.subplots(2, 1, figsize=(8, 5.2), sharex=True)
+    width = 0.84 / len(LABELS)
+    for axes, (section, title) in zip(panels, SECTIONS.items(), strict=True):
+        for number, (method, label) in enumerate(LABELS.items()):
+            at = [group + (number - (len(LABELS) - 1) / 2) * width for group in range(len(SOURCES))]
+            values = [found.get((section, f"{source}, {case}", method), 0.0) for source in SOURCES]
+            axes.bar(
+                at, [max(value - 1, 0) for value in values], width * 0.92, bottom=1, color=COLORS[method], label=label
+            )
+            for x, value in zip(at, values, strict=True):
+                if value:
+                    axes.annotate(f"{value:.2f}", (x, value), ha="center", va="bottom", fontsize=6)
+        axes.set_ylim(1, None)
+        axes.set_ylabel(title, fontsize=8.5)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.subplots_adjust(hspace=0.12)
+    panels[1].set_xticks(range(len(SOURCES)), list(SOURCES.values()), fontsize=8)
+    panels[0].legend(ncols=3, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.3))
+    figure.savefig(path, bbox_inches="tight", facecolor="white")
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: python -m benchmarks.sequences.micro_batches_figure ROWS.json FIGURE.svg")
+    draw(json.loads(Path(sys.argv[1]).read_text())["rows"], "8 samples, 8 micro-batches", Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

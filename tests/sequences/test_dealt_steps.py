@@ -1,0 +1,167 @@
+"""Documents dealt over the micro-batches of a step (`--sequence-micro-batches`) train the same model as on one rank.
+
+The reference is Megatron-LM on one rank, which has the documents where they were drawn. Ends of documents have no loss
+here, so micro-batches have unequal numbers of losses, and without --calculate-per-token-loss a token counts more in one
+than in another.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sequences.test_bad_input import _parse_each
+from tests.sequences.test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
+from tests.support.training import MOCK_DATA, MODEL, MOE, Run, differences, train
+
+CP = "--context-parallel-size"
+ENDS = f"{PACKED} --eod-mask-loss"
+DEALT = f"{ENDS} --balance-sequences --sequence-micro-batches"
+PER_TOKEN = "--calculate-per-token-loss"
+SHORT = "--global-batch-size 8 --train-iters 2"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+VPP = "--num-virtual-stages-per-pipeline-rank 2"
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+# ranks, flags
+LAYOUTS = {
+    "PP 2": (2, f"{PP} 2"),
+    "PP 2, CP 2": (4, f"{PP} 2 {CP} 2"),
+    "PP 2, DP 2": (4, f"{PP} 2"),
+    "PP 2, DP 2, apart": (4, f"{PP} 2 --sequence-domain context"),
+    "PP 2, CP 2, DP 2, both overlaps": (8, f"{PP} 2 {CP} 2 --sequence-domain data {OVERLAPS}"),
+    "PP 2, interleaved": (2, f"{PP} 2 {VPP}"),
+    "PP 2, interleaved, CP 2, without overlap": (4, f"{PP} 2 {CP} 2 {VPP} --no-overlap-p2p-communication"),
+    "PP 4": (4, f"{PP} 4"),
+    "PP 2, TP 2, sequence parallel": (4, f"{PP} 2 {SP}"),
+    "PP 2, micro-batches of two": (2, f"{PP} 2 --micro-batch-size 2"),
+    "PP 2, full recompute": (2, f"{PP} 2 {RECOMPUTE}"),
+    "PP 2, one worker": (2, f"{PP} 2 --num-workers 1"),
+}  # fmt: skip
+FIRST = "PP 2"
+
+
+@pytest.fixture(scope="module")
+def packed(pool, tmp_path_factory) -> Packed:
+    return Packed(pool, tmp_path_factory.mktemp("dealt"), SHORT)
+
+
+@pytest.fixture(scope="module")
+def alone(packed) -> Any:
+    known: dict[str, Run] = {}
+
+    def reference(flags: str) -> Run:
+        if flags not in known:
+            known[flags] = packed.train(1, f"{ENDS} {flags}")
+        return known[flags]
+
+    return reference
+
+
+def _assert_close(run: Run, reference: Run) -> None:
+    losses, parameters = differences(run, reference)
+    assert losses <= TOLERANCE
+    assert parameters <= TOLERANCE
+
+
+def _dealt(folder) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        pytest.param(layout, loss, marks=[] if (layout, loss) == (FIRST, "") else pytest.mark.exhaustive)
+        for layout in LAYOUTS
+        for loss in ("", PER_TOKEN)
+    ],
+)
+def test_dealt_documents_equal_one_rank(packed, alone, tmp_path, layout, loss):
+    """And micro-batches cost more alike: rows of unequal number pass between the stages."""
+    ranks, flags = LAYOUTS[layout]
+    _assert_close(packed.train(ranks, f"{DEALT} {flags} {loss} --balance-report {tmp_path}"), alone(loss))
+    spread = _dealt(tmp_path)
+    assert spread
+    for line in spread:
+        assert line["micro_batch_imbalance_after"] <= line["micro_batch_imbalance_before"]
+    assert any(line["micro_batch_imbalance_after"] < line["micro_batch_imbalance_before"] for line in spread)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("loss", ["", PER_TOKEN])
+def test_dealt_steps_with_experts(pool, tmp_path, loss):
+    """Replicas of experts beside, which follow the tokens of each micro-batch."""
+    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall {SHORT}")
+    flags = f"{PP} 2 --expert-model-parallel-size 2 --balance-experts --expert-min-gain 0"
+    _assert_close(experts.train(4, f"{DEALT} {flags} {loss}"), experts.train(1, f"{ENDS} {loss}"))
+
+
+@pytest.mark.exhaustive
+def test_validation_and_restart_of_dealt_steps(packed, alone, tmp_path):
+    """Validation has its documents where they were drawn; a run goes on in the middle of the samples, without the flag
+    before, and with it after."""
+    packed.base[packed.base.index("100,0,0")] = "80,20,0"
+    flags = "--eval-interval 1 --eval-iters 1"
+    try:
+        reference = packed.train(1, f"{ENDS} {flags}")
+        run = packed.train(4, f"{DEALT} {flags} {PP} 2 {CP} 2")
+        first = packed.from_start(f"{ENDS} {PP} 2 --train-iters 1 --save {tmp_path} --save-interval 1")
+        train(packed.pool, 2, base=first)
+        rest = train(packed.pool, 2, base=packed.whole(f"{DEALT} {PP} 2 --load {tmp_path}"), parameters=True)
+    finally:
+        packed.base[packed.base.index("80,20,0")] = "100,0,0"
+    _assert_close(run, reference)
+    np.testing.assert_allclose(run.validation, reference.validation, rtol=1e-6)  # which Megatron sums in float32
+    _assert_close(Run(reference.losses[:1] + rest.losses, [], [], rest.parameters), reference)
+
+
+REFUSED = {
+    "growing steps": ("--rampup-batch-size 4 4 16 --train-samples 64", "--rampup-batch-size 4 4 16", "of one size"),
+    "random samples": ("--dataloader-type cyclic", "--dataloader-type cyclic", "use --dataloader-type single"),
+    "experts of one size": (f"{' '.join(MOE)}", "--moe-token-dispatcher-type allgather", "use alltoall"),
+    "losses of routers": (
+        f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2",
+        "--moe-router-load-balancing-type aux_loss",
+        "sums over the tokens of each micro-batch",
+    ),
+    "losses of logits": (
+        f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall --moe-z-loss-coeff 1e-2",
+        "--moe-z-loss-coeff",
+        "differ in tokens",
+    ),
+}
+IDLE = {
+    "--pipeline-model-parallel-size 1 --context-parallel-size 2": "without a pipeline no stage waits",
+    "--global-batch-size 1": "a step has one micro-batch",
+}
+
+
+@pytest.fixture(scope="module")
+def said(pool) -> dict[str, list[tuple[object, str]]]:
+    """Flags -> exit code and stderr of both ranks."""
+    given = [*(flags for flags, *_ in REFUSED.values()), *IDLE, "--sequence-domain context"]
+    base = [*MODEL, *MOCK_DATA, PACKED, "--attention-dropout", "0", PP, "2", "--balance-sequences"]
+    lines = [[*base, "--sequence-micro-batches", *flags.split()] for flags in given]
+    alone = [*MODEL, *MOCK_DATA, PACKED, PP, "2", "--sequence-micro-batches"]
+    return dict(zip([*given, "alone"], zip(*pool.run(2, _parse_each, [*lines, alone]), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_steps_that_cannot_be_dealt(said, case):
+    flags, *words = REFUSED[case]
+    line = "".join(text for _, text in said[flags])
+    assert [code for code, _ in said[flags]] == [2, 2], f"accepted; on stderr: {line!r}"
+    assert line.startswith("pretrain_gpt.py: error: ") and line.count("\n") == 1
+    for word in words:
+        assert word in line, line
+
+
+def test_steps_with_nothing_to_deal(said, pool):
+    for flags, why in IDLE.items():
+        assert [code for code, _ in said[flags]] == ["none", "none"], said[flags]
+        assert any(f"--sequence-micro-batches has nothing to balance: {why}" in output for output in pool.output)
+    assert [code for code, _ in said["--sequence-domain context"]] == ["none", "none"]
+    assert [code for code, _ in said["alone"]] == [2, 2]
