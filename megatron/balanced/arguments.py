@@ -27,7 +27,7 @@ from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.balancers import check_balancers, switch_on
-from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron
+from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
 from megatron.balanced.checks.incompatible import REPORT, check_compatible
 from megatron.balanced.checks.model import check_model
 from megatron.balanced.checks.refusal import know_flags, know_values
@@ -161,6 +161,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
             f"--gpu-sniff-test-interval {args.gpu_sniff_test_interval} measures the speed of GPUs, which this run "
             "does not have; drop it"
         )
+    if config.fp64 and args.accumulate_allreduce_grads_in_fp32:
+        raise ValueError(
+            "--fp64 is incompatible with --accumulate-allreduce-grads-in-fp32, as gradients are added up in float64; "
+            "drop the latter"
+        )
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
     if config.fp64 and args.transformer_impl == "transformer_engine":
@@ -226,6 +231,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         check_layout(args)
         check_model(args)
         check_data(args)
+        check_saves(args)
         config, notes = check_balancers(args, config, left_to_us)
         if config.balance_report is not None:
             check_compatible(args, REPORT, "--balance-report")

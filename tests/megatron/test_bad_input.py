@@ -56,6 +56,14 @@ FLAGS = {
     "not a choice": ("--position-embedding-type sinusoid", "sinusoid", "rope"),
     "device": ("--device tpu", "--device tpu", "auto, cuda or cpu"),
     "two precisions": ("--bf16 --fp16", "fp16", "bf16"),
+    "float64 and float32": ("--fp64 --accumulate-allreduce-grads-in-fp32", "--fp64", "in-fp32", "drop the latter"),
+    "no time for others": (
+        "--distributed-timeout-seconds-after-init 0",
+        "--distributed-timeout-seconds-after-init 0",
+        "at least 1",
+    ),
+    "nowhere to save": ("--save-params-interval 2", "--save-params-interval 2", "--save DIR"),
+    "too often saved": ("--save-wgrads-interval -1", "--save-wgrads-interval -1", "at least 1"),
     "speed of GPUs, without one": ("--gpu-sniff-test-interval 2", "--gpu-sniff-test-interval 2", "drop it"),
     "float64 and bf16": ("--fp64 --bf16", "--fp64", "--bf16", "drop one"),
     "report of CUDA graphs": (

@@ -31,7 +31,7 @@ import psutil
 from tests.support.corpus import END_OF_DOCUMENT, write_documents
 from tests.support.moving import Plans, move_at
 from tests.support.pool import Pool
-from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, differences, join, watch
+from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, join, watch
 
 __all__ = ["Job", "Soak", "draw"]
 
@@ -47,7 +47,8 @@ MORE_BYTES_OUTSIDE = 64e6
 MOMENTS = ("begin_step", "begin_schedule", "end_schedule", "end_step")
 
 PACKED = "--dataloader-inter-document-masking"
-OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+# Not with the distributed optimizer, whose shards Megatron-LM writes in float32.
+OVERLAPS = "--overlap-grad-reduce --ddp-bucket-size 2000"
 EXPERTS = (
     f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
     "--balance-experts --expert-min-gain 0"
@@ -264,12 +265,16 @@ class Soak:
     def _compare(self, job: Job, folder: Path, whole: Run, last: Run) -> float:
         expected, found = _read(folder / "undisturbed"), _read(folder / "disturbed")
         assert expected.keys() == found.keys() == set(range(job.steps))
-        pairs = [(loss, own) for step, (own,) in expected.items() for loss in found[step]]
-        worst = max(abs(loss - own) / abs(own) for loss, own in pairs)
-        tail = Run(whole.losses, [], [], last.parameters)
-        worst = max(worst, differences(tail, whole)[1])
-        assert worst <= (TOLERANCE if "--balance-experts" in job.flags else 0), f"a resumed run differs by {worst:.2e}"
-        return worst
+        off = {
+            f"the loss of step {step}": max(abs(loss - own) / abs(own) for loss in found[step])
+            for step, (own,) in expected.items()
+        }
+        for name, tensor in whole.parameters.items():
+            off[name] = float(np.linalg.norm(last.parameters[name] - tensor) / np.linalg.norm(tensor))
+        tolerance = TOLERANCE if "--balance-experts" in job.flags else 0
+        beyond = [f"{name} by {amount:.1e}" for name, amount in off.items() if not amount <= tolerance]
+        assert not beyond, f"a resumed run differs, in {len(beyond)} of {len(off)}: {', '.join(beyond[:8])}"
+        return max(off.values())
 
     def _assert_nothing_left(self) -> None:
         """After a job: no process, no file, no network; what starts ranks has not grown since the first job."""
