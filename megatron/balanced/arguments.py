@@ -9,14 +9,16 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
+import inspect
 import io
 import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -62,9 +64,25 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.set_defaults(**_defaults_of_this_host())
     _mend_help(parser)
+    for action in parser._actions:
+        if inspect.isfunction(action.type):
+            action.type = _refusing(action.type)
     know_flags(parser)
     parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]
     return parser
+
+
+def _refusing(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`read`, the type of an argument, where argparse gets an error that it knows for any text that is wrong."""
+
+    @functools.wraps(read)
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except (KeyError, AssertionError, SyntaxError, NameError) as error:
+            raise ValueError(str(error)) from error
+
+    return value
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

@@ -131,7 +131,7 @@ def _value(option: Option, chance: random.Random) -> str:
         return chance.choice(("True", "False"))
     if option.kind == "int":
         near = [option.default, 2 * option.default] if isinstance(option.default, int) else []
-        return str(chance.choice([0, 1, 2, 4, 8, 64, -1, *(number for number in near if abs(number) < 10_000)]))
+        return str(chance.choice([0, 1, 2, 4, 8, 64, *(number for number in near if abs(number) < 10_000)]))
     if option.kind == "float":
         near = [option.default, option.default / 2] if isinstance(option.default, int | float) else []
         return str(chance.choice([0.0, 0.1, 0.5, 1.0, 2.0, *near]))

@@ -134,7 +134,15 @@ def _check_writable(what: str, folder: str) -> None:
 
 
 def check_saves(args: argparse.Namespace) -> None:
-    """Raise ValueError where something is to be saved every so many iterations, and there is no folder or no number."""
+    """Raise ValueError where something is to be saved every so many iterations, and there is no folder or no number,
+    and for a checkpoint that Megatron-LM fails to write after the first iterations."""
+    last = str(args.pipeline_model_parallel_layout or "m").split("|")[-1]
+    is_tied = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
+    if args.save and args.ckpt_format != "torch" and is_tied and args.pipeline_model_parallel_size > 1 and "m" in last:
+        raise ValueError(
+            f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} in a pipeline: Megatron-LM writes no "
+            "checkpoint of a head that shares its weights; add --untie-embeddings-and-output-weights"
+        )
     for kind in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads"):
         flag = f"--save-{kind}-interval"
         interval = getattr(args, flag[2:].replace("-", "_"))
