@@ -50,5 +50,5 @@ def test_command_lines_train_or_are_refused(pool, tmp_path):
     assert len(runs.known) > 500 and any(option.flag == "--balance-experts" for option in runs.known)
     small = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --micro-batch-size 1 --global-batch-size 2"
     assert runs.check(Case(0, 2, tuple(small.split()), False)) == ("trained", "")
-    outcome, said = runs.check(Case(0, 2, tuple(f"{small} --balance-experts".split()), False))
-    assert outcome == "refused" and "--balance-experts" in said
+    outcome, said = runs.check(Case(0, 2, tuple(f"{small} --bf16 --fp16".split()), False))
+    assert outcome == "refused" and "--bf16 is incompatible with --fp16" in said
