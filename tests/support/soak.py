@@ -44,6 +44,9 @@ WARM_UP = 0.4  # of the steps of a job: buffers, pools of threads and caches gro
 # More than after the warm-up: of a rank; and of the processes that start ranks, over all jobs after the first.
 MORE_BYTES, MORE_THREADS, MORE_FILES = 24e6, 0, 2
 MORE_BYTES_OUTSIDE = 64e6
+# Temporary folders of multiprocessing are removed at a regular exit, which ranks of the pool do not have; the other one
+# is a cache.
+STAYS = ("pymp-", "torchinductor_")
 MOMENTS = ("begin_step", "begin_schedule", "end_schedule", "end_step")
 
 PACKED = "--dataloader-inter-document-masking"
@@ -280,8 +283,7 @@ class Soak:
         """After a job: no process, no file, no network; what starts ranks has not grown since the first job."""
         server = psutil.Process(self._pool.server)
         assert not server.children(recursive=True), "a rank or what it started still runs"
-        # Folders of multiprocessing are removed at a regular exit, which ranks of the pool do not have.
-        left = [path.name for path in self._temporary.iterdir() if not path.name.startswith("pymp-")]
+        left = [path.name for path in self._temporary.iterdir() if not path.name.startswith(STAYS)]
         assert not left, f"left behind: {left}"
         assert _networks() == self._networks, "a network namespace is new"
         gc.collect()
