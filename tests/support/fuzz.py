@@ -41,6 +41,7 @@ NEVER = {
     "--help", "--perform-rl-step", "--error-injection-rate", "--error-injection-type", "--adlr-autoresume",
     "--exit-duration-in-mins", "--yaml-cfg", "--mock-data", "--data-path", "--enable-ft-package", "--train-samples",
     "--run-workload-inspector-server", "--hidden-size", "--num-layers", "--world-size", "--rank", "--exit-signal",
+    "--full-validation",  # Megatron-LM itself fails, at once under tensor parallelism and else when it validates
     "--no-initialization",  # whatever is in memory may be no number
 }  # fmt: skip
 # With these a run may end before its steps, as it was asked to.

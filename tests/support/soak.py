@@ -227,7 +227,6 @@ class Soak:
         self._pool = Pool()
         self._jobs = 0
         self._outside: list[list[Held]] = []  # after each job: of this process and of the server
-        self._networks = _networks()
 
     def stop(self) -> None:
         self._pool.stop()
@@ -285,7 +284,7 @@ class Soak:
         assert not server.children(recursive=True), "a rank or what it started still runs"
         left = [path.name for path in self._temporary.iterdir() if not path.name.startswith(STAYS)]
         assert not left, f"left behind: {left}"
-        assert _networks() == self._networks, "a network namespace is new"
+        assert _networks(server.pid) == {os.readlink("/proc/self/ns/net")}, "a network namespace is new"
         gc.collect()
         self._outside.append([_held(psutil.Process()), _held(server)])
         for what, held in zip(
@@ -294,11 +293,14 @@ class Soak:
             assert_no_growth([held[0], held[-1]], what, MORE_BYTES_OUTSIDE)
 
 
-def _networks() -> set[str]:
-    """Names of network namespaces, and the namespaces of this process' children."""
-    names = Path("/var/run/netns")
-    own = {os.readlink(f"/proc/{process.pid}/ns/net") for process in psutil.Process().children(recursive=True)}
-    return {*(path.name for path in names.iterdir()), *own} if names.exists() else own
+def _networks(server: int) -> set[str]:
+    """The network namespaces of the server and all below it, and the named ones that these processes made. Emulated
+    clusters put the process into the name; others on this machine may come and go."""
+    below = [psutil.Process(server), *psutil.Process(server).children(recursive=True)]
+    names = Path("/run/netns")
+    own = [f"-{process.pid}-" for process in (psutil.Process(), *below)]
+    made = {path.name for path in (names.iterdir() if names.exists() else ()) if any(pid in path.name for pid in own)}
+    return {os.readlink(f"/proc/{process.pid}/ns/net") for process in below} | made
 
 
 def _assert_moved(job: Job, ranks: list[Any]) -> None:
