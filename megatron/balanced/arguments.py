@@ -179,13 +179,13 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
             f"--gpu-sniff-test-interval {args.gpu_sniff_test_interval} measures the speed of GPUs, which this run "
             "does not have; drop it"
         )
+    if config.fp64 and (args.bf16 or args.fp16):
+        raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
     if config.fp64 and args.accumulate_allreduce_grads_in_fp32:
         raise ValueError(
             "--fp64 is incompatible with --accumulate-allreduce-grads-in-fp32, as gradients are added up in float64; "
             "drop the latter"
         )
-    if config.fp64 and (args.bf16 or args.fp16):
-        raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
     if config.fp64 and args.transformer_impl == "transformer_engine":
         raise ValueError(
             "--fp64 is incompatible with --transformer-impl transformer_engine, which has no kernels for it; use "
