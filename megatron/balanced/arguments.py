@@ -9,14 +9,16 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
+import inspect
 import io
 import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,7 +29,7 @@ from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.balancers import check_balancers, switch_on
-from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron
+from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
 from megatron.balanced.checks.incompatible import REPORT, check_compatible
 from megatron.balanced.checks.model import check_model
 from megatron.balanced.checks.refusal import know_flags, know_values
@@ -62,9 +64,25 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.set_defaults(**_defaults_of_this_host())
     _mend_help(parser)
+    for action in parser._actions:
+        if inspect.isfunction(action.type):
+            action.type = _refusing(action.type)
     know_flags(parser)
     parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]
     return parser
+
+
+def _refusing(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`read`, the type of an argument, where argparse gets an error that it knows for any text that is wrong."""
+
+    @functools.wraps(read)
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except (KeyError, AssertionError, SyntaxError, NameError) as error:
+            raise ValueError(str(error)) from error
+
+    return value
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +181,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         )
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
+    if config.fp64 and args.accumulate_allreduce_grads_in_fp32:
+        raise ValueError(
+            "--fp64 is incompatible with --accumulate-allreduce-grads-in-fp32, as gradients are added up in float64; "
+            "drop the latter"
+        )
     if config.fp64 and args.transformer_impl == "transformer_engine":
         raise ValueError(
             "--fp64 is incompatible with --transformer-impl transformer_engine, which has no kernels for it; use "
@@ -226,6 +249,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         check_layout(args)
         check_model(args)
         check_data(args)
+        check_saves(args)
         config, notes = check_balancers(args, config, left_to_us)
         if config.balance_report is not None:
             check_compatible(args, REPORT, "--balance-report")

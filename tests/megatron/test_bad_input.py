@@ -56,6 +56,23 @@ FLAGS = {
     "not a choice": ("--position-embedding-type sinusoid", "sinusoid", "rope"),
     "device": ("--device tpu", "--device tpu", "auto, cuda or cpu"),
     "two precisions": ("--bf16 --fp16", "fp16", "bf16"),
+    "float64 and float32": ("--fp64 --accumulate-allreduce-grads-in-fp32", "--fp64", "in-fp32", "drop the latter"),
+    "no time for others": (
+        "--distributed-timeout-seconds-after-init 0",
+        "--distributed-timeout-seconds-after-init 0",
+        "at least 1",
+    ),
+    "nowhere to save": ("--save-params-interval 2", "--save-params-interval 2", "--save DIR"),
+    "saved with a shared head": (
+        "--save saved --save-interval 2 --mtp-num-layers 1 --pipeline-model-parallel-size 2",
+        "--save saved",
+        "--mtp-num-layers 1",
+        "add --untie-embeddings-and-output-weights",
+    ),
+    "not a module of a graph": ("--cuda-graph-modules attention", "--cuda-graph-modules", "attention"),
+    "groups left to others": ("--lazy-mpu-init", "--lazy-mpu-init", "drop it"),
+    "no angle": ("--rotary-base -1", "--rotary-base -1", "above 0"),
+    "too often saved": ("--save-wgrads-interval -1", "--save-wgrads-interval -1", "at least 1"),
     "speed of GPUs, without one": ("--gpu-sniff-test-interval 2", "--gpu-sniff-test-interval 2", "drop it"),
     "float64 and bf16": ("--fp64 --bf16", "--fp64", "--bf16", "drop one"),
     "report of CUDA graphs": (

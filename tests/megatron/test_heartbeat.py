@@ -123,6 +123,31 @@ def test_what_megatron_refuses_on_all_ranks_is_one_line(pool, world_size):
     assert "pip install emerging-optimizers" in line and "change or drop --optimizer muon" in line
 
 
+@pytest.mark.parametrize(
+    ("flags", "error", "way_out"),
+    [
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 1",
+            "contiguous micro-batches in a virtual pipeline stage",
+            "",
+        ),
+        (
+            "--nccl-communicator-config-path nowhere.yaml",
+            "No such file or directory: 'nowhere.yaml'",
+            "change or drop --nccl-communicator-config-path nowhere.yaml",
+        ),
+    ],
+    ids=["by the schedule of the first step", "file"],
+)
+def test_what_is_refused_after_the_command_line_is_one_line(pool, flags, error, way_out):
+    codes, said = _reports(pool, 2, "none", *flags.split())
+    assert codes == [2, 2]
+    everything = "".join(said)
+    assert "Traceback" not in everything
+    (line,) = [line for line in everything.splitlines() if "error" in line]
+    assert error in line and way_out in line
+
+
 @pytest.mark.parametrize("fault, error", [("all build", "KeyError: 'a part of rank"), ("all step", "a step of rank")])
 def test_any_other_error_keeps_its_traceback_once(pool, fault, error):
     """Although each rank's message has its own number."""

@@ -31,7 +31,7 @@ import psutil
 from tests.support.corpus import END_OF_DOCUMENT, write_documents
 from tests.support.moving import Plans, move_at
 from tests.support.pool import Pool
-from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, differences, join, watch
+from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, join, watch
 
 __all__ = ["Job", "Soak", "draw"]
 
@@ -44,10 +44,14 @@ WARM_UP = 0.4  # of the steps of a job: buffers, pools of threads and caches gro
 # More than after the warm-up: of a rank; and of the processes that start ranks, over all jobs after the first.
 MORE_BYTES, MORE_THREADS, MORE_FILES = 24e6, 0, 2
 MORE_BYTES_OUTSIDE = 64e6
+# Temporary folders of multiprocessing are removed at a regular exit, which ranks of the pool do not have; the other one
+# is a cache.
+STAYS = ("pymp-", "torchinductor_")
 MOMENTS = ("begin_step", "begin_schedule", "end_schedule", "end_step")
 
 PACKED = "--dataloader-inter-document-masking"
-OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+# Not with the distributed optimizer, whose shards Megatron-LM writes in float32.
+OVERLAPS = "--overlap-grad-reduce --ddp-bucket-size 2000"
 EXPERTS = (
     f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
     "--balance-experts --expert-min-gain 0"
@@ -223,7 +227,6 @@ class Soak:
         self._pool = Pool()
         self._jobs = 0
         self._outside: list[list[Held]] = []  # after each job: of this process and of the server
-        self._networks = _networks()
 
     def stop(self) -> None:
         self._pool.stop()
@@ -264,19 +267,24 @@ class Soak:
     def _compare(self, job: Job, folder: Path, whole: Run, last: Run) -> float:
         expected, found = _read(folder / "undisturbed"), _read(folder / "disturbed")
         assert expected.keys() == found.keys() == set(range(job.steps))
-        pairs = [(loss, own) for step, (own,) in expected.items() for loss in found[step]]
-        worst = max(abs(loss - own) / abs(own) for loss, own in pairs)
-        tail = Run(whole.losses, [], [], last.parameters)
-        worst = max(worst, differences(tail, whole)[1])
-        assert worst <= (TOLERANCE if "--balance-experts" in job.flags else 0), f"a resumed run differs by {worst:.2e}"
-        return worst
+        off = {
+            f"the loss of step {step}": max(abs(loss - own) / abs(own) for loss in found[step])
+            for step, (own,) in expected.items()
+        }
+        for name, tensor in whole.parameters.items():
+            off[name] = float(np.linalg.norm(last.parameters[name] - tensor) / np.linalg.norm(tensor))
+        tolerance = TOLERANCE if "--balance-experts" in job.flags else 0
+        beyond = [f"{name} by {amount:.1e}" for name, amount in off.items() if not amount <= tolerance]
+        assert not beyond, f"a resumed run differs, in {len(beyond)} of {len(off)}: {', '.join(beyond[:8])}"
+        return max(off.values())
 
     def _assert_nothing_left(self) -> None:
         """After a job: no process, no file, no network; what starts ranks has not grown since the first job."""
         server = psutil.Process(self._pool.server)
         assert not server.children(recursive=True), "a rank or what it started still runs"
-        assert not list(self._temporary.iterdir()), f"left behind: {sorted(self._temporary.iterdir())}"
-        assert _networks() == self._networks, "a network namespace is new"
+        left = [path.name for path in self._temporary.iterdir() if not path.name.startswith(STAYS)]
+        assert not left, f"left behind: {left}"
+        assert _networks(server.pid) == {os.readlink("/proc/self/ns/net")}, "a network namespace is new"
         gc.collect()
         self._outside.append([_held(psutil.Process()), _held(server)])
         for what, held in zip(
@@ -285,11 +293,14 @@ class Soak:
             assert_no_growth([held[0], held[-1]], what, MORE_BYTES_OUTSIDE)
 
 
-def _networks() -> set[str]:
-    """Names of network namespaces, and the namespaces of this process' children."""
-    names = Path("/var/run/netns")
-    own = {os.readlink(f"/proc/{process.pid}/ns/net") for process in psutil.Process().children(recursive=True)}
-    return {*(path.name for path in names.iterdir()), *own} if names.exists() else own
+def _networks(server: int) -> set[str]:
+    """The network namespaces of the server and all below it, and the named ones that these processes made. Emulated
+    clusters put the process into the name; others on this machine may come and go."""
+    below = [psutil.Process(server), *psutil.Process(server).children(recursive=True)]
+    names = Path("/run/netns")
+    own = [f"-{process.pid}-" for process in (psutil.Process(), *below)]
+    made = {path.name for path in (names.iterdir() if names.exists() else ()) if any(pid in path.name for pid in own)}
+    return {os.readlink(f"/proc/{process.pid}/ns/net") for process in below} | made
 
 
 def _assert_moved(job: Job, ranks: list[Any]) -> None:

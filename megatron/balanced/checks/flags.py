@@ -15,7 +15,15 @@ from pathlib import Path
 
 from balancing.doctor.installed import find_megatron
 
-__all__ = ["MEGATRON_VERSIONS", "LocalError", "check_data", "check_folders", "check_layout", "check_megatron"]
+__all__ = [
+    "MEGATRON_VERSIONS",
+    "LocalError",
+    "check_data",
+    "check_folders",
+    "check_layout",
+    "check_megatron",
+    "check_saves",
+]
 
 MEGATRON_VERSIONS = ("0.19.2",)
 
@@ -51,6 +59,10 @@ def check_layout(args: argparse.Namespace) -> None:
     """
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 is incompatible with --fp16: a run has one precision; drop one of them")
+    if (seconds := args.distributed_timeout_seconds_after_init) is not None and seconds < 1:
+        raise ValueError(f"--distributed-timeout-seconds-after-init {seconds} must be at least 1")
+    if args.distributed_timeout_minutes < 1:
+        raise ValueError(f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be at least 1")
     tensor = args.tensor_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or tensor
     pipeline = ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size)
@@ -119,6 +131,25 @@ def _check_writable(what: str, folder: str) -> None:
             pass
     except OSError as error:
         raise LocalError(f"{what} cannot be written to ({error.strerror}); name a folder that can") from error
+
+
+def check_saves(args: argparse.Namespace) -> None:
+    """Raise ValueError where something is to be saved every so many iterations, and there is no folder or no number,
+    and for a checkpoint that Megatron-LM fails to write after the first iterations."""
+    last = str(args.pipeline_model_parallel_layout or "m").split("|")[-1]
+    is_tied = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
+    if args.save and args.ckpt_format != "torch" and is_tied and args.pipeline_model_parallel_size > 1 and "m" in last:
+        raise ValueError(
+            f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} in a pipeline: Megatron-LM writes no "
+            "checkpoint of a head that shares its weights; add --untie-embeddings-and-output-weights"
+        )
+    for kind in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads"):
+        flag = f"--save-{kind}-interval"
+        interval = getattr(args, flag[2:].replace("-", "_"))
+        if interval is not None and interval < 1:
+            raise ValueError(f"{flag} {interval} must be at least 1")
+        if interval and not args.save:
+            raise ValueError(f"{flag} {interval} needs a folder; give --save DIR, or drop it")
 
 
 def check_data(args: argparse.Namespace) -> None:

@@ -23,6 +23,10 @@ _HYBRID: dict[str, object] = {
 def check_model(args: argparse.Namespace) -> None:
     """Raise ValueError for a model that cannot be trained as the flags say. Called before Megatron validates `args`."""
     _check_hybrid(args)
+    if args.lazy_mpu_init:
+        raise ValueError("--lazy-mpu-init leaves process groups to a program around Megatron-LM; drop it")
+    if args.rotary_base is not None and args.rotary_base <= 0:
+        raise ValueError(f"--rotary-base {args.rotary_base} must be above 0, such as 10000")
     for one, other in (("quick_geglu", "swiglu"), ("squared_relu", "swiglu"), ("squared_relu", "quick_geglu")):
         if getattr(args, one) and getattr(args, other):
             raise ValueError(

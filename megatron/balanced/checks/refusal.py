@@ -63,13 +63,22 @@ def _megatrons_statement(error: BaseException) -> _Statement | None:
 
 
 def refused_by_megatron(error: BaseException) -> bool:
-    """Whether Megatron-LM raised this deliberately."""
-    return _megatrons_statement(error) is not None
+    """Whether Megatron-LM raised this deliberately, or could not read a file that a flag names."""
+    return _megatrons_statement(error) is not None or bool(_flags_of_file(error))
+
+
+def _flags_of_file(error: BaseException) -> dict[str, None]:
+    """The arguments whose value is the file that `error` is about."""
+    if not isinstance(error, OSError) or error.filename is None or _values is None:
+        return {}
+    return {name: None for name, value in vars(_values).items() if name in _flags and value == error.filename}
 
 
 def explain(error: BaseException) -> str:
     """The message in one line; that of Megatron-LM with flags and a way out."""
     message = " ".join(str(error).split())
+    if of_file := _flags_of_file(error):
+        return f"{message}; {_way_out(of_file)}"
     statement = _megatrons_statement(error)
     if statement is None:
         return message or type(error).__name__

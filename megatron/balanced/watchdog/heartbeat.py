@@ -1,7 +1,7 @@
 """One report per failed job: the error, the ranks that had it, and the ranks that are silent.
 
 Every rank that fails posts its error to the job's key-value store. The first one collects: it waits until all ranks
-have posted, at most for a bounded time, and writes one report. An input that Megatron-LM rejects before the first step
+have posted, at most for a bounded time, and writes one report. An input that Megatron-LM rejects before the second step
 is reported in a single line if all ranks reject it; any other error keeps its traceback, once, with the ranks that had
 it. The lowest of the ranks that failed prints.
 
@@ -38,7 +38,7 @@ __all__ = ["report_failures_once", "stop"]
 _BEAT_SECONDS = 2.0
 _SILENT_SECONDS = 7.0  # without a heartbeat, after which a rank counts as dead
 _REFUSAL_SECONDS = 10.0  # for other ranks to reject the same command line
-_START_SECONDS = 30.0  # for other ranks to fail before the first step, which they may reach at different times
+_START_SECONDS = 30.0  # for other ranks to fail before the second step, which they may reach at different times
 _STORE_SECONDS = 10.0  # for one answer of the store
 _MOST_SECONDS = 75.0  # for the whole report, even if the store hangs
 _LINGER_SECONDS = 5.0  # that the rank with the store stays, so that others can read it
@@ -291,15 +291,17 @@ def stop(error: Exception) -> NoReturn:
     raise SystemExit(2) from error
 
 
-def _is_before_training() -> bool:
-    """Whether Megatron's training loop, which counts iterations in its arguments, has not begun."""
+def _is_before_second_step() -> bool:
+    """Whether Megatron's training loop, which counts iterations in its arguments, has not begun its second one. Some
+    flags are rejected only by the schedule of the first."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     args = getattr(global_vars, "_GLOBAL_ARGS", None)
-    return getattr(args, "curr_iteration", None) is None
+    current = getattr(args, "curr_iteration", None)
+    return current is None or current <= getattr(args, "iteration", -1)
 
 
 def _failure_of(error: Exception) -> _Failure:
-    before = _is_before_training()
+    before = _is_before_second_step()
     is_clear = before and refused_by_megatron(error)
     return _Failure(
         line=explain(error) if is_clear else None,
