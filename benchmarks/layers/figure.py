@@ -19,7 +19,9 @@ LABELS = {
     "static": "best fixed plan, known afterwards",
     "diffusion, gate": "diffusion",
     "optimal, gate": "optimal (ours)",
-    "oracle": "oracle, every iteration",
+    "optimal, 2 chunks, gate": "optimal, 2 chunks a stage",
+    "optimal, 4 chunks, gate": "optimal, 4 chunks a stage",
+    "oracle": "oracle of one chunk",
 }
 COLORS = {
     "uniform": "#9aa0a6",
@@ -27,6 +29,8 @@ COLORS = {
     "static": "#c9a227",
     "diffusion, gate": "#d9733a",
     "optimal, gate": "#2f7d5b",
+    "optimal, 2 chunks, gate": "#58a884",
+    "optimal, 4 chunks, gate": "#93cbb0",
     "oracle": "#d5e4dc",
 }
 
@@ -46,9 +50,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         values = [found[case, method] for case in cases]
         edge = "#2f7d5b" if method == "oracle" else None
         axes.bar(at, values, width * 0.9, color=COLORS[method], label=LABELS[method], edgecolor=edge, linewidth=0.8)
-        if method in ("static", "optimal, gate"):
+        if side := {"optimal, gate": "right", "optimal, 2 chunks, gate": "left"}.get(method):
             for x, value in zip(at, values, strict=True):
-                axes.annotate(f"{value:.2f}", (x, value), ha="center", va="bottom", fontsize=7.5)
+                axes.annotate(f"{value:.2f}", (x, value), ha=side, va="bottom", fontsize=7.5)
     axes.axhline(1, color="#333333", linewidth=0.8)
     axes.set_ylim(0, 2.1)
     axes.set_xticks(range(len(cases)), [case.replace(" ", "\n", 1) for case in cases])

@@ -1,16 +1,19 @@
 """The optimal plan: the least time of the slowest stage, with memory as a hard limit.
 
-With one chunk a stage this is one exact linear partition. With several, the load of a rank is the sum of distant parts
-of the model, and the exact optimum takes more than milliseconds. So one group of chunks (the v-th of every rank) after
-the other is partitioned exactly with the others fixed, and the boundaries between groups are shifted by one layer
-either way, until nothing improves. The objective is lexicographic: the slowest rank, since a rank computes all its
-chunks in a step; the slowest chunk, which limits the pipeline while it fills; the bytes moved. This is a local search
-from several starting points (more for smaller models): never worse than any of them, not always the optimum.
+With one chunk a stage this is one exact linear partition. With several, the slowest rank alone says little: in the
+interleaved schedule ranks take turns chunk by chunk, P micro-batches at a time, so a rank with few seconds in one chunk
+and many in another waits in every turn. Three bounds of the steady phase, in seconds of a micro-batch, are the slowest
+rank, which computes all its chunks in a step; the slowest chunk times the chunks of a rank, since the forward pass of
+one group of chunks (the v-th of every rank) runs beside the backward pass of another; and the sum over groups of their
+slowest chunk, as if ranks worked in lockstep. All three are the mean where chunks are equal. The objective is
+lexicographic: bytes over the limit, the sum of these bounds, the bytes moved. The search is local, from the better one
+of the plan in force and of chunks that are as equal as can be: one boundary or several neighbouring ones are shifted by
+one layer, or one group is partitioned exactly with the others fixed, until nothing improves. The result is never worse
+than the plan in force, and not always the optimum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +24,8 @@ from balancing.layers.planners.linear_partition import Room, least_over, linear_
 __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 
 FloatArray = NDArray[np.float64]
-_STARTS = 2048  # chunks x layers x starting points in either direction: keeps the largest models at 50 ms
+IntArray = NDArray[np.int64]
+_DIGITS = 12  # so that the rounding of sums in another order is no improvement
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +107,10 @@ def optimal_bounds(problem: Problem, start: Sequence[int]) -> list[int]:
     """
     if problem.virtual == 1:
         return _solve(problem, [0] * problem.stages + [problem.layers], 0)
-    found = [_descend(problem, list(each)) for each in (_even_chunks(problem), start, *_even_numbers(problem))]
-    best = min(found, key=lambda bounds: _quality(problem, bounds))
+    starts = [_even_chunks(problem), list(start)]
+    if problem.memory is not None:
+        starts.append(_even_bytes(problem, problem.memory))
+    best = _descend(problem, min(starts, key=lambda bounds: _quality(problem, bounds)))
     return best if _quality(problem, best)[0] <= 0 else []
 
 
@@ -119,9 +125,7 @@ def memory_shortfall(problem: Problem) -> float:
         room = room_of(problem, [0] * problem.stages + [problem.layers], 0)
         assert room is not None
         return least_over(room.of_first(problem.filled(0)), problem.least)
-    held = memory.static + problem.stages * memory.activation_of_layers
-    even = _even_chunks(replace(problem, cost=held, embedding=memory.embedding, head=memory.head, mtp=memory.mtp))
-    return _quality(problem, even)[0]
+    return _quality(problem, _even_bytes(problem, memory))[0]
 
 
 def _solve(problem: Problem, bounds: list[int], group: int) -> list[int]:
@@ -156,59 +160,86 @@ def _even_chunks(problem: Problem) -> list[int]:
     return [*even, *[problem.layers] * problem.behind]
 
 
-def _even_numbers(problem: Problem) -> Iterator[list[int]]:
-    """Boundaries of chunks that are equal within each group, for several positions of the boundaries between groups."""
-    layers, stages, virtual = problem.layers, problem.stages, problem.virtual
-    reach = min(_STARTS // (stages * virtual * layers), layers)
-    for shift in range(-reach, reach + 1) if reach else ():
-        inner = [group * layers // virtual + shift for group in range(1, virtual)]
-        groups = list(pairwise([0, *inner, layers]))
-        if min(last - first for first, last in groups) >= problem.least * stages:
-            equal = [
-                first + (last - first) * min(stage, filled) // filled
-                for group, (first, last) in enumerate(groups)
-                for filled in [problem.filled(group)]
-                for stage in range(stages)
-            ]
-            yield [*equal, layers]
+def _even_bytes(problem: Problem, memory: LayerMemory) -> list[int]:
+    """Boundaries that divide the bytes evenly over the chunks."""
+    held = memory.static + problem.stages * memory.activation_of_layers
+    return _even_chunks(replace(problem, cost=held, embedding=memory.embedding, head=memory.head, mtp=memory.mtp))
 
 
-def _quality(problem: Problem, bounds: Sequence[int]) -> tuple[float, float, float, float]:
-    """The objective, to be minimized: bytes over the limit, slowest rank, slowest chunk, bytes moved."""
-    over = 0.0
-    room = room_of(problem, bounds, 0)
-    if room is not None:
-        borders = np.asarray(bounds[: problem.stages + 1])
-        over = max(float(np.diagonal(room.over(borders[:-1], borders[1:])).max()), 0.0)
-    chunk = _by_chunk(problem.cost, problem, bounds)
-    chunk[0, 0] += problem.embedding
-    chunk[-1, -1] += problem.head
-    chunk[-1, -1 - problem.behind] += problem.mtp
-    home = np.repeat(np.arange(chunk.size) % problem.stages, np.diff(bounds))
-    moved = problem.weight[(home != problem.home) & (problem.home >= 0)].sum()
-    # Twelve digits, so that the rounding of sums in another order is no improvement.
-    return over, float(f"{chunk.sum(0).max():.12g}"), float(f"{chunk.max():.12g}"), float(moved)
+def _qualities(problem: Problem, bounds: IntArray) -> FloatArray:
+    """The objective of many plans, [plan, 3], each to be minimized in this order: bytes over the limit, the sum of the
+    bounds of a step (module docstring) over the mean load of a rank, bytes moved.
+
+    bounds: [plan, virtual * stages + 1], along the pipeline.
+    """
+    plans, stages, virtual, behind = len(bounds), problem.stages, problem.virtual, problem.behind
+
+    def by_chunk(values: FloatArray) -> FloatArray:
+        """Sums of `values` [layer] over chunks, [plan, chunk, stage]."""
+        prefix = np.concatenate([[0.0], np.cumsum(values)])
+        return np.diff(prefix[bounds]).reshape(plans, virtual, stages)
+
+    chunk = by_chunk(problem.cost)
+    chunk[:, 0, 0] += problem.embedding
+    chunk[:, -1, -1] += problem.head
+    chunk[:, -1, -1 - behind] += problem.mtp
+    slowest = chunk.sum(1).max(1) + virtual * chunk.max((1, 2)) + chunk.max(2).sum(1)
+    mean = (problem.cost.sum() + problem.fixed().sum()) / stages
+    elsewhere = (problem.home != np.arange(stages)[:, None]) & (problem.home >= 0)
+    arriving = np.zeros((stages, problem.layers + 1))
+    np.cumsum(np.where(elsewhere, problem.weight, 0.0), axis=1, out=arriving[:, 1:])
+    holder = np.arange(stages * virtual) % stages
+    moved = (arriving[holder, bounds[:, 1:]] - arriving[holder, bounds[:, :-1]]).sum(1)
+    over, memory = np.zeros(plans), problem.memory
+    if memory is not None and problem.limit is not None:
+        static, held = by_chunk(memory.static).sum(1), by_chunk(memory.activation_of_layers)
+        static[:, [0, -1]] += memory.embedding, memory.head
+        static[:, -1 - behind] += memory.mtp
+        held[:, 0, 0] += memory.embedding_activation
+        held[:, -1, -1] += memory.head_activation
+        moments = in_flight(stages, virtual, problem.micro_batches)
+        peak = np.einsum("smv,pvs->psm", moments, held).max(2)
+        over = np.maximum((static + peak - problem.limit).max(1), 0.0)
+    return np.stack([over, np.round(slowest / (mean or 1.0), _DIGITS), moved], axis=1)
+
+
+def _quality(problem: Problem, bounds: Sequence[int]) -> tuple[float, ...]:
+    """The objective of one plan, to be minimized."""
+    return tuple(_qualities(problem, np.array([bounds]))[0].tolist())
 
 
 def _descend(problem: Problem, bounds: list[int]) -> list[int]:
-    """Partition one group of chunks after the other, and shift boundaries between groups, until nothing improves."""
-    stages, virtual = problem.stages, problem.virtual
-    tries = [(group, 0) for group in range(virtual)]
-    tries += [(group, step) for group in range(virtual - 1) for step in (-1, 1)]
+    """Shift boundaries, and partition single groups of chunks anew, until nothing improves."""
     quality = _quality(problem, bounds)
-    since = 0  # tries without success
-    while since < len(tries):
-        for group, step in tries:
-            since += 1
-            other = list(bounds)
-            if step:
-                border = (group + 1) * stages
-                other[border] += step
-                if min(np.diff(other)[border - 1 : border + 1]) < problem.least:
-                    continue
-                other = _solve(problem, other, group + (step > 0)) or other
-            other = _solve(problem, other, group) or other
-            better = _quality(problem, other)
-            if better < quality:
-                bounds, quality, since = other, better, 0
-    return bounds
+    while True:
+        for propose in (_shifted, _partitioned):
+            others = propose(problem, bounds)
+            found = _qualities(problem, others)
+            best = int(np.lexsort(found.T[::-1])[0])
+            if tuple(found[best].tolist()) < quality:
+                bounds, quality = others[best].tolist(), tuple(found[best].tolist())
+                break
+        else:
+            return bounds
+
+
+def _shifted(problem: Problem, bounds: list[int]) -> IntArray:
+    """`bounds`, and those with 1, 2, 4, ... neighbouring boundaries shifted by one layer: int64 [plan, chunk + 1]."""
+    inner = len(bounds) - 2 - problem.behind  # boundaries that may move
+    runs = [
+        (first, first + length)
+        for length in (1 << power for power in range(inner.bit_length()))
+        for first in range(1, inner - length + 2)
+    ]
+    number = np.arange(len(bounds))
+    moves = np.array([(number >= first) & (number < last) for first, last in runs], dtype=np.int64)
+    moves = moves.reshape(-1, len(bounds))
+    others = np.concatenate([[bounds], bounds + moves, bounds - moves])
+    keeps = (np.diff(others[:, : inner + 2]) >= problem.least).all(1)
+    keeps[0] = True
+    return np.asarray(others[keeps])
+
+
+def _partitioned(problem: Problem, bounds: list[int]) -> IntArray:
+    """`bounds`, and those with one group partitioned anew: int64 [plan, chunk + 1]."""
+    return np.array([bounds, *(_solve(problem, bounds, group) or bounds for group in range(problem.virtual))])

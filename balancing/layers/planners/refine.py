@@ -3,7 +3,8 @@
 The slowest stage determines most of a step, but not all: forward and backward count separately while the pipeline fills
 and drains, so with frozen layers or early exits two plans with the same slowest stage can differ by a few percent. Each
 round shifts every boundary by one layer either way, simulates all these plans at once, and keeps the best, until none
-is faster.
+is faster. With several chunks a stage runs of two and of four neighbouring boundaries are shifted, too: the chunks in
+between keep their layers' number, and only the two at the ends change it, which may be far apart.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ def refine_plan(
     fits: whether a plan is allowed, for instance whether its `stage_memory` is within the limit.
     rounds: most changes.
 
-    Every round simulates two plans for each boundary between chunks.
+    Every round simulates two plans for each boundary between chunks, six with several chunks a stage.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
@@ -52,10 +53,11 @@ def refine_plan(
 
 
 def _neighbours(plan: StagePlan, min_layers: int) -> Iterator[StagePlan]:
-    """The plans that differ in one boundary by one layer."""
-    for border in range(1, len(plan.bounds) - 1):
-        for step in (-1, 1):
-            bounds = list(plan.bounds)
-            bounds[border] += step
-            if min(bounds[border] - bounds[border - 1], bounds[border + 1] - bounds[border]) >= min_layers:
-                yield StagePlan.from_bounds(bounds, plan.stages, plan.method)
+    """The plans that differ in one boundary by one layer; with several chunks also in 2 or 4 neighbouring ones."""
+    for length in (1,) if plan.virtual == 1 else (1, 2, 4):
+        for first in range(1, len(plan.bounds) - length):
+            last = first + length  # one past the run
+            for step in (-1, 1):
+                bounds = [bound + step * (first <= at < last) for at, bound in enumerate(plan.bounds)]
+                if min(bounds[first] - bounds[first - 1], bounds[last] - bounds[last - 1]) >= min_layers:
+                    yield StagePlan.from_bounds(bounds, plan.stages, plan.method)
