@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.experts.test_fusion import _train_fused
+from tests.experts.test_fusion import _train_fused, accumulate_fused
 from tests.experts.test_training import _assert_same
 from tests.support.moving import moving_rank
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, join, train, train_rank
@@ -113,6 +113,8 @@ def _move_on_graphs(argv: list[str], plans: Any) -> tuple[RankRun, list[tuple[in
         return record(self, step)
 
     Observer._record = recorded
+    if "--delay-wgrad-compute" in argv:
+        accumulate_fused()
     run, _ = moving_rank(argv, plans)
     return run, [(graph.captured, graph.replays) for graph in cuda_graphs.captured], len(measured)
 
