@@ -156,7 +156,8 @@ def test_graphs_of_layers_in_parts_that_moved_are_captured_anew(model_of):
         f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|tL {GRADIENTS} "
         "--expert-model-parallel-size 2 --moe-grouped-gemm --train-iters 5"
     )
-    argv = model.argv(f"{flags} {DELAYED} --balance-layers")
+    graphs = DELAYED.replace(" moe_preprocess", "")  # which gathers counts, as gloo cannot within a graph
+    argv = model.argv(f"{flags} {graphs} --balance-layers")
     results = model.pool.run(4, _move_on_graphs, argv, {2: ((2, 1), (1, 1)), 3: ((1, 1), (1, 2))})
     for rank, (_, found, measured) in enumerate(results):
         layers = [2, 3, 2] if rank < 2 else [3, 2, 3]
