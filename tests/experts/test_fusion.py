@@ -20,24 +20,31 @@ BASE = (
 ).split()
 
 
-def _train_fused(argv: list[str]) -> tuple[RankRun, dict[str, bool], int]:
-    """Train this rank as on a machine with Apex: the run, which linear layers fuse, and how often the kernel ran."""
+def accumulate_fused() -> list[int]:
+    """From now on this rank is on a machine with Apex. Returns a list of one number, how often the kernel ran."""
     from megatron.core.tensor_parallel import layers
-    from megatron.training import training
 
     from megatron.balanced import arguments
 
-    ran, fuses = 0, {}
+    ran = [0]
 
     def accumulate(rows: Any, gradient: Any, total: Any) -> None:
-        nonlocal ran
-        ran += 1
+        ran[0] += 1
         total.add_(gradient.t().matmul(rows))
 
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     layers._grad_accum_fusion_available = True
-    of_this_host, build = arguments._defaults_of_this_host, training.setup_model_and_optimizer
+    of_this_host = arguments._defaults_of_this_host
     arguments._defaults_of_this_host = lambda: of_this_host() | {"gradient_accumulation_fusion": True}
+    return ran
+
+
+def _train_fused(argv: list[str]) -> tuple[RankRun, dict[str, bool], int]:
+    """Train this rank as on a machine with Apex: the run, which linear layers fuse, and how often the kernel ran."""
+    from megatron.training import training
+
+    ran, fuses = accumulate_fused(), {}
+    build = training.setup_model_and_optimizer
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = build(*args, **kwargs)
@@ -47,7 +54,7 @@ def _train_fused(argv: list[str]) -> tuple[RankRun, dict[str, bool], int]:
         return built
 
     training.setup_model_and_optimizer = setup_model_and_optimizer
-    return train_rank(argv, True), fuses, ran
+    return train_rank(argv, True), fuses, ran[0]
 
 
 @pytest.mark.parametrize("experts", ["", "--moe-grouped-gemm"])
