@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megatron.core.transformer.moe.paged_stash import PagedStashRunner
+
 __all__ = [
     "Held",
     "StepCallback",
@@ -52,7 +54,8 @@ class StepCallback:
 
     def begin_schedule(self) -> None:
         """Before the first forward pass. If a loss looks wrong, Megatron-LM runs the schedule of the iteration again to
-        tell a faulty device from a faulty model; the schedule then begins and ends twice within the step."""
+        tell a faulty device from a faulty model, and so it does where a rank got more tokens than fit
+        (--moe-expert-rank-capacity-factor); the schedule then begins and ends twice within the step."""
 
     def end_schedule(self) -> None:
         """After the last backward pass and gradient reduction, before the optimizer's step."""
@@ -85,13 +88,14 @@ class StepCallback:
 
 
 class Trained(NamedTuple):
-    """What the training loop holds: model chunks, their optimizer, the scheduler of its learning rate, and the iterator
-    of micro-batches, or one for each model chunk."""
+    """What the training loop holds: model chunks, their optimizer, the scheduler of its learning rate, the iterator of
+    micro-batches, or one for each model chunk, and the schedule of micro-batches, in Megatron-LM's wrappers."""
 
     model: Any
     optimizer: Any
     scheduler: Any
     data: Any
+    schedule: Any
 
 
 registered: list[StepCallback] = []  # of the run in progress
@@ -122,6 +126,23 @@ def end_training() -> None:
         callback.end_training()
 
 
+def _begin_schedule() -> None:
+    for callback in registered:
+        callback.begin_schedule()
+
+
+def _end_schedule() -> None:
+    for callback in reversed(registered):
+        callback.end_schedule()
+
+
+def _run_again(runner: PagedStashRunner, is_training: bool = True) -> None:
+    """In the place of `runner.prepare_for_rerun`, between two runs of the schedule in one step."""
+    _end_schedule()
+    PagedStashRunner.prepare_for_rerun(runner, is_training)
+    _begin_schedule()
+
+
 def with_callbacks(original: Callable) -> Callable:
     """Megatron's `train_step` with all registered callbacks around it."""
 
@@ -138,14 +159,14 @@ def with_callbacks(original: Callable) -> Callable:
         **groups: Any,
     ) -> Any:
         def schedule(*args: Any, **kwargs: Any) -> Any:
-            for callback in registered:
-                callback.begin_schedule()
+            _begin_schedule()
             losses = (_schedule or [forward_backward_func])[0](*args, **kwargs)
-            for callback in reversed(registered):
-                callback.end_schedule()
+            _end_schedule()
             return losses
 
-        _trained[:] = [Trained(model, optimizer, opt_param_scheduler, data_iterator)]
+        if isinstance(forward_backward_func, PagedStashRunner):
+            forward_backward_func.prepare_for_rerun = functools.partial(_run_again, forward_backward_func)
+        _trained[:] = [Trained(model, optimizer, opt_param_scheduler, data_iterator, forward_backward_func)]
         for callback in registered:
             callback.begin_step(iteration or 0, config)
         result = original(

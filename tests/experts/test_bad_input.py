@@ -4,12 +4,13 @@ import argparse
 import contextlib
 import enum
 import io
+from typing import Any
 
 import pytest
 
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.experts.checks import check_experts
-from megatron.balanced.experts.graphs import captures_experts, leave_out_preprocessing
+from megatron.balanced.experts.graphs import captures_experts, leave_out_preprocessing, with_captured_iterations
 from tests.megatron.test_bad_input import _assert_refused, _parse
 from tests.support.training import EXACT, MOCK_DATA, MODEL, train
 
@@ -42,7 +43,6 @@ REFUSED = {
         "--moe-mlp-glu-interleave-size 8",
         "use --transformer-impl transformer_engine --moe-grouped-gemm",
     ),
-    "paged stash": (f"{BALANCE} --moe-paged-stash", "--moe-paged-stash", "runs again", "drop it"),
     "permute fusion": ("--moe-permute-fusion", "--moe-permute-fusion", "Transformer Engine", "drop it"),
     "router fusion": ("--moe-router-fusion", "--moe-router-fusion", "Transformer Engine", "drop it"),
     "fp8": (f"{BALANCE} --bf16 --fp8-format e4m3", "--fp8-format e4m3", "use --bf16"),
@@ -150,6 +150,48 @@ def test_preprocessing_is_left_out_of_graphs():
     assert "leaves moe_preprocess out" in note
     assert args.cuda_graph_modules == graphs[:2]
     assert leave_out_preprocessing(args) == []
+
+
+def _captured(interval: int, **changes: Any) -> tuple[ExpertConfig, list[str]]:
+    args = argparse.Namespace(
+        cuda_graph_impl="full_iteration",
+        cuda_graph_warmup_steps=3,
+        transformer_impl="transformer_engine",
+        moe_grouped_gemm=True,
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend="hybridep",
+        moe_expert_rank_capacity_factor=1.5,
+        use_transformer_engine_op_fuser=True,
+    )
+    vars(args).update(changes)
+    return with_captured_iterations(args, ExpertConfig(balance_experts=True, expert_plan_interval=interval))
+
+
+def test_placements_change_seldom_where_iterations_are_captured():
+    config, (note,) = _captured(1)
+    assert config.expert_plan_interval == 100
+    assert "every 100 iterations" in note and "costs 4 iterations" in note
+    assert _captured(5)[0].expert_plan_interval == 5
+    assert _captured(4)[0].expert_plan_interval == 100  # no iteration would be replayed
+    assert _captured(1, cuda_graph_warmup_steps=20)[0].expert_plan_interval == 210
+
+
+@pytest.mark.parametrize(
+    "interval, changes, words",
+    [
+        (0, {}, ("--expert-plan-interval 0", "--cuda-graph-impl full_iteration", "use --expert-plan-interval 100")),
+        (100, {"moe_enable_routing_replay": True}, ("--moe-enable-routing-replay", "use --cuda-graph-impl none")),
+        (100, {"use_transformer_engine_op_fuser": False}, ("--use-transformer-engine-op-fuser", "reads")),
+        (100, {"moe_expert_rank_capacity_factor": None}, ("--moe-expert-rank-capacity-factor 1.5", "reads")),
+        (100, {"moe_flex_dispatcher_backend": "deepep"}, ("--moe-flex-dispatcher-backend hybridep", "reads")),
+    ],
+)
+def test_what_graphs_of_iterations_cannot_have(interval, changes, words):
+    with pytest.raises(ValueError) as refusal:
+        _captured(interval, **changes)
+    assert "\n" not in str(refusal.value)
+    for word in words:
+        assert word in str(refusal.value)
 
 
 # arguments, and the words that the line must have

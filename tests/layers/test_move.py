@@ -64,6 +64,11 @@ CASES = {
         "--pipeline-model-parallel-layout Et|ttt|m|L --untie-embeddings-and-output-weights",
         {1: ((2,), (1,), (1,), (0,)), 3: ((1,), (3,), (0,), (0,))},
     ),
+    "PP 2, DP 2, widths by muP, distributed optimizer": (
+        4,
+        f"{EXACTLY} {PP2} {SHARDED} --use-mup --mup-base-hidden-size 8 --untie-embeddings-and-output-weights",
+        TO_THE_RIGHT,
+    ),
     "PP 2, VPP 2, embedding and loss count as layers": (
         2,
         f"{EXACTLY} {PP2} --num-layers 6 --num-layers-per-virtual-pipeline-stage 2 "
@@ -99,6 +104,7 @@ def _assert_same_tensors(tensors: dict[str, np.ndarray], reference: dict[str, np
 
 
 EXHAUSTIVE = (
+    "PP 2, DP 2, widths by muP, distributed optimizer",
     "PP 4, multi-token prediction on a stage of its own, experts",
     "PP 2, VPP 2, embedding and loss count as layers",
 )

@@ -85,10 +85,10 @@ def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
         ("--cluster b9000", "1024", ("--cluster", "b9000")),
         ("--device tpu", "1024", ("--device", "tpu", "'cuda', 'cpu'")),
         (
-            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
-            "--moe-expert-rank-capacity-factor 1.5 --moe-paged-stash",
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --cuda-graph-impl full_iteration "
+            "--no-check-for-nan-in-loss-and-grad",
             "1024",
-            ("--moe-expert-rank-capacity-factor 1.5", "--moe-paged-stash"),
+            ("--cuda-graph-impl full_iteration", "add", "--moe-expert-rank-capacity-factor 1.5"),
         ),
         (
             "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep --mtp-num-layers 2 "

@@ -238,6 +238,8 @@ MOVES = {
     "tensorwise": ("tensorwise", 2, PP2),
     "delayed": ("delayed", 2, PP2),
     "mxfp8": ("mxfp8", 2, PP2),
+    "blockwise": ("blockwise", 2, PP2),
+    "blockwise parameters, DP 2": ("blockwise", 4, f"{OVERLAPS} {PARAMETERS}"),
     "tensorwise parameters, DP 2": ("tensorwise", 4, f"{OVERLAPS} {PARAMETERS}"),
     "mxfp8 parameters, precision-aware": ("mxfp8", 2, f"{SHARDED} {REUSED} {AWARE}"),
     "mxfp8 parameters, precision-aware, DP 2, both overlaps": ("mxfp8", 4, f"{OVERLAPS} {REUSED} {AWARE}"),
@@ -255,7 +257,7 @@ def _moving_quantized(argv: list[str], plans: Plans) -> Any:
 @pytest.mark.parametrize("case", cases(MOVES, *[case for case in MOVES if case != "mxfp8 parameters, precision-aware"]))
 def test_layers_in_8_bits_move_and_no_number_changes(model_of, case):
     recipe, ranks, flags = MOVES[case]
-    model = model_of("--hidden-size 64")
+    model = model_of(f"--hidden-size {128 if recipe == 'blockwise' else 64}")
     argv = model.argv(f"{flags} --bf16 --fp8-format hybrid --fp8-recipe {recipe}")
     moved, state = train_moving(model.pool, ranks, "", THERE_AND_BACK, base=argv, body=_moving_quantized)
     stayed, expected = train_moving(model.pool, ranks, "", {}, base=argv, body=_moving_quantized)

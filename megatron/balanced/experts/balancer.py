@@ -8,6 +8,7 @@ makes sure that the gradient of a home expert is reduced only after its replicas
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
@@ -24,10 +26,11 @@ from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
 from megatron.balanced import callbacks
-from megatron.balanced.callbacks import Held, StepCallback
+from megatron.balanced.callbacks import Held, StepCallback, trained
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
+from megatron.balanced.experts.graphs import captures_iterations, graph_of_iterations
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
@@ -72,6 +75,9 @@ class ExpertBalancer(StepCallback):
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
         self._model_config: Any = None
         self._finalize: Callable | None = None
+        self._captures = captures_iterations(args)
+        self._first = 0  # iteration of the run
+        self._graph: FullCudaGraphWrapper | None = None  # of whole iterations
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         """Allocate the slots of a model that is complete and wrapped.
@@ -84,7 +90,10 @@ class ExpertBalancer(StepCallback):
         self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
         self._shared = self._agree_on_mode([own for own in self._layers_of_model() if own])
-        self._planner = ReplicaPlanner(self._args, self.config, self._machine, self._cluster, self._shared)
+        config = self.config
+        if self._captures:  # loads are submitted when a plan is due
+            config = dataclasses.replace(config, expert_plan_interval=1)
+        self._planner = ReplicaPlanner(self._args, config, self._machine, self._cluster, self._shared)
         for position, ddp in enumerate(chunks):
             if ddp.ddp_config.overlap_grad_reduce:
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
@@ -194,22 +203,46 @@ class ExpertBalancer(StepCallback):
         self._iteration = iteration
         if self._planner.adopt():
             check_same_plans([self._plans[layer] for layer in self._layers()], self._hosts)
+        if self._captures:
+            self._capture_anew()
         self._model_config = config
+
+    def _capture_anew(self) -> None:
+        """Drop the graph of the iteration if a placement has changed on any rank, since all ranks capture together."""
+        if self._graph is None:
+            self._first = self._iteration
+            self._graph = graph_of_iterations(trained().schedule, self._begin_run)
+        elif self._is_due(self._iteration - 1):
+            changed = any(layer.placement != self._plans[layer].placed for layer in self._layers())
+            anywhere = torch.tensor([changed], dtype=torch.int32, device=torch.cuda.current_device())
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+            if anywhere.item():
+                self._graph.reset_cuda_graph("training")
+
+    def _is_due(self, iteration: int) -> bool:
+        """Whether replicas are placed after `iteration`, where iterations are captured."""
+        return iteration == self._first or (iteration + 1) % self.config.expert_plan_interval == 0
 
     def begin_schedule(self) -> None:
         self._place_known()
         for layer in self._layers():
-            layer.loads.clear()
-            layer.served.clear()
             plan = self._plans[layer]
             if layer.frozen:  # replicas would be sent for a forward pass alone
                 plan.placed = layer.without_replicas
             if layer.placement != plan.placed:
                 layer.place(plan.placed)
-        for chunk in self._chunk_at.values():
-            chunk.begin_step()
+        if not self._captures:
+            self._begin_run()
         self._finalize = self._model_config.finalize_model_grads_func
         self._model_config.finalize_model_grads_func = self._finalize_gradients
+
+    def _begin_run(self) -> None:
+        """Before the passes of an iteration. The transfers that start here are part of a graph of the iteration."""
+        for layer in self._layers():
+            layer.loads.clear()
+            layer.served.clear()
+        for chunk in self._chunk_at.values():
+            chunk.begin_step()
 
     def _place_known(self) -> None:
         """Place replicas for the routing of this step where it was told (`megatron.balanced.experts.replay`)."""
@@ -230,6 +263,12 @@ class ExpertBalancer(StepCallback):
 
     def end_schedule(self) -> None:
         self._model_config.finalize_model_grads_func = self._finalize
+        if self._captures and self._is_due(self._iteration):
+            for chunk in self._chunk_at.values():
+                for layer in chunk.layers:
+                    loads = list(torch.stack(layer.loads))  # a copy: the next replay writes where the graph wrote
+                    overlap = self._overlap(chunk, layer)
+                    self._planner.submit(layer, self._plans[layer], loads, self._iteration + 1, overlap)
 
     def end_step(self) -> None:
         if (
@@ -259,10 +298,10 @@ class ExpertBalancer(StepCallback):
         """The placement over which `layer` splits `load`, the next micro-batch of the iteration.
 
         Late replicas are added for the first micro-batch; the last one completes the load that the next iteration is
-        planned from.
+        planned from. Nothing is decided here where the iteration is captured.
         """
         placement = layer.placement
-        if layer.frozen:
+        if layer.frozen or self._captures:
             return placement
         if not layer.loads:
             placement = self._planner.repair(layer, load)

@@ -11,7 +11,12 @@ import dataclasses
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.checks.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
 from megatron.balanced.dry_run import assumes_gpus
-from megatron.balanced.experts.graphs import captures_experts, leave_out_preprocessing
+from megatron.balanced.experts.graphs import (
+    captures_experts,
+    captures_iterations,
+    leave_out_preprocessing,
+    with_captured_iterations,
+)
 
 __all__ = ["check_experts"]
 
@@ -38,6 +43,9 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
         args, features, "--balance-experts", [*captures_experts(args), *_of_flex(args), *_of_quantization(args)]
     )
     notes = leave_out_preprocessing(args)
+    if captures_iterations(args):
+        experts, more = with_captured_iterations(args, experts)
+        notes += more
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--balance-experts leaves out the experts of --mtp-use-repeated-layer, which run several times")
     if args.transformer_impl != "local" and not args.moe_grouped_gemm:
@@ -144,10 +152,6 @@ def _of_flex(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """What of the flex dispatcher replicas cannot have: flag, why, and the way out."""
     if args.moe_token_dispatcher_type != "flex":
         return []
-    budget = args.moe_expert_rank_capacity_factor
-    if args.moe_flex_dispatcher_backend == "hybridep" and budget is not None:
-        flag = shown("moe_expert_rank_capacity_factor", budget)
-        return [(flag, "it drops tokens of ranks above their budget, which are other tokens with replicas", "drop it")]
     if args.moe_flex_dispatcher_backend == "ncclep" and args.mtp_num_layers and args.mtp_use_repeated_layer:
         why = "NCCL EP is started once, for one number of experts, and the repeated layer has no replicas"
         return [(_flex_backend(args), why, "drop --mtp-use-repeated-layer or use --moe-flex-dispatcher-backend deepep")]

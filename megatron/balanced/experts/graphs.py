@@ -1,14 +1,34 @@
-"""What CUDA graphs may hold beside replicas of experts (`--cuda-graph-impl transformer_engine`).
+"""What CUDA graphs may hold beside replicas of experts.
 
-A graph repeats the kernels that it captured, on the same addresses and shapes and without any Python. Attention, dense
-layers and routers can be part of one. Everything behind the router cannot: each micro-batch is split anew over the
-instances of its experts, the host plans from its load, and transfers of replicas start there.
+A graph repeats the kernels that it captured, on the same addresses and shapes and without any Python. With
+`--cuda-graph-impl transformer_engine`, attention, dense layers and routers can be part of one. Everything behind the
+router cannot: each micro-batch is split anew over the instances of its experts, the host plans from its load, and
+transfers of replicas start there.
+
+With `--cuda-graph-impl full_iteration` one graph holds all forward and backward passes of an iteration. The split of
+each micro-batch is part of it, since it is computed on the device, and so are the transfers of replicas. The placement
+is not: it is one of the host's decisions that the graph repeats. So it changes every --expert-plan-interval iterations,
+and the graph is captured again if it did. Late replicas, which follow from the load of one micro-batch, there are none.
+Megatron-LM runs --cuda-graph-warmup-steps iterations without a graph before a capture; that is what a change costs.
 """
 
 import argparse
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["captures_experts", "leave_out_preprocessing"]
+from balancing.experts.config import ExpertConfig
+from megatron.balanced.checks.incompatible import shown
+
+__all__ = [
+    "captures_experts",
+    "captures_iterations",
+    "graph_of_iterations",
+    "leave_out_preprocessing",
+    "with_captured_iterations",
+]
+
+_INTERVAL = 100  # iterations between placements, where the given interval leaves no iteration to the graph
 
 _WHY = "a graph would repeat where the tokens of the captured micro-batch went"
 _INSTEAD = "use --cuda-graph-modules attn moe_router"
@@ -47,3 +67,65 @@ def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:
         return []
     setattr(args, argument, [module for module, name in zip(modules, names, strict=True) if name != "moe_preprocess"])
     return ["--balance-experts leaves moe_preprocess out of CUDA graphs: it decides there where tokens go"]
+
+
+def captures_iterations(args: argparse.Namespace) -> bool:
+    """Whether one graph holds all passes of an iteration."""
+    return getattr(args, "cuda_graph_impl", "none") == "full_iteration"
+
+
+def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
+    """The settings with graphs of whole iterations, and notes for the user.
+
+    Raises ValueError where the host decides about experts in a forward pass, or when to place replicas.
+    """
+    flag = shown("cuda_graph_impl", args.cuda_graph_impl)
+    budget, fuser = args.moe_expert_rank_capacity_factor, args.use_transformer_engine_op_fuser
+    hybridep = args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "hybridep"
+    if not (hybridep and budget and fuser and args.moe_grouped_gemm and args.transformer_impl != "local"):
+        raise ValueError(
+            f"--balance-experts is incompatible with {flag} where the host reads how many tokens experts get; add "
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+            "--moe-expert-rank-capacity-factor 1.5 --moe-grouped-gemm --use-transformer-engine-op-fuser, or use "
+            "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
+        )
+    if getattr(args, "moe_enable_routing_replay", False):
+        raise ValueError(
+            f"--balance-experts is incompatible with {flag} and --moe-enable-routing-replay: known routing places "
+            "replicas in each iteration, and a graph repeats the placement that it captured; use --cuda-graph-impl none"
+        )
+    if not config.expert_plan_interval:
+        raise ValueError(
+            f"--expert-plan-interval 0 is incompatible with {flag}: loads drift on each expert-parallel group by "
+            f"itself, and all ranks capture together; use --expert-plan-interval {_INTERVAL}"
+        )
+    notes = []
+    without = 1 + args.cuda_graph_warmup_steps  # that which captures runs once more
+    if config.expert_plan_interval <= without:
+        config = dataclasses.replace(config, expert_plan_interval=max(_INTERVAL, 10 * without))
+    notes.append(
+        f"--balance-experts with {flag} places replicas after the first iteration and every "
+        f"{config.expert_plan_interval} iterations (--expert-plan-interval); a change costs {without} iterations "
+        "without a replay, of which the last captures"
+    )
+    return config, notes
+
+
+def graph_of_iterations(schedule: Any, before: Callable[[], None]) -> Any:
+    """Megatron-LM's `FullCudaGraphWrapper`, which captures and replays whole iterations, and from now on calls `before`
+    at the beginning of what it captures or runs without a graph.
+
+    schedule: the schedule of micro-batches in Megatron-LM's wrappers, of which one captures.
+    """
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # with torch's device, which flags choose
+
+    while not isinstance(schedule, FullCudaGraphWrapper):
+        schedule = schedule.forward_backward_func
+    run = schedule.forward_backward_func
+
+    def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return run(*args, **kwargs)
+
+    schedule.forward_backward_func = forward_backward_func
+    return schedule

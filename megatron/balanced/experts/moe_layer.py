@@ -198,8 +198,11 @@ class BalancedMoELayer(MoELayer):
         if self._logical.shared_experts is not None:
             self._physical.set_shared_experts(self._logical.shared_experts)
         # NCCL EP is started once in a process, for one number of experts: that of homes and slots, which may be empty.
-        self._fixed_experts = (
-            self.config.moe_token_dispatcher_type == "flex" and self.config.moe_flex_dispatcher_backend == "ncclep"
+        # With a budget of tokens, Megatron-LM asks the layer's dispatcher after a step whether it was exceeded, also
+        # where a CUDA graph has run the step: that must be the dispatcher that it ran.
+        self._fixed_experts = self.config.moe_token_dispatcher_type == "flex" and (
+            self.config.moe_flex_dispatcher_backend == "ncclep"
+            or self.config.moe_expert_rank_capacity_factor is not None
         )
         if self._fixed_experts:
             self._physical.dispatch_postprocess = self._hides_empty_slots(self._physical.dispatch_postprocess)

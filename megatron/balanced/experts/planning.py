@@ -93,13 +93,13 @@ class ReplicaPlanner:
         self._args, self._config, self._machine = args, config, machine
         self._cluster, self._shared = cluster, shared
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
-        self._submitted: list[tuple[LayerPlan, Future[Planned]]] = []
+        self._submitted: dict[int, tuple[LayerPlan, Future[Planned]]] = {}  # by the identity of the record
         self.plan_ms = self.waited_ms = 0.0  # of the last placements that were adopted, all layers together
 
     def submit(
         self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
     ) -> None:
-        """Start planning one layer.
+        """Start planning one layer, unless it was: a step whose schedule runs again has the same loads.
 
         layer: the layer, whose sizes and homes are read.
         plan: its record, whose history the thread extends.
@@ -107,14 +107,16 @@ class ReplicaPlanner:
         iteration: number of the iteration, from 1.
         overlap: the compute that its transfers overlap.
         """
-        self._submitted.append((plan, self._thread.submit(self._plan, layer, plan, loads, iteration, overlap)))
+        if id(plan) not in self._submitted:
+            planned = self._thread.submit(self._plan, layer, plan, loads, iteration, overlap)
+            self._submitted[id(plan)] = plan, planned
 
     def adopt(self) -> bool:
         """Wait for the submitted plans and take their placements. Returns whether a layer got a placement."""
         if not self._submitted:
             return False
         begin = time.perf_counter()
-        done = [(plan, future.result()) for plan, future in self._submitted]
+        done = [(plan, future.result()) for plan, future in self._submitted.values()]
         self.waited_ms = (time.perf_counter() - begin) * 1e3
         self.plan_ms = sum(planned.seconds for _, planned in done) * 1e3
         for plan, planned in done:

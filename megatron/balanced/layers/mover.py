@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor
-from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer, get_mup_config_overrides
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
 from megatron.training import training
@@ -313,6 +313,9 @@ class LayerMover:
         taken: Taken,
     ) -> None:
         _, overrides = get_megatron_optimizer_config(self._args)
+        if self._args.use_mup:
+            width = self._spec.transformer.mup_width_mult
+            overrides = {**(overrides or {}), **get_mup_config_overrides(optimizer.config, width, self._args.optimizer)}
         stash_in_gradients(states)
         # Main parameters are made from weights, and from weights in 8 bits by a function that autograd records.
         quantized = any(is_float8tensor(parameter) for ddp in self._chunks for parameter in ddp.parameters())

@@ -1,0 +1,83 @@
+"""Replicas of experts in iterations that one CUDA graph holds, and in those that run again as tokens exceed a budget.
+
+Megatron-LM's own code captures, replays, asks whether tokens were dropped and runs the iteration again;
+`tests.support.captured_iterations` is in the place of the graph, of HybridEP and of the fused experts.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.training import RankRun, join, train_rank
+from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
+
+MODEL = f"{EXPERTS.replace('--num-experts 4', '--num-experts 8')} --moe-router-dtype fp32"
+LAYOUT = (
+    "--expert-model-parallel-size 2 --moe-grouped-gemm --use-transformer-engine-op-fuser --moe-permute-fusion "
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+)
+BALANCED = "--balance-experts --expert-min-gain 0"
+GRAPH = (
+    "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --cuda-graph-warmup-steps 2 "
+    "--expert-plan-interval 6 --train-iters 12"
+)
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+
+
+def _train(argv: list[str]) -> tuple[RankRun, dict[str, Any]]:
+    """Train. Returns the run and what was seen: graphs as (messages, replays), placements of the first layer by
+    iteration, and how often an iteration ran again."""
+    from megatron.core.transformer.moe.paged_stash import PagedStashRunner
+
+    from megatron.balanced.experts.balancer import ExpertBalancer
+    from tests.support import captured_iterations
+
+    captured_iterations.install()
+    again, placements, experts = [], [], []
+    prepare, begin = PagedStashRunner.prepare_for_rerun, ExpertBalancer.begin_schedule
+
+    def prepare_for_rerun(self: Any, is_training: bool = True) -> None:
+        again.append(is_training)
+        prepare(self, is_training)
+
+    def begin_schedule(self: Any) -> None:
+        begin(self)
+        placements.append([layer.placement.replicas for layer in self._layers()])
+        experts.append(self)
+
+    PagedStashRunner.prepare_for_rerun, ExpertBalancer.begin_schedule = prepare_for_rerun, begin_schedule
+    run = train_rank(argv, True)
+    graphs = [(graph.messages, graph.replays) for graph in captured_iterations.captured]
+    return run, {"graphs": graphs, "replicas": placements, "again": len(again)}
+
+
+def test_iterations_run_again_where_tokens_exceed_the_budget(model_of):
+    model = model_of(MODEL)
+    # HybridEP's budget is a multiple of 256 rows: here those of a rank whose load is the mean.
+    batches = "--micro-batch-size 4 --global-batch-size 8 --train-iters 3"
+    budget = "--moe-expert-rank-capacity-factor 1.0 --moe-paged-stash"
+    results = model.pool.run(2, _train, model.argv(f"{LAYOUT} {BALANCED} {batches} {budget}"))
+    for _, seen in results:
+        assert seen["again"] >= 1 and any(map(any, seen["replicas"])), seen
+    assert_close(join([run for run, _ in results]), model.alone(f"--moe-grouped-gemm {batches}"), 1e-5, 1e-4)
+
+
+# ranks, flags
+CASES = {
+    "EP 2": (2, "--moe-expert-rank-capacity-factor 2.0 --moe-paged-stash"),
+    "EP 2, DP 2, both overlaps": (4, f"--moe-expert-rank-capacity-factor 2.0 {OVERLAPS}"),
+    "EP 2, slots shared": (2, "--moe-expert-rank-capacity-factor 2.0 --expert-replica-mode shared"),
+}
+
+
+@pytest.mark.parametrize("case", cases(CASES, *(name for name in CASES if name != "EP 2")))
+def test_a_graph_of_iterations_with_replicas_changes_no_number(model_of, case):
+    ranks, flags = CASES[case]
+    model = model_of(MODEL)
+    results = model.pool.run(ranks, _train, model.argv(f"{LAYOUT} {flags} {BALANCED} {GRAPH}"))
+    for _, seen in results:
+        assert not seen["again"]
+        # Without a graph: 0, and 1 and 2 after the first plan. Captured at 3, anew at 8.
+        assert [replays for _, replays in seen["graphs"]] == [3, 4], seen
+        assert len({tuple(each) for each in seen["replicas"]}) > 1 and any(seen["replicas"][-1])
+    assert_close(join([run for run, _ in results]), model.alone("--moe-grouped-gemm --train-iters 12"), 1e-5, 1e-4)
