@@ -113,14 +113,19 @@ def test_consumed_samples_are_megatrons(packed, alone, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", ["", PER_TOKEN])
-def test_experts_of_shared_micro_batches(pool, tmp_path, loss):
+@pytest.mark.parametrize(
+    "routers",
+    [
+        "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2",
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    ],
+    ids=["losses", "expert bias"],
+)
+def test_experts_of_shared_micro_batches(pool, tmp_path, routers, loss):
     """Expert parallelism folded into data parallelism, balanced as well, with the losses and the bias that routers sum
     over all ranks. The reference has as many ranks, since the loss over all of them depends on their number."""
-    routers = (
-        "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 "
-        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
-    )
-    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {routers} --global-batch-size 8 --train-iters 3")
+    model = f"{' '.join(MOE)} {routers} --moe-token-dispatcher-type alltoall --global-batch-size 8 --train-iters 3"
+    experts = Packed(pool, tmp_path, model)
     shared, alone = f"{SHARED} {loss} {EP} 2", f"{ENDS} {loss} {EP} 2"
     _assert_close(experts.train(4, f"{shared} --balance-experts --expert-min-gain 0"), experts.train(4, alone))
     _assert_close(experts.train(4, f"{shared} {CP} 2"), experts.train(2, alone))
