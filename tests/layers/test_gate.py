@@ -107,6 +107,22 @@ def test_a_model_that_grew_is_no_reason_to_go_back():
     assert gate.plan == NEW and gate.previous is None and gate.patience == 1
 
 
+def test_a_drift_is_no_reason_to_go_back():
+    """Costs rise while the old plan is measured and while the new one is; each step is as long as predicted."""
+    config = GateConfig(min_gain=0.02, interval=2, horizon=100, confirm=1, watch=5, slower=0.02)
+    gate, moved_at = Gate(config, OLD), None
+    for iteration in range(1, 20):
+        slow = 1 + 0.1 * min(iteration, 12)  # of the old plan; the new one takes 0.9 of it
+        now = slow if gate.plan == OLD else 0.9 * slow
+        gate, decision = gate.check(iteration, NEW if iteration > 6 else OLD, now, 0.9 * slow, 0.01, previous_now=slow)
+        assert decision.action != "rollback", decision.reason
+        if decision.action == "move":
+            moved_at = iteration
+        for _ in range(2):
+            gate = gate.measured(iteration, slow if gate.plan == OLD else 0.9 * slow)
+    assert moved_at is not None and gate.plan == NEW and gate.previous is None
+
+
 def test_a_slow_first_iteration_is_not_held_against_a_move():
     gate, _ = moved().check(3, NEW, 0.8, 0.8, 1.0)
     assert gate.measured(2, 99.0).steps == gate.steps
