@@ -108,19 +108,20 @@ def test_a_model_that_grew_is_no_reason_to_go_back():
 
 
 def test_a_drift_is_no_reason_to_go_back():
-    """Costs rise while the old plan is measured and while the new one is; each step is as long as predicted."""
+    """Costs rise while the old plan is measured, and stay. Each step is as long as predicted, and the new plan takes
+    0.9 of the old one's."""
     config = GateConfig(min_gain=0.02, interval=2, horizon=100, confirm=1, watch=5, slower=0.02)
     gate, moved_at = Gate(config, OLD), None
     for iteration in range(1, 20):
-        slow = 1 + 0.1 * min(iteration, 12)  # of the old plan; the new one takes 0.9 of it
+        slow = 1 + 0.25 * min(iteration, 8)
         now = slow if gate.plan == OLD else 0.9 * slow
-        gate, decision = gate.check(iteration, NEW if iteration > 6 else OLD, now, 0.9 * slow, 0.01, previous_now=slow)
+        gate = gate.measured(iteration, now)
+        candidate = NEW if iteration > 5 else OLD
+        gate, decision = gate.check(iteration + 1, candidate, now, 0.9 * slow, 0.01, previous_now=slow)
         assert decision.action != "rollback", decision.reason
         if decision.action == "move":
             moved_at = iteration
-        for _ in range(2):
-            gate = gate.measured(iteration, slow if gate.plan == OLD else 0.9 * slow)
-    assert moved_at is not None and gate.plan == NEW and gate.previous is None
+    assert moved_at == 6 and gate.plan == NEW and gate.previous is None
 
 
 def test_a_slow_first_iteration_is_not_held_against_a_move():
