@@ -74,6 +74,9 @@ class Gate:
     patience: factor on the interval, doubled by each rollback.
     agreed: checks in a row that found a gain.
     steps: seconds of the last measured steps under `plan`.
+    fresh: how many of them were measured since the last check, as the costs of the next one are.
+    ratios: of these steps up to the last check, over the prediction of that check. While costs drift, a step belongs to
+        the prediction of its own time, and to no other.
     previous: the plan before the move under watch, its measured seconds, and its predicted seconds at the time of the
         move; None if no move is under watch.
     """
@@ -84,13 +87,16 @@ class Gate:
     patience: int = 1
     agreed: int = 0
     steps: tuple[float, ...] = ()
+    fresh: int = 0
+    ratios: tuple[float, ...] = ()
     previous: tuple[StagePlan, float, float] | None = field(default=None)
 
     def measured(self, iteration: int, seconds: float) -> "Gate":
         """Add the measured seconds of an iteration under `plan`."""
         if self.moved_at is not None and iteration <= self.moved_at:
             return self  # the first iteration after a move allocates buffers
-        return replace(self, steps=(*self.steps, seconds)[-self.config.watch :])
+        steps = (*self.steps, seconds)[-self.config.watch :]
+        return replace(self, steps=steps, fresh=min(self.fresh + 1, len(steps)))
 
     @property
     def watching(self) -> StagePlan | None:
@@ -117,18 +123,21 @@ class Gate:
         previous_now: predicted seconds of a step under `watching`, by present costs.
         """
         config = self.config
+        latest = self.steps[len(self.steps) - self.fresh :] if now > 0 else ()
+        ratios = (*self.ratios, *(seconds / now for seconds in latest))[-config.watch :]
+        self = replace(self, fresh=0, ratios=ratios)
         if self.previous is not None:
             if len(self.steps) < config.watch:
                 return self, Decision("keep", self.plan, f"watching the last move, {len(self.steps)} of {config.watch}")
             plan, before, predicted = self.previous
             expected = before * (previous_now / predicted if previous_now is not None and predicted > 0 else 1.0)
-            after = median(self.steps)
+            after = median(ratios or (0.0,)) * now
             if before > 0 and after > (1 + config.slower) * expected:
                 back = replace(self, plan=plan, moved_at=iteration, patience=2 * self.patience, agreed=0, steps=(),
-                               previous=None)  # fmt: skip
+                               ratios=(), previous=None)  # fmt: skip
                 why = f"steps take {after:.4g} s, the plan before would take {expected:.4g} s"
                 return back, Decision("rollback", plan, why)
-            return replace(self, previous=None, patience=1).check(iteration, candidate, now, then, migration, left=left)
+            self = replace(self, previous=None, patience=1)
 
         def keep(why: str, agreed: int = 0) -> tuple["Gate", Decision]:
             return replace(self, agreed=agreed), Decision("keep", self.plan, why)
@@ -147,8 +156,8 @@ class Gate:
         wait = config.interval * self.patience
         if self.moved_at is not None and iteration - self.moved_at < wait:
             return keep(f"the last move is {iteration - self.moved_at} of {wait} iterations ago", agreed)
-        watched = (self.plan, median(self.steps), now) if self.steps else None
-        moved = replace(self, plan=candidate, moved_at=iteration, agreed=0, steps=(), previous=watched)
+        watched = (self.plan, median(ratios) * now, now) if ratios else None
+        moved = replace(self, plan=candidate, moved_at=iteration, agreed=0, steps=(), ratios=(), previous=watched)
         return moved, Decision("move", candidate, f"gains {gain / now:.1%} of a step for {migration:.4g} s")
 
 

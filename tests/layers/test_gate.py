@@ -107,6 +107,23 @@ def test_a_model_that_grew_is_no_reason_to_go_back():
     assert gate.plan == NEW and gate.previous is None and gate.patience == 1
 
 
+def test_a_drift_is_no_reason_to_go_back():
+    """Costs rise while the old plan is measured, and stay. Each step is as long as predicted, and the new plan takes
+    0.9 of the old one's."""
+    config = GateConfig(min_gain=0.02, interval=2, horizon=100, confirm=1, watch=5, slower=0.02)
+    gate, moved_at = Gate(config, OLD), None
+    for iteration in range(1, 20):
+        slow = 1 + 0.25 * min(iteration, 8)
+        now = slow if gate.plan == OLD else 0.9 * slow
+        gate = gate.measured(iteration, now)
+        candidate = NEW if iteration > 5 else OLD
+        gate, decision = gate.check(iteration + 1, candidate, now, 0.9 * slow, 0.01, previous_now=slow)
+        assert decision.action != "rollback", decision.reason
+        if decision.action == "move":
+            moved_at = iteration
+    assert moved_at == 6 and gate.plan == NEW and gate.previous is None
+
+
 def test_a_slow_first_iteration_is_not_held_against_a_move():
     gate, _ = moved().check(3, NEW, 0.8, 0.8, 1.0)
     assert gate.measured(2, 99.0).steps == gate.steps
