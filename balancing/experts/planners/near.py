@@ -38,7 +38,8 @@ def near_slots(
     share = load.sum(0) / (1 + np.bincount(held, minlength=experts))
     serves = (np.bincount(home, share, ranks) + np.bincount(rank, share[held], ranks)).tolist()
     filled, free = slot_expert.copy(), (slot_expert < 0).sum(1).tolist()
-    homes, found, added = home.tolist(), [], 0
+    found: list[np.ndarray] = []
+    homes, added = home.tolist(), 0
     for at in np.argsort(-leaving, axis=None, kind="stable").tolist() if numbers else ():
         node, expert = divmod(at, experts)
         tokens = float(leaving[node, expert])
