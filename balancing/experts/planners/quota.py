@@ -4,7 +4,9 @@ The true load is split exactly later (`balancing.experts.split.split`), so the p
 split possible. Without a cost model all slots are used: spread for robustness (`balancing.experts.planners.spread`),
 or, where slots are so few that this cannot balance even the prediction, packed for the prediction
 (`balancing.experts.planners.pack`). With a cost model, placements with fewer replicas are tried, too, down to none, and
-the one with the least cost is chosen: exposed transfers delay a layer, hidden ones delay its all-to-alls.
+the one with the least cost is chosen: exposed transfers delay a layer, hidden ones delay its all-to-alls. Where they
+are hidden and ranks are on several nodes, placements that keep tokens in their node (`balancing.experts.planners.near`)
+are compared with it, and taken if they cost less.
 """
 
 import math
@@ -18,6 +20,7 @@ from balancing.cluster import Cluster
 from balancing.experts.cost import ExpertShape, MoELayerCost, break_even_tokens, layer_cost, with_transfers
 from balancing.experts.placement import ReplicaPlacement
 from balancing.experts.planners.lower_bound import CostLowerBound
+from balancing.experts.planners.near import near_slots
 from balancing.experts.planners.pack import pack_replicas
 from balancing.experts.planners.spread import fill_slots, spread_counts, spread_slots
 from balancing.experts.split.split import traffic
@@ -27,6 +30,8 @@ __all__ = ["QuotaPlanner"]
 _BALANCED = 1.01  # imbalance up to which the predicted load counts as balanced
 _WORTH = 0.99  # a placement is split only if its lower bound is below this part of the best cost so far
 _FREE = 1.01  # cost ratio up to which more replicas are taken for robustness
+_NEAR = 0.02  # part of the cost that all-to-alls must have for placements that make them shorter
+_FEW_SLOTS = 64  # of all ranks, up to which more of these are looked at
 _LOOSE = 0.01  # expected excess of the cost over its bound with all slots in use; with fewer, in proportion
 
 _Moved = Callable[[ReplicaPlacement], np.ndarray]
@@ -101,7 +106,46 @@ class QuotaPlanner:
             if least[at] <= best[0] * _WORTH:
                 costs[at] = self._cost(moved(plans[at]), plans[at], self.shape)
                 best = min(best, (costs[at].total, plans[at].replicas > 0, at))
-        return self._with_free_copies(plans[best[2]], costs[best[2]], total)
+        plan = self._with_free_copies(plans[best[2]], costs[best[2]], total)
+        return plan if self.hidden_under is None else self._or_nearer(plan, counts, picks, moved, least_costs)
+
+    def _or_nearer(
+        self, plan: ReplicaPlacement, counts: np.ndarray, picks: np.ndarray, moved: _Moved, least_costs: CostLowerBound
+    ) -> ReplicaPlacement:
+        """`plan`, or a placement of less cost that keeps more tokens in their node.
+
+        counts: int [source_rank, expert], tokens.
+        picks: a row of `spread_counts`.
+        moved, least_costs: the split's traffic, and bounds, for this load.
+
+        Some placements have such replicas alone, others a few that were spread first, for balance. What they leave
+        empty is filled from within the node, as in `_with_free_copies`.
+        """
+        per_node, all_slots = self._per_node, self._ranks * self.slots
+        if self._ranks == per_node or self._ranks % per_node:
+            return plan
+        assert self.shape is not None
+        cost = self._cost(moved(plan), plan, self.shape)
+        if 4 * cost.all_to_all <= _NEAR * cost.total:
+            return plan
+        total, few = counts.sum(0).astype(float), all_slots <= _FEW_SLOTS
+        numbers = sorted({-(-all_slots // part) for part in ((8, 4, 2, 1) if few else (4, 2, 1))})
+        found: list[np.ndarray] = []
+        for number in (0, *(numbers[:-1] if few else numbers[:1])):
+            spread = spread_slots(total, picks[:number], self.home, self._ranks, self.slots, ranks_per_node=per_node)
+            found += near_slots(counts, self.home, spread, ranks_per_node=per_node, numbers=numbers)
+        if not found:
+            return plan
+        least = [bound.total for bound in least_costs([self._placement(slots) for slots in found])]
+        best, lowest = plan, cost.total
+        for at in sorted(range(len(found)), key=least.__getitem__):
+            if least[at] > lowest * _WORTH:
+                break
+            other = self._placement(fill_slots(found[at], total, self.home, per_node))
+            then = self._cost(moved(other), other, self.shape).total
+            if then < lowest:
+                best, lowest = other, then
+        return best
 
     def _with_free_copies(self, plan: ReplicaPlacement, cost: MoELayerCost, total: np.ndarray) -> ReplicaPlacement:
         """`plan`, of this cost, with more replicas in empty slots if they cost next to nothing.
