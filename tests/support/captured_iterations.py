@@ -59,16 +59,16 @@ class Graph(CUDAGraph):
         self.replays += 1
         flying: list[tuple[Any, set[int]]] = []  # messages, and the memory that they read or write
         for func, args, kwargs, result in self.operators:
-            if _is_message(func):
-                again = func(*args, **kwargs)
-                work = torch.distributed.Work.unbox(again[-1] if isinstance(again, (tuple, list)) else again)
-                flying.append((work, {_memory(tensor) for tensor in _tensors(args)}))
-                continue
             if flying:
                 used = {_memory(tensor) for tensor in _tensors((args, kwargs))}
                 for message in [message for message in flying if message[1] & used]:
                     message[0].wait()
                     flying.remove(message)
+            if _is_message(func):
+                again = func(*args, **kwargs)
+                work = torch.distributed.Work.unbox(again[-1] if isinstance(again, (tuple, list)) else again)
+                flying.append((work, {_memory(tensor) for tensor in _tensors(args)}))
+                continue
             if isinstance(func, torch._ops.OpOverload) and any(
                 returned.alias_info is not None and not returned.alias_info.is_write for returned in _returns(func)
             ):
