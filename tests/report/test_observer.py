@@ -65,10 +65,10 @@ def _train_with(plant: str, argv: list[str]) -> list[list[int]]:
                     module.gating = _prefer(module.gating, expert=1)
         attach(self, chunks)
 
-    def see(self: Any, lengths: list[int], chunk: int, plan: Any) -> None:
+    def see(self: Any, lengths: list[int], chunk: int, *of_plan: Any) -> None:
         if chunk == 0 and self.step is not None:
             seen.append(list(lengths))
-        documents(self, lengths, chunk, plan)
+        documents(self, lengths, chunk, *of_plan)
 
     observer.Observer.attach, observer.Observer.documents = plant_in, see
     train_with_flags(args, config)

@@ -54,10 +54,16 @@ REFUSED = {
 
 
 def _parse_each(lines: list[list[str]]) -> list[tuple[object, str]]:
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.training.global_vars import destroy_global_vars
+
     results = []
     for number, argv in enumerate(lines):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each is a start of its own
         results.append(_parse(argv))
+        if results[-1][0] == "none":
+            destroy_global_vars()
+            destroy_num_microbatches_calculator()
     return results
 
 

@@ -266,7 +266,7 @@ def _read(folder: Path, method: str) -> tuple[list[int], list[int], int, int]:
             planned = PlannedDataset(dataset, ahead, Domain(rank, 4, rank, 4), Rows(4, 1, True), None)
             (batch,) = planned.__getitems__([first + 2 * rank, first + 2 * rank + 1])
             dataset.dataset.get = get
-            plan, _, origins = pickle.loads(batch.pop("plan"))
+            plan, _, origins, _ = pickle.loads(batch.pop("plan"))
             cuts += len(plan.shards(rank, linear=True))
             held[rank] += int(plan.linear_tokens[rank])
             batch["origin"] = torch.from_numpy(row_origins(plan, rank, len(batch["tokens"]), origins))

@@ -340,7 +340,7 @@ def _share(fixed: bool) -> None:
         dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 2, fixed), padding=7)
         assert (len(dataset), dataset.index_split) == (3, "train")
         (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2]])
-        plan, program, origins = pickle.loads(batch["plan"][0])
+        plan, program, origins, _ = pickle.loads(batch["plan"][0])
         assert origins == (0,) * len(plan.lengths)
         assert program == compile_rank(plan, rank, cluster)
         own = positions(plan, rank, batch["tokens"].shape[1])
