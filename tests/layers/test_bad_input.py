@@ -51,6 +51,11 @@ REFUSED = {
     "experts in one tensor": ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
     "optimizer": ({"optimizer": "muon"}, "--optimizer muon", "use --optimizer adam"),
     "state on the host": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload", "--use-distributed-optimizer"),
+    "prediction on the first stage": (
+        {"pipeline_model_parallel_layout": "Et|tt|ttm|L"},
+        "--pipeline-model-parallel-layout Et|tt|ttm|L",
+        "put m on another stage",
+    ),
     "checkpoints by rank": ({"save": "here", "ckpt_format": "torch"}, "--ckpt-format torch", "torch_dist"),
 }
 

@@ -65,9 +65,10 @@ CASES = {
     ),
     # The final norm follows the last layer.
     "DeepSeek-V3, layer of prediction behind all others": (
-        4,
-        f"--use-distributed-optimizer {DEEPSEEK_V3} {INTERLEAVED} Et|tt|ttm|L",
-        {1: ((2, 1), (2, 0)), 2: ((1, 1), (3, 0))},
+        8,
+        f"--use-distributed-optimizer {DEEPSEEK_V3} --pipeline-model-parallel-size 4 --num-layers 8 "
+        "--pipeline-model-parallel-layout Ett|t|t|t|t|t|tm|L",
+        {1: ((1, 1), (2, 1), (1, 1), (1, 0)), 2: ((1, 1), (1, 1), (1, 2), (1, 0))},
     ),
     "expert-data parallel 2": (8, f"{FIVE} {GRADIENTS}", THERE_AND_BACK),
     "optimizer not distributed": (4, FIVE, THERE_AND_BACK),

@@ -113,7 +113,12 @@ def test_validation_and_restart_of_dealt_steps(packed, alone, tmp_path):
         run = packed.train(4, f"{DEALT} {flags} {PP} 2 {CP} 2")
         first = packed.from_start(f"{ENDS} {PP} 2 --train-iters 1 --save {tmp_path} --save-interval 1")
         train(packed.pool, 2, base=first)
-        rest = train(packed.pool, 2, base=packed.whole(f"{DEALT} {PP} 2 --load {tmp_path} --override-opt-param-scheduler"), parameters=True)
+        rest = train(
+            packed.pool,
+            2,
+            base=packed.whole(f"{DEALT} {PP} 2 --load {tmp_path} --override-opt-param-scheduler"),
+            parameters=True,
+        )
     finally:
         packed.base[packed.base.index("80,20,0")] = "100,0,0"
     _assert_close(run, reference)

@@ -122,12 +122,13 @@ def _train_quantized(argv: list[str], capability: tuple[int, int]) -> RankRun:
 def test_documents_spread_over_ranks_that_quantize(model_of, recipe):
     """Where each rank quantizes the tokens it has, numbers differ a little from those of one rank."""
     model = model_of("--seq-length 64 --max-position-embeddings 64 --hidden-size 128 --num-layers 2")
-    flags = f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --dataloader-inter-document-masking"
+    packed = "--bf16 --dataloader-inter-document-masking --calculate-per-token-loss"
+    flags = f"{packed} --fp8-format hybrid --fp8-recipe {recipe}"
     spread = f"{flags} --context-parallel-size 2 --balance-sequences --attention-backend auto"
     capability = CAPABILITY[recipe]
     run = join(model.pool.run(2, _train_quantized, model.argv(spread), capability))
-    alone = join(model.pool.run(1, _train_quantized, model.argv(f"{flags} --calculate-per-token-loss"), capability))
-    in_bf16 = model.alone("--bf16 --dataloader-inter-document-masking --calculate-per-token-loss")
+    alone = join(model.pool.run(1, _train_quantized, model.argv(flags), capability))
+    in_bf16 = model.alone(packed)
     assert alone.losses != in_bf16.losses, "nothing was quantized"
     assert differences(run, alone)[0] <= 0.01
     assert differences(alone, in_bf16)[0] <= 0.05

@@ -43,7 +43,13 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
     check_compatible(args, LAYERS, flag, _delayed_weights(args))
-    if layers.layer_planner in ONE_CHUNK and (plan := _layout(args)) is not None and plan.behind:
+    plan = _layout(args)
+    if plan is not None and plan.mtp_chunk and plan.mtp_chunk % stages == 0:  # two chunks would have an embedding each
+        raise ValueError(
+            f"{flag} is incompatible with multi-token prediction in a later chunk of the first stage, as in "
+            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}; put m on another stage"
+        )
+    if layers.layer_planner in ONE_CHUNK and plan is not None and plan.behind:
         raise ValueError(
             f"--layer-planner {layers.layer_planner} cannot leave the stages after multi-token prediction without "
             "layers; use optimal or uniform"
