@@ -58,8 +58,12 @@ class Graph(CUDAGraph):
             assert weight.data_ptr() == address, f"a weight of shape {tuple(weight.shape)} is not where it was captured"
         self.replays += 1
         flying: list[tuple[Any, set[int]]] = []  # messages, and the memory that they read or write
+        before: Any = None
         for func, args, kwargs, result in self.operators:
-            if flying:
+            # Messages between two ranks start together: a rank that waited for one of them would keep the others.
+            together = _is_between_two(func) and _is_between_two(before)
+            before = func
+            if flying and not together:
                 used = {_memory(tensor) for tensor in _tensors((args, kwargs))}
                 for message in [message for message in flying if message[1] & used]:
                     message[0].wait()
@@ -84,6 +88,10 @@ class Graph(CUDAGraph):
 
 def _is_message(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
+
+
+def _is_between_two(func: Any) -> bool:
+    return func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
 
 
 class _Capture(TorchDispatchMode):
