@@ -43,7 +43,8 @@ def plan_micro_batches(
     cluster: the ranks over which each micro-batch is spread, usually those of a context-parallel group.
     shape: the model, for costs.
     token_capacity: most tokens of a micro-batch on each of these ranks; None for 1.25 times the mean, or what the
-        longest document or the fullest drawn micro-batch takes.
+        longest document or the fullest drawn micro-batch takes, or for the mean and the longest document where few
+        documents do not fit otherwise.
     method: see below.
     drawn: micro-batch of each document as it was drawn, within the capacity; it stays if no deal costs less.
     scheduler: for "hybrid", as in `baselines.hybrid_groups`.
@@ -70,7 +71,14 @@ def plan_micro_batches(
     if method == "balanced":
         costs = whole_costs(seconds)
         limit = _capacity(tokens, micro_batches, cluster.world_size, token_capacity, start)
-        deal = balanced_deal(costs, tokens, micro_batches, limit, start)
+        try:
+            deal = balanced_deal(costs, tokens, micro_batches, limit, start)
+        except ValueError:
+            if token_capacity is not None:
+                raise
+            # The least full micro-batch has at most the mean, so it always has room for one more document.
+            limit = -(-int(tokens.sum()) // micro_batches) + int(tokens.max())
+            deal = balanced_deal(costs, tokens, micro_batches, limit, start)
         place = np.empty(micro_batches, dtype=np.int64)
         place[hill_order(np.bincount(deal, costs, micro_batches))] = np.arange(micro_batches)
         deal = place[deal]
