@@ -96,7 +96,7 @@ CHANGED = {
 }
 
 
-CHANGED_ALWAYS = ("TP 2 to PP 2", "DP 2 to PP 2, sharded")
+CHANGED_ALWAYS = ("DP 2 to PP 2, sharded",)
 
 
 @pytest.mark.parametrize(
