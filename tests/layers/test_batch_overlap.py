@@ -67,7 +67,7 @@ CASES = {
     "DeepSeek-V3, layer of prediction behind all others": (
         8,
         f"--use-distributed-optimizer {DEEPSEEK_V3} --pipeline-model-parallel-size 4 --num-layers 8 "
-        "--pipeline-model-parallel-layout Ett|t|t|t|t|t|tm|L",
+        "--moe-layer-freq [0]+[1]*7 --pipeline-model-parallel-layout Ett|t|t|t|t|t|tm|L",
         {1: ((1, 1), (2, 1), (1, 1), (1, 0)), 2: ((1, 1), (1, 1), (1, 2), (1, 0))},
     ),
     "expert-data parallel 2": (8, f"{FIVE} {GRADIENTS}", THERE_AND_BACK),
