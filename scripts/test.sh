@@ -30,6 +30,5 @@ fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-# Three workers: on two cores, two leave a fifth of the time unused, in which ranks wait for each other. A file is one
-# worker's, which keeps its reference runs.
-exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+# Two workers: a test of one rank leaves a core to the other. A file is one worker's, which keeps its reference runs.
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
