@@ -108,7 +108,7 @@ def test_documents_on_a_device(ranks, device, tmp_path, figure):
         save = f"--lr 0 --train-iters 1 --save {folder} --save-interval 1"
         run(ranks, 1, [*argv, *save.split()])  # initial weights depend on the layout
         argv += f"--load {folder} --finetune --no-load-optim --no-load-rng".split()
-        reference = run(ranks, 1, [*argv, "--calculate-per-token-loss"])
+        reference = run(ranks, 1, argv)
         for planner in PLANNERS if precision == "fp32" else ("auto",):
             flags = f"{CP2} --balance-sequences --sequence-planner {planner}"
             seen.check(precision, planner, difference(run(ranks, 2, [*argv, *flags.split()]), reference))
@@ -165,7 +165,7 @@ def test_all_balancers_on_a_device(ranks, device, tmp_path, figure):
     start = tmp_path / "start"
     run(ranks, 2 * 2, [*argv, *f"--lr 0 --train-iters 1 --save {start} --save-interval 1".split()])
     argv += f"--load {start} --finetune --no-load-optim --no-load-rng".split()
-    reference = run(ranks, 4, [*argv, "--calculate-per-token-loss"])
+    reference = run(ranks, 4, argv)
     balance = f"{CP2} --balance-sequences --balance-experts --expert-min-gain 0 --balance-layers"
     report = f"--balance-report {tmp_path / 'report'}"
     balanced = run(ranks, 4, [*argv, *balance.split(), *report.split()], Orders({2: ((1,), (3,))}, memory=True))
