@@ -13,15 +13,13 @@ import argparse
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
-from balancing.whatif.forecast import forecast, verdict
-from balancing.whatif.job import flag_table, read_recipe_flags
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.cpu.device import use_cpu
 
@@ -173,6 +171,9 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
 
 def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     """What balancing would save, where `--cluster` says how fast the machine is."""
+    from balancing.whatif.forecast import forecast, verdict  # which runs that train need not import
+    from balancing.whatif.job import flag_table, read_recipe_flags
+
     cluster = cluster_from_flags(config, args.world_size)
     if cluster is None:
         return ["gain   not forecast: --cluster tells how fast the machine is"]
@@ -181,7 +182,7 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     packed = bool(args.sft or args.dataloader_inter_document_masking)
     try:
         found = forecast(
-            read_recipe_flags(_flags_of(args)).on(args.world_size),
+            read_recipe_flags(_flags_of(args, vars(flag_table().parse_known_args([])[0]))).on(args.world_size),
             cluster,
             lengths=_LENGTHS if packed else None,
             routing=_ROUTING,
@@ -200,9 +201,9 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     ]
 
 
-def _flags_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that a forecast reads, as they are after validation."""
-    values = {name: getattr(args, name, None) for name in vars(flag_table().parse_known_args([])[0])}
+def _flags_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The flags `names`, which a forecast reads, as they are after validation."""
+    values = {name: getattr(args, name, None) for name in names}
     values |= {"fp8_format": args.fp8, "attention_backend": args.attention_backend.name}
     layout = values["pipeline_model_parallel_layout"]
     values["pipeline_model_parallel_layout"] = getattr(layout, "input_data", layout)
