@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.corpus import END_OF_DOCUMENT, heavy_tailed, write_documents
-from tests.support.training import EXACT, MODEL, MOE, Run, differences, train
+from tests.support.training import EXACT, MODEL, MOE, Run, assert_close, differences, train
 
 PREDICTION = "--mtp-num-layers 2 --untie-embeddings-and-output-weights --init-method-std 0.1"
 REPEATED = f"{PREDICTION} --mtp-use-repeated-layer"
@@ -16,7 +16,6 @@ PP = "--pipeline-model-parallel-size"
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 EP = f"{SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"
-TOLERANCE = 1e-12
 EXPERTS = f"{PREDICTION} {' '.join(MOE)} --moe-aux-loss-coeff 1e-2"
 
 # model, ranks, flags
@@ -62,12 +61,6 @@ def models(pool, tmp_path_factory) -> Models:
     return Models(pool, tmp_path_factory.mktemp("prediction"))
 
 
-def _assert_close(run: Run, reference: Run) -> None:
-    losses, parameters = differences(run, reference)
-    assert losses <= TOLERANCE
-    assert parameters <= TOLERANCE
-
-
 SAMPLE = ("experts, packed, balanced",)
 
 
@@ -78,14 +71,14 @@ def test_layouts_predict_alike(models, layout):
     model, world_size, flags = LAYOUTS[layout]
     reference = models.on_one_rank(model, PACKED in flags)
     assert any("mtp" in name for name in reference.parameters)
-    _assert_close(models.train(model, world_size, flags), reference)
+    assert_close(models.train(model, world_size, flags), reference)
 
 
 def test_one_document_a_sequence(models, tmp_path):
     """Where no document ends within a sequence, packed documents are an ordinary batch."""
     random = np.random.default_rng(3)
     endless = write_documents(tmp_path / "endless", [random.integers(0, END_OF_DOCUMENT, 4000)])
-    _assert_close(models.train("dense", 1, PACKED, endless), models.train("dense", 1, "", endless))
+    assert_close(models.train("dense", 1, PACKED, endless), models.train("dense", 1, "", endless))
 
 
 def test_boundaries_matter(models):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.sequences.test_bad_input import _parse_each
-from tests.sequences.test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
-from tests.support.training import MOCK_DATA, MODEL, MOE, Run, differences, train
+from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
+from tests.support.training import MOCK_DATA, MODEL, MOE, Run, assert_close, train
 
 CP = "--context-parallel-size"
 ENDS = f"{PACKED} --eod-mask-loss"
@@ -49,24 +49,6 @@ def packed(pool, tmp_path_factory) -> Packed:
     return Packed(pool, tmp_path_factory.mktemp("dealt"), SHORT)
 
 
-@pytest.fixture(scope="module")
-def alone(packed) -> Any:
-    known: dict[str, Run] = {}
-
-    def reference(flags: str) -> Run:
-        if flags not in known:
-            known[flags] = packed.train(1, f"{ENDS} {flags}")
-        return known[flags]
-
-    return reference
-
-
-def _assert_close(run: Run, reference: Run) -> None:
-    losses, parameters = differences(run, reference)
-    assert losses <= TOLERANCE
-    assert parameters <= TOLERANCE
-
-
 def _dealt(folder) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
@@ -80,12 +62,12 @@ def _dealt(folder) -> list[dict[str, Any]]:
         for loss in ("", PER_TOKEN)
     ],
 )
-def test_dealt_documents_equal_one_rank(packed, alone, tmp_path, layout, loss):
+def test_dealt_documents_equal_one_rank(packed, tmp_path, layout, loss):
     """And micro-batches cost more alike: rows of unequal number pass between the stages."""
     ranks, flags = LAYOUTS[layout]
     size = "--micro-batch-size 2" if "--micro-batch-size 2" in flags else ""  # in which losses are averaged
-    reference = alone(f"{loss} {size}")
-    _assert_close(packed.train(ranks, f"{DEALT} {flags} {loss} --balance-report {tmp_path}"), reference)
+    reference = packed.alone(f"{ENDS} {loss} {size}")
+    assert_close(packed.train(ranks, f"{DEALT} {flags} {loss} --balance-report {tmp_path}"), reference)
     spread = _dealt(tmp_path)
     assert spread
     for line in spread:
@@ -99,11 +81,11 @@ def test_dealt_steps_with_experts(pool, tmp_path, loss):
     """Replicas of experts beside, which follow the tokens of each micro-batch."""
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall {SHORT}")
     flags = f"{PP} 2 --expert-model-parallel-size 2 --balance-experts --expert-min-gain 0"
-    _assert_close(experts.train(4, f"{DEALT} {flags} {loss}"), experts.train(1, f"{ENDS} {loss}"))
+    assert_close(experts.train(4, f"{DEALT} {flags} {loss}"), experts.train(1, f"{ENDS} {loss}"))
 
 
 @pytest.mark.exhaustive
-def test_validation_and_restart_of_dealt_steps(packed, alone, tmp_path):
+def test_validation_and_restart_of_dealt_steps(packed, tmp_path):
     """Validation has its documents where they were drawn; a run goes on in the middle of the samples, without the flag
     before, and with it after."""
     packed.base[packed.base.index("100,0,0")] = "80,20,0"
@@ -121,9 +103,9 @@ def test_validation_and_restart_of_dealt_steps(packed, alone, tmp_path):
         )
     finally:
         packed.base[packed.base.index("80,20,0")] = "100,0,0"
-    _assert_close(run, reference)
+    assert_close(run, reference)
     np.testing.assert_allclose(run.validation, reference.validation, rtol=1e-6)  # which Megatron sums in float32
-    _assert_close(Run(reference.losses[:1] + rest.losses, [], [], rest.parameters), reference)
+    assert_close(Run(reference.losses[:1] + rest.losses, [], [], rest.parameters), reference)
 
 
 REFUSED = {

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sequences.test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
+from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
-from tests.support.training import MOE, Run, differences, train
+from tests.support.training import MOE, assert_close, differences, train
 
 CP, EP = "--context-parallel-size", "--expert-model-parallel-size"
 ENDS = f"{PACKED} --eod-mask-loss"
@@ -49,24 +49,6 @@ def packed(pool, tmp_path_factory) -> Packed:
     return Packed(pool, tmp_path_factory.mktemp("domain"), SHORT)
 
 
-@pytest.fixture(scope="module")
-def alone(packed) -> Any:
-    known: dict[str, Run] = {}
-
-    def reference(flags: str) -> Run:
-        if flags not in known:
-            known[flags] = packed.train(1, f"{ENDS} {flags}")
-        return known[flags]
-
-    return reference
-
-
-def _assert_close(run: Run, reference: Run) -> None:
-    losses, parameters = differences(run, reference)
-    assert losses <= TOLERANCE
-    assert parameters <= TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("layout", "loss"),
     [
@@ -75,20 +57,20 @@ def _assert_close(run: Run, reference: Run) -> None:
         for loss in ("", PER_TOKEN)
     ],
 )
-def test_shared_micro_batches_equal_one_rank(packed, alone, layout, loss):
+def test_shared_micro_batches_equal_one_rank(packed, layout, loss):
     ranks, flags = LAYOUTS[layout]
-    _assert_close(packed.train(ranks, f"{SHARED} {flags} {loss}"), alone(loss))
+    assert_close(packed.train(ranks, f"{SHARED} {flags} {loss}"), packed.alone(f"{ENDS} {loss}"))
 
 
 @pytest.mark.exhaustive
-def test_the_losses_differ(alone):
+def test_the_losses_differ(packed):
     """So that the tests above tell one way to weigh tokens from the other."""
-    _, parameters = differences(alone(""), alone(PER_TOKEN))
+    _, parameters = differences(packed.alone(ENDS), packed.alone(f"{ENDS} {PER_TOKEN}"))
     assert parameters > 1e-9
 
 
 @pytest.mark.exhaustive
-def test_micro_batches_of_two_and_validation(packed, alone):
+def test_micro_batches_of_two_and_validation(packed):
     """With PP 2; validation is of forward passes alone, in micro-batches of their own size."""
     packed.base[packed.base.index("100,0,0")] = "80,20,0"
     flags = "--eval-interval 2 --eval-iters 2 --train-iters 2 --micro-batch-size 2 --eval-micro-batch-size 1"
@@ -97,18 +79,18 @@ def test_micro_batches_of_two_and_validation(packed, alone):
         run = packed.train(4, f"{SHARED} {flags} --eval-global-batch-size 4 {PP} 2")
     finally:
         packed.base[packed.base.index("80,20,0")] = "100,0,0"
-    _assert_close(run, reference)
+    assert_close(run, reference)
     assert len(run.validation) == len(reference.validation) >= 1
     np.testing.assert_allclose(run.validation, reference.validation, rtol=1e-6)  # which Megatron sums in float32
 
 
 @pytest.mark.exhaustive
-def test_consumed_samples_are_megatrons(packed, alone, tmp_path):
+def test_consumed_samples_are_megatrons(packed, tmp_path):
     """A run goes on where another domain, or none, has stopped."""
     packed.train(4, f"{SHARED} --save {tmp_path} --save-interval 1")
     later = packed.whole(f"{BALANCED} {CP} 2 --load {tmp_path} --ckpt-step 1")
-    rest, reference = train(packed.pool, 4, base=later, parameters=True), alone("")
-    _assert_close(replace(rest, losses=reference.losses[:1] + rest.losses), reference)
+    rest, reference = train(packed.pool, 4, base=later, parameters=True), packed.alone(ENDS)
+    assert_close(replace(rest, losses=reference.losses[:1] + rest.losses), reference)
 
 
 @pytest.mark.exhaustive
@@ -127,8 +109,8 @@ def test_experts_of_shared_micro_batches(pool, tmp_path, routers, loss):
     model = f"{' '.join(MOE)} {routers} --moe-token-dispatcher-type alltoall --global-batch-size 8 --train-iters 3"
     experts = Packed(pool, tmp_path, model)
     shared, alone = f"{SHARED} {loss} {EP} 2", f"{ENDS} {loss} {EP} 2"
-    _assert_close(experts.train(4, f"{shared} --balance-experts --expert-min-gain 0"), experts.train(4, alone))
-    _assert_close(experts.train(4, f"{shared} {CP} 2"), experts.train(2, alone))
+    assert_close(experts.train(4, f"{shared} --balance-experts --expert-min-gain 0"), experts.train(4, alone))
+    assert_close(experts.train(4, f"{shared} {CP} 2"), experts.train(2, alone))
 
 
 def test_report_of_shared_micro_batches(packed, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.corpus import heavy_tailed, write_documents
-from tests.support.training import EXACT, MODEL, MOE, Run, differences, train
+from tests.support.training import EXACT, MODEL, MOE, Run, assert_close, differences, train
 
 PACKED = "--dataloader-inter-document-masking"
 DENSE_MASK = "--reset-attention-mask --reset-position-ids"
@@ -19,7 +19,6 @@ PP = "--pipeline-model-parallel-size"
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 # The bias of the keys cannot change a softmax: its gradient is rounding noise, of which Adam makes whole steps.
 LEARNED = "--position-embedding-type learned_absolute --disable-bias-linear"
-TOLERANCE = 1e-12
 ROTARY_TOLERANCE = 1e-8  # of losses
 
 # ranks, flags
@@ -45,6 +44,7 @@ class Packed:
         self.base = [*MODEL, *write_documents(tmp_path / "documents", heavy_tailed(400, seed=1))]
         first = f"--lr 0 --train-iters 1 --save {self.folder} --save-interval 1"
         train(pool, 1, first, base=self.whole(""))
+        self._alone: dict[str, Run] = {}
 
     def whole(self, flags: str) -> list[str]:
         """The command line of a run that is described by `flags`."""
@@ -59,6 +59,13 @@ class Packed:
 
     def train(self, world_size: int, flags: str) -> Run:
         return train(self.pool, world_size, base=self.from_start(flags), parameters=True)
+
+    def alone(self, flags: str) -> Run:
+        """On one rank: the reference of all layouts, run once."""
+        flags = " ".join(flags.split())
+        if flags not in self._alone:
+            self._alone[flags] = self.train(1, flags)
+        return self._alone[flags]
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +83,15 @@ def dense_mask(packed) -> Run:
     return packed.train(1, DENSE_MASK)
 
 
-def _assert_close(run: Run, reference: Run) -> None:
-    losses, parameters = differences(run, reference)
-    assert losses <= TOLERANCE
-    assert parameters <= TOLERANCE
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_agree(packed, on_one_rank, layout):
     world_size, flags = LAYOUTS[layout]
-    _assert_close(packed.train(world_size, f"{PACKED} {flags}"), on_one_rank)
+    assert_close(packed.train(world_size, f"{PACKED} {flags}"), on_one_rank)
 
 
 def test_equals_a_dense_mask(pool, tmp_path):
     learned = Packed(pool, tmp_path, LEARNED)
-    _assert_close(learned.train(1, PACKED), learned.train(1, DENSE_MASK))
+    assert_close(learned.train(1, PACKED), learned.train(1, DENSE_MASK))
 
 
 def test_equals_a_dense_mask_with_rotary_embeddings(on_one_rank, dense_mask):
@@ -108,7 +109,7 @@ def test_boundaries_matter(packed, dense_mask):
 def test_with_experts(pool, tmp_path):
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {LEARNED}")
     layout = f"{PACKED} {PP} 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
-    _assert_close(experts.train(4, layout), experts.train(1, DENSE_MASK))
+    assert_close(experts.train(4, layout), experts.train(1, DENSE_MASK))
 
 
 def _attention(lengths: list[int]) -> float:

@@ -15,9 +15,20 @@ from balancing.report.history import read_history
 from balancing.report.page import page
 from balancing.report.summary import summarize
 from tests.layers.test_release import _train as _train_moving
-from tests.sequences.test_packed_documents import PACKED, PP, SP, TOLERANCE, Packed
+from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
-from tests.support.training import MODEL, MOE, RankRun, Run, assert_same, differences, join, train, train_rank
+from tests.support.training import (
+    MODEL,
+    MOE,
+    RankRun,
+    Run,
+    assert_close,
+    assert_same,
+    differences,
+    join,
+    train,
+    train_rank,
+)
 
 CP = "--context-parallel-size"
 EP = "--expert-model-parallel-size"
@@ -57,16 +68,10 @@ def alone(packed) -> Run:
     return packed.train(1, LOSS)
 
 
-def _assert_close(run: Run, reference: Run) -> None:
-    losses, parameters = differences(run, reference)
-    assert losses <= TOLERANCE
-    assert parameters <= TOLERANCE
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_equal_one_rank(packed, alone, layout):
     world_size, flags = LAYOUTS[layout]
-    _assert_close(packed.train(world_size, f"{BALANCED} {flags}"), alone)
+    assert_close(packed.train(world_size, f"{BALANCED} {flags}"), alone)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -74,7 +79,7 @@ def test_planners_equal_one_rank(packed, alone, planner):
     """With chunks shorter than documents, and plans made in a loader's worker."""
     chunk = "--sequence-chunk 4" if planner == "chunks" else ""
     flags = f"{CP} 4 --sequence-planner {planner} {chunk} --num-workers 1"
-    _assert_close(packed.train(4, f"{BALANCED} {flags}"), alone)
+    assert_close(packed.train(4, f"{BALANCED} {flags}"), alone)
 
 
 def test_repeats_bit_for_bit(packed):
@@ -88,7 +93,7 @@ def test_documents_with_experts(pool, tmp_path, dispatcher):
     losses = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --group-query-attention --num-query-groups 2"
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {losses} {SHORT} --moe-token-dispatcher-type {dispatcher}")
     flags = f"{CP} 2 {PP} 2 {EP} 2 --balance-experts --expert-min-gain 0"
-    _assert_close(experts.train(4, f"{BALANCED} {flags}"), experts.train(1, LOSS))
+    assert_close(experts.train(4, f"{BALANCED} {flags}"), experts.train(1, LOSS))
 
 
 @pytest.mark.exhaustive
@@ -96,14 +101,14 @@ def test_documents_while_messages_of_experts_are_overlapped(pool, tmp_path):
     """The forward pass of one micro-batch alternates with the backward pass of another, and each has its own plan."""
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {SHORT} --moe-token-dispatcher-type alltoall")
     flags = f"{CP} 2 {EP} 2 --overlap-moe-expert-parallel-comm --balance-experts --expert-min-gain 0"
-    _assert_close(experts.train(2, f"{BALANCED} {flags}"), experts.train(1, LOSS))
+    assert_close(experts.train(2, f"{BALANCED} {flags}"), experts.train(1, LOSS))
 
 
 def test_samples_as_sequences(pool, tmp_path):
     """Without documents in the masks, each sample is one sequence, and learned positions count from its beginning."""
     samples = Packed(pool, tmp_path, f"--position-embedding-type learned_absolute --disable-bias-linear {SHORT}")
     reference = samples.train(1, "--calculate-per-token-loss")
-    _assert_close(samples.train(2, f"--balance-sequences {CP} 2 --micro-batch-size 2"), reference)
+    assert_close(samples.train(2, f"--balance-sequences {CP} 2 --micro-batch-size 2"), reference)
 
 
 @pytest.mark.exhaustive
@@ -111,7 +116,7 @@ def test_norms_of_queries_and_keys(pool, tmp_path):
     """Each head of each token by itself, before anything is spread; with a head size that is not hidden / heads."""
     flags = "--qk-layernorm --normalization RMSNorm --group-query-attention --num-query-groups 2 --kv-channels 12"
     normed = Packed(pool, tmp_path, f"{flags} --disable-bias-linear {SHORT}")
-    _assert_close(normed.train(4, f"{BALANCED} {CP} 2 {SP} --sequence-planner zones"), normed.train(1, LOSS))
+    assert_close(normed.train(4, f"{BALANCED} {CP} 2 {SP} --sequence-planner zones"), normed.train(1, LOSS))
 
 
 def test_yarn(pool, tmp_path):
@@ -119,7 +124,7 @@ def test_yarn(pool, tmp_path):
     yarn = "--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-original-max-position-embeddings 16"
     stretched = Packed(pool, tmp_path, f"{yarn} --mscale 1.0 {SHORT}")
     reference = stretched.train(1, LOSS)
-    _assert_close(stretched.train(2, f"{BALANCED} {CP} 2"), reference)
+    assert_close(stretched.train(2, f"{BALANCED} {CP} 2"), reference)
     losses, _ = differences(stretched.train(1, f"{LOSS} --rotary-scaling-factor 1.0"), reference)
     assert losses > 1e-9, "the flags change nothing"
 
@@ -136,7 +141,7 @@ def test_attention_sinks(pool, tmp_path, softmax, layout):
     groups = "--group-query-attention --num-query-groups 2"
     sinks = Packed(pool, tmp_path, f"--softmax-type {softmax} {groups} {SHORT}")
     reference = sinks.train(1, LOSS)
-    _assert_close(sinks.train(4, f"{BALANCED} {CP} 2 {layout}"), reference)
+    assert_close(sinks.train(4, f"{BALANCED} {CP} 2 {layout}"), reference)
     assert ("softmax_offset" in " ".join(reference.parameters)) == (softmax == "learnable")
 
 
@@ -151,7 +156,7 @@ def test_sliding_windows(pool, tmp_path, every, layout):
     """In every second layer, as GPT-OSS has them, with its sinks; and in all. Documents are longer than the window."""
     flags = f"--window-size 5,0 {every} --softmax-type learnable {SHORT}"
     windows = Packed(pool, tmp_path, flags)
-    _assert_close(windows.train(4, f"{BALANCED} {layout}"), windows.train(1, LOSS))
+    assert_close(windows.train(4, f"{BALANCED} {layout}"), windows.train(1, LOSS))
 
 
 LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
@@ -172,7 +177,7 @@ LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-em
 def test_latent_attention_over_ranks(pool, tmp_path, rope, layout):
     """As DeepSeek-V3's: values smaller than keys, YaRN from each document's first token, norms of the latents."""
     latent = Packed(pool, tmp_path, f"{LATENT} {rope} --normalization RMSNorm --disable-bias-linear {SHORT}")
-    _assert_close(latent.train(4, f"{BALANCED} {layout}"), latent.train(1, LOSS))
+    assert_close(latent.train(4, f"{BALANCED} {layout}"), latent.train(1, LOSS))
 
 
 @pytest.mark.exhaustive
@@ -186,7 +191,7 @@ def test_layers_of_another_attention_move(pool, tmp_path, model):
     moving = Packed(pool, tmp_path, f"{model} --global-batch-size 4 --train-iters 4")
     argv = moving.from_start(f"{BALANCED} {CP} 2 {PP} 2 --use-distributed-optimizer")
     run, _ = _train_moving(pool, 4, 4, "", {1: ((3,), (1,)), 2: ((1,), (3,))}, argv)
-    _assert_close(run, moving.train(1, LOSS))
+    assert_close(run, moving.train(1, LOSS))
 
 
 def test_validation_of_spread_documents(packed):
@@ -254,7 +259,7 @@ def test_routing_between_nodes(packed, alone, tmp_path):
     """Four ranks as two nodes of two: what one sends to the other node goes through both."""
     flags = f"{BALANCED} {CP} 4 --sequence-planner ring --sequence-routing 2 --balance-report {tmp_path}"
     run = join(packed.pool.run(4, _on_two_nodes, packed.from_start(flags)))
-    _assert_close(run, alone)
+    assert_close(run, alone)
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     spread = [line for line in lines if line["action"] == "spread"]
     assert all(line["kv_inter_bytes"] > 0 and line["inter_node_share"] > 0 for line in spread)

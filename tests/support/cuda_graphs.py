@@ -53,18 +53,27 @@ class CUDAGraph:
 
     @torch.no_grad()
     def replay(self) -> None:
+        self.begin_replay()
+        for operator in self.operators:
+            self.run_again(*operator)
+
+    def begin_replay(self) -> None:
         assert not self._is_reset, "the graph was reset"
         for weight, address in self._parameters.values():
             assert weight.data_ptr() == address, f"a weight of shape {tuple(weight.shape)} is not where it was captured"
         self.replays += 1
-        for func, args, kwargs, result in self.operators:
-            if any(returned.alias_info is not None and not returned.alias_info.is_write for returned in _returns(func)):
-                continue  # a view, of memory that stays
-            again = func(*args, **kwargs)
-            for old, new in zip(_tensors(result), _tensors(again), strict=True):
-                if old.data_ptr() != new.data_ptr():
-                    assert old.shape == new.shape, f"{func} made {tuple(new.shape)}, not {tuple(old.shape)}"
-                    old.copy_(new)
+
+    def run_again(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Run an operator or a kernel, and leave what it makes where it was captured."""
+        if isinstance(func, torch._ops.OpOverload) and any(
+            returned.alias_info is not None and not returned.alias_info.is_write for returned in _returns(func)
+        ):
+            return  # a view, of memory that stays
+        again = func(*args, **kwargs)
+        for old, new in zip(_tensors(result), _tensors(again), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                assert old.shape == new.shape, f"{func} made {tuple(new.shape)}, not {tuple(old.shape)}"
+                old.copy_(new)
 
     def reset(self) -> None:
         self._is_reset = True

@@ -216,6 +216,13 @@ def differences(run: Run, reference: Run) -> tuple[float, float]:
     return losses, max(tensors, default=0.0)
 
 
+def assert_close(run: Run, reference: Run, tolerance: float = 1e-12) -> None:
+    """Equal but for rounding: losses relative, each parameter in norm."""
+    losses, parameters = differences(run, reference)
+    assert losses <= tolerance
+    assert parameters <= tolerance
+
+
 def assert_same(run: Run, reference: Run) -> None:
     """Bit for bit: losses, gradient norms and parameters."""
     assert run.losses == reference.losses
