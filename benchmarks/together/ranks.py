@@ -29,7 +29,8 @@ from benchmarks.together.workload import FLAGS, TOP_K, Pace, Variant, Work, leng
 
 __all__ = ["prepare", "train"]
 
-_PATIENCE = 240.0  # seconds of a run
+_PATIENCE = 600.0  # seconds of a run
+REPLACED = {"choose_kernel", "routing", "document_lengths"}
 
 
 def prepare() -> None:
@@ -178,12 +179,20 @@ def _train(flags: Sequence[str], steps: Path | None, pace: Pace) -> None:
         def end_training(self) -> None:
             self.begin_step(0, None)
 
-    _pace(pace)
-    run(args, config, [Clock()])
+    called = _pace(pace)
+    try:
+        run(args, config, [Clock()])
+    finally:
+        if missing := sorted(REPLACED - called):
+            print(f"together: nothing called {', '.join(missing)}, so this was another workload", file=sys.stderr)
+            os._exit(1)
 
 
-def _pace(pace: Pace) -> None:
-    """Replace what takes time in the layers of this process."""
+def _pace(pace: Pace) -> set[str]:
+    """Replace what takes time in the layers of this process, and what is uneven.
+
+    Returns a set to which each of REPLACED is added when it is called.
+    """
     from megatron.core import mpu
     from megatron.core.transformer.moe import router
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -204,7 +213,6 @@ def _pace(pace: Pace) -> None:
             work.run(pairs * pace.pair)
 
     kernel = Kernel(work, pace.pair)
-    attention.choose_kernel = lambda *unused: kernel  # type: ignore[assignment]
 
     layer_forward = TransformerLayer.forward
 
@@ -227,14 +235,30 @@ def _pace(pace: Pace) -> None:
         chosen = maps[key]
         return (logits.reshape(tokens, -1) * 0 + 1 / TOP_K) * chosen, chosen
 
-    router.TopKRouter.routing = routing
-
-    def documents(sample: Any, tokens: int) -> list[int]:
+    def documents(unused: Any, index: int) -> list[int]:
         # Every micro-batch has the same documents, in another order.
-        order = np.random.default_rng(int(sample["tokens"].sum()))
-        return [int(length) for length in order.permutation(lengths_of(pace.even))]
+        return [int(length) for length in np.random.default_rng(index).permutation(lengths_of(pace.even))]
 
-    dataset._lengths = documents
+    # A name that is used no more could be replaced as well, and nothing would tell.
+    called: set[str] = set()
+    for owner, name, replacement in (
+        (attention, "choose_kernel", lambda *unused: kernel),
+        (router.TopKRouter, "routing", routing),
+        (dataset, "document_lengths", documents),
+    ):
+        assert hasattr(owner, name), f"{owner.__name__} has no {name}"
+        setattr(owner, name, _noted(replacement, name, called))
+    return called
+
+
+def _noted(function: Callable, name: str, called: set[str]) -> Callable:
+    """`function`, which adds `name` to `called`."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        called.add(name)
+        return function(*args, **kwargs)
+
+    return noted
 
 
 def _paced_experts(forward: Callable, work: Work, seconds: float) -> Callable:
