@@ -4,6 +4,7 @@ import faulthandler
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,8 @@ from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
 
 DEFAULT_SECONDS = 3 * PATIENCE
+# These files are one worker's, since starting the ranks of `engine` takes long.
+ONE_SCOPE = "tests/transformer_engine/"
 
 # Neither an example nor making one may take long by default, on a machine that may be busy.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,13 +54,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-    # Files whose tests start ranks take longest: first they, so that no worker is left with one alone at the end.
+    # What takes longest first, so that no worker is left with it alone at the end: a scope of several files, then files
+    # whose tests start ranks.
     files = {item.path for item in items if {"pool", "engine"} & set(getattr(item, "fixturenames", ()))}
-    items.sort(key=lambda item: item.path not in files)
+    items.sort(key=lambda item: (not item.nodeid.startswith(ONE_SCOPE), item.path not in files))
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not _has_gpu():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch finds no CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`: a file is one worker's, and the files of ONE_SCOPE are."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ONE_SCOPE if nodeid.startswith(ONE_SCOPE) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def _has_gpu() -> bool:

@@ -170,9 +170,8 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if "sharded" in name else []) for name in RESUMED]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RESUMED)
 def test_resumed_with_frozen_layers_is_uninterrupted(pool, corpus, tmp_path, name):
     world_size, flags, moves = RESUMED[name]
     base = [*MODEL, *corpus, *f"{UNTIED} --ckpt-format torch_dist --train-iters 7".split(), *flags.split()]

@@ -81,6 +81,7 @@ def test_a_move_of_a_dynamic_model_changes_no_number(pool, tmp_path, case):
         assert tokens[3] < tokens[0]
 
 
+@pytest.mark.exhaustive
 def test_frozen_layers_are_saved_where_they_moved_to_and_thaw_elsewhere(pool, tmp_path):
     freeze = f"{EXACTLY} {UNTIED} --freeze-layers 3 --freeze-layers-start 1 --freeze-layers-until 5 --train-iters 6"
     base = [*BASE, *freeze.split(), *"--ckpt-format torch_dist".split()]

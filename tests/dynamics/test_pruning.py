@@ -115,7 +115,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["PP 2", pytest.param("EP 2, sharded, bf16", marks=pytest.mark.exhaustive)])
 def test_masks_are_exact_through_training_and_resume(pool, corpus, tmp_path, name):
     world_size, flags = LAYOUTS[name]
     base = [*MODEL, *corpus, *f"{PRUNE} {flags} --ckpt-format torch_dist".split()]

@@ -58,6 +58,7 @@ def test_made_up_loads_have_their_imbalance():
     assert 1.2 < fullest[0] < fullest[2] < fullest[3] < 4.5
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_right_and_takes_no_less_than_its_work():
     names = (CEILING, "none", "shadow", "quota", "quota, shared slots", "quota: planner only")
     scale, layers, micro_batches = Scale(4, 8, 0.01), 2, 2

@@ -54,6 +54,7 @@ def test_a_checkpoint_has_the_keys_it_always_has(pool, corpus, tmp_path, more):
     assert sum("experts" in name for name in saved) > 0
 
 
+@pytest.mark.exhaustive
 def test_experts_go_on_without_our_package_and_back(pool, corpus, tmp_path):
     """Iterations 1 to 3 balanced, the 4th by Megatron-LM alone, the 5th and 6th balanced, against six balanced ones."""
     base = [*MODEL, *corpus, *EXPERTS, "--train-iters", "6"]
@@ -68,6 +69,7 @@ def test_experts_go_on_without_our_package_and_back(pool, corpus, tmp_path):
     np.testing.assert_allclose(rest.losses, whole.losses[4:], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_weights_load_without_our_package_on_any_number_of_ranks(pool, corpus, tmp_path):
     base = [*MODEL, *corpus, *EXPERTS]
     save = f"--train-iters 3 --save {tmp_path / 'save'} --save-interval 3 --balance-report {tmp_path}"

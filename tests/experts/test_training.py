@@ -16,7 +16,7 @@ EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
 )
-BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--train-iters 20 --num-layers 2 --global-batch-size 4".split()]
+BASE = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--train-iters 10 --num-layers 2 --global-batch-size 4".split()]
 
 # ranks, layout flags; two micro-batches for every data-parallel rank
 LAYOUTS = {
@@ -122,7 +122,7 @@ def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, pla
 
 
 def _others() -> Iterator[Any]:
-    """Each case with both modes; overlaps with shared slots always."""
+    """Each case with both modes; one of them always."""
     for case in OTHERS:
         for mode in MODES:
             sampled = (case, mode) == ("overlap", "shared")
@@ -149,7 +149,7 @@ def test_how_often_replicas_are_placed(pool, tmp_path, interval):
     ages = [line["plan_age"] for line in lines if line.get("layer") == 0 and line["unit"] == "layer"]
     assert all(0 < line["drift"] < 1 for line in lines if line.get("plan_age") and line["iteration"] > 3)
     if interval:
-        assert ages == [0, 1, 2, 3, 4, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
+        assert ages == [0, 1, 2, 3, 4, 1, 2, 3, 4, 5]
     else:
         assert ages[:2] == [0, 1] and len(set(ages)) > 1
 
@@ -167,7 +167,7 @@ FAST_LINKS = {  # on which a copy pays for itself at once
 
 @pytest.mark.parametrize("mode", [pytest.param("resident", marks=pytest.mark.exhaustive), "shared"])
 def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
-    """Without a plan for 20 iterations, all replicas are late ones, from the first micro-batch of an iteration."""
+    """Without a second plan, all replicas are late ones, from the first micro-batch of an iteration."""
     ranks, flags = LAYOUTS["EP 2, PP 2"]
     flags += " --moe-token-dispatcher-type alltoall"
     (tmp_path / "cluster.json").write_text(json.dumps(FAST_LINKS))

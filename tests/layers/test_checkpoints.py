@@ -46,6 +46,7 @@ def test_goes_on_in_the_same_layout_or_another(pool, corpus, tmp_path):
     _assert_goes_on(other, whole, 1e-12, 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_sharded_state_goes_on_under_another_layout(pool, corpus, tmp_path):
     base = [*MODEL, *corpus]
     whole = _moved_and_saved(pool, 4, f"{SINGLE} {PP2} {OVERLAPS}", base, tmp_path)

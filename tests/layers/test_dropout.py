@@ -96,17 +96,17 @@ def test_masks_of_a_run_differ_from_each_other(pool, argv):
 
 
 @pytest.mark.parametrize(
-    "recompute",
+    ("recompute", "layout"),
     [
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", ""),
+        ("--recompute-granularity selective", "--tensor-model-parallel-size 2 --sequence-parallel"),
         pytest.param(
             "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            "--tensor-model-parallel-size 2 --sequence-parallel",
             marks=pytest.mark.exhaustive,
         ),
-        "--recompute-granularity selective",
     ],
 )
-@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
 def test_recomputation_repeats_the_draw(pool, argv, recompute, layout):
     world_size = 2 if layout else 1
     kept = train(pool, world_size, layout, base=argv, parameters=True)

@@ -24,7 +24,7 @@ def runs(pool, tmp_path_factory) -> Runs:
 @pytest.mark.parametrize(
     "job",
     [
-        "layers and sequences, interleaved",
+        pytest.param("layers and sequences, interleaved", marks=pytest.mark.exhaustive),
         "experts, EP 4, buckets",
         "ranks leave, early exit",
         pytest.param("no balancer, PP 2, EP 2", marks=pytest.mark.exhaustive),

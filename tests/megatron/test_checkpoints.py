@@ -68,6 +68,7 @@ def _assert_same_weights(run: Run, other: Run) -> None:
         assert np.array_equal(run.parameters[name], values), name
 
 
+@pytest.mark.exhaustive
 def test_weights_of_a_distributed_optimizer_load_without_our_package(pool, corpus, tmp_path):
     """Upstream cannot load the state of its distributed optimizer without Transformer Engine; the weights it can."""
     base = [*MODEL, *corpus]

@@ -68,6 +68,7 @@ def test_validation(pool, corpus, world_size, layout):
     assert run.validation[1] < run.validation[0], "the model learned nothing that helps on the validation set"
 
 
+@pytest.mark.exhaustive
 def test_validation_does_not_depend_on_the_layout(pool, corpus, tmp_path):
     base = [*MODEL, *corpus]
     base[base.index("100,0,0")] = "80,15,5"

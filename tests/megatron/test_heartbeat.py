@@ -16,7 +16,7 @@ import pytest
 from tests.support.training import MOCK_DATA, MODEL
 
 ROOT = Path(__file__).parents[2]
-WORLD_SIZE = 3
+WORLD_SIZE = 2
 
 
 class Job:

@@ -119,7 +119,10 @@ def test_dense(references, layout):
     references("dense").check(*DENSE[layout])
 
 
-@pytest.mark.parametrize("layout", ["PP 2", "PP 2, interleaved", "TP 2, sequence parallel"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("PP 2", marks=pytest.mark.exhaustive), "PP 2, interleaved", "TP 2, sequence parallel"],
+)
 def test_untied_embeddings_and_grouped_queries(references, layout):
     references("untied").check(*DENSE[layout])
 

@@ -159,7 +159,13 @@ def _train_counting(argv: list[str]) -> RankRun:
     return train_rank(argv, False)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+LAYOUTS_ALWAYS = ("PP 2", "full recompute", "more tokens")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[pytest.mark.exhaustive] * (layout not in LAYOUTS_ALWAYS)) for layout in LAYOUTS],
+)
 def test_every_part_of_every_micro_batch_is_timed_once(pool, tmp_path, layout):
     world_size, flags = LAYOUTS[layout]
     report = f"--train-iters 3 --balance-report {tmp_path}"

@@ -87,7 +87,8 @@ def test_repeats_bit_for_bit(packed):
     assert_same(packed.train(2, flags), packed.train(2, flags))
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_documents_with_experts(pool, tmp_path, dispatcher):
     """Balanced as well. Grouped queries and the losses of routers ride along."""
     losses = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --group-query-attention --num-query-groups 2"
@@ -119,6 +120,7 @@ def test_norms_of_queries_and_keys(pool, tmp_path):
     assert_close(normed.train(4, f"{BALANCED} {CP} 2 {SP} --sequence-planner zones"), normed.train(1, LOSS))
 
 
+@pytest.mark.exhaustive
 def test_yarn(pool, tmp_path):
     """Its table is made in pinned memory where ranks share a sequence."""
     yarn = "--position-embedding-type yarn --rotary-scaling-factor 4.0 --yarn-original-max-position-embeddings 16"

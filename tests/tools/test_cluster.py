@@ -362,6 +362,7 @@ def test_one_process_measures_itself_and_guesses_nothing(tmp_path, capsys, monke
         Cluster.from_spec(str(path), 2)
 
 
+@pytest.mark.exhaustive
 def test_torchrun_measures_the_bandwidth_in_a_node(tmp_path):
     path = tmp_path / "cluster.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

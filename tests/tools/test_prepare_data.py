@@ -119,7 +119,9 @@ def test_output_does_not_depend_on_the_workers(run, prepare_data, monkeypatch, t
     assert [bytes(ids[:-1].tolist()) for ids in documents(tmp_path / "5")] == contents
 
 
-@pytest.mark.parametrize("functions", [[], ["--functions"]], ids=["files", "functions"])
+@pytest.mark.parametrize(
+    "functions", [[], pytest.param(["--functions"], marks=pytest.mark.exhaustive)], ids=["files", "functions"]
+)
 def test_standard_library_from_the_command_line(tmp_path, functions):
     """The whole command, as the quickstart calls it for functions: real text of heavy-tailed length."""
     prefix = tmp_path / "deep" / "stdlib"

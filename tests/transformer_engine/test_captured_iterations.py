@@ -50,6 +50,7 @@ def _train(argv: list[str]) -> tuple[RankRun, dict[str, Any]]:
     return run, {"graphs": graphs, "replicas": placements, "again": len(again)}
 
 
+@pytest.mark.exhaustive
 def test_iterations_run_again_where_tokens_exceed_the_budget(model_of):
     model = model_of(MODEL)
     # HybridEP's budget is a multiple of 256 rows: here half the mean, so that each iteration runs again.

@@ -66,7 +66,7 @@ def _assert_same_state(state: dict[str, np.ndarray], expected: dict[str, np.ndar
         np.testing.assert_array_equal(whole, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", cases(MOVES, "PP 2", REMAINDERS, SCALED))
+@pytest.mark.parametrize("case", cases(MOVES, "PP 2", "grouped experts, EP 2", REMAINDERS, SCALED))
 def test_a_move_of_transformer_engine_changes_no_number(model_of, case):
     model, ranks, flags, plans = MOVES[case]
     model = model_of(model)
@@ -195,7 +195,8 @@ def test_ranks_with_transformer_engine_leave(model_of):
     _assert_same_state(state, expected)
 
 
-@pytest.mark.parametrize("optimizer", cases(["whole", "sharded"], "whole"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", ["whole", "sharded"])
 def test_saved_after_a_move_it_goes_on(model_of, tmp_path, optimizer):
     """A checkpoint has what Transformer Engine keeps beside weights (`_extra_state`), whichever rank has a layer."""
     model = model_of("")

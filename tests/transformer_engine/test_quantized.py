@@ -118,7 +118,7 @@ def _train_quantized(argv: list[str], capability: tuple[int, int]) -> RankRun:
     return train_rank(argv, True)
 
 
-@pytest.mark.parametrize("recipe", cases(["tensorwise", "mxfp8"], "tensorwise"))
+@pytest.mark.parametrize("recipe", cases(["tensorwise", "mxfp8"], "tensorwise", "mxfp8"))
 def test_documents_spread_over_ranks_that_quantize(model_of, recipe):
     """Where each rank quantizes the tokens it has, numbers differ a little from those of one rank."""
     model = model_of("--seq-length 64 --max-position-embeddings 64 --hidden-size 128 --num-layers 2")
