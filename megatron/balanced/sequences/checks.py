@@ -32,7 +32,11 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         args.balance_sequences = False
         off = dataclasses.replace(sequences, balance_sequences=False, sequence_domain="auto")
         return off, [*notes, f"--balance-sequences has nothing to balance: {idle}"]
-    check_compatible(args, SEQUENCES, "--balance-sequences")
+    found = []
+    if args.mtp_num_layers and args.overlap_moe_expert_parallel_comm:
+        why = "with --overlap-moe-expert-parallel-comm Megatron-LM's layers of prediction take no packed documents"
+        found = [(f"--mtp-num-layers {args.mtp_num_layers}", why, "drop one of the two")]
+    check_compatible(args, SEQUENCES, "--balance-sequences", found)
     if sequences.sequence_domain == "auto":
         domain = "data" if args.context_parallel_size == 1 else "context"
         sequences = dataclasses.replace(sequences, sequence_domain=domain)
@@ -109,6 +113,11 @@ def _check_dealt(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that look at the tokens of one micro-batch, or make micro-batches or steps of one
     size."""
     found = _losses_of_a_micro_batch(args)
+    layout = args.pipeline_model_parallel_layout
+    if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
+        why = "before the last stage its messages have more rows than those of other stages"
+        way_out = "put its layers on the last stage of --pipeline-model-parallel-layout"
+        found.append((f"--mtp-num-layers {args.mtp_num_layers}", why, way_out))
     if args.num_experts:
         kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
         coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
