@@ -157,6 +157,27 @@ def test_latents_that_do_not_fit_are_refused(pool: Pool) -> None:
         assert "windows" in window
 
 
+def _gradients() -> tuple[Any, list[list[float]], list[float]]:
+    """A weight's `grad` and `main_grad` where a fused linear layer, which adds to the latter, uses it as well."""
+    import torch
+
+    from megatron.balanced.sequences.latents import _IntoMainGradient
+
+    weight = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
+    weight.main_grad = torch.full((2, 3), 5.0, dtype=torch.float64)
+    tokens = torch.arange(3, dtype=torch.float64, requires_grad=True)
+    (_IntoMainGradient.apply(weight) @ tokens).sum().backward()
+    return weight.grad, weight.main_grad.tolist(), tokens.grad.tolist()
+
+
+def test_a_weight_takes_gradients_beside_a_fused_linear_layer(pool: Pool) -> None:
+    """In `main_grad`, where that layer adds its own; `grad` is not read."""
+    ((grad, main, tokens),) = pool.run(1, _gradients)
+    assert grad is None
+    assert main == [[5.0, 6.0, 7.0]] * 2
+    assert tokens == [2.0] * 3
+
+
 # The cost model.
 
 DEEPSEEK = AttentionShape(7168, 128, 128, 61, 18432, head_size=192, value_size=128, latent=LatentShape(512, 64))
@@ -185,7 +206,7 @@ def test_copies_make_latents_dear() -> None:
 # Training.
 
 
-def _cluster(folder: Path, ranks: int, bandwidth: float) -> str:
+def cluster_file(folder: Path, ranks: int, bandwidth: float) -> str:
     """A file of a cluster whose links decide what travels."""
     base = Cluster.preset("h200-8x400g").relabel(1, ranks)
     cluster = replace(base, intra_node_bandwidth=bandwidth, nic_bandwidth=bandwidth, flops=1e18)
@@ -233,7 +254,7 @@ def test_models_train_alike_whatever_travels(pool, tmp_path, case):
     """Latents on slow links, keys and values on quick ones and where latents cannot. The report says which."""
     model, layout, bandwidth = TRAINING[case]
     packed = Packed(pool, tmp_path, f"{LATENT} {model} --normalization RMSNorm --disable-bias-linear {SHORT}")
-    cluster = _cluster(tmp_path, 4, bandwidth)
+    cluster = cluster_file(tmp_path, 4, bandwidth)
     run = packed.train(4, f"{BALANCED} {layout} {cluster} --balance-report {tmp_path}")
     assert_close(run, packed.train(1, LOSS))
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]

@@ -42,10 +42,9 @@ from balancing.sequences.window import in_window
 from megatron.balanced.callbacks import Held, StepCallback, trained
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
-from megatron.balanced.sequences.checks import why_of_one_size
+from megatron.balanced.sequences.checks import latent_shape, why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
-from megatron.balanced.sequences.latents import latent_shape
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
 from megatron.balanced.sequences.steps import Steps, deal_documents

@@ -5,7 +5,6 @@ they were projected from, after its norm, and projects what it receives with the
 weight's gradient thus has two parts on each rank. Neither is counted twice: data and context parallelism add up all.
 """
 
-import argparse
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from balancing.sequences.sequence_plan import LatentShape
-
-__all__ = ["Latents", "latent_shape", "latents_of"]
+__all__ = ["Latents", "latents_of"]
 
 
 class Latents(NamedTuple):
@@ -25,21 +22,6 @@ class Latents(NamedTuple):
 
     tokens: torch.Tensor
     weight: torch.Tensor
-
-
-def latent_shape(args: argparse.Namespace) -> LatentShape | None:
-    """The latent that may travel; None where keys and values always do.
-
-    That is with 8-bit or 4-bit projections, whose weights the engine does not read; with sliding windows, whose calls
-    have own and received keys; where core attention is recomputed alone, apart from what it is projected from; and
-    where gradients of weights are computed apart from the backward pass.
-    """
-    recomputed = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"])
-    windows = args.window_size and args.window_size[0] >= 0
-    apart = windows or recomputed or args.delay_wgrad_compute
-    if not args.multi_latent_attention or args.fp8 or args.fp4 or apart:
-        return None
-    return LatentShape(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.tensor_model_parallel_size)
 
 
 def latents_of(attention: Any, compressed: torch.Tensor) -> Latents:
