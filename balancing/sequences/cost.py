@@ -9,6 +9,10 @@ Times are of forward and backward of one micro-batch, without recomputation. Bac
 (flash attention recomputes scores) and linear layers twice; keys and values travel again, and their gradients travel
 back, on a ring inside a node as float32 sums.
 
+With multi-latent attention a token's latent may travel in the place of its keys and values, wherever that is quicker.
+Every rank that receives it projects it, forward and once more backward, where the projection's gradients are twice as
+much again.
+
 Layers with a sliding window cost what their own plan does (`window`): tiles outside of the window are neither computed
 nor sent.
 
@@ -37,6 +41,8 @@ __all__ = [
     "hidden_tokens",
     "kv_bytes",
     "kv_seconds",
+    "latent_bytes",
+    "latents_pay",
     "limit_seconds",
     "linear_seconds",
     "pair_flops",
@@ -55,6 +61,7 @@ _NEVER_HIDDEN = {"ring": 0.2, "gather": 0.4}
 # Least share of attention's time to save by routing. Hops have a cost: below this nothing was saved (same file).
 _ROUTING_SAVES = 0.2
 _REST = 75  # operations of the host for the rest of a dense layer, about 25 forward and 50 backward
+_PROJECTION = 10  # operations of a round whose keys are projected from latents, 3 forward and 7 backward
 _SUM_WIDTH = 2.0  # bytes of a key's gradient over those of a key, in float32 as rings sum them inside a node
 
 
@@ -65,7 +72,7 @@ _SUMS = ("attention", "exchange", "exposed", "remap", "launch", "host")  # over 
 class StepCost:
     """Seconds of forward and backward of one micro-batch through all layers, on the slowest rank or link.
 
-    attention: compute of attention.
+    attention: compute of attention, and of projecting latents that were received.
     exchange: transfers of keys, values and their gradients.
     exposed: the part of `exchange` that compute of attention does not hide.
     linear: compute of all other layers.
@@ -115,12 +122,41 @@ def step_cost(
     if shape.window is not None:
         kinds.append((in_window(plan, shape.window), shape.windowed_layers))
     parts = [
-        _layers_cost(one, layers, cluster, shape, routed, remapped, gradient_width) for one, layers in kinds if layers
+        min(
+            (
+                _layers_cost(one, layers, cluster, shape, routed, remapped, gradient_width, latents)
+                for latents in _may_travel(one, shape)
+            ),
+            key=lambda cost: cost.total,
+        )
+        for one, layers in kinds
+        if layers
     ]
     tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
     sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
     linear = linear_seconds(int(tokens), cluster, shape)
     return StepCost(**sums, linear=linear, launches=max(part.launches for part in parts))
+
+
+def latents_pay(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> bool:
+    """Whether it takes less time to send latents than keys and values. Parameters as in `step_cost`."""
+    costs = [
+        _layers_cost(plan, 1, cluster, shape, None, False, None, latents).total for latents in _may_travel(plan, shape)
+    ]
+    return len(costs) > 1 and costs[1] < costs[0]
+
+
+def _may_travel(plan: SequencePlan, shape: AttentionShape) -> tuple[bool, ...]:
+    """Whether latents travel: the possible answers."""
+    return (False, True) if shape.latent is not None and plan.window is None else (False,)
+
+
+def _projection_seconds(moved: TokenTraffic, ranks: int, cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds in which the rank that receives most latents projects them in one layer, forward and backward."""
+    assert shape.latent is not None
+    most = np.bincount(moved.target, moved.tokens, ranks).max(initial=0.0)
+    numbers = shape.latent.size * shape.kv_heads * (shape.head_size - shape.latent.shared + shape.value_size)
+    return float((2 + _LINEAR_BACKWARD) * 2 * numbers * most / cluster.flops)
 
 
 def _layers_cost(
@@ -131,11 +167,18 @@ def _layers_cost(
     routed: bool | None,
     remapped: bool,
     gradient_width: float | None,
+    latents: bool,
 ) -> StepCost:
-    """The cost of attention in `layers` layers of one kind, with the host's operations for their other modules."""
+    """The cost of attention in `layers` layers of one kind, with the host's operations for their other modules.
+
+    latents: whether they travel in the place of keys and values. The others are as in `step_cost`.
+    """
     moved = plan_traffic(plan, in_step=True)
-    forward, backward = kv_seconds(moved, plan.exchange, kv_bytes(shape), cluster, routed, gradient_width)
-    asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, kv_bytes(shape)))
+    token_bytes = latent_bytes(shape) if latents else kv_bytes(shape)
+    forward, backward = kv_seconds(moved, plan.exchange, token_bytes, cluster, routed, gradient_width)
+    asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, token_bytes))
+    projection = _projection_seconds(moved, plan.ranks, cluster, shape) if latents else 0.0
+    more = _PROJECTION * asked.rounds if latents else 0
     latency = asked.rounds * cluster.message_seconds
     exchange = forward + latency, backward + 2 * latency  # gradients follow the keys
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
@@ -147,13 +190,13 @@ def _layers_cost(
         numbers = (shape.heads + shape.kv_heads) * of_head  # q, k and v to attention; its output back
         remap = traffic_seconds(moved, numbers * _BYTES, cluster, routed)  # both ways are equally long
     return StepCost(
-        attention=layers * (1 + _ATTENTION_BACKWARD) * compute,
+        attention=layers * ((1 + _ATTENTION_BACKWARD) * compute + projection),
         exchange=layers * sum(exchange),
         exposed=layers * exposed,
         linear=0.0,
         remap=layers * 2 * remap,
-        launch=layers * sum(asked.launches) * cluster.launch_seconds,
-        host=layers * (asked.operations + _REST) * cluster.host_seconds,
+        launch=layers * (sum(asked.launches) + more) * cluster.launch_seconds,
+        host=layers * (asked.operations + more + _REST) * cluster.host_seconds,
         launches=asked.launches[0],
     )
 
@@ -225,6 +268,12 @@ def hidden_seconds(pairs: float, cluster: Cluster, shape: AttentionShape) -> flo
 def kv_bytes(shape: AttentionShape) -> int:
     """Bytes of one token's keys and values in one layer, in bf16. Grouped queries make them fewer."""
     return shape.kv_heads * (shape.head_size + shape.value_size) * _BYTES
+
+
+def latent_bytes(shape: AttentionShape) -> int:
+    """Bytes of one token's latent and shared part of keys in one layer, in bf16, on all tensor-parallel ranks."""
+    assert shape.latent is not None
+    return (shape.latent.size + shape.latent.shared) * shape.latent.copies * _BYTES
 
 
 def linear_seconds(tokens: float, cluster: Cluster, shape: AttentionShape) -> float:

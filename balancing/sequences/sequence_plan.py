@@ -20,6 +20,7 @@ from balancing.sequences.load import area_of_first, causal_area
 __all__ = [
     "AttentionShape",
     "KVExchange",
+    "LatentShape",
     "Range",
     "SequencePlan",
     "Shard",
@@ -53,6 +54,19 @@ class Shard(NamedTuple):
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
 
+class LatentShape(NamedTuple):
+    """What keys and values are projected from in multi-latent attention.
+
+    size: numbers of a token's latent.
+    shared: numbers of a key that all heads share and that are not projected; they travel with the latent.
+    copies: ranks of tensor parallelism, which have their own heads, but each of them all of the latent.
+    """
+
+    size: int
+    shared: int
+    copies: int = 1
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """Sizes of one transformer model, for costs.
@@ -66,6 +80,7 @@ class AttentionShape:
     value_size: numbers of a head of values; head_size unless given. Multi-latent attention has smaller values.
     window: tokens before itself that a token sees in layers with a sliding window; None without such layers.
     windowed_layers: of the layers, those with the window.
+    latent: from which keys and values are projected, if it may travel in their place.
 
     Raises ValueError for sizes below 1, heads that kv_heads does not divide, hidden that heads does not divide, and
     windowed layers without a window or more of them than layers.
@@ -80,6 +95,7 @@ class AttentionShape:
     value_size: int = 0
     window: int | None = None
     windowed_layers: int = 0
+    latent: LatentShape | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "kv_heads", "layers", "ffn_hidden"):

@@ -20,6 +20,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -38,6 +39,7 @@ from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequ
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
+from megatron.balanced.sequences.prediction import PredictionLayer
 
 __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 
@@ -155,6 +157,7 @@ def _replacements(
     fitting: dict[Any, Any] = {}  # equivalent to the modules that they replace, in every layer
     if sequences.balance_sequences:
         fitting[_core_attention(args)] = SequenceCoreAttention
+        fitting[MultiTokenPredictionLayer] = PredictionLayer
     elif args.transformer_impl == "local":
         packs, latent = args.sft or args.dataloader_inter_document_masking, args.multi_latent_attention
         if latent:

@@ -28,6 +28,7 @@ from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.layers.graphs import remembered
 from megatron.balanced.model import replaces_in_prediction
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
+from megatron.balanced.sequences.prediction import with_planned_losses
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
 
@@ -190,6 +191,29 @@ PATCHES = (
         signature=("config", "transformer_layer_spec", "vp_stage"),
         versions=("0.19.2",),
         needed=_replaces_in_prediction,
+    ),
+    Patch(
+        target="megatron.core.models.gpt.gpt_model:process_mtp_loss",
+        replacement=with_planned_losses,
+        why="losses of multi-token prediction shift and average the rows of a rank, which are pieces of documents",
+        signature=(
+            "hidden_states",
+            "labels",
+            "loss_mask",
+            "output_layer",
+            "output_weight",
+            "runtime_gather_output",
+            "is_training",
+            "compute_language_model_loss",
+            "config",
+            "cp_group",
+            "tp_group",
+            "packed_seq_params",
+            "scale_logits_fn",
+            "input_ids",
+        ),
+        versions=("0.19.2",),
+        needed=lambda args, config: bool(config.sequences.balance_sequences and args.mtp_num_layers),
     ),
     Patch(
         target="megatron.training.training:TECudaGraphHelper",

@@ -26,7 +26,6 @@ REFUSED = {
         "--moe-router-load-balancing-type sinkhorn",
         "use aux_loss",
     ),
-    "predicted tokens": (f"{BALANCE} --mtp-num-layers 1", "--mtp-num-layers 1", "drop it"),
     "upstream's own": (
         f"{BALANCE} --hybrid-context-parallel",
         "--hybrid-context-parallel",
@@ -89,7 +88,6 @@ def test_refused(said, case):
         ("experimental_attention_variant", "gated_delta_net", "its state passes from each token to the next"),
         ("linear_attention_freq", 4, "its state passes from each token to the next"),
         ("experimental_attention_variant", "dsa", "chooses keys by their scores"),
-        ("mtp_num_layers", 1, "weighs losses by the tokens of one rank"),
     ],
 )
 def test_attention_that_needs_whole_documents_is_refused(flag, value, why):

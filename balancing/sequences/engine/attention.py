@@ -4,7 +4,8 @@ q, k and v come in the layout of the linear layers, and the output goes back in 
 the call changes it, with q, k and v in one message to each peer. In between it runs the rank's program (`program`):
 keys and values travel while the rank computes. Partial results are merged in float32 (float64 stays float64) in a fixed
 order, so that a run repeats bit for bit. No query-key pair that the mask hides is computed, except inside tiles
-(Zeppelin, arXiv 2509.21841, section 4). An attention sink is merged once for each query, after its last keys.
+(Zeppelin, arXiv 2509.21841, section 4). An attention sink is merged once for each query, after its last keys. With
+multi-latent attention, latents may travel in the place of keys and values (`latents`).
 
 Attention dropout is refused: its masks would have to be the same under every plan.
 """
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from balancing.sequences.engine.attention_call import AttentionCall, Statistics
 from balancing.sequences.engine.call_rows import CallRows, DeviceRows, rows_on_device
 from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, sink_gradient, with_sink
+from balancing.sequences.engine.latents import Projection, is_received, rows_of_keys, shared_size
 from balancing.sequences.engine.merging import choose_add, choose_merge
 from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
@@ -87,6 +89,8 @@ class SequenceAttention:
         *,
         softmax_scale: float | None = None,
         sink: torch.Tensor | None = None,
+        latent: torch.Tensor | None = None,
+        projection: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The output [tokens, heads, value_size] of this rank's tokens, in the order of the linear layout.
 
@@ -96,6 +100,10 @@ class SequenceAttention:
         softmax_scale: 1 / sqrt(head_size) by default.
         sink: [heads], a score that every query of a head has besides those of its keys, with no value, as in GPT-OSS.
             Its gradient is that of this rank's queries.
+        latent: [tokens, latent], from which k and v were projected; it travels in their place. The last numbers of k,
+            which are not projected, are the same in all heads.
+        projection: [kv_heads x (projected numbers of a key + value_size), latent], the weight. Its gradient is that of
+            the keys and values that this rank receives; that of its own ones is in the gradients of k and v.
 
         Raises ValueError for shapes or types that do not fit the plan or each other.
         """
@@ -105,7 +113,9 @@ class SequenceAttention:
         if self._device != q.device:
             self.upload(q.device)
         call = AttentionCall(self.program, self.transport, self.statistics, kernel, scale, self._rows)
-        return _Attention.apply(q, k, v, sink, call)
+        if (latent is None) != (projection is None):
+            raise ValueError("latent and projection go together")
+        return _Attention.apply(q, k, v, sink, latent, projection, call)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
         tokens = int(self.plan.linear_tokens[self.transport.rank])
@@ -127,19 +137,37 @@ class SequenceAttention:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        latent: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        call: AttentionCall,
     ) -> torch.Tensor:
-        ctx.call = call
+        ctx.call, ctx.projection = call, None
+        if latent is not None and weight is not None:
+            ctx.projection = Projection(weight, k.shape[1], k.shape[2], shared_size(k, v, weight, latent))
+            latent = latent[:, None]
         to_attention, to_linear = call.own.to_attention, call.own.to_linear
         if to_attention is not None:
-            q, k, v = call.change_layout(to_attention, q, k, v)
+            q, k, v, *rest = call.change_layout(to_attention, q, k, v, *(() if latent is None else (latent,)))
+            latent = rest[0] if rest else None
         program = call.own.program
         size = k.shape[2]
-        kv = q.new_empty(program.rows, k.shape[1], size + v.shape[2])
+        kv = q.new_empty(program.rows if latent is None else program.tokens, k.shape[1], size + v.shape[2])
         own = kv[: program.tokens]
         own[..., :size], own[..., size:] = k, v
-        out, logsumexp = _Forward(call, q, kv).result(sink)
-        ctx.save_for_backward(q, own.clone() if program.rows > program.tokens else kv, out, logsumexp, sink)
+        travelling = None
+        if latent is not None:
+            travelling = q.new_empty(program.rows, 1, latent.shape[2] + ctx.projection.shared)
+            own_part = travelling[: program.tokens]
+            own_part[..., : latent.shape[2]], own_part[..., latent.shape[2] :] = latent, _shared(k, ctx.projection)
+        out, logsumexp = _Forward(call, q, kv, travelling, ctx.projection).result(sink)
+        saved = [own.clone() if len(kv) > program.tokens else kv]
+        saved += [] if travelling is None else [travelling[: program.tokens].clone()]
+        ctx.save_for_backward(q, out, logsumexp, sink, *saved)
         return out if to_linear is None else call.change_layout(to_linear, out)[0]
 
     @staticmethod
@@ -147,23 +175,45 @@ class _Attention(torch.autograd.Function):
         call = ctx.call
         to_attention, to_linear = call.own.to_attention, call.own.to_linear
         program = call.own.program
-        q, own, out, logsumexp, sink = ctx.saved_tensors
+        q, out, logsumexp, sink, *saved = ctx.saved_tensors
         grad = grad.contiguous() if to_attention is None else call.change_layout(to_attention, grad)[0]
-        kv = own
-        if program.rows > program.tokens:
-            kv = own.new_empty(program.rows, *own.shape[1:])
-            kv[: program.tokens] = own
-        dq, dkv = _Backward(call, grad, q, kv, out, logsumexp).result()
-        gradients = (dq.to(q.dtype), *_halves(dkv[: program.tokens].to(q.dtype), q))
+        if program.rows > program.tokens:  # the last one travels
+            own, saved[-1] = saved[-1], saved[-1].new_empty(program.rows, *saved[-1].shape[1:])
+            saved[-1][: program.tokens] = own
+        kv, travelling = saved if len(saved) > 1 else (saved[0], None)
+        backward = _Backward(call, grad, q, kv, travelling, ctx.projection, out, logsumexp)
+        dq, dkv = backward.result()
+        dkv = dkv[: program.tokens]
+        gradients = [dq, *_halves(dkv, q)]
+        of_weight = None
+        if ctx.projection is not None:
+            of_latent = backward.dsent[: program.tokens]
+            size = ctx.projection.weight.shape[1]
+            _shared(gradients[1], ctx.projection).add_(of_latent[..., size:])
+            gradients.append(of_latent[..., :size])
+            of_weight = backward.dweight.to(ctx.projection.weight.dtype)
+        gradients = [part.to(q.dtype) for part in gradients]
         of_sink = sink_gradient(grad, out, logsumexp, sink) if ctx.needs_input_grad[3] else None
-        return (*(gradients if to_linear is None else call.change_layout(to_linear, *gradients)), of_sink, None)
+        if to_linear is not None:
+            gradients = list(call.change_layout(to_linear, *gradients))
+        of_latents = gradients.pop().squeeze(1) if ctx.projection is not None else None
+        return (*gradients, of_sink, of_latents, of_weight, None)
 
 
 class _Pass:
     """The steps of one direction, run on this rank."""
 
-    def __init__(self, call: AttentionCall, q: torch.Tensor, kv: torch.Tensor) -> None:
-        self.call, self.q, self.kv = call, q, kv
+    def __init__(
+        self,
+        call: AttentionCall,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        latents: torch.Tensor | None,
+        projection: Projection | None,
+    ) -> None:
+        self.call, self.q, self.kv, self.projection = call, q, kv, projection
+        self.sent = kv if latents is None else latents  # the workspace whose rows travel
+        self.received = () if projection is None else is_received(call.own.program)
         self.dtype = accumulation_dtype(q.dtype)
         self.moving: dict[TransferGroup, Pending] = {}
         self._taken: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
@@ -179,12 +229,16 @@ class _Pass:
         assert not self.moving, "what is started is waited for"
 
     def rows_of(self, group: TransferGroup) -> torch.Tensor:
-        return self.kv
+        return self.sent
 
-    def keys(self, rows: CallRows) -> tuple[torch.Tensor, torch.Tensor]:
-        return _halves(
-            self.kv[rows.keys] if isinstance(rows.keys, slice) else self.kv.index_select(0, rows.keys), self.q
-        )
+    def projects(self, call: int) -> Projection | None:
+        """What projects the keys and values of a call; None for those that the rank has."""
+        return self.projection if self.projection is not None and self.received[call] else None
+
+    def keys(self, call: int, rows: CallRows) -> tuple[torch.Tensor, torch.Tensor]:
+        if (projection := self.projects(call)) is not None:
+            return projection.project(rows_of_keys(self.sent, rows))
+        return _halves(rows_of_keys(self.kv, rows), self.q)
 
     def of_queries(self, rows: CallRows) -> tuple[torch.Tensor, ...]:
         """What a call takes of its queries. Rounds that follow each other mostly have the same ones."""
@@ -221,7 +275,7 @@ class _Forward(_Pass):
             return
         rows = self.call.rows.calls[step.call]
         (q,) = self.of_queries(rows)
-        out, logsumexp = self.call.kernel.forward(q, *self.keys(rows), rows.pieces, self.call.scale)
+        out, logsumexp = self.call.kernel.forward(q, *self.keys(step.call, rows), rows.pieces, self.call.scale)
         if rows.merges:
             self.merge(self.out, self.logsumexp, out, logsumexp, rows.queries)
         elif len(out) == len(self.out):
@@ -237,36 +291,54 @@ class _Backward(_Pass):
         grad: torch.Tensor,
         q: torch.Tensor,
         kv: torch.Tensor,
+        latents: torch.Tensor | None,
+        projection: Projection | None,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
     ) -> None:
-        super().__init__(call, q, kv)
+        super().__init__(call, q, kv, latents, projection)
         self.grad, self.out, self.logsumexp = grad, out, logsumexp
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.dq = torch.zeros_like(self.q, dtype=self.dtype)
-        self.dkv = torch.zeros_like(self.kv, dtype=self.dtype)
+        self.dkv = self.dsent = torch.zeros_like(self.kv, dtype=self.dtype)
+        if self.projection is not None:
+            self.dsent = torch.zeros_like(self.sent, dtype=self.dtype)
+            self.dweight = torch.zeros_like(self.projection.weight, dtype=self.dtype)
         self.add = choose_add(self.q.device)
         self.steps(self.call.own.program.backward)
         return self.dq, self.dkv
 
     def rows_of(self, group: TransferGroup) -> torch.Tensor:
-        return self.dkv if group.kind in ("return", "ring return") else self.kv
+        return self.dsent if group.kind in ("return", "ring return") else self.sent
 
     def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.grad[rows], self.q[rows], self.out[rows], self.logsumexp[:, rows]
 
     def compute(self, step: Compute) -> None:
         if step.clear is not None:
-            self.dkv[slice(*step.clear)] = 0
+            self.dsent[slice(*step.clear)] = 0
         if step.call is None:
             return
         rows = self.call.rows.calls[step.call]
         grad, q, out, logsumexp = self.of_queries(rows)
-        dq, dk, dv = self.call.kernel.backward(grad, q, *self.keys(rows), out, logsumexp, rows.pieces, self.call.scale)
+        keys = self.keys(step.call, rows)
+        dq, dk, dv = self.call.kernel.backward(grad, q, *keys, out, logsumexp, rows.pieces, self.call.scale)
         self.add(self.dq, rows.queries, (dq,))
+        parts: tuple[torch.Tensor, ...] = (dk, dv)
+        total = self.dkv
+        if (projection := self.projects(step.call)) is not None:
+            latents = rows_of_keys(self.sent, rows)
+            of_latents, of_weight = projection.gradients(latents, dk, dv, self.dtype)
+            self.dweight += of_weight
+            parts, total = (of_latents,), self.dsent
         for which, into in rows.added:
-            self.add(self.dkv, into, (dk, dv), which)
+            self.add(total, into, parts, which)
+
+
+def _shared(k: torch.Tensor, projection: Projection) -> torch.Tensor:
+    """The part of keys that all heads share, of the first head, [row, 1, shared]."""
+    return k[:, :1, projection.head_size - projection.shared :]
 
 
 def _halves(kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

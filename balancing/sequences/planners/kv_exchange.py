@@ -9,7 +9,7 @@ do not need. Inside a node gathering is better; between nodes it is as long as a
 from collections.abc import Sequence
 
 from balancing.cluster import Cluster
-from balancing.sequences.cost import hidden_seconds, kv_bytes, kv_seconds
+from balancing.sequences.cost import hidden_seconds, kv_bytes, kv_seconds, latent_bytes
 from balancing.sequences.load import causal_area
 from balancing.sequences.sequence_plan import AttentionShape, KVExchange, Shard, columns, same_exchange
 from balancing.sequences.traffic import layout_traffic
@@ -52,7 +52,8 @@ def choose_exchange(
 
     def seconds(exchange: tuple[KVExchange, ...]) -> tuple[float, float]:
         moved = layout_traffic(table, lengths, exchange, in_step=True)
-        return kv_seconds(moved, exchange, kv_bytes(shape), cluster, routed)
+        token_bytes = kv_bytes(shape) if shape.latent is None else latent_bytes(shape)
+        return kv_seconds(moved, exchange, token_bytes, cluster, routed)
 
     hidden, alone = hidden_seconds(causal_area(lengths) / cluster.world_size, cluster, shape), seconds(gathered)
     return gathered if alone[0] <= hidden or sum(alone) <= sum(seconds(mixed)) else mixed

@@ -117,8 +117,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (LAYERS,), _BUILDS),
     Incompatible("init_model_with_meta_device", _OFF, (LAYERS,), "layers that arrive are built on the device"),
     Incompatible("moe_use_upcycling", _OFF, (LAYERS,), "it builds the model twice", "upcycle in a separate run"),
-    Incompatible("mtp_num_layers", _OFF, (SEQUENCES,),
-                 "it shifts tokens after they were split over ranks, and weighs losses by the tokens of one rank"),
     Incompatible("mtp_num_layers", _OFF, (RELEASE,), "layers of multi-token prediction cannot change their stage"),
     Incompatible("mtp_num_layers", _OFF, (FREEZE,), "it trains the embedding from the last stage"),
     Incompatible("mtp_num_layers", _OFF, (SKIP,), "its layers expect all tokens"),

@@ -18,6 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from megatron.balanced.sequences.latents import Latents, latents_of
+
 __all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention", "of_documents", "window_of"]
 
 
@@ -25,22 +27,27 @@ __all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention
 class PlannedSequences(PackedSeqParams):
     """One micro-batch as a rank holds it.
 
-    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink -> [tokens, heads, head_dim].
+    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink, latent, projection -> [tokens, heads,
+        head_dim].
+    latents: whether latents travel in the place of keys and values.
     windowed: the same for layers with a sliding window.
     longest: positions of the longest possible document.
     positions: int32 [rows], of each row in its document.
     angles: rotary angles of the rows, kept for the layers of multi-latent attention, which share them.
     tokens: number of rows that are tokens; the rest are padding.
     weigh: loss mask [row] -> what each row counts, where Megatron-LM averages the loss over micro-batches.
+    prediction: what layers of multi-token prediction see (`megatron.balanced.sequences.prediction`).
     """
 
     attention: Callable[..., torch.Tensor] | None = None
     windowed: Callable[..., torch.Tensor] | None = None
+    latents: bool = False
     longest: int = 0
     positions: torch.Tensor | None = None
     tokens: int = 0
     angles: Any = None
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
+    prediction: Any = None
 
 
 class SequenceCoreAttention(MegatronModule):
@@ -54,6 +61,7 @@ class SequenceCoreAttention(MegatronModule):
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.windowed = is_layer_window_attention(window_of(config) or (), config.window_attn_skip_freq, layer_number)
         self.tp_group = mpu.get_tensor_model_parallel_group(check_initialized=False)
+        self.latents: Latents | None = None  # of the keys and values of the call to come
         self.softmax_offset: torch.Tensor | None = None
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -84,7 +92,10 @@ class SequenceCoreAttention(MegatronModule):
         assert attend is not None
         tokens, rows = packed_seq_params.tokens, query.shape[0]
         inputs = [(part.squeeze(1) if part.dim() == 4 else part)[:tokens] for part in (query, key, value)]
-        output = attend(*inputs, softmax_scale=self.softmax_scale, sink=self.softmax_offset).flatten(1)
+        latents, self.latents = self.latents, None
+        latent, projection = (None, None) if latents is None else (latents.tokens[:tokens], latents.weight)
+        scale, sink = self.softmax_scale, self.softmax_offset
+        output = attend(*inputs, softmax_scale=scale, sink=sink, latent=latent, projection=projection).flatten(1)
         if tokens < rows:
             output = torch.nn.functional.pad(output, (0, 0, 0, rows - tokens))
         return output.unsqueeze(1)
@@ -145,5 +156,14 @@ def of_documents(attention: type) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.rotary_pos_emb = _LatentRotaryEmbedding(self.rotary_pos_emb)
+
+        def get_query_key_value_tensors(
+            self, hidden_states: torch.Tensor, states: Any, positions: Any, packed_seq_params: Any, **rest: Any
+        ) -> tuple[torch.Tensor, ...]:
+            """Queries, keys and values; where latents travel, core attention gets those of the keys and values."""
+            found = super().get_query_key_value_tensors(hidden_states, states, positions, packed_seq_params, **rest)
+            if packed_seq_params.latents:
+                self.core_attention.latents = latents_of(self, found[4])
+            return found
 
     return OfDocuments

@@ -32,6 +32,7 @@ from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
 from balancing.sequences.ahead import PlanningAhead, zone_shares
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.cost import latents_pay
 from balancing.sequences.engine.kernels import accumulation_dtype
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.load import causal_area, zigzag_areas
@@ -41,10 +42,11 @@ from balancing.sequences.window import in_window
 from megatron.balanced.callbacks import Held, StepCallback, trained
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
-from megatron.balanced.sequences.checks import why_of_one_size
+from megatron.balanced.sequences.checks import latent_shape, why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
-from megatron.balanced.sequences.domain import Domain, token_weights, weights_of_counts
+from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
+from megatron.balanced.sequences.prediction import Prediction
 from megatron.balanced.sequences.steps import Steps, deal_documents
 
 __all__ = ["SequenceBalancer"]
@@ -55,12 +57,13 @@ _LAYOUT_SHARDS = 2000
 
 
 class _Batch(NamedTuple):
-    """A micro-batch of a step in one model chunk: its plan, the origin of each document and its number among those that
-    were drawn together, attention by the plan of each kind of layers, and milliseconds of planning and of waiting for
-    the plan."""
+    """A micro-batch of a step in one model chunk: its plan, whether latents travel, the origin of each document and its
+    number among those that were drawn together, attention by the plan of each kind of layers, and milliseconds of
+    planning and of waiting for the plan."""
 
     chunk: int
     plan: SequencePlan
+    latents: bool
     origins: tuple[int, ...]
     numbers: tuple[int, ...]
     attentions: list[SequenceAttention]
@@ -70,21 +73,30 @@ class _Batch(NamedTuple):
 
 class _Programs(NamedTuple):
     """Plans and this rank's programs for layers whose tokens see all before them, and for those with a sliding window;
-    the same objects where the window hides nothing, None where the model has no such layers."""
+    the same objects where the window hides nothing, None where the model has no such layers. latents: whether they
+    travel in the place of keys and values."""
 
     whole: tuple[SequencePlan, RankProgram] | None
     windowed: tuple[SequencePlan, RankProgram] | None
+    latents: bool
 
 
-def _compiled(plan: SequencePlan, shape: AttentionShape, **own: Any) -> _Programs:
-    """The programs for a plan. own: arguments of `compile_rank`."""
+def _compiled(
+    plan: SequencePlan, shape: AttentionShape, cluster: Cluster, token_bytes: TokenBytes, item_bytes: int, **own: Any
+) -> _Programs:
+    """The programs for a plan. cluster, token_bytes, own: as in `compile_rank`. item_bytes: of a number."""
+    latents = latents_pay(plan, cluster, shape)
+    if latents:
+        assert shape.latent is not None
+        token_bytes = token_bytes._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes)
+    own |= {"cluster": cluster, "token_bytes": token_bytes}
     of_window = plan if shape.window is None else in_window(plan, shape.window)
     whole = windowed = None
     if shape.windowed_layers < shape.layers or of_window is plan:
         whole = plan, compile_rank(plan, **own)
     if shape.windowed_layers:
         windowed = whole if of_window is plan else (of_window, compile_rank(of_window, **own))
-    return _Programs(whole, windowed)
+    return _Programs(whole, windowed, latents)
 
 
 class SequenceBalancer(StepCallback):
@@ -154,9 +166,11 @@ class SequenceBalancer(StepCallback):
                 cluster=self._cluster,
                 routing=self._routing,
                 token_bytes=self._token_bytes,
+                item_bytes=self._args.params_dtype.itemsize,
             )
             rows = self._rows if steps is None else replace(self._rows, fixed=False)
-            return PlannedDataset(dataset, PlanningAhead(self._plan, own), self.domain, rows, padding, steps)
+            ahead = PlanningAhead(self._plan, own)
+            return PlannedDataset(dataset, ahead, self.domain, rows, padding, steps, self._shifts)
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
             train, *others = provider(sizes, vp_stage=vp_stage)
@@ -227,6 +241,11 @@ class SequenceBalancer(StepCallback):
             item_bytes=item_bytes,
             value_size=shape.value_size,
         )
+
+    @property
+    def _shifts(self) -> int:
+        """Tokens that are predicted beyond the next one."""
+        return self._args.mtp_num_layers or 0
 
     @property
     def _rows(self) -> Rows:
@@ -306,6 +325,7 @@ class SequenceBalancer(StepCallback):
             action="spread",
             micro_batches=len(plans),
             methods=dict(Counter(plan.method for plan in plans)),
+            **({"latents": sum(batch.latents for batch in batches)} if _shape_of(self._args).latent else {}),
             token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
             micro_batch_imbalance_before=imbalance(costs[0]),
             micro_batch_imbalance_after=imbalance(costs[1]),
@@ -403,14 +423,16 @@ class SequenceBalancer(StepCallback):
         timed = self._report is not None  # nobody else reads the times
         group = self._sharing if self._data is None else self._data
         whole, windowed = (
-            kind and SequenceAttention(kind[0], program=kind[1], group=group, timed=timed) for kind in programs
+            kind and SequenceAttention(kind[0], program=kind[1], group=group, timed=timed) for kind in programs[:2]
         )
         if programs.windowed is programs.whole:
             windowed = whole
         attentions = [kind for kind in {id(kind): kind for kind in (whole, windowed)}.values() if kind is not None]
         self._most_rows = max(self._most_rows, *(one.program.program.rows for one in attentions))
         if self._step is not None:
-            self._step.append(_Batch(chunk, plan, origins, numbers, attentions, milliseconds, waited))
+            self._step.append(_Batch(chunk, plan, programs.latents, origins, numbers, attentions, milliseconds, waited))
+        shifted = {name: values.chunk(1 + self._shifts, dim=1) for name, values in batch.items()}
+        batch = {name: values[0] for name, values in shifted.items()}
         rank, rows = self.domain.rank, batch["tokens"].shape[1]
         # Megatron-LM adds up the lengths of documents over data-parallel ranks.
         of_ranks = (origin % self.domain.origins for origin in origins)
@@ -424,30 +446,39 @@ class SequenceBalancer(StepCallback):
         update_seqlen_stats_from_cu_seqlens(there[2 * rows :])
         origin = there[rows : 2 * rows]
         weigh: Callable[[torch.Tensor], torch.Tensor]
+        count: Callable[[torch.Tensor], torch.Tensor]
         if dealt:
             assert self._counts is not None
-            weigh = partial(weights_of_counts, origin=origin, tokens=self._counts.to(device))
+            counts = self._counts.to(device)
+            weigh, count = partial(weights_of_counts, origin=origin, tokens=counts[0]), lambda masks: counts
         else:
-            weigh = partial(token_weights, origin=origin, origins=self.domain.origins, group=self._sharing)
+            own_domain = {"origin": origin, "origins": self.domain.origins, "group": self._sharing}
+            weigh, count = partial(token_weights, **own_domain), partial(count_tokens, **own_domain)
+        prediction = None
+        if self._shifts:
+            names = ("tokens", "labels", "position_ids", "loss_mask")
+            prediction = Prediction(*(shifted[name] for name in names), origin=origin, count=count)
         planned = PlannedSequences(
             qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
             max_seqlen_kv=max(plan.lengths),
             attention=whole,
             windowed=windowed,
+            latents=programs.latents,
             longest=self._args.seq_length,
             positions=there[:rows],
             tokens=int(plan.linear_tokens[rank]),
             weigh=weigh,
+            prediction=prediction,
         )
         return batch | {"attention_mask": None}, planned, plan
 
     def _read_step(self) -> None:
         """Read all micro-batches of the step, in which documents are dealt over them: stages must know their sizes, and
-        where Megatron-LM averages the loss over micro-batches, the tokens with a loss of each origin."""
+        where Megatron-LM averages a loss over micro-batches, the tokens with a loss of each origin, by shift."""
         assert self._steps is not None
         number = self._steps.micro_batches
-        counts = torch.zeros(number * self.domain.origins, dtype=torch.float64)
+        counts = torch.zeros(1 + self._shifts, number * self.domain.origins, dtype=torch.float64)
         rows = torch.zeros(number, dtype=torch.int64)
         if mpu.get_tensor_model_parallel_rank() == 0:
             iterators = trained().data
@@ -455,11 +486,11 @@ class SequenceBalancer(StepCallback):
             self._ahead = [[next(iterator) for _ in range(number)] for iterator in iterators]
             for at, sample in enumerate(self._ahead[0]):
                 plan, _, origins, _ = self._unpickled(*sample["plan"])
-                (mask,) = sample["loss_mask"]
-                rows[at] = len(mask)
-                origin = row_origins(plan, self.domain.rank, len(mask), origins)
-                counts.index_add_(0, torch.from_numpy(origin), mask.double())
-            if not self._args.calculate_per_token_loss:
+                masks = sample["loss_mask"].view(1 + self._shifts, -1)
+                rows[at] = masks.shape[1]
+                origin = row_origins(plan, self.domain.rank, masks.shape[1], origins)
+                counts.index_add_(1, torch.from_numpy(origin), masks.double())
+            if self._shifts or not self._args.calculate_per_token_loss:
                 dist.all_reduce(counts, group=self._hosts)
         if self._tensor_hosts is not None:
             for numbers in (counts, rows):
@@ -494,7 +525,9 @@ def _shape_of(args: argparse.Namespace) -> AttentionShape:
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_ffn_hidden_size * args.moe_router_topk
-    window, layers = window_of(args), range(args.num_layers)
+    window, predicted = window_of(args), range(args.mtp_num_layers or 0)
+    # Layers of multi-token prediction have numbers of their own.
+    numbers = [*range(1, args.num_layers + 1), *(1 if args.mtp_use_repeated_layer else n + 1 for n in predicted)]
     kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     sizes = args.kv_channels, args.kv_channels
     if args.multi_latent_attention:
@@ -503,10 +536,11 @@ def _shape_of(args: argparse.Namespace) -> AttentionShape:
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
         kv_heads=kv_heads,
-        layers=args.num_layers,
+        layers=len(numbers),
         ffn_hidden=ffn,
         head_size=sizes[0],
         value_size=sizes[1],
         window=window[0] if window else None,
-        windowed_layers=sum(is_layer_window_attention(window or (), args.window_attn_skip_freq, n + 1) for n in layers),
+        windowed_layers=sum(is_layer_window_attention(window or (), args.window_attn_skip_freq, n) for n in numbers),
+        latent=latent_shape(args),
     )

@@ -9,9 +9,10 @@ import argparse
 import dataclasses
 
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.sequence_plan import LatentShape
 from megatron.balanced.checks.incompatible import SEQUENCES, SEQUENCES_OF_DATA, SEQUENCES_OF_STEP, check_compatible
 
-__all__ = ["check_sequences", "why_of_one_size"]
+__all__ = ["check_sequences", "latent_shape", "why_of_one_size"]
 
 
 def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tuple[SequenceConfig, list[str]]:
@@ -32,7 +33,11 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         args.balance_sequences = False
         off = dataclasses.replace(sequences, balance_sequences=False, sequence_domain="auto")
         return off, [*notes, f"--balance-sequences has nothing to balance: {idle}"]
-    check_compatible(args, SEQUENCES, "--balance-sequences")
+    found = []
+    if getattr(args, "mtp_num_layers", None) and args.overlap_moe_expert_parallel_comm:
+        why = "with --overlap-moe-expert-parallel-comm Megatron-LM's layers of prediction take no packed documents"
+        found = [(f"--mtp-num-layers {args.mtp_num_layers}", why, "drop one of the two")]
+    check_compatible(args, SEQUENCES, "--balance-sequences", found)
     if sequences.sequence_domain == "auto":
         domain = "data" if args.context_parallel_size == 1 else "context"
         sequences = dataclasses.replace(sequences, sequence_domain=domain)
@@ -68,6 +73,8 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     if getattr(args, "multi_latent_attention", False) and args.apply_rope_fusion:
         args.apply_rope_fusion = False
         notes.append("--balance-sequences sets --no-rope-fusion: the fused kernel of latent attention knows one layout")
+    if latent_shape(args) is not None:
+        notes.append("--balance-sequences sends latents in the place of keys and values where that takes less time")
     args.create_attention_mask_in_dataloader = False
     return sequences, notes
 
@@ -109,6 +116,11 @@ def _check_dealt(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that look at the tokens of one micro-batch, or make micro-batches or steps of one
     size."""
     found = _losses_of_a_micro_batch(args)
+    layout = args.pipeline_model_parallel_layout
+    if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
+        why = "before the last stage its messages have more rows than those of other stages"
+        way_out = "put its layers on the last stage of --pipeline-model-parallel-layout"
+        found.append((f"--mtp-num-layers {args.mtp_num_layers}", why, way_out))
     if args.num_experts:
         kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
         coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
@@ -201,3 +213,18 @@ def why_of_one_size(args: argparse.Namespace) -> str | None:
         if getattr(args, name, None):
             return f"--{name.replace('_', '-')} counts on one size"
     return None
+
+
+def latent_shape(args: argparse.Namespace) -> LatentShape | None:
+    """The latent of multi-latent attention that may travel; None where keys and values always do.
+
+    That is with 8-bit or 4-bit projections, whose weights the engine does not read; with sliding windows, whose calls
+    have own and received keys; where core attention is recomputed alone, apart from what it is projected from; and
+    where gradients of weights are computed apart from the backward pass.
+    """
+    recomputed = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"])
+    windows = args.window_size and args.window_size[0] >= 0
+    apart = windows or recomputed or args.delay_wgrad_compute
+    if not getattr(args, "multi_latent_attention", False) or args.fp8 or args.fp4 or apart:
+        return None
+    return LatentShape(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.tensor_model_parallel_size)

@@ -3,7 +3,8 @@
 Megatron-LM's datasets, samplers and loaders are unchanged. PyTorch's loader asks a dataset for all samples of a
 micro-batch at once if it can: here the samples of all ranks that share it (`domain`) are packed into one sequence,
 planned, and reduced to the rows of this rank, whose tokens alone are read if the dataset allows that (`reading`). The
-dataset has shifted labels before anything is cut. All of this runs ahead of the step.
+dataset has shifted labels before anything is cut, and so are documents for multi-token prediction. All of this runs
+ahead of the step.
 """
 
 import pickle
@@ -76,6 +77,7 @@ class PlannedDataset(torch.utils.data.Dataset):
     rows: of each rank.
     padding: the token that samples are padded with at their end; None if they are always full.
     steps: deals the documents of a step over its micro-batches; None to leave them where they were drawn.
+    shifts: most tokens by which layers of multi-token prediction want rows shifted in their documents.
     """
 
     def __init__(
@@ -86,9 +88,10 @@ class PlannedDataset(torch.utils.data.Dataset):
         rows: Rows,
         padding: int | None,
         steps: Steps | None = None,
+        shifts: int = 0,
     ) -> None:
         self._dataset, self._plan, self._domain, self._rows, self._padding = dataset, plan, domain, rows, padding
-        self._steps = steps
+        self._steps, self._shifts = steps, shifts
         self._latest: tuple[int, _Drawn, np.ndarray] | None = None  # step, by its first sample, with its deal
         for name in ("split", "index_split"):  # which tell Megatron training from validation
             if hasattr(dataset, name):
@@ -101,8 +104,9 @@ class PlannedDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """A list of one, the micro-batch in which this rank has samples `indices`: this rank's rows; its pickled plan,
-        program, the origin and the number of each document; and the milliseconds that planning took."""
+        """A list of one, the micro-batch in which this rank has samples `indices`: this rank's rows, and after them
+        those of each shift, 0 where a document has ended; its pickled plan, program, the origin and the number of each
+        document; and the milliseconds that planning took."""
         begin = time.perf_counter()
         drawn, chosen = self._micro_batch(indices)
         spent = (time.perf_counter() - begin) * 1e3
@@ -110,18 +114,22 @@ class PlannedDataset(torch.utils.data.Dataset):
         plan, program, milliseconds = self._plan([document.tokens for document in documents])
         own = _own_tokens(plan, self._domain.rank)
         rows = self._rows.of(plan, drawn.size)
-        batch = {name: torch.zeros(rows, dtype=torch.int64) for name in _INTEGERS}
-        batch["loss_mask"] = torch.zeros(rows, dtype=torch.float32)
+        size = rows * (1 + self._shifts)
+        batch = {name: torch.zeros(size, dtype=torch.int64) for name in _INTEGERS}
+        batch["loss_mask"] = torch.zeros(size, dtype=torch.float32)
         begins = np.array([0, *accumulate(document.tokens for document in documents)])
         of_document = np.searchsorted(begins, own, side="right") - 1
         there = own - begins[of_document] + np.array([document.start for document in documents])[of_document]
+        ends = np.array([document.start + document.tokens for document in documents])[of_document]
         of_sample = np.array([document.sample for document in documents])[of_document]
         for at in np.unique(of_sample).tolist():
             (where,) = np.nonzero(of_sample == at)
-            tokens = there[where]
-            sample = drawn.read.get(at) or read_tokens(self._dataset, drawn.samples[at].index, np.sort(tokens))
+            shifted = [(shift, where[there[where] + shift < ends[where]]) for shift in range(1 + self._shifts)]
+            tokens = np.unique(np.concatenate([there[inside] + shift for shift, inside in shifted]))
+            sample = drawn.read.get(at) or read_tokens(self._dataset, drawn.samples[at].index, tokens)
             for name, values in batch.items():
-                values[where] = sample[name][tokens]
+                for shift, inside in shifted:
+                    values[shift * rows + inside] = sample[name][there[inside] + shift]
         origins = tuple(drawn.samples[document.sample].origin for document in documents)
         return [batch | {"plan": pickle.dumps((plan, program, origins, chosen)), "plan_ms": milliseconds + spent}]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-__all__ = ["Domain", "Sample", "token_weights", "weights_of_counts"]
+__all__ = ["Domain", "Sample", "count_tokens", "token_weights", "weights_of_counts"]
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,16 @@ def token_weights(
     origins: their number.
     group: the ranks that share the micro-batch. All of them call this together.
     """
-    tokens = loss_mask.new_zeros(origins).index_add_(0, origin, loss_mask)
+    return weights_of_counts(loss_mask, origin, count_tokens(loss_mask, origin, origins, group))
+
+
+def count_tokens(loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Tokens with a loss of each origin, [..., origin], on all ranks. loss_mask: [..., row]; see `token_weights`."""
+    tokens = loss_mask.new_zeros(*loss_mask.shape[:-1], origins).index_add_(-1, origin, loss_mask)
     dist.all_reduce(tokens, group=group)
-    return loss_mask / tokens.clamp(min=1)[origin]
+    return tokens
 
 
 def weights_of_counts(loss_mask: torch.Tensor, origin: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """As `token_weights`, where `tokens` [origin] have been counted before."""
-    return loss_mask / tokens.to(loss_mask.dtype).clamp(min=1)[origin]
+    """As `token_weights`, where `tokens` [..., origin] have been counted before. loss_mask: [..., row]."""
+    return loss_mask / tokens.to(loss_mask.dtype).clamp(min=1)[..., origin]
