@@ -22,7 +22,7 @@ class SequenceConfig:
             "choices": ["auto", "context", "data"],
             "help": "The ranks that share micro-batches. context: the context-parallel ranks of each data-parallel "
             "rank. data: all data-parallel ranks with their context-parallel ranks. auto: data with "
-            "--context-parallel-size 1, else context.",
+            "--context-parallel-size 1, else the quicker one by the cost model, for documents of the training set.",
         },
     )
     sequence_micro_batches: bool = field(

@@ -92,9 +92,14 @@ class StepCost:
     launches: int = 0
 
     @property
+    def device(self) -> float:
+        """Seconds of the slowest rank's device, if its host keeps up."""
+        return self.attention + self.exposed + self.linear + self.remap + self.launch
+
+    @property
     def total(self) -> float:
         """Seconds of the step: of the device, or of the host if it takes longer."""
-        return max(self.attention + self.exposed + self.linear + self.remap + self.launch, self.host)
+        return max(self.device, self.host)
 
 
 def step_cost(

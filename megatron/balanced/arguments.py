@@ -38,6 +38,7 @@ from megatron.balanced.cpu.agreement import agree_on_device
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.dynamics.checks import check_dynamics
+from megatron.balanced.sequences.auto_domain import settle_domain
 from megatron.balanced.watchdog.heartbeat import stop
 
 __all__ = ["add_balance_flags", "parse_arguments"]
@@ -259,6 +260,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             args.create_attention_mask_in_dataloader = False
         with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():
             validate_args(args)  # prints some six hundred arguments
+        config, notes = settle_domain(args, config)
+        if _is_first_rank():
+            print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
         _refuse(args, config, device)
         check_dynamics(args, config.dynamics)
         if not config.balance_dry_run:  # a dry run shows what does not fit

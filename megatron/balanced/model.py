@@ -19,6 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -39,7 +40,9 @@ from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequ
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
+from megatron.balanced.sequences.checks import routes_by_sample
 from megatron.balanced.sequences.prediction import PredictionLayer
+from megatron.balanced.sequences.router import SampleRouter
 
 __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 
@@ -173,6 +176,8 @@ def _replacements(
         fitting[WrappedTorchNorm] = SequenceParallelNorm
     if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:
         fitting[SequentialMLP] = GroupedMLP
+    if routes_by_sample(args, sequences) or (sequences.sequence_micro_batches and args.moe_router_enable_expert_bias):
+        fitting[TopKRouter] = SampleRouter
     replicated: dict[Any, Any] = {}
     if experts.balance_experts:
         replicated[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)

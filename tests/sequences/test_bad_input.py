@@ -106,16 +106,6 @@ def test_the_same_flags_without_the_fault_are_accepted(pool):
 OF_DATA = {
     "shuffled samples": ("--dataloader-type cyclic", "--dataloader-type cyclic", "use --dataloader-type single"),
     "all of the validation set": ("--full-validation", "--full-validation", "use --eval-iters"),
-    "loss of each micro-batch": (
-        f"{' '.join(MOE)} --moe-aux-loss-coeff 1e-2",
-        "--moe-router-load-balancing-type aux_loss",
-        "use global_aux_loss",
-    ),
-    "loss of each sequence": (
-        f"{' '.join(MOE)} --moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-3",
-        "--moe-router-load-balancing-type seq_aux_loss",
-        "use global_aux_loss",
-    ),
     "quantiles": (
         f"{' '.join(MOE)} --moe-router-load-balancing-type quantile_balancing",
         "--moe-router-load-balancing-type quantile_balancing",
@@ -201,3 +191,20 @@ def test_rows_over_tensor_parallel_ranks():
     )
     with pytest.raises(ValueError, match="use 48"):
         check_sequences(args, SequenceConfig(balance_sequences=True))
+
+
+@pytest.mark.parametrize("domain", ["context", "data"])
+def test_routers_that_see_padding_are_refused(domain):
+    """Parsed without --sft, which needs packages that need not be here."""
+    args = argparse.Namespace(
+        context_parallel_size=2,
+        sft=True,
+        num_experts=4,
+        moe_z_loss_coeff=None,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=1e-2,
+        moe_router_enable_expert_bias=True,
+    )
+    also = "also incompatible: --moe-router-enable-expert-bias"
+    with pytest.raises(ValueError, match=f"--moe-aux-loss-coeff: with --sft routers see padding.*{also}"):
+        check_sequences(args, SequenceConfig(balance_sequences=True, sequence_domain=domain))

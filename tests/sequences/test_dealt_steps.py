@@ -115,7 +115,7 @@ REFUSED = {
     "losses of routers": (
         f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2",
         "--moe-router-load-balancing-type aux_loss",
-        "sums over the tokens of each micro-batch",
+        "after the backward pass has begun",
     ),
     "losses of logits": (
         f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall --moe-z-loss-coeff 1e-2",

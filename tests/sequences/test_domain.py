@@ -5,6 +5,7 @@ loss here, so micro-batches have unequal numbers of losses, and without --calcul
 in one than in another.
 """
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
-from tests.support.training import MOE, assert_close, differences, train
+from tests.support.training import MOE, RankRun, Run, assert_close, differences, join, train, train_rank
 
 CP, EP = "--context-parallel-size", "--expert-model-parallel-size"
 ENDS = f"{PACKED} --eod-mask-loss"
@@ -111,6 +112,121 @@ def test_experts_of_shared_micro_batches(pool, tmp_path, routers, loss):
     shared, alone = f"{SHARED} {loss} {EP} 2", f"{ENDS} {loss} {EP} 2"
     assert_close(experts.train(4, f"{shared} --balance-experts --expert-min-gain 0"), experts.train(4, alone))
     assert_close(experts.train(4, f"{shared} {CP} 2"), experts.train(2, alone))
+
+
+# Losses of routers that look at a micro-batch or a sample.
+
+
+# By sigmoid, since Megatron-LM takes the softmax of scores in float32 always.
+OF_SAMPLES = (
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-1 2e-1 "
+    "--moe-router-score-function sigmoid"
+)
+MODULES = "--recompute-granularity selective --recompute-modules"
+# ranks, flags
+ROUTED = {
+    "DP 2, EP 2": (2, f"{EP} 2"),
+    "DP 4, EP 2, balanced": (4, f"{EP} 2 --balance-experts --expert-min-gain 0"),
+    "DP 2, CP 2, EP 4": (4, f"{CP} 2 {EP} 4"),
+    "DP 2, PP 2, EP 2": (4, f"{PP} 2 {EP} 2"),
+    "DP 2, PP 2, interleaved": (4, f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "DP 2, TP 2, sequence parallel": (4, SP),
+    "DP 2, micro-batches of two": (2, "--micro-batch-size 2"),
+    "CP 2 alone, micro-batches of two": (2, f"{CP} 2 --sequence-domain context --micro-batch-size 2"),
+    "DP 2, CP 2 alone, micro-batches of two": (4, f"{CP} 2 --sequence-domain context --micro-batch-size 2"),
+    "DP 4, two optimizers": (4, "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
+    "DP 2, PP 2, experts recomputed": (4, f"{PP} 2 {MODULES} moe"),
+    "DP 2, PP 2, attention recomputed": (4, f"{PP} 2 {MODULES} core_attn"),
+    "DP 2, full recompute": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+    "DP 2, EP 2, messages overlapped": (2, f"{EP} 2 --overlap-moe-expert-parallel-comm"),
+}
+
+
+def _train_rank_with_figures(argv: list[str]) -> tuple[RankRun, list[dict[str, float]]]:
+    """Returns also the losses of routers that each step logs, added up in float64."""
+    import torch
+    from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTracker
+
+    logged: list[dict[str, float]] = []
+    aggregate, record = MoEMetricsTracker._aggregate, MoEMetricsTracker.record
+
+    def initialize(self: Any, name: str, num_layers: int, device: Any = None) -> None:
+        self._metrics.setdefault(name, MetricEntry(values=torch.zeros(num_layers, dtype=torch.float64)))
+
+    def recorded(self: Any, name: str, value: Any, layer_number: int, num_layers: int, **groups: Any) -> None:
+        initialize(self, name, num_layers)
+        record(self, name, value, layer_number, num_layers, **groups)
+
+    def kept(self: Any, *args: Any) -> Any:
+        found = aggregate(self, *args)
+        logged.append({name: float(value) for name, value in found.items()})
+        return found
+
+    MoEMetricsTracker.record, MoEMetricsTracker.ensure_initialized = recorded, initialize
+    MoEMetricsTracker._aggregate = kept
+    return train_rank(argv, True), logged
+
+
+class Routed(Packed):
+    """A model with experts, and the figures that its steps log."""
+
+    @functools.cache  # noqa: B019
+    def logged(self, ranks: int, flags: str) -> tuple[Run, list[dict[str, float]]]:
+        runs = self.pool.run(ranks, _train_rank_with_figures, self.from_start(flags))
+        figures = runs[-1][1]
+        assert len(figures) >= 2 and all(set(step) == set(figures[0]) for step in figures)
+        return join([run for run, _ in runs]), figures
+
+
+@pytest.fixture(scope="module")
+def routed(pool, tmp_path_factory) -> Routed:
+    model = f"{' '.join(MOE)} {OF_SAMPLES} --moe-token-dispatcher-type alltoall --global-batch-size 4 --train-iters 2"
+    return Routed(pool, tmp_path_factory.mktemp("routed"), model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        pytest.param(layout, loss, marks=[] if (layout, loss) == ("DP 2, EP 2", "") else pytest.mark.exhaustive)
+        for layout in ROUTED
+        for loss in ("", PER_TOKEN)
+    ],
+)
+def test_losses_of_routers_are_those_of_samples(routed, layout, loss):
+    """Over the tokens of each micro-batch and of each sample, wherever the domain has them; and so they are logged."""
+    ranks, flags = ROUTED[layout]
+    size = "--micro-batch-size 2" if "--micro-batch-size 2" in flags else ""
+    run, figures = routed.logged(ranks, f"{SHARED} {flags} {loss}")
+    reference, expected = routed.logged(1, f"{ENDS} {loss} {size}")
+    assert_close(run, reference)
+    assert {*expected[0]} == {"load_balancing_loss", "seq_load_balancing_loss"}
+    for step, alone in zip(figures, expected, strict=True):
+        assert step == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.exhaustive
+def test_samples_that_are_one_document_each(routed):
+    """Without boundaries Megatron-LM keeps the samples of a micro-batch apart, and balanced sequences pack them."""
+    reference, expected = routed.logged(1, "--micro-batch-size 2")
+    for domain in ("context", "data"):
+        spread = f"--micro-batch-size 2 --balance-sequences {CP} 2 --sequence-domain {domain}"
+        run, figures = routed.logged(4, spread)
+        assert_close(run, reference)
+        for step, alone in zip(figures, expected, strict=True):
+            assert step == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.exhaustive
+def test_losses_of_samples_and_of_micro_batches_differ(routed):
+    """So that the tests above tell one from the other: of each sample, of each micro-batch, and of a larger one."""
+    kinds = [
+        f"--micro-batch-size {size} --moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 1e-1"
+        for size, kind in ((1, "aux_loss"), (2, "aux_loss"), (2, "seq_aux_loss"))
+    ]
+    runs = [routed.train(1, f"{PACKED} {flags}") for flags in kinds]
+    for run, other in ((runs[0], runs[1]), (runs[1], runs[2])):
+        assert differences(run, other)[1] > 1e-9
+    assert_close(runs[2], runs[0])
 
 
 def test_report_of_shared_micro_batches(packed, tmp_path):

@@ -29,6 +29,7 @@ MEGATRON_VERSIONS = ("0.19.2",)
 
 # The head of an .idx file: a magic word, the format's version, the code of the token type, sequences, documents + 1.
 _INDEX_HEAD = struct.Struct("<9sQBQQ")
+INDEX_HEAD_BYTES = _INDEX_HEAD.size  # followed by the lengths, int32 [sequence]
 _MAGIC = b"MMIDIDX\x00\x00"
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
 

@@ -8,7 +8,7 @@ its document. Megatron-LM's own modules support one layout only, the zig-zag of 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import mpu
@@ -37,6 +37,8 @@ class PlannedSequences(PackedSeqParams):
     tokens: number of rows that are tokens; the rest are padding.
     weigh: loss mask [row] -> what each row counts, where Megatron-LM averages the loss over micro-batches.
     prediction: what layers of multi-token prediction see (`megatron.balanced.sequences.prediction`).
+    sample: int32 [rows], the sample of the domain's micro-batch that each row is of; None where no router asks.
+    samples, origins: number of samples, and of Megatron-LM's micro-batches that have them, each as many.
     """
 
     attention: Callable[..., torch.Tensor] | None = None
@@ -48,11 +50,16 @@ class PlannedSequences(PackedSeqParams):
     angles: Any = None
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
     prediction: Any = None
+    sample: torch.Tensor | None = None
+    samples: int = 0
+    origins: int = 1
 
 
 class SequenceCoreAttention(MegatronModule):
     """Core attention of one layer. Its only parameter is the sink of `--softmax-type learnable`, under Megatron-LM's
     name."""
+
+    latest: ClassVar[PlannedSequences | None] = None  # micro-batch, which the router of the same layer meets next
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *unused: Any, softmax_scale: float | None = None, **kw: Any
@@ -88,6 +95,7 @@ class SequenceCoreAttention(MegatronModule):
         attends to nothing, and nothing attends to it; its output is 0.
         """
         assert isinstance(packed_seq_params, PlannedSequences)
+        SequenceCoreAttention.latest = packed_seq_params
         attend = packed_seq_params.windowed if self.windowed else packed_seq_params.attention
         assert attend is not None
         tokens, rows = packed_seq_params.tokens, query.shape[0]

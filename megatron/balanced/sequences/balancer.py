@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,14 +43,14 @@ from balancing.sequences.window import in_window
 from megatron.balanced.callbacks import Held, StepCallback, trained
 from megatron.balanced.process_groups import cluster_of, duplicate_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
-from megatron.balanced.sequences.checks import latent_shape, why_of_one_size
+from megatron.balanced.sequences.checks import latent_shape, routes_by_sample, why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
 from megatron.balanced.sequences.steps import Steps, deal_documents
 
-__all__ = ["SequenceBalancer"]
+__all__ = ["SequenceBalancer", "shape_of"]
 
 _KEPT = 64  # plans with their programs
 _LAYOUT_INTERVAL = 100  # iterations
@@ -130,6 +131,7 @@ class SequenceBalancer(StepCallback):
         # The hosts of the ranks that share micro-batches, and of the tensor-parallel group if it has several ranks.
         self._hosts: Any = None
         self._tensor_hosts: Any = None
+        self._routes_by_sample = routes_by_sample(args, config)
         self._most_rows = 0  # of keys and values, own and others', in one micro-batch so far
 
     # Building the model and the data.
@@ -161,7 +163,7 @@ class SequenceBalancer(StepCallback):
             padding = dataset.config.tokenizer.pad if self._args.sft else None
             own = partial(
                 _compiled,
-                shape=_shape_of(self._args),
+                shape=shape_of(self._args),
                 rank=self.domain.rank,
                 cluster=self._cluster,
                 routing=self._routing,
@@ -200,7 +202,7 @@ class SequenceBalancer(StepCallback):
         return partial(
             plan_sequences,
             cluster=self._cluster,
-            shape=_shape_of(self._args),
+            shape=shape_of(self._args),
             method=self.config.sequence_planner,
             token_capacity=self.config.sequence_token_capacity or None,
             chunk=self.config.sequence_chunk or None,
@@ -217,7 +219,7 @@ class SequenceBalancer(StepCallback):
             deal_documents,
             micro_batches=get_num_microbatches(),
             cluster=self._cluster,
-            shape=_shape_of(args),
+            shape=shape_of(args),
             token_capacity=self.config.sequence_token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / ranks),
         )
         return Steps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, deal)
@@ -229,7 +231,7 @@ class SequenceBalancer(StepCallback):
     @property
     def _token_bytes(self) -> TokenBytes:
         """Bytes of a token in the attention of this rank, for routes."""
-        args, shape = self._args, _shape_of(self._args)
+        args, shape = self._args, shape_of(self._args)
         heads, kv_heads = (
             max(number // args.tensor_model_parallel_size, 1) for number in (shape.heads, shape.kv_heads)
         )
@@ -257,7 +259,7 @@ class SequenceBalancer(StepCallback):
         """Keys and values of a micro-batch, and their gradients in the type that they are added up in: of one layer at
         a time. Before the first micro-batch, the most that there can be."""
         rows = self._most_rows or self._args.micro_batch_size * self._args.seq_length
-        shape, dtype = _shape_of(self._args), self._args.params_dtype
+        shape, dtype = shape_of(self._args), self._args.params_dtype
         numbers = rows * max(shape.kv_heads // self._args.tensor_model_parallel_size, 1)
         numbers *= shape.head_size + (shape.value_size or shape.head_size)
         return Held(buffers=float(numbers * (dtype.itemsize + accumulation_dtype(dtype).itemsize)))
@@ -325,7 +327,7 @@ class SequenceBalancer(StepCallback):
             action="spread",
             micro_batches=len(plans),
             methods=dict(Counter(plan.method for plan in plans)),
-            **({"latents": sum(batch.latents for batch in batches)} if _shape_of(self._args).latent else {}),
+            **({"latents": sum(batch.latents for batch in batches)} if shape_of(self._args).latent else {}),
             token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
             micro_batch_imbalance_before=imbalance(costs[0]),
             micro_batch_imbalance_after=imbalance(costs[1]),
@@ -371,13 +373,13 @@ class SequenceBalancer(StepCallback):
 
     def _costs(self, micro_batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """[micro-batch], seconds of its documents."""
-        cluster, shape = self._cluster, _shape_of(self._args)
+        cluster, shape = self._cluster, shape_of(self._args)
         return np.array([document_seconds(lengths, cluster, shape).sum() for lengths in micro_batches])
 
     def _areas(self, plan: SequencePlan, drawn: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """[rank], area if Megatron-LM cut the batch, and area under the plan: of a layer, or where layers are of two
         kinds, of all layers together. drawn: lengths of Megatron-LM's micro-batch, by data-parallel rank."""
-        shape = _shape_of(self._args)
+        shape = shape_of(self._args)
         if shape.window is None:
             return self._upstream_areas(plan.ranks, drawn, None), plan.area
         whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)
@@ -438,12 +440,14 @@ class SequenceBalancer(StepCallback):
         of_ranks = (origin % self.domain.origins for origin in origins)
         own = [length for length, of in zip(plan.lengths, of_ranks, strict=True) if of == self.domain.origin]
         ends = np.cumsum((0, *own))
-        of_rows = positions(plan, rank, rows), row_origins(plan, rank, rows, origins)
+        of_rows = [positions(plan, rank, rows), row_origins(plan, rank, rows, origins)]
+        if self._routes_by_sample:
+            of_rows.append(row_origins(plan, rank, rows, self._samples(plan)))
         device = batch["tokens"].device
         there = attentions[0].upload(device, np.concatenate((*of_rows, ends)))
         for attention in attentions[1:]:
             attention.upload(device)
-        update_seqlen_stats_from_cu_seqlens(there[2 * rows :])
+        update_seqlen_stats_from_cu_seqlens(there[len(of_rows) * rows :])
         origin = there[rows : 2 * rows]
         weigh: Callable[[torch.Tensor], torch.Tensor]
         count: Callable[[torch.Tensor], torch.Tensor]
@@ -470,8 +474,20 @@ class SequenceBalancer(StepCallback):
             tokens=int(plan.linear_tokens[rank]),
             weigh=weigh,
             prediction=prediction,
+            sample=there[2 * rows : 3 * rows] if self._routes_by_sample else None,
+            samples=sum(plan.lengths) // self._args.seq_length,
+            origins=self.domain.origins,
         )
         return batch | {"attention_mask": None}, planned, plan
+
+    def _samples(self, plan: SequencePlan) -> list[int]:
+        """[document], the sample of the micro-batch that it is of. Samples are full and in order, where losses of
+        routers are accepted."""
+        assert int(plan.linear_tokens.min()) == int(plan.linear_tokens.max()), "a row is no token"
+        return [
+            (stop - length) // self._args.seq_length
+            for stop, length in zip(accumulate(plan.lengths), plan.lengths, strict=True)
+        ]
 
     def _read_step(self) -> None:
         """Read all micro-batches of the step, in which documents are dealt over them: stages must know their sizes, and
@@ -521,7 +537,8 @@ def _spent(batches: list[_Batch]) -> list[int]:
     ]
 
 
-def _shape_of(args: argparse.Namespace) -> AttentionShape:
+def shape_of(args: argparse.Namespace) -> AttentionShape:
+    """The model that Megatron-LM's validated arguments describe."""
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_ffn_hidden_size * args.moe_router_topk

@@ -12,14 +12,22 @@ from balancing.sequences.config import SequenceConfig
 from balancing.sequences.sequence_plan import LatentShape
 from megatron.balanced.checks.incompatible import SEQUENCES, SEQUENCES_OF_DATA, SEQUENCES_OF_STEP, check_compatible
 
-__all__ = ["check_sequences", "latent_shape", "why_of_one_size"]
+__all__ = [
+    "balancing_losses",
+    "check_data_domain",
+    "check_sequences",
+    "latent_shape",
+    "routes_by_sample",
+    "why_of_one_size",
+]
 
 
 def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tuple[SequenceConfig, list[str]]:
     """Return the settings of sequence balancing in force, and notes for the user, one line each.
 
     Called before Megatron validates `args`, and sets those that balancing needs. Balancing is switched off where there
-    is nothing to balance; the domain "auto" becomes the one that is used. Raises ValueError for flags that cannot work.
+    is nothing to balance. The domain "auto" becomes the one that is used where only one is possible; otherwise
+    `auto_domain.settle_domain` decides later. Raises ValueError for flags that cannot work.
     """
     if not sequences.balance_sequences:
         _check_left_alone(sequences)
@@ -33,16 +41,16 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         args.balance_sequences = False
         off = dataclasses.replace(sequences, balance_sequences=False, sequence_domain="auto")
         return off, [*notes, f"--balance-sequences has nothing to balance: {idle}"]
-    found = []
+    found = _routers_that_see_padding(args)
     if getattr(args, "mtp_num_layers", None) and args.overlap_moe_expert_parallel_comm:
         why = "with --overlap-moe-expert-parallel-comm Megatron-LM's layers of prediction take no packed documents"
-        found = [(f"--mtp-num-layers {args.mtp_num_layers}", why, "drop one of the two")]
+        found.append((f"--mtp-num-layers {args.mtp_num_layers}", why, "drop one of the two"))
     check_compatible(args, SEQUENCES, "--balance-sequences", found)
-    if sequences.sequence_domain == "auto":
+    if sequences.sequence_domain == "auto" and (args.context_parallel_size == 1 or _data_parallel_size(args) == 1):
         domain = "data" if args.context_parallel_size == 1 else "context"
         sequences = dataclasses.replace(sequences, sequence_domain=domain)
     if sequences.sequence_domain == "data":
-        _check_data_domain(args)
+        check_data_domain(args)
     if sequences.sequence_micro_batches:
         _check_dealt(args)
     if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
@@ -115,56 +123,54 @@ def _why_not_dealt(args: argparse.Namespace) -> str | None:
 def _check_dealt(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that look at the tokens of one micro-batch, or make micro-batches or steps of one
     size."""
-    found = _losses_of_a_micro_batch(args)
+    found = _quantiles(args)
     layout = args.pipeline_model_parallel_layout
     if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
         why = "before the last stage its messages have more rows than those of other stages"
         way_out = "put its layers on the last stage of --pipeline-model-parallel-layout"
         found.append((f"--mtp-num-layers {args.mtp_num_layers}", why, way_out))
     if args.num_experts:
-        kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-        coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if "global_aux_loss" in kinds and any(coefficients):
-            why = "it averages over micro-batches, which differ in tokens"
-            found.append(("--moe-router-load-balancing-type global_aux_loss", why, "use an expert bias"))
+        losses, averaged = balancing_losses(args), "it averages over micro-batches, which differ in tokens"
+        late = "its gradients need the routing of documents whose micro-batches come after the backward pass has begun"
+        for kind in ("aux_loss", "seq_aux_loss"):
+            if kind in losses:
+                found.append((f"--moe-router-load-balancing-type {kind}", late, "use an expert bias"))
+        if "global_aux_loss" in losses:
+            found.append(("--moe-router-load-balancing-type global_aux_loss", averaged, "use an expert bias"))
         if args.moe_z_loss_coeff:
-            found.append(("--moe-z-loss-coeff", "it averages over micro-batches, which differ in tokens", "drop it"))
+            found.append(("--moe-z-loss-coeff", averaged, "drop it"))
         if args.moe_token_dispatcher_type == "allgather":
             why = "messages between stages have the sizes of micro-batches, which it does not support"
             found.append(("--moe-token-dispatcher-type allgather", why, "use alltoall"))
     check_compatible(args, SEQUENCES_OF_STEP, "--sequence-micro-batches", found)
 
 
-def _check_data_domain(args: argparse.Namespace) -> None:
+def check_data_domain(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that look at the tokens of one data-parallel rank, or give it samples in an order of
     its own."""
-    check_compatible(
-        args, SEQUENCES_OF_DATA, "--balance-sequences with --sequence-domain data", _losses_of_a_micro_batch(args)
-    )
+    given = "--balance-sequences with --sequence-domain data"
+    check_compatible(args, SEQUENCES_OF_DATA, given, _quantiles(args))
 
 
-def _losses_of_a_micro_batch(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags of routers that make of the tokens of a micro-batch more than a sum over them: flag, why, way out."""
-    if not args.num_experts:
+def _quantiles(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """The flag of routers that look at the tokens of a rank: flag, why, way out."""
+    if not args.num_experts or "quantile_balancing" not in args.moe_router_load_balancing_type:  # a name, or a list
         return []
-    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
-    why = "it is a product of sums over the tokens of each micro-batch, which the domain mixes"
-    found = [
-        (f"--moe-router-load-balancing-type {kind}", why, "use global_aux_loss")
-        for kind, coefficient in zip(kinds, coefficients, strict=False)
-        if kind in ("aux_loss", "seq_aux_loss") and coefficient
-    ]
-    if "quantile_balancing" in kinds:
-        why = "it takes quantiles over the tokens of a rank"
-        found.append(("--moe-router-load-balancing-type quantile_balancing", why, "use global_aux_loss"))
-    if args.sft and (args.moe_z_loss_coeff or any(coefficients)):
-        flag = "--moe-z-loss-coeff" if args.moe_z_loss_coeff else "--moe-aux-loss-coeff"
-        why = "with --sft routers see padding, which balanced sequences leave out"
-        found.append((flag, why, "drop it"))
-    return found
+    why = "it takes quantiles over the tokens of a rank"
+    return [("--moe-router-load-balancing-type quantile_balancing", why, "use aux_loss")]
+
+
+def _routers_that_see_padding(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Flags of routers that count the padding of conversations: flag, why, way out."""
+    if not args.num_experts or not args.sft:
+        return []
+    given = {
+        "--moe-z-loss-coeff": args.moe_z_loss_coeff,
+        "--moe-aux-loss-coeff": balancing_losses(args),
+        "--moe-router-enable-expert-bias": args.moe_router_enable_expert_bias,
+    }
+    why = "with --sft routers see padding, which balanced sequences leave out"
+    return [(flag, why, "drop it") for flag, value in given.items() if value]
 
 
 def _check_left_alone(sequences: SequenceConfig) -> None:
@@ -228,3 +234,20 @@ def latent_shape(args: argparse.Namespace) -> LatentShape | None:
     if not getattr(args, "multi_latent_attention", False) or args.fp8 or args.fp4 or apart:
         return None
     return LatentShape(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.tensor_model_parallel_size)
+
+
+def balancing_losses(args: argparse.Namespace) -> list[str]:
+    """The kinds of `--moe-router-load-balancing-type` that have a coefficient."""
+    if not args.num_experts:
+        return []
+    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
+    return [kind for kind, coefficient in zip(kinds, coefficients, strict=False) if coefficient]
+
+
+def routes_by_sample(args: argparse.Namespace, sequences: SequenceConfig) -> bool:
+    """Whether routers have a loss that must tell samples or micro-batches of Megatron-LM apart. args: Megatron-LM's;
+    sequences: the settings in force."""
+    mixed = sequences.sequence_domain == "data" or (args.micro_batch_size or 1) > 1
+    return sequences.balance_sequences and mixed and bool({"aux_loss", "seq_aux_loss"} & {*balancing_losses(args)})

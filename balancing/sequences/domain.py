@@ -1,0 +1,94 @@
+"""Which ranks share micro-batches: the context-parallel ranks of one data-parallel rank, or of all.
+
+Alone, a data-parallel rank whose samples have the longest documents keeps the others waiting: at the reduction of
+gradients once a step, and where experts exchange tokens in every micro-batch. Ranks that share their micro-batches are
+level, but keys and values of the same documents go to more ranks, on more nodes. Both are in the costs of plans
+(`cost`), so both domains are planned for a few micro-batches of the training set, and the quicker one is taken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences.cost import step_cost
+from balancing.sequences.micro_batch_plan import document_seconds
+from balancing.sequences.plan import plan_sequences
+from balancing.sequences.sequence_plan import AttentionShape
+
+__all__ = ["DomainChoice", "choose_domain"]
+
+# Least share of a step to save by the wider domain, whose exchange crosses more links than the model was checked on.
+WORTH = 0.02
+_PLANNED = {"context": 8, "data": 2}  # micro-batches
+_TRIALS = 200  # steps drawn, whose slowest rank is looked for
+_MOST_DRAWN = 1_000_000  # numbers in all trials together
+
+
+@dataclass(frozen=True)
+class DomainChoice:
+    """The domain to take, and modelled seconds of the micro-batches of a step in each, on the slowest rank, without
+    gradients and pipeline."""
+
+    domain: str
+    context_seconds: float
+    data_seconds: float
+
+
+def choose_domain(
+    samples: Sequence[Sequence[int]],
+    context: Cluster,
+    domain: Cluster,
+    *,
+    shape: AttentionShape,
+    micro_batch_size: int = 1,
+    micro_batches: int = 1,
+    waiting: int = 1,
+    method: str = "auto",
+) -> DomainChoice:
+    """The domain "context" or "data" for a job, the same for the same arguments.
+
+    samples: [sample], lengths of the documents of samples of the training set, drawn at random.
+    context: the context-parallel ranks of one data-parallel rank.
+    domain: the same of all data-parallel ranks, a multiple of them.
+    shape: the model.
+    micro_batch_size: samples in a micro-batch of one data-parallel rank.
+    micro_batches: of a step, on each data-parallel rank.
+    waiting: data-parallel ranks that wait for each other in every micro-batch, those of an expert-parallel group.
+    method: of `plan_sequences`.
+
+    Raises ValueError for no samples, and for a domain that is no multiple of the context-parallel ranks.
+    """
+    if not samples:
+        raise ValueError("no samples to choose a domain by; give the lengths of at least one")
+    data_ranks, left = divmod(domain.world_size, context.world_size)
+    if left:
+        raise ValueError(f"{domain.world_size} ranks are no multiple of {context.world_size} context-parallel ranks")
+    generator = np.random.default_rng(0)
+    alone = np.array([document_seconds(sample, context, shape).sum() for sample in samples])
+
+    def beside_work(cluster: Cluster, batches: int) -> tuple[float, float]:
+        """Means of planned micro-batches: the device's seconds beyond those of the same work, level and without
+        exchange; the host's."""
+        ranks = cluster.world_size // context.world_size
+        drawn = generator.integers(len(samples), size=(batches, ranks * micro_batch_size))
+        device = host = 0.0
+        for batch in drawn:
+            lengths = [length for number in batch for length in samples[number]]
+            cost = step_cost(plan_sequences(lengths, cluster, shape=shape, method=method), cluster, shape)
+            device, host = device + cost.device, host + cost.host
+        return (device - float(alone[drawn].sum() / ranks)) / batches, host / batches
+
+    def of_step(cluster: Cluster, batches: int, work: float) -> float:
+        device, host = beside_work(cluster, batches)
+        return max(work + micro_batches * device, micro_batches * host)
+
+    groups = max(1, data_ranks // waiting)
+    size = groups, micro_batches, min(waiting, data_ranks), micro_batch_size
+    trials = max(1, min(_TRIALS, _MOST_DRAWN // int(np.prod(size))))
+    slowest = np.mean([generator.choice(alone, size).sum(3).max(2).sum(1).max() for _ in range(trials)])
+    context_seconds = of_step(context, _PLANNED["context"], float(slowest))
+    data_seconds = of_step(domain, _PLANNED["data"], float(alone.mean()) * micro_batch_size * micro_batches)
+    worth = data_seconds <= (1 - WORTH) * context_seconds
+    return DomainChoice("data" if worth else "context", context_seconds, data_seconds)

@@ -1,0 +1,117 @@
+"""`--sequence-domain auto`: the ranks that share micro-batches, chosen by the cost model at start-up.
+
+The lengths of documents are in the index of the training set, of which a few blocks are read. All ranks read the same,
+so all choose the same domain without communication.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from balancing.sequences.domain import choose_domain
+from megatron.balanced.checks.flags import INDEX_HEAD_BYTES
+from megatron.balanced.checks.incompatible import IncompatibleError
+from megatron.balanced.config import BalanceConfig, cluster_from_flags
+from megatron.balanced.sequences.checks import check_data_domain
+
+__all__ = ["sample_lengths", "settle_domain"]
+
+_SAMPLES = 1024  # of the training set
+_BLOCKS, _BLOCK = 16, 4096  # of an index, and document lengths in one
+
+
+def settle_domain(args: argparse.Namespace, config: BalanceConfig) -> tuple[BalanceConfig, list[str]]:
+    """Return the config with the domain "auto" settled, and notes for the user, one line each.
+
+    args: validated by Megatron-LM, so that they describe the model.
+    """
+    if config.sequences.sequence_domain != "auto" or not config.sequences.balance_sequences:
+        return config, []
+    domain, note = _settled(args, config)
+    sequences = dataclasses.replace(config.sequences, sequence_domain=domain)
+    return dataclasses.replace(config, sequences=sequences), [f"--sequence-domain auto is {domain}: {note}"]
+
+
+def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]:
+    """The domain and why."""
+    try:
+        check_data_domain(args)
+    except IncompatibleError as error:
+        return "context", f"data does not go with {next(iter(error.why))}"
+    if not args.dataloader_inter_document_masking and not args.sft:
+        return "context", "without --dataloader-inter-document-masking all samples have the same work"
+    samples = sample_lengths(args)
+    if samples is None:
+        return "context", "the lengths of documents are not known before training"
+    from megatron.balanced.dry_run import groups_along
+    from megatron.balanced.process_groups import cluster_of
+    from megatron.balanced.sequences.balancer import shape_of
+
+    machine = cluster_from_flags(config, args.world_size)
+    context, data = (cluster_of(groups_along(args, axes)[0], machine) for axes in ("cp", "dp-cp"))
+    of_experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1) if args.num_experts else 1
+    found = choose_domain(
+        samples,
+        context,
+        data,
+        shape=shape_of(args),
+        micro_batch_size=args.micro_batch_size,
+        micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        waiting=max(1, of_experts // (args.tensor_model_parallel_size * args.context_parallel_size)),
+        method=config.sequences.sequence_planner,
+    )
+    ratio = found.data_seconds / found.context_seconds
+    return found.domain, f"by the cost model a step takes {ratio:.2f} times as long with data as with context"
+
+
+def sample_lengths(args: argparse.Namespace) -> list[tuple[int, ...]] | None:
+    """Lengths of the documents of samples as the training set has them, always the same; None if no index tells."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, per_split = get_blend_and_blend_per_split(args)
+    blend = blend or (per_split and per_split[0])
+    if args.sft or args.mock_data or args.fim_data or not blend:
+        return None
+    paths, weights = blend
+    known = [_lengths_of_index(path) for path in paths]
+    if any(lengths is None or not lengths.sum() for lengths in known):
+        return None
+    generator = np.random.default_rng(0)
+    shares = None if weights is None else np.array(weights, dtype=float) / sum(weights)
+    chosen = generator.choice(len(paths), _SAMPLES, p=shares)
+    return [_fill(known[number], args.seq_length, generator) for number in chosen]
+
+
+def _lengths_of_index(prefix: str) -> np.ndarray | None:
+    """int32 [document], tokens of documents in evenly spaced blocks of an index; None where it cannot be read."""
+    path = Path(f"{prefix}.idx")
+    if "://" in prefix or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(INDEX_HEAD_BYTES - 16)
+        documents = int(np.fromfile(file, np.uint64, 1)[0])
+        blocks = []
+        for begin in np.unique(np.linspace(0, max(documents - _BLOCK, 0), _BLOCKS).astype(np.int64)).tolist():
+            file.seek(INDEX_HEAD_BYTES + 4 * begin)
+            blocks.append(np.fromfile(file, np.int32, min(_BLOCK, documents - begin)))
+    return np.concatenate(blocks)
+
+
+def _fill(lengths: np.ndarray, tokens: int, generator: np.random.Generator) -> tuple[int, ...]:
+    """Documents of one sample of `tokens` tokens, drawn from `lengths`; the first and the last are cut.
+
+    A sample begins in the middle of a document with the odds that Megatron-LM's does, by the tokens of documents.
+    """
+    at = int(generator.integers(int(lengths.sum(dtype=np.int64))))
+    ends = lengths.cumsum(dtype=np.int64)
+    first = int(np.searchsorted(ends, at, side="right"))
+    found, missing = [], tokens
+    length = int(ends[first]) - at
+    while missing > 0:
+        if length:
+            found.append(min(length, missing))
+            missing -= found[-1]
+        length = int(lengths[generator.integers(len(lengths))])
+    return tuple(found)

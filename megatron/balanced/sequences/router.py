@@ -1,0 +1,139 @@
+"""Losses of routers that look at a micro-batch or at a sample, where ranks share micro-batches.
+
+`aux_loss` multiplies two sums over the tokens of a micro-batch, for each expert: the tokens routed to it, and the
+scores of the router for it (Switch Transformer, arXiv 2101.03961, section 2.2). `seq_aux_loss` is the same for each
+sample (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Megatron-LM's router takes the rows of its tensor- and
+context-parallel ranks for the micro-batch. Where data-parallel ranks share micro-batches, these rows are of several of
+Megatron-LM's, and rows of a packed micro-batch have no dimension of samples.
+
+Here a token belongs to the sample that it was drawn in, wherever it is. Tokens of each expert are counted by sample and
+added up over the ranks of the domain, int32 [samples, experts]; scores stay where they are, since each rank's part of
+the loss is the product of its own scores with the counts of all. Sum, scaling and log are Megatron-LM's.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron.balanced.recompute import Replays
+from megatron.balanced.sequences.attention import PlannedSequences, SequenceCoreAttention
+
+__all__ = ["SampleRouter", "loss_of_parts", "tokens_of_parts"]
+
+
+class SampleRouter(TopKRouter):
+    """Megatron-LM's router with losses of the samples and micro-batches that tokens were drawn in."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._passes: Replays[PlannedSequences | None] = Replays()
+        self._planned: PlannedSequences | None = None  # of the pass in progress
+
+    def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        """As Megatron-LM's. The micro-batch is the one that has just passed through attention; if this layer's experts
+        are recomputed without attention, the one of the pass that is recomputed."""
+        if self.training and (torch.is_grad_enabled() or input.requires_grad):  # a frozen layer's input requires none
+            self._planned, _ = self._passes.decide(lambda: SequenceCoreAttention.latest)
+        return super().forward(input, padding_mask)
+
+    def _apply_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        planned = self._planned
+        assert planned is not None
+        each = planned.samples // planned.origins
+        found = scores_for_aux_loss, routing_map
+        return self._with_loss("aux_loss", "load_balancing_loss", probs, *found, samples_of_part=each)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        found = scores_for_aux_loss, routing_map
+        return self._with_loss("seq_aux_loss", "seq_load_balancing_loss", probs, *found, samples_of_part=1)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count the tokens of each expert for its bias, without the rows that make micro-batches equally long."""
+        planned, rows = self._planned, len(routing_map)
+        if torch.is_grad_enabled() and planned is not None and planned.positions is not None:
+            every = len(planned.positions)
+            if planned.tokens < every:
+                first = self.tp_group.rank() * rows if rows < every else 0
+                place = torch.arange(first, first + rows, device=routing_map.device)
+                routing_map = routing_map & (place < planned.tokens)[:, None]
+        super()._apply_expert_bias(routing_map, padding_mask=padding_mask)
+
+    def _with_loss(
+        self,
+        kind: str,
+        name: str,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        routing_map: torch.Tensor,
+        samples_of_part: int,
+    ) -> torch.Tensor:
+        """`probs` with a loss attached that adds up over the ranks of the domain to those of Megatron-LM's
+        micro-batches, each the mean of its parts.
+
+        kind: of `--moe-router-load-balancing-type`.
+        name: of the loss in Megatron-LM's log.
+        probs, scores: float [row, expert].
+        routing_map: bool [row, expert].
+        samples_of_part: how many samples a product of sums is over.
+        """
+        coefficient, planned = self.get_aux_loss_coeff(kind), self._planned
+        if not coefficient:
+            return probs
+        assert planned is not None and planned.sample is not None
+        parts, rows = planned.samples // samples_of_part, len(routing_map)
+        own = planned.sample
+        if rows < len(own):  # under sequence parallelism
+            own = own[self.tp_group.rank() * rows :][:rows]
+        part = own // samples_of_part
+        group = self.tp_dp_cp_group if planned.origins > 1 else self.tp_cp_group
+        tokens = tokens_of_parts(routing_map, part, parts, group)
+        loss = loss_of_parts(scores, tokens, part, self.topk) * (coefficient * planned.origins / parts)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, name, self.tp_cp_group, valid_token_count=rows
+        )
+
+
+def tokens_of_parts(
+    routing_map: torch.Tensor, part: torch.Tensor, parts: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """int32 [part, expert], tokens of each part that all ranks of `group` route to each expert.
+
+    routing_map: bool [row, expert].
+    part: int [row], of this rank's rows.
+    parts: their number.
+    group: all of its ranks call this together.
+    """
+    tokens = torch.zeros(parts, routing_map.shape[1], dtype=torch.int32, device=routing_map.device)
+    tokens.index_add_(0, part, routing_map.to(torch.int32))  # whole numbers: the same in every order
+    dist.all_reduce(tokens, group=group)
+    return tokens
+
+
+def loss_of_parts(scores: torch.Tensor, tokens: torch.Tensor, part: torch.Tensor, topk: int) -> torch.Tensor:
+    """This rank's share of the load balancing losses of all parts together, a scalar, with coefficient 1.
+
+    scores: float [row, expert], of this rank's rows.
+    tokens: int [part, expert], on all ranks.
+    part: int [row].
+    topk: experts of a token.
+    """
+    counts = tokens.to(scores.dtype)
+    total = counts.sum(dim=1, keepdim=True) / topk
+    weight = counts * (scores.shape[1] / (topk * total * total))
+    return (scores * weight.index_select(0, part)).sum()
