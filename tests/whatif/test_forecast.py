@@ -9,7 +9,7 @@ from balancing.cluster import Cluster
 from balancing.experts import LoadTrace, write_load_trace
 from balancing.whatif import SCENARIOS, forecast, read_flags, verdict
 from balancing.whatif.__main__ import main
-from balancing.whatif.forecast import schedule_seconds
+from balancing.whatif.forecast import schedule_seconds, shorter
 from balancing.whatif.gains import ROUTING
 from balancing.whatif.routing import gini_popularity
 from balancing.whatif.step import StepModel
@@ -63,6 +63,23 @@ def test_an_uneven_pipeline_gets_another_layout():
     assert given["layers"].layers < given["none"].layers and given["layers"].bubble < given["none"].bubble
     assert given["layers"].step_seconds < 0.75 * given["none"].step_seconds
     assert told(f"{MODEL} --seq-length 4096", 8)["layers"].off == "one pipeline stage"
+
+
+def test_frozen_layers_idle_the_first_stages_until_layers_move():
+    flags = f"{MODEL} --seq-length 4096 --pipeline-model-parallel-size 8 --train-iters 100 --freeze-layers"
+    trains, frozen = told(f"{flags} 0", 8), told(f"{flags} 8", 8)
+    assert frozen["none"].step_seconds < trains["none"].step_seconds, "four stages have no backward pass"
+    # Front layers cost a third, so eight stages of 8 + 8/3 layers: 1.33 instead of 2 layers each, and the head.
+    assert frozen["layers"].step_seconds < 0.85 * frozen["none"].step_seconds
+    assert frozen["layers"].step_seconds < 0.85 * trains["layers"].step_seconds
+    assert frozen["none"].memory >= trains["none"].memory, "a run begins with all layers training"
+    assert frozen["none"].gpu_hours is None and trains["none"].gpu_hours is not None
+    job = read_flags(f"{flags} 8".split()).on(8)
+    few = shorter(StepModel(job, Cluster.from_spec("h100-8x400g", 8)), 0.4)
+    assert few is not None and few.stages < 8 and few.throughput >= 0.4
+    assert shorter(StepModel(job, Cluster.from_spec("h100-8x400g", 8)), 0.99) is None
+    with pytest.raises(ValueError, match="--freeze-layers 17 of --num-layers 16"):
+        told(f"{flags} 17", 8)
 
 
 def test_long_schedules_are_those_of_the_simulator():
