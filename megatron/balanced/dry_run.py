@@ -198,11 +198,14 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     taken = [f"documents as in {_LENGTHS}"] * packed + [f"routing as in {_ROUTING}"] * bool(args.num_experts)
     taken += [f"{frozen} of {args.num_layers} layers frozen"] * bool(frozen)
     lines = [f"gain   {verdict(found)}"]
-    floor = layers.repack_throughput_floor
-    if floor is not None and (less := shorter(StepModel(job, cluster), floor, layers.repack_min_stages)) is not None:
+    if (floor := layers.repack_throughput_floor) is not None:
+        less = shorter(StepModel(job, cluster), floor, layers.repack_min_stages)
+        stages = args.pipeline_model_parallel_size
         lines.append(
-            f"gain   {less.stages} of {args.pipeline_model_parallel_size} stages keep {less.throughput:.0%} of the "
-            f"balanced pace, and {less.freed_nodes} nodes are given back"
+            f"gain   no shorter pipeline keeps {floor:.0%} of the balanced pace, so no stage is given back"
+            if less is None
+            else f"gain   {less.stages} of {stages} stages keep {less.throughput:.0%} of the balanced pace, so "
+            f"{less.freed_nodes} nodes are given back"
         )
     return [
         *lines,

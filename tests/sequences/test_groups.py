@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, causal_area, plan_sequences
-from balancing.sequences.planners import groups as module
 from balancing.sequences.planners.groups import deal_areas, number_of_groups
 from balancing.whatif.lengths import DISTRIBUTIONS, draw_batch
 
@@ -44,6 +43,16 @@ def test_groups_are_as_even_as_one_plan(distribution, context):
     assert fullest[groups] <= max(1.05, 1.01 * fullest[1]), fullest
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_long_samples_are_dealt_evenly(distribution):
+    """A sample may be one document of 128k tokens, with many times the area of others."""
+    random = np.random.default_rng(1)
+    area = np.array([causal_area(draw_batch(distribution, 131072, random)) for _ in range(512)])
+    groups = number_of_groups(512 * 8, 512)
+    total = np.bincount(deal_areas(area, groups), area, groups)
+    assert groups == 16 and total.max() / total.mean() <= 1.01
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 3000), max_size=8), min_size=8, max_size=8), st.sampled_from((1, 2, 4)),
@@ -76,11 +85,12 @@ def test_what_does_not_divide_is_one_line():
 
 
 def test_numbers_of_groups():
-    """Equal groups of about 128 ranks with 16 micro-batches at least, in domains of at least two of them."""
+    """Equal groups of about 128 ranks with 32 micro-batches at least, in domains of at least two of them."""
     assert [number_of_groups(ranks, ranks) for ranks in (1, 64, 128, 255, 256, 1024, 16384)] == [1, 1, 1, 1, 2, 8, 128]
-    assert number_of_groups(16384, 2048) == 128
-    assert number_of_groups(16384, 64) == 4 and number_of_groups(16384, 16) == 1
+    assert number_of_groups(16384, 2048) == 64
+    assert number_of_groups(16384, 128) == 4 and number_of_groups(16384, 32) == 1
     assert number_of_groups(1031, 1031) == 1, "a prime number of micro-batches is not cut into single ones"
-    for ranks in range(1, 3000):
-        number = number_of_groups(ranks, ranks)
-        assert ranks % number == 0 and (number == 1 or ranks // number >= module._RANKS // 2)
+    for context in (1, 4):
+        for members in range(1, 3000):
+            number = number_of_groups(members * context, members)
+            assert members % number == 0 and (number == 1 or members // number >= 32)

@@ -37,7 +37,7 @@ PLANS = {
         128,
         "plan   --balance-layers: all 128 ranks make one plan; layers move along 16 pipelines of 8 ranks",
         "gain   On 128 GPUs balancing saves",
-        "gain   4 of 8 stages keep ",
+        "gain   no shorter pipeline keeps 90% of the balanced pace",
         "memory about ",
         "       a forecast for --cluster h100-8x400g, 24 of 40 layers frozen; ",
     ),

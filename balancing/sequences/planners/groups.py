@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["deal_areas", "number_of_groups"]
 
 _RANKS = 128  # of a group, about: a plan takes some milliseconds
-_MEMBERS = 16  # micro-batches of a group, at least, so that areas can be balanced
+_MEMBERS = 32  # micro-batches of a group, at least, so that areas can be balanced
 # Groups are level when the fullest exceeds the mean by so little; most rounds of exchanges, and pairs of micro-batches
 # that are looked at in a round.
 _LEVEL, _ROUNDS, _LOOKS = 0.001, 64, 1 << 16
@@ -29,11 +29,11 @@ def number_of_groups(ranks: int, members: int) -> int:
     ranks: of the domain.
     members: micro-batches that they share, one of each data-parallel rank; groups have equally many.
     """
-    most = min(ranks // _RANKS, members // _MEMBERS)
-    if most < 2:
+    wanted = ranks / _RANKS
+    divisors = [number for number in range(1, members // _MEMBERS + 1) if members % number == 0]
+    if wanted < 2 or not divisors:
         return 1
-    divisors = [number for number in range(1, members + 1) if members % number == 0]
-    return min(divisors, key=lambda number: (abs(math.log(number / most)), number))
+    return min(divisors, key=lambda number: (abs(math.log(number / wanted)), number))
 
 
 def deal_areas(area: np.ndarray, groups: int) -> np.ndarray:
