@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +124,7 @@ def _forecasts(
             continue
         capacity = cluster.memory
         groups.append(forecast(on, cluster, lengths=lengths, routing=routing))
-        if options.iterations is not None:
+        if options.iterations is not None and not job.freeze_layers:
             groups[-1] = [_hours(one, options.iterations) for one in groups[-1]]
     if not groups:
         raise ValueError(refused[0].removeprefix("Left out: ").rstrip("."))
@@ -133,6 +133,8 @@ def _forecasts(
         notes.append(f"Without --vocab-size a vocabulary of {job.vocabulary:,} is taken.")
     if job.num_experts:
         notes.append(_MOCK)
+    if job.freeze_layers:
+        notes.append(f"The step is one in which all {job.freeze_layers} layers of --freeze-layers are frozen.")
     for group in groups:
         if (most := max(one.memory or 0.0 for one in group)) > (capacity or most):
             notes.append(f"On {group[0].gpus:,} GPUs {most / 1e9:.0f} GB a rank do not fit the device's "
@@ -148,7 +150,7 @@ def _at(job: Job, number: int, gpus: list[int], ranks: int | None) -> Job:
 
 
 def _hours(one: Forecast, iterations: int) -> Forecast:
-    return Forecast(**(asdict(one) | {"gpu_hours": one.step_seconds * iterations * one.gpus / 3600}))
+    return replace(one, gpu_hours=one.step_seconds * iterations * one.gpus / 3600)
 
 
 def _numbers(text: str | None) -> list[int]:

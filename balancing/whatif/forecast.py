@@ -14,12 +14,23 @@ from balancing.cluster import Cluster
 from balancing.experts import LoadTrace
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.plan import plan_stages
+from balancing.layers.repack import Repack, choose_repack, repack_options
 from balancing.layers.stage_plan import StagePlan
 from balancing.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
 from balancing.whatif.job import Job
 from balancing.whatif.step import FITTED, Efficiency, LayerWork, StepModel
 
-__all__ = ["SCENARIOS", "WORTH", "Forecast", "forecast", "forecast_step", "schedule_seconds", "verdict"]
+__all__ = [
+    "SCENARIOS",
+    "WORTH",
+    "Forecast",
+    "forecast",
+    "forecast_loads",
+    "forecast_step",
+    "schedule_seconds",
+    "shorter",
+    "verdict",
+]
 
 SCENARIOS = ("none", "layers", "sequences", "experts", "all")
 # Least share of a step to gain for a balancer to be worth its flag: twice what it may cost with nothing to gain.
@@ -37,7 +48,7 @@ class Forecast:
     layers, sequences, experts: imbalance, max / mean: of pipeline stages, of context-parallel ranks in attention, of
         expert-parallel ranks in tokens; 1.0 where there is one.
     memory: bytes of the fullest rank, without buffers of libraries; None if not known.
-    gpu_hours: of the whole training; None where the job does not say how long it trains.
+    gpu_hours: of the whole training; None where the job does not say how long it trains, or freezes layers meanwhile.
     off: why the balancer has nothing to do; empty if it has.
     """
 
@@ -80,11 +91,16 @@ def forecast(
     if job.num_experts:
         experts = expert_loads(model, routing, np.random.default_rng(seed))
     sequences = None if lengths is None else sequence_loads(model, lengths, np.random.default_rng(seed))
+    return forecast_loads(model, experts, sequences)
+
+
+def forecast_loads(model: StepModel, experts: ExpertLoads | None, sequences: SequenceLoads | None) -> list[Forecast]:
+    """Forecasts of all scenarios under given loads. sequences: None if every sequence is one document."""
     found: list[Forecast] = []
     for balancer in SCENARIOS:
         on = {name: balancer in (name, "all") for name in ("layers", "sequences", "experts")}
         one = _scenario(model, balancer, on, experts, sequences)
-        off = _nothing_to_do(model, balancer, lengths is not None)
+        off = _nothing_to_do(model, balancer, sequences is not None)
         if not off and found and one.step_seconds >= found[0].step_seconds * (1 - 1e-6):
             off = "no plan is quicker than none"
         if off and found and balancer != "all":
@@ -98,6 +114,29 @@ def forecast_step(model: StepModel) -> float:
     costs = model.costs(model.layer(False), [model.layer(True)])
     seconds, _ = schedule_seconds(costs, model.job.plan, model.job.micro_batches, model.transfer_seconds())
     return seconds + model.data_parallel_seconds(model.job.plan)
+
+
+def shorter(model: StepModel, throughput_floor: float, min_stages: int = 1) -> Repack | None:
+    """The shorter pipeline that a job would be packed into; None if none keeps that part of the balanced pace.
+
+    model: of the job, with even loads.
+    throughput_floor, min_stages: of --repack-throughput-floor and --repack-min-stages.
+    """
+    job, cluster = model.job, model.cluster
+    costs, count = model.costs(model.layer(False), [model.layer(True)]), job.micro_batches
+    balanced = _replanned(costs, job.plan, count)
+    options = repack_options(
+        costs, balanced, count, ranks_per_stage=job.gpus // balanced.stages, ranks_per_node=cluster.ranks_per_node,
+        min_stages=min_stages, transfer=model.transfer_seconds(),
+    )  # fmt: skip
+    return choose_repack((each for each in options if each.gpu_time < 1), throughput_floor)
+
+
+def _replanned(costs: LayerSeconds, plan: StagePlan, micro_batches: int) -> StagePlan:
+    return plan_stages(
+        costs.total, plan.stages, embedding=sum(costs.embedding), head=sum(costs.head), mtp=sum(costs.mtp),
+        virtual=plan.virtual, current=plan, micro_batches=micro_batches,
+    )  # fmt: skip
 
 
 def _nothing_to_do(model: StepModel, balancer: str, documents: bool) -> str:
@@ -138,10 +177,7 @@ def _scenario(
     plan, transfer = job.plan, model.transfer_seconds()
     step, bubble = schedule_seconds(costs, plan, job.micro_batches, transfer)
     if on["layers"] and plan.stages > 1:
-        planned = plan_stages(
-            costs.total, plan.stages, embedding=sum(costs.embedding), head=sum(costs.head), mtp=sum(costs.mtp),
-            virtual=plan.virtual, current=plan, micro_batches=job.micro_batches,
-        )  # fmt: skip
+        planned = _replanned(costs, plan, job.micro_batches)
         faster, idle = schedule_seconds(costs, planned, job.micro_batches, transfer)
         if faster < step:
             plan, step, bubble = planned, faster, idle
@@ -150,11 +186,16 @@ def _scenario(
     longest = fill * _attention_of_stages(plan, job, dense, moe) * (plan.stages - 1) / plan.virtual
     step += longest + model.data_parallel_seconds(plan)
     memory = float(model.memory(plan).max())
+    if job.freeze_layers:  # before they are frozen
+        all_train = StepModel(replace(job, freeze_layers=0), model.cluster, model.efficiency)
+        memory = max(memory, float(all_train.memory(job.plan).max()))
     imbalance = (1.0, 1.0)
     if experts is not None:
         imbalance = experts.imbalance
         memory += experts.memory * on["experts"]
-    hours = None if job.iterations is None else step * job.iterations * job.gpus / 3600
+    hours = None
+    if job.iterations is not None and not job.freeze_layers:
+        hours = step * job.iterations * job.gpus / 3600
     return Forecast(
         job.gpus, balancer, step, bubble, float(loads.max() / loads.mean()), ring[on["sequences"]],
         imbalance[on["experts"]], memory, hours,

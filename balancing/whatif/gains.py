@@ -13,14 +13,15 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
 from balancing.experts import ExpertShape, LoadTrace, layer_cost, plan_replicas, traffic
-from balancing.sequences.cost import step_cost
+from balancing.sequences.cost import StepCost, step_cost
+from balancing.sequences.load import causal_area
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.sequence_plan import AttentionShape
 from balancing.whatif.lengths import draw_batch
 from balancing.whatif.routing import drifted, gini_popularity, sampled_load, zipf_popularity
 from balancing.whatif.step import StepModel
 
-__all__ = ["ROUTING", "ExpertLoads", "SequenceLoads", "expert_loads", "sequence_loads"]
+__all__ = ["ROUTING", "ExpertLoads", "SequenceLoads", "batch_loads", "expert_loads", "sequence_loads"]
 
 # Published skews. "rank": the busiest rank over the mean; "gini": the Gini coefficient of the experts' loads.
 # dodoco: arXiv 2605.20982, five checkpoints on real text, by kind of attention. laer: mean of the runs that LAER-MoE
@@ -47,10 +48,10 @@ _ATTENTION_ACHIEVED = 0.6  # that `balancing.sequences.cost` takes
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """Of each sampled layer: forward seconds of experts and exchanges, and the busiest rank over the mean, without and
-    with replicas."""
+    """Of each sampled layer: (forward, backward) seconds of experts and exchanges, without replicas and with them; and
+    the busiest rank over the mean, without and with."""
 
-    seconds: tuple[tuple[float, float], ...]
+    seconds: tuple[tuple[tuple[float, float], tuple[float, float]], ...]
     imbalance: tuple[float, float]
     memory: float  # bytes of replicas on a rank
 
@@ -61,7 +62,7 @@ class SequenceLoads:
 
     pairs: query-key pairs of the mean micro-batch on one rank, and of the mean micro-batch of the slowest replica.
     fullest: pairs of the largest micro-batch of that replica.
-    factor: attention with its exchange over the same pairs computed without either, without and with a plan.
+    factor: attention with its exchange over the same pairs computed alone and evenly, without and with a plan.
     imbalance: fullest context-parallel rank over the mean, without and with.
     """
 
@@ -85,11 +86,12 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
         return ExpertLoads(((even, even),), (1.0, 1.0), 0.0)
     per_rank = max(1, round(job.tokens * job.moe_router_topk / model.tensor))
     shape = ExpertShape(job.moe_latent_size or job.hidden_size, job.expert_ffn, 2, gated=job.swiglu)
-    hidden = model.layer(True).rest
+    work = model.layer(True)
+    hidden = work.attention + work.rest
     level = np.full((ranks, ranks), per_rank / ranks)
     table = shape.hidden * shape.bytes_per_parameter
     level_exchange = exchange_seconds(level * table, cluster)
-    seconds: list[tuple[float, float]] = []
+    seconds: list[tuple[tuple[float, float], tuple[float, float]]] = []
     before: list[float] = []
     after: list[float] = []
     for past, load in _loads(model, routing, per_rank, generator):
@@ -99,17 +101,18 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
         for slots, imbalances in ((0, before), (_SLOTS, after)):
             placement = plan_replicas(
                 past if slots else load, cluster, slots=slots, shape=shape, hidden_under=hidden,
-                method="quota" if slots else "none",
+                method="quota" if slots else "none", micro_batches=job.micro_batches,
             )  # fmt: skip
             sent = traffic(load, placement)
-            cost = layer_cost(sent, placement, cluster, shape, hidden_under=hidden)
+            cost = layer_cost(sent, placement, cluster, shape, hidden_under=hidden, micro_batches=job.micro_batches)
             busiest = sent.sum(0).max() / sent.sum(0).mean()
             exchange = model.exchange_seconds() * cost.all_to_all / level_exchange
-            extra = (cost.exposed + cost.slowed) / 3  # backward counts it twice
-            found.append(model.expert_compute() * busiest + 2 * exchange + extra)
+            extra = (cost.exposed + cost.slowed / job.micro_batches) / 3  # a third of it forward
+            compute = model.expert_compute() * busiest + extra
+            found.append((compute + 2 * exchange, 2 * compute + 2 * exchange))
             imbalances.append(float(busiest))
         # The gate leaves a layer without replicas that would not gain.
-        seconds.append((found[0], min(found)))
+        seconds.append((found[0], min(found, key=sum)))
     memory = _SLOTS * shape.parameters / job.expert_tensor * (2 * 2 + 4)  # two sets of weights, one of gradients
     return ExpertLoads(tuple(seconds), (float(np.mean(before)), float(np.mean(after))), memory)
 
@@ -125,7 +128,8 @@ def _loads(
             raise ValueError("one record tells nothing of the next; the trace needs at least two")
         pick = np.unique(np.linspace(0, counts.shape[2] - 1, _LAYERS).astype(int))
         at = len(counts) // 2
-        return [(counts[at - 1, :, layer, 0], counts[at, :, layer, 0]) for layer in pick]
+        # Placements are made for the mean micro-batch of a step, which then serves all micro-batches of the next.
+        return [(counts[at - 1, :, layer].mean(1), counts[at, :, layer, 0]) for layer in pick]
     if routing not in ROUTING:
         raise ValueError(f"unknown routing {routing!r}; known: {', '.join(ROUTING)}, or a file of recorded loads")
     kind, value = ROUTING[routing]
@@ -181,8 +185,18 @@ def sequence_loads(
     return SequenceLoads(float(areas.mean()), float(np.mean(slowest)), float(np.mean(fullest)), factor, imbalance)
 
 
-def _planned(model: StepModel, batches: list[tuple[int, ...]]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Attention with its exchange over attention alone, and the fullest rank over the mean, on a ring and planned."""
+def batch_loads(model: StepModel, batches: Sequence[tuple[int, ...]]) -> SequenceLoads:
+    """Attention of known micro-batches, lengths of documents each, that all replicas have alike."""
+    areas = np.array([causal_area(lengths) for lengths in batches]) / model.job.context_parallel_size
+    factor, imbalance = _planned(model, batches)
+    return SequenceLoads(float(areas.mean()), float(areas.mean()), float(areas.max()), factor, imbalance)
+
+
+def _planned(model: StepModel, batches: Sequence[tuple[int, ...]]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Attention with its exchange over attention alone, and the fullest rank over the mean, on a ring and planned.
+
+    The ring is that of other systems: each rank sends through its own NIC, and gradients of keys in bf16.
+    """
     job, ranks = model.job, model.job.context_parallel_size
     shape = AttentionShape(
         job.hidden_size, max(1, job.num_attention_heads // model.tensor), max(1, job.kv_heads // model.tensor), 1,
@@ -197,11 +211,26 @@ def _planned(model: StepModel, batches: list[tuple[int, ...]]) -> tuple[tuple[fl
     for lengths in batches:
         for at, method in enumerate(("ring", "auto")):
             plan = plan_sequences(lengths, cluster, shape=shape, method=method)
-            cost = step_cost(plan, cluster, shape)
-            sums[at] += cost.attention + cost.exposed + cost.remap + cost.launch, _alone(plan.area, cluster, shape)
+            if method == "ring":
+                cost = step_cost(plan, cluster, shape, routed=False, gradient_width=1.0)
+                exposed = _ring_exposed(cost, ranks)
+            else:
+                cost = step_cost(plan, cluster, shape)
+                exposed = cost.exposed
+            sums[at] += cost.attention + exposed + cost.remap + cost.launch, _alone(plan.area, cluster, shape)
             fullest[at] += plan.area.max() / plan.area.mean()
     factor, level = sums[:, 0] / sums[:, 1], fullest / len(batches)
     return (float(factor[0]), float(min(factor))), (float(level[0]), float(level[1]))
+
+
+def _ring_exposed(cost: StepCost, ranks: int) -> float:
+    """Exposed seconds of a ring over all ranks: of each round what computing the keys at hand does not hide, and the
+    last round of gradients, which computing has nothing left to hide.
+
+    Gradients are as wide as keys, so a backward pass sends twice what a forward pass does, and computes 2.5 times.
+    """
+    forward, computed = cost.exchange / 3, cost.attention / 3.5 * (ranks - 1) / ranks
+    return max(0.0, forward - computed) + max(0.0, 2 * forward - 2.5 * computed) + forward / (ranks - 1)
 
 
 def _alone(area: np.ndarray, cluster: Cluster, shape: AttentionShape) -> float:

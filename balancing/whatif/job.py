@@ -30,9 +30,10 @@ _OTHER_NAMES = {"fp8": "fp8_format"}
 
 @dataclass(frozen=True)
 class Job:
-    """A job. Fields are Megatron-LM's flags with its defaults, but `gpus`.
+    """A job. Fields are Megatron-LM's flags with its defaults, but `gpus` and `freeze_layers`.
 
     gpus: ranks of the job.
+    freeze_layers: this project's flag; the step is that in which all these layers are frozen.
 
     Raises ValueError, in one line, for sizes that Megatron-LM would refuse, too: ranks that the parallel sizes do not
     divide, a global batch that micro-batches do not divide, layers that do not divide into chunks.
@@ -94,12 +95,16 @@ class Job:
     overlap_moe_expert_parallel_comm: bool = False
     grad_reduce_in_bf16: bool = False
     fp8_format: str | None = None
+    freeze_layers: int = 0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < (0 if each.name == "gpus" else 1):
-                raise ValueError(f"{_flag(each.name)} {value} must be at least 1")
+            least = 0 if each.name in ("gpus", "freeze_layers") else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ValueError(f"{_flag(each.name)} {value} must be at least {least}")
+        if self.freeze_layers > self.num_layers:
+            raise ValueError(f"--freeze-layers {self.freeze_layers} of --num-layers {self.num_layers}: there are fewer")
         if not self.gpus:
             return
         layers = self.pipeline_model_parallel_size * self.tensor_model_parallel_size * self.context_parallel_size

@@ -189,14 +189,18 @@ class StepModel:
         job = self.job
         return job.micro_batch_size * job.seq_length * (job.seq_length + 1) / 2 / job.context_parallel_size
 
-    def layer(self, moe: bool, pairs: float | None = None, expert_seconds: float | None = None) -> LayerWork:
+    def layer(
+        self, moe: bool, pairs: float | None = None, expert_seconds: tuple[float, float] | None = None
+    ) -> LayerWork:
         """One layer.
 
         moe: whether it has experts.
-        pairs: query-key pairs of the micro-batch on one rank; by default of one document a sequence.
-        expert_seconds: forward seconds of experts and their exchanges; by default of even routing.
+        pairs: query-key pairs that take as long as attention of the micro-batch on one rank with its exchange of keys;
+            by default those of one document a sequence, whose keys go round a ring.
+        expert_seconds: of experts and their exchanges, forward and backward; by default of even routing.
         """
         job, eff, tokens = self.job, self.efficiency, self.job.tokens
+        ring = pairs is None
         pairs = self.pairs() if pairs is None else pairs
         attention = pairs * pair_flops(job.num_attention_heads, job.head_size, job.value_size) / self.tensor
         attention /= self.cluster.flops * eff.attention
@@ -214,13 +218,11 @@ class StepModel:
         elementwise = moved / self._memory
         weights = self.layer_parameters(moe) * _GRADIENT_BYTES / self._memory
         exchanges = 1 if moe and job.expert_tensor == 1 else 2
-        gathered = self.tensor_seconds() * exchanges + self.context_seconds(attention)
-        experts = (self.expert_seconds() if expert_seconds is None else expert_seconds) if moe else 0.0
+        gathered = self.tensor_seconds() * exchanges + ring * self.context_seconds(attention)
+        experts, experts_back = (expert_seconds or self.expert_seconds()) if moe else (0.0, 0.0)
         forward = linear + elementwise + gathered + eff.layer_seconds / 3
         backward = 2 * (linear + elementwise) + weights + 1.25 * gathered + eff.layer_seconds * 2 / 3
-        backward += _ATTENTION_BACKWARD * attention
-        if moe:
-            backward += self.expert_backward(experts)
+        backward += _ATTENTION_BACKWARD * attention + experts_back
         if job.recompute_granularity == "full":
             share = 1.0
             if job.recompute_method == "block" and job.recompute_num_layers is not None:
@@ -264,14 +266,10 @@ class StepModel:
         eff = self.efficiency
         return eff.expert_exposed * (eff.overlapped if self.job.overlap_moe_expert_parallel_comm else 1.0)
 
-    def expert_seconds(self) -> float:
-        """Forward seconds of experts and two exchanges under even routing."""
-        return self.expert_compute() + 2 * self.exchange_seconds()
-
-    def expert_backward(self, forward: float) -> float:
-        """Backward seconds: products twice, exchanges once more, in the proportion of even routing."""
-        even = self.expert_seconds()
-        return forward * (2 * self.expert_compute() + 2 * self.exchange_seconds()) / even if even else 0.0
+    def expert_seconds(self) -> tuple[float, float]:
+        """Seconds of experts and two exchanges under even routing, forward and backward, where products take twice."""
+        compute, exchanges = self.expert_compute(), 2 * self.exchange_seconds()
+        return compute + exchanges, 2 * compute + exchanges
 
     def expert_cluster(self) -> Cluster:
         """The ranks of one expert-parallel group, which are neighbours."""
@@ -312,7 +310,10 @@ class StepModel:
         return seconds, seconds + self.end_parameters * 4 / self._memory
 
     def costs(self, dense: LayerWork, moe: list[LayerWork]) -> LayerSeconds:
-        """Seconds of all layers and both ends. moe: one of each layer with experts, used in turn."""
+        """Seconds of all layers and both ends; frozen ones only run forward, with the embedding before them.
+
+        moe: one of each layer with experts, used in turn.
+        """
         kinds = self.job.is_moe
         order = np.cumsum(kinds) - 1
         works = [moe[at % len(moe)] if kind else dense for kind, at in zip(kinds, order, strict=True)]
@@ -326,7 +327,11 @@ class StepModel:
                 depth * (float(forward[-1]) + joined + head[0]),
                 depth * (float(backward[-1]) + 2 * joined + head[1]),
             )
-        return LayerSeconds(forward, backward, 0.0, self.embedding(), head, extra)
+        embedding = self.embedding()
+        if self.job.freeze_layers:
+            backward[: self.job.freeze_layers] = 0.0
+            embedding = embedding[0], 0.0
+        return LayerSeconds(forward, backward, 0.0, embedding, head, extra)
 
     def data_parallel_seconds(self, plan: StagePlan) -> float:
         """Exposed seconds of gradients and parameters between data-parallel ranks, and of the optimizer, in a step."""
@@ -339,10 +344,10 @@ class StepModel:
         if not job.use_distributed_optimizer:
             weight = gradient  # an all-reduce
         for stage in range(plan.stages):
-            layers = [layer for chunk in plan.chunks[stage] for layer in chunk]
+            layers = [layer for chunk in plan.chunks[stage] for layer in chunk if layer >= job.freeze_layers]
             dense = sum(self.dense_parameters(bool(kinds[layer])) for layer in layers) / self.tensor
             experts = sum(self.layer_parameters(bool(kinds[layer])) for layer in layers) - dense
-            dense += self.end_parameters * ((stage == 0) + (stage == plan.stages - 1))
+            dense += self.end_parameters * ((stage == 0 and not job.freeze_layers) + (stage == plan.stages - 1))
             seconds, owned = 0.0, 0.0
             for parameters, group, apart in ((dense, ranks, self.tensor), (experts, expert_ranks, ranks * self.tensor)):
                 if group > 1:
@@ -366,10 +371,14 @@ class StepModel:
     # Bytes.
 
     def memory(self, plan: StagePlan) -> np.ndarray:
-        """float [stage]: bytes of the fullest rank of each stage: state and activations, no buffers of libraries."""
+        """float [stage]: bytes of the fullest rank of each stage: state and activations, no buffers of libraries.
+
+        Frozen layers keep their state, and no activations.
+        """
         job, kinds = self.job, self.job.is_moe
         static = np.array([self._state(bool(kind)) for kind in kinds])
         activation = np.array([self._activation(bool(kind)) for kind in kinds])
+        activation[: job.freeze_layers] = 0.0
         ends = self.end_parameters * self._state_bytes(job.data_parallel * job.context_parallel_size)
         head = 4.0 * job.tokens * job.vocabulary / self.tensor
         mtp = (job.mtp_num_layers or 0) * (static[-1] + activation[-1])

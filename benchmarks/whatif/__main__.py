@@ -3,25 +3,31 @@
 python -m benchmarks.whatif              errors of steps and memory by source, and the worst
 python -m benchmarks.whatif --fit        fits the constants again, and says what they do on rows left out; minutes
 python -m benchmarks.whatif --gains      gains that forecasts promise beside gains that others measured
+python -m benchmarks.whatif --emulated   steps of forecasts beside those of the emulated cluster, with its constants
 python -m benchmarks.whatif --planners   processor seconds of the planners by number of ranks
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, plan_replicas
 from balancing.layers.plan import plan_stages
+from balancing.sequences.load import area_of_first, causal_area
 from balancing.sequences.plan import plan_sequences
+from balancing.sequences.planners.groups import deal_areas, number_of_groups
 from balancing.sequences.sequence_plan import AttentionShape
 from balancing.whatif.forecast import forecast
 from balancing.whatif.job import read_flags
 from balancing.whatif.lengths import draw_batch
 from balancing.whatif.routing import sampled_load, zipf_popularity
+from benchmarks.whatif.emulated import compare
 from benchmarks.whatif.published import read_published
 
 MIXTRAL = (
@@ -50,15 +56,19 @@ GAINS = (
     ("dynamic CP, Llama 13B, PP 8 CP 8", LLAMA13, "h100-8x400g", 64, "even", "web", "sequences", "1.25 to 1.48"),
 )
 
+_SAMPLE, _CONTEXT = 32768, 8  # of domains whose planners are timed: tokens of a sample, and ranks that it is for
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("fit", "gains", "planners"):
+    for name in ("fit", "gains", "emulated", "planners"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args(arguments)
     if options.gains:
         _gains()
+    elif options.emulated:
+        _emulated()
     elif options.planners:
         _planners()
     elif options.fit:
@@ -96,32 +106,72 @@ def _gains() -> None:
         print(f"{name:36}{none.step_seconds:8.2f}s{one.step_seconds:9.2f}s{gain:7.2f}  {level:14}{published}")
 
 
+def _emulated() -> None:
+    rows = compare()
+    print(f"{'configuration':38}{'':10}{'emulated':>10}{'forecast':>10}{'error':>8}   gain{'forecast':>10}{'error':>8}")
+    for row in rows:
+        gain, told = row.gains
+        gains = "", f"{gain:7.2f}{told:10.2f}{told / gain - 1:+8.1%}"
+        for at, which in enumerate(("without", "with")):
+            seconds = f"{row.emulated[at]:8.2f} s{row.forecast[at]:8.2f} s{row.errors[at]:+8.1%}"
+            print(f"{'' if at else row.name:38}{which:10}{seconds}{gains[at]}")
+    errors = np.abs([row.errors for row in rows])
+    print(f"within 10 %: {(errors.max(1) <= 0.1).sum()} of {len(rows)} configurations, {(errors <= 0.1).sum()} of "
+          f"{errors.size} steps; median {np.median(errors):.1%}, worst {errors.max():.1%}")  # fmt: skip
+
+
 def _planners() -> None:
     random = np.random.default_rng(0)
     shape = AttentionShape(8192, 64, 8, 80, 28672)
-    print(f"{'ranks':>7}{'sequences, chunks':>20}{'experts, a layer':>18}{'layers':>9}   milliseconds")
+    print(f"{'':>7}{'sequences, one plan':>24}{'in groups':>24}{'area, max / mean':>20}{'experts,':>10}")
+    print(f"{'ranks':>7}" + f"{'chunks':>12}{'auto':>12}" * 2 + f"{'one':>10}{'groups':>10}{'a layer':>10}{'layers':>9}"
+          "   milliseconds")  # fmt: skip
     for ranks in (64, 256, 1024, 4096, 16384):
-        cluster = Cluster.from_spec("h100-8x400g", ranks)
-        lengths = draw_batch("prolong", 4096 * ranks, random)
-        cells = [_milliseconds(lambda n=lengths, c=cluster: plan_sequences(n, c, shape=shape, method="chunks"))]
+        samples = [draw_batch("prolong", _SAMPLE, random) for _ in range(ranks // _CONTEXT)]
+        lengths = [length for sample in samples for length in sample]
+        cells, fullest = [], [1.0, 1.0]
+        for at, method in enumerate(("chunks", "auto")):
+            cluster = Cluster.from_spec("h100-8x400g", ranks)
+            spent, plan = _timed(
+                partial(plan_sequences, lengths, cluster, shape=shape, method=method), 1 + (ranks < 4096)
+            )
+            cells.insert(at, spent)
+            fullest[0] = max(fullest[0], float(plan.area.max() / plan.area.mean())) if not at else fullest[0]
+            spent, areas = _timed(partial(_of_heaviest_group, samples, ranks, shape, method), 2)
+            cells.append(spent)
+            fullest[1] = float(areas.max() * ranks / causal_area(lengths)) if not at else fullest[1]
         group = min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
         load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
         few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)
-        cells.append(
-            _milliseconds(lambda a=load, c=few, e=expert: plan_replicas(a, c, slots=2, shape=e, hidden_under=1e-3))
-        )
-        cells.append(_milliseconds(lambda: plan_stages(np.linspace(1, 2, 128), 32, micro_batches=128)))
-        print(f"{ranks:7,}{cells[0]:20.1f}{cells[1]:18.1f}{cells[2]:9.1f}")
+        experts, _ = _timed(partial(plan_replicas, load, few, slots=2, shape=expert, hidden_under=1e-3), 3)
+        layers, _ = _timed(partial(plan_stages, np.linspace(1, 2, 128), 32, micro_batches=128), 3)
+        plans = "".join(f"{cell:12.1f}" for cell in cells)
+        print(f"{ranks:7,}{plans}{fullest[0]:10.3f}{fullest[1]:10.3f}{experts:10.1f}{layers:9.1f}", flush=True)
 
 
-def _milliseconds(action: Callable[[], object]) -> float:
-    """Processor time of one thread, the quickest of three."""
+def _of_heaviest_group(
+    samples: Sequence[tuple[int, ...]], ranks: int, shape: AttentionShape, method: str
+) -> np.ndarray:
+    """Area of each rank of the group that has most, planned as a rank of it plans: groups first, then its own."""
+    groups = number_of_groups(ranks, len(samples))
+    ends = np.cumsum([len(sample) for sample in samples])
+    lengths = np.fromiter(chain.from_iterable(samples), np.int64, int(ends[-1]))
+    area = np.add.reduceat(area_of_first(lengths), np.append(0, ends[:-1]))
+    dealt = deal_areas(area, groups)
+    heaviest = int(np.bincount(dealt, area).argmax())
+    own = [length for at in np.flatnonzero(dealt == heaviest).tolist() for length in samples[at]]
+    cluster = Cluster.from_spec("h100-8x400g", ranks // groups)
+    return plan_sequences(own, cluster, shape=shape, method=method).area
+
+
+def _timed[T](action: Callable[[], T], repeats: int) -> tuple[float, T]:
+    """Milliseconds of processor time of one thread, the quickest of several, and what came out."""
     found = []
-    for _ in range(3):
+    for _ in range(repeats):
         begin = time.thread_time()
-        action()
+        result = action()
         found.append(1e3 * (time.thread_time() - begin))
-    return min(found)
+    return min(found), result
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Megatron-LM asks for a device and for packages while it validates flags. The CPU
 """
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -20,6 +21,7 @@ import torch
 
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
+from balancing.sequences.planners.groups import number_of_groups
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.cpu.device import use_cpu
 
@@ -157,7 +159,11 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     if config.sequences.balance_sequences:
         shared = {"context": ("context-parallel", "cp"), "data": ("data-parallel", "dp-cp")}
         kind, axes = shared[config.sequences.sequence_domain]
-        lines.append(_scope("--balance-sequences", kind, groups_along(args, axes)))
+        groups = groups_along(args, axes)
+        if kind == "data-parallel":  # of a large domain, its groups
+            each = len(groups[0]) // number_of_groups(len(groups[0]), args.data_parallel_size)
+            groups = [ranks[at : at + each] for ranks in groups for at in range(0, len(ranks), each)]
+        lines.append(_scope("--balance-sequences", kind, groups))
     if config.layers.enabled:
         flag = "--balance-layers-once" if config.layers.balance_layers_once else "--balance-layers"
         pipelines = groups_along(args, "pp")
@@ -171,30 +177,38 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
 
 def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     """What balancing would save, where `--cluster` says how fast the machine is."""
-    from balancing.whatif.forecast import forecast, verdict  # which runs that train need not import
+    from balancing.whatif.forecast import forecast, shorter, verdict  # which runs that train need not import
     from balancing.whatif.job import flag_table, read_recipe_flags
+    from balancing.whatif.step import StepModel
 
     cluster = cluster_from_flags(config, args.world_size)
     if cluster is None:
         return ["gain   not forecast: --cluster tells how fast the machine is"]
-    if config.dynamics.enabled:
+    if dataclasses.replace(config.dynamics, freeze_layers=0).enabled:
         return ["gain   not forecast: the model changes while it trains; --balance-report shows what is gained"]
+    frozen, layers = config.dynamics.freeze_layers, config.layers
     packed = bool(args.sft or args.dataloader_inter_document_masking)
     try:
-        found = forecast(
-            read_recipe_flags(_flags_of(args, vars(flag_table().parse_known_args([])[0]))).on(args.world_size),
-            cluster,
-            lengths=_LENGTHS if packed else None,
-            routing=_ROUTING,
-        )
+        flags = _flags_of(args, vars(flag_table().parse_known_args([])[0])) | {"freeze_layers": frozen}
+        job = read_recipe_flags(flags).on(args.world_size)
+        found = forecast(job, cluster, lengths=_LENGTHS if packed else None, routing=_ROUTING)
     except ValueError as error:
         return [f"gain   not forecast: {error}"]
     memory = max(one.memory or 0.0 for one in found)
-    taken = ([f"documents as in {_LENGTHS}"] if packed else []) + (
-        [f"routing as in {_ROUTING}"] * bool(args.num_experts)
-    )
+    taken = [f"documents as in {_LENGTHS}"] * packed + [f"routing as in {_ROUTING}"] * bool(args.num_experts)
+    taken += [f"{frozen} of {args.num_layers} layers frozen"] * bool(frozen)
+    lines = [f"gain   {verdict(found)}"]
+    if (floor := layers.repack_throughput_floor) is not None:
+        less = shorter(StepModel(job, cluster), floor, layers.repack_min_stages)
+        stages = args.pipeline_model_parallel_size
+        lines.append(
+            f"gain   no shorter pipeline keeps {floor:.0%} of the balanced pace, so no stage is given back"
+            if less is None
+            else f"gain   {less.stages} of {stages} stages keep {less.throughput:.0%} of the balanced pace, so "
+            f"{less.freed_nodes} nodes are given back"
+        )
     return [
-        f"gain   {verdict(found)}",
+        *lines,
         f"memory about {memory / 1e9:,.0f} GB of {cluster.memory / 1e9:,.0f} GB on the fullest rank",
         f"       a forecast for --cluster {config.cluster}{''.join(f', {each}' for each in taken)}; "
         "python -m balancing.whatif shows the table",

@@ -9,7 +9,7 @@ from balancing.cluster import Cluster
 from balancing.launch import detect_launch
 from balancing.messages import connect
 
-__all__ = ["cluster_of", "duplicate_group"]
+__all__ = ["cluster_of", "duplicate_group", "split_group"]
 
 
 def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
@@ -30,8 +30,21 @@ def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host
     timeout_minutes: of the new group.
     on_host: make it on gloo, for small messages that hosts exchange without waiting for their devices.
     """
+    return _new_group(dist.get_process_group_ranks(group), timeout_minutes, on_host)
+
+
+def split_group(group: dist.ProcessGroup, parts: int, timeout_minutes: float) -> dist.ProcessGroup:
+    """The part of `group` that this rank is in, if it is cut into equal parts of neighbours, as a new group. All ranks
+    of the job call it together. timeout_minutes: of the new group."""
+    ranks = dist.get_process_group_ranks(group)
+    each = len(ranks) // parts
+    first = ranks.index(dist.get_rank()) // each * each
+    return _new_group(ranks[first : first + each], timeout_minutes, on_host=False)
+
+
+def _new_group(own: list[int], timeout_minutes: float, on_host: bool) -> dist.ProcessGroup:
     members: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(members, dist.get_process_group_ranks(group))
+    dist.all_gather_object(members, own)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     backend = "gloo" if on_host else None
     groups = {

@@ -20,13 +20,13 @@ def test_by_hand():
     (5 + 5), then node 0 for expert 2 (2 + 2). Rank 1 of node 0 serves least."""
     load = np.array([[9, 1, 2, 9], [9, 1, 2, 8], [5, 1, 3, 9], [5, 0, 3, 9]])
     empty = np.full((4, 1), -1)
-    one, three = near_slots(load, np.arange(4), empty, ranks_per_node=2, numbers=(1, 3))
+    one, three = near_slots(load, np.arange(4), [empty], ranks_per_node=2, numbers=(1, 3))
     assert one.tolist() == [[-1], [3], [-1], [-1]]
     assert three.tolist() == [[2], [3], [0], [-1]]
     taken = np.array([[-1], [3], [-1], [-1]])
-    (after,) = near_slots(load, np.arange(4), taken, ranks_per_node=2, numbers=(9,))
+    (after,) = near_slots(load, np.arange(4), [taken], ranks_per_node=2, numbers=(9,))
     assert after.tolist() == [[2], [3], [0], [1]], "as many as there are slots and tokens that leave"
-    assert near_slots(load, np.arange(4), np.zeros((4, 0), dtype=int), ranks_per_node=2, numbers=(1,)) == []
+    assert near_slots(load, np.arange(4), [np.zeros((4, 0), dtype=int)], ranks_per_node=2, numbers=(1,)) == []
 
 
 @pytest.mark.parametrize("seed", range(24))

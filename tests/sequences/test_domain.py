@@ -63,6 +63,33 @@ def test_shared_micro_batches_equal_one_rank(packed, layout, loss):
     assert_close(packed.train(ranks, f"{SHARED} {flags} {loss}"), packed.alone(f"{ENDS} {loss}"))
 
 
+def _train_in_groups(argv: list[str]) -> RankRun:
+    """As `train_rank`, in a domain of groups of two ranks."""
+    from balancing.sequences.planners import groups
+
+    groups._RANKS, groups._MEMBERS = 2, 1
+    return train_rank(argv, True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, ""),
+        pytest.param(4, f"--micro-batch-size 2 {PER_TOKEN} --global-batch-size 8", marks=pytest.mark.exhaustive),
+        pytest.param(8, f"{CP} 2 {PP} 2 --num-workers 1", marks=pytest.mark.exhaustive),
+        pytest.param(8, f"{PP} 2 --sequence-micro-batches --global-batch-size 16", marks=pytest.mark.exhaustive),
+        pytest.param(8, f"{CP} 2 {OVERLAPS} --balance-report {{}}", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_groups_of_a_large_domain_equal_one_rank(packed, tmp_path, ranks, flags):
+    """Each group has micro-batches that are drawn anywhere in the domain."""
+    flags = flags.format(tmp_path)
+    loss = " ".join(flag for flag in (PER_TOKEN, "--micro-batch-size 2") if flag in flags)
+    batch = next((f"--global-batch-size {size}" for size in (8, 16) if f"--global-batch-size {size}" in flags), "")
+    run = join(packed.pool.run(ranks, _train_in_groups, packed.from_start(f"{SHARED} {flags}")))
+    assert_close(run, packed.alone(f"{ENDS} {loss} {batch}"))
+
+
 @pytest.mark.exhaustive
 def test_the_losses_differ(packed):
     """So that the tests above tell one way to weigh tokens from the other."""
@@ -251,17 +278,30 @@ def _samples_of_samplers() -> None:
 
     from megatron.balanced.sequences.domain import Domain
 
-    for origins, size, consumed in ((1, 3, 0), (2, 1, 0), (3, 2, 6), (4, 3, 5)):
+    def areas(indices: np.ndarray) -> np.ndarray:
+        return indices * 7919 % 101
+
+    for origins, size, consumed, groups in ((1, 3, 0, 1), (2, 1, 0, 1), (3, 2, 6, 1), (4, 3, 5, 1), (4, 3, 5, 2)):
         samplers = [MegatronPretrainingSampler(60, consumed, size, origin, origins) for origin in range(origins)]
         whole = iter(MegatronPretrainingSampler(60, consumed, size * origins, 0, 1))
-        domains = [Domain(rank, 2 * origins, rank // 2, origins) for rank in range(2 * origins)]
+        each = origins // groups  # of a group
+        domains = [
+            Domain(rank % (2 * each), 2 * each, rank // 2 % each, each, rank // (2 * each), groups)
+            for rank in range(2 * origins)
+        ]
         for number, parts in enumerate(zip(*samplers, strict=True)):
-            together = next(whole)
-            for domain in domains:
-                shared = domain.samples(parts[domain.origin])
-                assert [sample.index for sample in shared] == together, (number, domain)
-                for sample in shared:
-                    assert sample.index in parts[sample.origin]
+            together, of_group = next(whole), {}
+            for rank, domain in enumerate(domains):
+                shared = domain.samples(parts[rank // 2], areas)
+                indices = [sample.index for sample in shared]
+                assert of_group.setdefault(domain.group, indices) == indices, "ranks of a group agree"
+                assert len(indices) == each * size and indices == sorted(indices)
+                for origin in range(each):
+                    own = [sample.index for sample in shared if sample.origin == origin]
+                    assert own in [list(part) for part in parts], "a micro-batch of Megatron-LM stays together"
+            assert sorted(index for own in of_group.values() for index in own) == together, (number, groups)
+            unread = domains[-1].samples(parts[-1], lambda indices: None)
+            assert [sample.index for sample in unread] == together[-each * size :], "their own, where no index tells"
         assert number >= 3
 
 
@@ -313,11 +353,14 @@ def _check_lengths(folder: Path) -> dict[str, int]:
     import torch
 
     from megatron.balanced.sequences.dataset import _lengths
-    from megatron.balanced.sequences.reading import document_lengths, read_tokens
+    from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas
 
     random, compared = np.random.default_rng(0), {}
     for kind, dataset in _datasets(folder).items():
         compared[kind] = min(len(dataset), 40)
+        indices = np.arange(len(dataset) - compared[kind], len(dataset))
+        areas = [sum(length * (length + 1) // 2 for length in document_lengths(dataset, at)) for at in indices.tolist()]
+        assert sample_areas(dataset, indices).tolist() == areas, kind
         for index in range(len(dataset) - compared[kind], len(dataset)):
             whole = dataset[index]
             assert document_lengths(dataset, index) == _lengths(whole, 64), (kind, index)

@@ -120,6 +120,36 @@ def test_the_hosts_that_a_launcher_started_are_not_assumed(pool):
     assert "assumed" not in said
 
 
+def _plan_of(flags: list[str], environment: dict[str, str]) -> list[str]:
+    """The lines of a plan."""
+    from megatron.balanced.arguments import parse_arguments
+
+    for name in (*LAUNCHER, "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ |= environment
+    args, config = parse_arguments([*flags, "--balance-dry-run"])
+
+    from megatron.balanced.dry_run import plan_lines
+
+    return plan_lines(args, config)
+
+
+def test_a_large_domain_has_groups(pool):
+    """16,384 ranks, tensor parallel 2 and context parallel 2: two domains of 4096 x 2 ranks, in 64 groups each."""
+    flags = (
+        "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+        "--micro-batch-size 1 --train-iters 10 --lr 1e-3 --eval-interval 100 --eval-iters 0 --bf16 --swiglu "
+        "--transformer-impl transformer_engine --tensor-model-parallel-size 2 --sequence-parallel "
+        "--context-parallel-size 2 --dataloader-inter-document-masking --attention-dropout 0 --hidden-dropout 0 "
+        "--balance-sequences --sequence-domain data"
+    ).split()
+    ((plan, *_),) = pool.run(1, _plan_of, [*MOCK_DATA, *flags], {"WORLD_SIZE": "16384"})
+    assert plan == (
+        "plan   --balance-sequences: 128 data-parallel groups of 128 ranks on 32 nodes, each with plans of its own; "
+        "the first of ranks 0-254 in steps of 2"
+    )
+
+
 def _device_of(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -9,7 +9,7 @@ from balancing.cluster import Cluster
 from balancing.experts import LoadTrace, write_load_trace
 from balancing.whatif import SCENARIOS, forecast, read_flags, verdict
 from balancing.whatif.__main__ import main
-from balancing.whatif.forecast import schedule_seconds
+from balancing.whatif.forecast import schedule_seconds, shorter
 from balancing.whatif.gains import ROUTING
 from balancing.whatif.routing import gini_popularity
 from balancing.whatif.step import StepModel
@@ -63,6 +63,24 @@ def test_an_uneven_pipeline_gets_another_layout():
     assert given["layers"].layers < given["none"].layers and given["layers"].bubble < given["none"].bubble
     assert given["layers"].step_seconds < 0.75 * given["none"].step_seconds
     assert told(f"{MODEL} --seq-length 4096", 8)["layers"].off == "one pipeline stage"
+
+
+def test_frozen_layers_idle_the_first_stages_until_layers_move():
+    flags = f"{MODEL} --num-layers 32 --vocab-size 1024 --seq-length 4096 --pipeline-model-parallel-size 8"
+    flags += " --train-iters 100 --freeze-layers"
+    trains, frozen = told(f"{flags} 0", 8), told(f"{flags} 24", 8)
+    assert frozen["none"].step_seconds < trains["none"].step_seconds, "six stages have no backward pass"
+    # Frozen layers cost a third: 24 of them are as much as the other eight, and half of the stages take either.
+    assert frozen["layers"].step_seconds < 0.7 * frozen["none"].step_seconds
+    assert frozen["layers"].step_seconds < 0.7 * trains["layers"].step_seconds
+    assert frozen["none"].memory >= trains["none"].memory, "a run begins with all layers training"
+    assert frozen["none"].gpu_hours is None and trains["none"].gpu_hours is not None
+    model = StepModel(read_flags(f"{flags} 24".split()).on(8), Cluster.from_spec("h100-8x400g", 8))
+    few = shorter(model, 0.4)
+    assert few is not None and few.stages < 8 and few.throughput >= 0.4
+    assert shorter(model, 0.99) is None
+    with pytest.raises(ValueError, match="--freeze-layers 33 of --num-layers 32"):
+        told(f"{flags} 33", 8)
 
 
 def test_long_schedules_are_those_of_the_simulator():

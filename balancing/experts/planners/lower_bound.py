@@ -54,9 +54,24 @@ class CostLowerBound:
         `slowed` is left out of the bound where transfers are exposed: with more tokens on the busiest rank more of them
         would be hidden, which may save as much.
         """
-        plans, ranks, number = len(placements), self._ranks, len(self._by_home)
-        node, plan = np.arange(ranks) // placements[0].ranks_per_node, np.arange(plans)[:, None, None]
-        experts = np.stack([each.phys2log for each in placements]).reshape(plans, ranks, -1)
+        cluster, shape = self._cluster, self._shape
+        slots = np.stack([each.slot_expert for each in placements])
+        costs = [
+            with_transfers(*times, placement, cluster, shape, self._hidden_under, self._first, self._micro_batches)
+            for times, placement in zip(self._exchanged(slots), placements, strict=True)
+        ]
+        return [replace(cost, slowed=0.0) if cost.exposed else cost for cost in costs]
+
+    def without_transfers(self, slots: Sequence[np.ndarray]) -> list[float]:
+        """Seconds of a bound without transfers, which take longest to count, by int [rank, slot] of each placement."""
+        return [4 * all_to_all + 3 * forward for all_to_all, forward in self._exchanged(np.stack(slots))]
+
+    def _exchanged(self, slots: np.ndarray) -> list[tuple[float, float]]:
+        """Seconds of one exchange of tokens, and of forward compute, of each placement. slots: [plan, rank, slot]."""
+        plans, ranks, number = len(slots), self._ranks, len(self._by_home)
+        node, plan = np.arange(ranks) // min(ranks, self._cluster.ranks_per_node), np.arange(plans)[:, None, None]
+        homes = np.broadcast_to(self._by_home.reshape(ranks, -1), (plans, ranks, number // ranks))
+        experts = np.concatenate([homes, slots], axis=2)
         held = np.bincount((experts + plan * (number + 1) + 1).reshape(-1), minlength=plans * (number + 1))
         alone = held.reshape(plans, -1)[:, 1:] == 1
         nowhere = np.ones((plans, node[-1] + 1, number + 1))
@@ -68,8 +83,4 @@ class CostLowerBound:
         within, across = np.stack([arriving[1], alone @ self._near.T]), np.stack([arriving[2], leaving])
         all_to_all = link_seconds(within, across, cluster).max(0) * (shape.hidden * shape.bytes_per_parameter)
         forward = np.maximum(arriving[0].max(1), self._arriving[0].sum() / ranks) * shape.forward_seconds(cluster)
-        costs = [
-            with_transfers(*times, cluster, shape, self._hidden_under, self._first, self._micro_batches)
-            for times in zip(all_to_all.tolist(), forward.tolist(), placements, strict=True)
-        ]
-        return [replace(cost, slowed=0.0) if cost.exposed else cost for cost in costs]
+        return list(zip(all_to_all.tolist(), forward.tolist(), strict=True))

@@ -17,44 +17,63 @@ __all__ = ["near_slots"]
 
 
 def near_slots(
-    load: np.ndarray, home: np.ndarray, slot_expert: np.ndarray, *, ranks_per_node: int, numbers: Sequence[int]
+    load: np.ndarray,
+    home: np.ndarray,
+    starts: Sequence[np.ndarray],
+    *,
+    ranks_per_node: int,
+    numbers: Sequence[int],
 ) -> list[np.ndarray]:
-    """`slot_expert` with so many more replicas in empty slots: one int64 [rank, slot] for each of `numbers`.
+    """Each of `starts` with so many more replicas in empty slots: one int64 [rank, slot] for each of `numbers`.
 
     load: [source_rank, expert], tokens.
     home: int [expert], home ranks.
-    slot_expert: int [rank, slot], the replicas so far, -1 in empty slots.
+    starts: int [rank, slot] each, the replicas so far, -1 in empty slots.
     ranks_per_node: ranks of a node; it divides the ranks.
     numbers: of further replicas, ascending; fewer are added where slots, or experts that a node lacks, are used up.
     """
-    ranks, experts = load.shape
+    experts = load.shape[1]
     wanted = load.reshape(-1, ranks_per_node, experts).sum(1)  # [node, expert]
-    rank, slot = np.nonzero(slot_expert >= 0)
-    held = slot_expert[rank, slot]
-    lacks = np.ones(wanted.shape, dtype=bool)
-    lacks[home // ranks_per_node, np.arange(experts)] = False
-    lacks[rank // ranks_per_node, held] = False
-    leaving = np.where(lacks, wanted, 0.0)
+    wanted[home // ranks_per_node, np.arange(experts)] = 0
+    order = np.argsort(-wanted, axis=None, kind="stable")[: np.count_nonzero(wanted)]
+    leaving = list(zip(*(part.tolist() for part in (*np.divmod(order, experts), wanted.ravel()[order])), strict=True))
+    return [each for slots in starts for each in _near(load, home, slots, ranks_per_node, numbers, leaving)]
+
+
+def _near(
+    load: np.ndarray,
+    home: np.ndarray,
+    start: np.ndarray,
+    ranks_per_node: int,
+    numbers: Sequence[int],
+    leaving: list[tuple[int, int, float]],
+) -> list[np.ndarray]:
+    """As `near_slots`, of one start. leaving: (node, expert, tokens) that leave with homes alone, most tokens first."""
+    ranks, experts = len(start), load.shape[1]
+    rank, slot = np.nonzero(start >= 0)
+    held = start[rank, slot]
     share = load.sum(0) / (1 + np.bincount(held, minlength=experts))
     serves = (np.bincount(home, share, ranks) + np.bincount(rank, share[held], ranks)).tolist()
-    filled, free = slot_expert.copy(), (slot_expert < 0).sum(1).tolist()
+    there = set(zip((rank // ranks_per_node).tolist(), held.tolist(), strict=True))
+    filled = start.tolist()
+    # The empty slots of each rank, the first one last, and the ranks of each node that have any.
+    free = [[at for at, expert in enumerate(own) if expert < 0][::-1] for own in filled]
+    able = [[rank for rank in range(at, at + ranks_per_node) if free[rank]] for at in range(0, ranks, ranks_per_node)]
     found: list[np.ndarray] = []
     homes, added = home.tolist(), 0
-    for at in np.argsort(-leaving, axis=None, kind="stable").tolist() if numbers else ():
-        node, expert = divmod(at, experts)
-        tokens = float(leaving[node, expert])
-        if tokens <= 0 or len(found) == len(numbers):
+    for node, expert, tokens in leaving:
+        if len(found) == len(numbers):
             break
-        first = node * ranks_per_node
-        able = [each for each in range(first, first + ranks_per_node) if free[each]]
-        if not able:
+        if not able[node] or (node, expert) in there:
             continue
-        best = min(able, key=serves.__getitem__)
-        filled[best, int(np.argmax(filled[best] < 0))] = expert
-        free[best] -= 1
+        best = min(able[node], key=serves.__getitem__)
+        filled[best][free[best].pop()] = expert
+        if not free[best]:
+            able[node].remove(best)
         serves[best] += tokens
         serves[homes[expert]] -= tokens
         added += 1
         while len(found) < len(numbers) and added == numbers[len(found)]:
-            found.append(filled.copy())
-    return found + [filled] * (len(found) < len(numbers) and added > (numbers[len(found) - 1] if found else 0))
+            found.append(np.array(filled))
+    more = len(found) < len(numbers) and added > (numbers[len(found) - 1] if found else 0)
+    return found + [np.array(filled)] * more

@@ -35,6 +35,7 @@ _FEW_SLOTS = 64  # of all ranks, up to which more of these are looked at
 _LOOSE = 0.01  # expected excess of the cost over its bound with all slots in use; with fewer, in proportion
 
 _Moved = Callable[[ReplicaPlacement], np.ndarray]
+_Costs = Callable[[ReplicaPlacement], MoELayerCost]
 _Pack = Callable[[tuple[float, float]], tuple[list[tuple[int, int]], float]]
 
 
@@ -84,6 +85,8 @@ class QuotaPlanner:
             first=self.first,
             micro_batches=self.micro_batches,
         )
+        shape = self.shape
+        costs = cache(lambda plan: self._cost(moved(plan), plan, shape))
         plans: list[ReplicaPlacement] = [spread]
         choices: list[list[tuple[int, int]]] = [[]]
         if self.hidden_under is None or least_costs(plans)[0].exposed:
@@ -93,30 +96,28 @@ class QuotaPlanner:
             choices += [copies, pack(self._break_even(self.shape, 1.0))[0]]
         else:
             plans = self._all_slots(spread, total, moved, pack)
-            cost = self._cost(moved(plans[0]), plans[0], self.shape)
+            cost = costs(plans[0])
             if cost.slowed:
                 price = cost.slowed / (cost.trans + cost.agg)
                 choices += [pack(self._break_even(self.shape, price))[0]]
         plans += [self._place(copies) for copies in dict.fromkeys(map(tuple, choices))]
         least = [cost.total for cost in least_costs(plans)]
         best = math.inf, False, 0  # among equal costs, the placement without replicas
-        costs: dict[int, MoELayerCost] = {}
         looseness = _LOOSE / (self._ranks * self.slots)
         for at in sorted(range(len(plans)), key=lambda at: least[at] * (1 + looseness * plans[at].replicas)):
             if least[at] <= best[0] * _WORTH:
-                costs[at] = self._cost(moved(plans[at]), plans[at], self.shape)
-                best = min(best, (costs[at].total, plans[at].replicas > 0, at))
-        plan = self._with_free_copies(plans[best[2]], costs[best[2]], total)
-        return plan if self.hidden_under is None else self._or_nearer(plan, counts, picks, moved, least_costs)
+                best = min(best, (costs(plans[at]).total, plans[at].replicas > 0, at))
+        plan = self._with_free_copies(plans[best[2]], costs(plans[best[2]]), total)
+        return plan if self.hidden_under is None else self._or_nearer(plan, counts, picks, costs, least_costs)
 
     def _or_nearer(
-        self, plan: ReplicaPlacement, counts: np.ndarray, picks: np.ndarray, moved: _Moved, least_costs: CostLowerBound
+        self, plan: ReplicaPlacement, counts: np.ndarray, picks: np.ndarray, costs: _Costs, least_costs: CostLowerBound
     ) -> ReplicaPlacement:
         """`plan`, or a placement of less cost that keeps more tokens in their node.
 
         counts: int [source_rank, expert], tokens.
         picks: a row of `spread_counts`.
-        moved, least_costs: the split's traffic, and bounds, for this load.
+        costs, least_costs: of placements under this load, and bounds of them.
 
         Some placements have such replicas alone, others a few that were spread first, for balance. What they leave
         empty is filled from within the node, as in `_with_free_copies`.
@@ -124,25 +125,27 @@ class QuotaPlanner:
         per_node, all_slots = self._per_node, self._ranks * self.slots
         if self._ranks == per_node or self._ranks % per_node:
             return plan
-        assert self.shape is not None
-        cost = self._cost(moved(plan), plan, self.shape)
+        cost = costs(plan)
         if 4 * cost.all_to_all <= _NEAR * cost.total:
             return plan
         total, few = counts.sum(0).astype(float), all_slots <= _FEW_SLOTS
         numbers = sorted({-(-all_slots // part) for part in ((8, 4, 2, 1) if few else (4, 2, 1))})
-        found: list[np.ndarray] = []
-        for number in (0, *(numbers[:-1] if few else numbers[:1])):
-            spread = spread_slots(total, picks[:number], self.home, self._ranks, self.slots, ranks_per_node=per_node)
-            found += near_slots(counts, self.home, spread, ranks_per_node=per_node, numbers=numbers)
+        starts = [np.full((self._ranks, self.slots), -1)] + [
+            spread_slots(total, picks[:number], self.home, self._ranks, self.slots, ranks_per_node=per_node)
+            for number in (numbers[:-1] if few else numbers[:1])
+        ]
+        found = near_slots(counts, self.home, starts, ranks_per_node=per_node, numbers=numbers)
         if not found:
             return plan
-        least = [bound.total for bound in least_costs([self._placement(slots) for slots in found])]
         best, lowest = plan, cost.total
+        bounds = least_costs.without_transfers(found)
+        found = [slots for slots, bound in zip(found, bounds, strict=True) if bound <= lowest * _WORTH]
+        least = [bound.total for bound in least_costs([self._placement(slots) for slots in found])] if found else []
         for at in sorted(range(len(found)), key=least.__getitem__):
             if least[at] > lowest * _WORTH:
                 break
             other = self._placement(fill_slots(found[at], total, self.home, per_node))
-            then = self._cost(moved(other), other, self.shape).total
+            then = costs(other).total
             if then < lowest:
                 best, lowest = other, then
         return best

@@ -41,7 +41,7 @@ from balancing.sequences.micro_batch_plan import document_seconds
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
 from balancing.sequences.window import in_window
 from megatron.balanced.callbacks import Held, StepCallback, trained
-from megatron.balanced.process_groups import cluster_of, duplicate_group
+from megatron.balanced.process_groups import cluster_of, duplicate_group, split_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
 from megatron.balanced.sequences.checks import latent_shape, routes_by_sample, why_of_one_size
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
@@ -186,12 +186,15 @@ class SequenceBalancer(StepCallback):
         """The ranks that share micro-batches with this one."""
         return Domain.of_data() if self.config.sequence_domain == "data" else Domain.of_context()
 
-    @property
+    @cached_property
     def _sharing(self) -> dist.ProcessGroup:
-        """Megatron-LM's group of the ranks that share micro-batches."""
-        if self.config.sequence_domain == "data":
-            return mpu.get_data_parallel_group(with_context_parallel=True)
-        return mpu.get_context_parallel_group()
+        """The ranks that share micro-batches: a group of Megatron-LM, or a part of it."""
+        if self.config.sequence_domain != "data":
+            return mpu.get_context_parallel_group()
+        whole = mpu.get_data_parallel_group(with_context_parallel=True)
+        if self.domain.groups == 1:
+            return whole
+        return split_group(whole, self.domain.groups, self._args.distributed_timeout_minutes)
 
     @cached_property
     def _cluster(self) -> Cluster:

@@ -11,6 +11,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from balancing.sequences.ahead import Planned
 from balancing.sequences.sequence_plan import SequencePlan
 from megatron.balanced.sequences.domain import Domain, Sample
-from megatron.balanced.sequences.reading import document_lengths, read_tokens
+from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas
 from megatron.balanced.sequences.steps import Steps
 
 __all__ = ["PlannedDataset", "Rows", "positions", "receive", "row_origins"]
@@ -135,9 +136,10 @@ class PlannedDataset(torch.utils.data.Dataset):
 
     def _micro_batch(self, indices: Sequence[int]) -> tuple["_Drawn", tuple[int, ...]]:
         """Samples, and the numbers of the documents that run in the micro-batch in which this rank has `indices`."""
-        step = None if self._steps is None else self._steps.of(indices, self._domain)
+        areas = partial(sample_areas, self._dataset)
+        step = None if self._steps is None else self._steps.of(indices, self._domain, areas)
         if self._steps is None or step is None:
-            drawn = self._draw(self._domain.samples(indices))
+            drawn = self._draw(self._domain.samples(indices, areas))
             return drawn, tuple(range(len(drawn.documents)))
         if self._latest is None or self._latest[0] != step.first:
             drawn = self._draw(step.samples)

@@ -2,7 +2,10 @@
 
 With the domain "context", the context-parallel ranks of each data-parallel rank share its micro-batches. With "data",
 all data-parallel ranks share theirs: the m-th micro-batch of the domain is made of the m-th micro-batches of all of
-them. Megatron-LM's samplers are unchanged. They give consecutive samples to consecutive data-parallel ranks, so each
+them. Of very many ranks, groups of neighbours share micro-batches, and each group gets as many of the m-th
+micro-batches as it has data-parallel ranks, so that groups have equal work (`balancing.sequences.planners.groups`).
+
+Megatron-LM's samplers are unchanged. They give consecutive samples to consecutive data-parallel ranks, so each
 rank knows the samples of the others from its own.
 
 The origin of a token is the micro-batch of Megatron-LM that it belongs to, by the data-parallel rank that would have
@@ -10,12 +13,15 @@ it. Without --calculate-per-token-loss, Megatron-LM averages the loss over the t
 micro-batches and data-parallel ranks, so a token counts 1 / tokens of its origin, wherever a plan puts it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+
+from balancing.sequences.planners.groups import deal_areas, number_of_groups
 
 __all__ = ["Domain", "Sample", "count_tokens", "token_weights", "weights_of_counts"]
 
@@ -26,14 +32,18 @@ class Domain:
 
     rank: of this rank among them.
     ranks: their number.
-    origin: of the samples that Megatron-LM's sampler gives to this rank, from 0.
-    origins: number of Megatron-LM's micro-batches in one of the domain.
+    origin: place of this data-parallel rank among them, from 0. In a domain of one group, that of the samples that
+        Megatron-LM's sampler gives to this rank.
+    origins: number of Megatron-LM's micro-batches in one of theirs.
+    group, groups: of this rank, and how many groups of as many ranks there are.
     """
 
     rank: int
     ranks: int
     origin: int = 0
     origins: int = 1
+    group: int = 0
+    groups: int = 1
 
     @classmethod
     def of_context(cls) -> "Domain":
@@ -41,26 +51,37 @@ class Domain:
 
     @classmethod
     def of_data(cls) -> "Domain":
-        return cls(
-            mpu.get_data_parallel_rank(with_context_parallel=True),
-            mpu.get_data_parallel_world_size(with_context_parallel=True),
-            mpu.get_data_parallel_rank(),
-            mpu.get_data_parallel_world_size(),
-        )
+        rank = mpu.get_data_parallel_rank(with_context_parallel=True)
+        ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
+        origin, origins = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        groups = number_of_groups(ranks, origins)
+        ranks, origins = ranks // groups, origins // groups
+        return cls(rank % ranks, ranks, origin % origins, origins, rank // ranks, groups)
 
-    def samples(self, own: Sequence[int]) -> list["Sample"]:
-        """The samples of the domain's micro-batch, in Megatron-LM's order. own: those of its sampler for this rank."""
-        if self.origins == 1:
+    def samples(self, own: Sequence[int], areas: Callable[[np.ndarray], np.ndarray | None]) -> list["Sample"]:
+        """The samples that these ranks share, in Megatron-LM's order.
+
+        own: those of Megatron-LM's sampler for this rank.
+        areas: int64 [sample], query-key pairs of samples int64 [sample]; None where only their tokens tell.
+        """
+        if self.origins == self.groups == 1:
             return [Sample(index, 0) for index in own]
-        first, each = own[0] - self.origin * len(own), len(own)
+        each = len(own)
+        first = own[0] - (self.group * self.origins + self.origin) * each
         assert list(own) == list(range(own[0], own[0] + each)), "samples of a rank follow each other"
         assert first >= 0, "samples of data-parallel ranks follow each other"
-        return [Sample(first + at, at // each) for at in range(each * self.origins)]
+        held: Sequence[int] = range(self.group * self.origins, (self.group + 1) * self.origins)
+        if self.groups > 1:
+            number = self.groups * self.origins
+            area = areas(np.arange(first, first + number * each))
+            if area is not None:
+                held = np.flatnonzero(deal_areas(area.reshape(number, each).sum(1), self.groups) == self.group).tolist()
+        return [Sample(first + at * each + place, origin) for origin, at in enumerate(held) for place in range(each)]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of a micro-batch. index: in the dataset. origin: of its tokens."""
+    """A sample of a micro-batch. index: in the dataset. origin: of its tokens, among those that the ranks share."""
 
     index: int
     origin: int

@@ -14,7 +14,9 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
-__all__ = ["document_lengths", "read_tokens"]
+from balancing.sequences.load import area_of_first, causal_area
+
+__all__ = ["document_lengths", "read_tokens", "sample_areas"]
 
 
 def document_lengths(dataset: Any, index: int) -> list[int] | None:
@@ -43,6 +45,44 @@ def document_lengths(dataset: Any, index: int) -> list[int] | None:
     if (missing := config.sequence_length - sum(lengths)) > 0:
         lengths = [*lengths[:-1], (lengths[-1] if lengths else 0) + missing]
     return [length for length in lengths if length]
+
+
+def sample_areas(dataset: Any, indices: np.ndarray) -> np.ndarray | None:
+    """int64 [sample], query-key pairs of the documents of many samples at once; None where the index does not tell.
+
+    indices: int64 [sample].
+    """
+    if isinstance(dataset, BlendedDataset):
+        if dataset.dataset_index is None:
+            dataset[int(indices[0])]  # maps the index into memory
+        source, place = dataset.dataset_index[indices], dataset.dataset_sample_index[indices]
+        blended = np.zeros(len(indices), dtype=np.int64)
+        for number in np.unique(source).tolist():
+            of_part = sample_areas(dataset.datasets[number], place[source == number])
+            if of_part is None:
+                return None
+            blended[source == number] = of_part
+        return blended
+    if type(dataset) not in (GPTDataset, MockGPTDataset):
+        return None
+    config = dataset.config
+    if not config.inter_document_masking:
+        return np.full(len(indices), causal_area([config.sequence_length]))
+    if dataset.shuffle_index is None:
+        dataset[int(indices[0])]
+    number = dataset.shuffle_index[indices].astype(np.int64)
+    (first, begin), (last, end) = (dataset.sample_index[each].astype(np.int64).T for each in (number, number + 1))
+    documents = last - first + 1
+    ends = np.cumsum(documents)
+    at = np.arange(ends[-1]) + np.repeat(first - ends + documents, documents)
+    lengths = dataset.dataset.sequence_lengths[dataset.document_index[at]].astype(np.int64)
+    lengths[ends - 1] = end  # the label of a sample's last token is not part of it, see `document_lengths`
+    lengths[ends - documents] -= begin
+    areas = np.add.reduceat(area_of_first(lengths), ends - documents)
+    padded = np.add.reduceat(lengths, ends - documents) < config.sequence_length
+    for sample in np.flatnonzero(padded).tolist():
+        areas[sample] = causal_area(document_lengths(dataset, int(indices[sample])) or [0])
+    return np.asarray(areas)
 
 
 def read_tokens(dataset: Any, index: int, tokens: np.ndarray) -> dict[str, torch.Tensor]:

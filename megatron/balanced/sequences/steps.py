@@ -44,8 +44,11 @@ class Steps:
     first: int
     deal: Callable[[Sequence[int], np.ndarray], np.ndarray]
 
-    def of(self, own: Sequence[int], domain: Domain) -> Step:
-        """The step in which this rank has the samples `own` in one of the micro-batches."""
+    def of(self, own: Sequence[int], domain: Domain, areas: Callable[[np.ndarray], np.ndarray | None]) -> Step:
+        """The step in which this rank has the samples `own` in one of the micro-batches.
+
+        areas: as in `Domain.samples`.
+        """
         step, place = divmod(own[0] - self.first, self.samples)
         each = self.samples // self.micro_batches
         micro_batch = place // each
@@ -53,7 +56,7 @@ class Steps:
         for number in range(self.micro_batches):
             moved = [index + (number - micro_batch) * each for index in own]
             samples += [
-                Sample(sample.index, number * domain.origins + sample.origin) for sample in domain.samples(moved)
+                Sample(sample.index, number * domain.origins + sample.origin) for sample in domain.samples(moved, areas)
             ]
         return Step(self.first + step * self.samples, micro_batch, samples)
 
