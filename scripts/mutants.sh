@@ -9,6 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment dev
 install_apart transformer_engine
+install_apart emerging_optimizers
 cd "$repository"
 
 exec "$python" -m tests.mutants "$@"

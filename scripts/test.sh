@@ -14,6 +14,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment dev
 install_apart transformer_engine
 install_apart flash_attn
+install_apart emerging_optimizers
 cd "$repository"
 
 "$python" --version

@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
     # What takes longest first, so that no worker is left with it alone at the end: a scope of several files, then files
     # whose tests start ranks.
-    files = {item.path for item in items if {"pool", "engine"} & set(getattr(item, "fixturenames", ()))}
+    files = {item.path for item in items if {"pool", "engine", "muon"} & set(getattr(item, "fixturenames", ()))}
     items.sort(key=lambda item: (not item.nodeid.startswith(ONE_SCOPE), item.path not in files))
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not _has_gpu():
@@ -95,6 +95,16 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
     if why := why_missing("transformer_engine", "Transformer Engine"):
         pytest.skip(why)
     workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.transformer_engine")
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def muon(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """As `pool`, where Megatron-LM finds NVIDIA's emerging optimizers."""
+    if why := why_missing("emerging_optimizers", "emerging-optimizers"):
+        pytest.skip(why)
+    workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.muon")
     yield workers
     workers.stop()
 

@@ -9,6 +9,16 @@ With --use-precision-aware-optimizer Transformer Engine's FusedAdam keeps moment
 other types: a main parameter in float32 as the 16 bits that the weight in bfloat16 lacks, and state in float16 or 8
 bits with a scale for each tensor. State is carried as it is stored. Only where shards with different scales become one
 tensor, float16 and 8 bits are rounded to a common scale.
+
+With --optimizer-cpu-offload a HybridDeviceOptimizer steps some parameters on the host and some on the device, each with
+a main parameter in float32, by optimizers of its own. These are taken for the optimizers of their parameters. Which of
+them are on the host follows from the order of all, so state may come back on the other side. Transformer Engine's
+FusedAdam, on the device, counts steps once a group, and torch's, on the host, for each parameter: the number travels
+as that of a parameter.
+
+Muon keeps one momentum for a matrix and leaves the rest to Adam. Its layer-wise distributed optimizer gives each
+data-parallel rank whole matrices, by a layout of buckets of its own, and shards the rest as the distributed optimizer
+does.
 """
 
 import contextlib
@@ -21,7 +31,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor, is_mxfp8tensor, modify_underlying_storage
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.param_layout import FullParamLayout
 from torch.overrides import TorchFunctionMode
@@ -46,6 +58,7 @@ __all__ = [
 ]
 
 MAIN = "main"  # the main parameter; the other kinds of state have the names of torch's optimizer
+_STEP = "step"
 
 
 @dataclass
@@ -78,6 +91,7 @@ class Part(NamedTuple):
 
     parameter: of the model. main: the tensor that torch's `optimizer` steps in its place; a view of the parameter where
     Transformer Engine keeps main parameters as state. start, stop: the elements of the flat parameter that it covers.
+    hybrid: the HybridDeviceOptimizer that `optimizer` is a part of, if there is one.
     """
 
     parameter: torch.nn.Parameter
@@ -85,6 +99,7 @@ class Part(NamedTuple):
     start: int
     stop: int
     optimizer: torch.optim.Optimizer
+    hybrid: HybridDeviceOptimizer | None = None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -103,15 +118,32 @@ def optimizer_of(config: Any) -> ChainedOptimizer:
 
 def parts(optimizer: ChainedOptimizer) -> Iterator[Part]:
     """The parts of all parameters that `optimizer` steps on this rank."""
-    for each in optimizer.chained_optimizers:
-        if each.is_stub_optimizer:
-            continue
+    for each in _chained(optimizer):
+        hybrid = each.optimizer if isinstance(each.optimizer, HybridDeviceOptimizer) else None
+        owners = {} if hybrid is None else {own: sub for sub in hybrid.sub_optimizers for own in _stepped(sub)}
         for parameter, main in _main_parameters(each):
             start, stop = 0, parameter.numel()
             if isinstance(each, DistributedOptimizer):
                 covered = each._get_model_param_range_map(parameter)["param"]
                 start, stop = covered.start, covered.end
-            yield Part(parameter, main, start, stop, each.optimizer)
+            if hybrid is None:
+                yield Part(parameter, main, start, stop, each.optimizer)
+            else:
+                inner = hybrid.param_to_inner_param[main]
+                yield Part(parameter, inner, start, stop, owners[inner], hybrid)
+
+
+def _chained(optimizer: ChainedOptimizer) -> Iterator[Any]:
+    """Megatron-LM's optimizers in the chain, also in chains in it, but for those without parameters."""
+    for each in optimizer.chained_optimizers:
+        if isinstance(each, ChainedOptimizer):
+            yield from _chained(each)
+        elif not each.is_stub_optimizer:
+            yield each
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -154,17 +186,19 @@ def state_bytes(
     dtype: torch.dtype,
     *,
     of_expert: bool = False,
+    of_matrix: bool = False,
     config: OptimizerConfig | None = None,
 ) -> float:
-    """Bytes that Adam keeps on this rank for each element of a parameter of `ddp`.
+    """Bytes that the optimizer keeps on this rank for each element of a parameter of `ddp`.
 
-    Two moments, and a main parameter if weights have fewer bits than float32; a distributed optimizer shards them over
-    data-parallel ranks.
+    Adam has two moments, Muon one for each matrix but the embedding and the head; beside them there is a main parameter
+    if weights have fewer bits than float32. A distributed optimizer shards them over data-parallel ranks.
 
-    config: the optimizer's, which may ask for other types than float32.
+    config: the optimizer's, which may ask for other types than float32, or keep a part on the host, which counts.
     """
-    whole = 2 * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)
-    if config is not None and config.use_precision_aware_optimizer:
+    moments = 1 if of_matrix and config is not None and config.optimizer == "muon" else 2
+    whole = moments * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)
+    if config is not None and config.use_precision_aware_optimizer and not config.optimizer_cpu_offload:
         main = config.main_params_dtype.itemsize
         if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and config.store_param_remainders and main == 4:
             main -= dtype.itemsize if dtype == torch.bfloat16 else 0
@@ -181,13 +215,18 @@ def states_of(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, Parameter
         state = ParameterState(part.start, part.stop)
         if part.has_main:
             state.tensors[MAIN] = part.main.detach().view(-1)
+        steps = _group_step([part.optimizer]) if part.hybrid is not None else None
+        if steps is not None:
+            state.scalars[_STEP] = torch.tensor(float(steps))
         for kind, value in part.optimizer.state.get(part.main, {}).items():
+            if value is part.main:  # where a HybridDeviceOptimizer refers to it for checkpoints
+                continue
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == part.main.shape:
                 state.tensors[kind] = getattr(value, "_data", value).view(-1)  # a Float8Tensor has its bytes there
                 if (scale := _scale_of(part, kind, value)) is not None:
                     state.scales[kind] = [Scaled(part.start, part.stop, scale)]
             else:
-                state.scalars[kind] = value
+                state.scalars[kind] = value.cpu() if isinstance(value, torch.Tensor) else value
         states[part.parameter] = state
     return states
 
@@ -201,21 +240,28 @@ def _scale_of(part: Part, kind: str, value: torch.Tensor) -> float | None:
     return float(part.optimizer._scales[part.main][kind])
 
 
+def _group_step(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
+    """The number of steps where optimizers count them once a group, else None."""
+    return max((group[_STEP] for each in optimizers for group in each.param_groups if _STEP in group), default=None)
+
+
 def take(optimizer: ChainedOptimizer) -> Taken:
     """Take the state out of `optimizer`, which is empty afterwards and holds no memory."""
-    steps = [group["step"] for group in optimizer.param_groups if "step" in group]
     scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
     states = states_of(optimizer)
-    for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer:
-            part.optimizer.state.clear()
+    stepping = [part.optimizer for part in _chained(optimizer)]
+    group_step = _group_step(each for each in stepping if not isinstance(each, HybridDeviceOptimizer))
+    for each in stepping:
+        each.state.clear()
+        if isinstance(each, HybridDeviceOptimizer):
+            vars(each).clear()  # hooks on its optimizers refer to it, so that it would live until the next collection
     optimizer.chained_optimizers = []
     for parameter in states:
         parameter.grad = None
         for name in ("main_param", "main_grad"):
             if hasattr(parameter, name):
                 delattr(parameter, name)
-    return Taken(states, scalers, max(steps, default=None))
+    return Taken(states, scalers, group_step)
 
 
 def stash_in_gradients(states: Mapping[torch.nn.Parameter, ParameterState]) -> None:
@@ -257,14 +303,30 @@ def put_back(
             part.optimizer.state[part.main] = {kind: _own(value) for kind, value in state.scalars.items()}
         for kind, tensor in kinds.items():
             _store(part, kind, tensor.view(part.main.shape), _with_one_scale(state, kind))
+        if part.hybrid is not None and (kinds or state.scalars):
+            _finish_hybrid(part)
     for number, part in enumerate(new.chained_optimizers):
         scaler = scalers[number] if number < len(scalers) else copy.deepcopy(scalers[0])
         if scaler is not None:
             part.grad_scaler = scaler
-    if group_step is not None:
-        for group in new.param_groups:
-            group["step"] = group_step
+    for each in [part.optimizer for part in _chained(new)]:
+        if isinstance(each, HybridDeviceOptimizer):
+            each._sync_sub_optimizers_state_to_hdo()
+        elif group_step is not None:
+            for group in each.param_groups:
+                group["step"] = group_step
     optimizer.__dict__.update(new.__dict__)
+
+
+def _finish_hybrid(part: Part) -> None:
+    """Put the state of `part` on the side, host or device, where its optimizer is, and count steps as this does."""
+    state = part.state
+    for kind, value in state.items():
+        state[kind] = value.to(part.main.device)
+    if _STEP in state and not type(part.optimizer).__module__.startswith("torch."):
+        steps = int(state.pop(_STEP))
+        for group in part.optimizer.param_groups:
+            group[_STEP] = steps
 
 
 def _with_one_scale(state: ParameterState, kind: str) -> float:
@@ -302,15 +364,20 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def bucket_layout(ddp: DistributedDataParallel, chunk: int) -> FullParamLayout | None:
+def bucket_layout(ddp: DistributedDataParallel, chunk: int, *, layer_wise: bool = False) -> FullParamLayout | None:
     """The layout that Megatron-LM will give the flat buffers of `ddp` when it wraps the model anew.
 
-    chunk: the number of this model chunk on the rank. Returns None for the default layout.
+    chunk: the number of this model chunk on the rank.
+    layer_wise: the optimizer is Megatron-LM's layer-wise distributed optimizer.
+
+    Returns None for the default layout.
     """
     if not ddp.ddp_config.use_distributed_optimizer:
         return None
     unbroken = chunk > 0 or ddp.pp_group.rank() > 0
-    return DistributedOptimizer.compute_full_param_layout(
+    if layer_wise:
+        tag_params_for_buffer_routing([ddp.module])
+    return (LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer).compute_full_param_layout(
         [parameter for parameter in ddp.module.parameters() if parameter.requires_grad],
         None if unbroken else ddp.ddp_config.bucket_size,
         ddp.intra_dp_cp_group.size(),

@@ -42,7 +42,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    check_compatible(args, LAYERS, flag, _delayed_weights(args))
+    check_compatible(args, LAYERS, flag, [*_delayed_weights(args), *_matrices_by_turns(args)])
     plan = _layout(args)
     if plan is not None and plan.mtp_chunk and plan.mtp_chunk % stages == 0:  # two chunks would have an embedding each
         raise ValueError(
@@ -107,6 +107,15 @@ def _delayed_weights(args: argparse.Namespace) -> list[tuple[str, str, str]]:
         return []
     why = "scales of weights belong to modules that a move replaces"
     return [("--fp8-param-gather --fp8-recipe delayed", why, "use another --fp8-recipe, or drop --fp8-param-gather")]
+
+
+def _matrices_by_turns(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Flags by which ranks own matrices in an order of all that are on a stage, and not by their place in a buffer."""
+    layer_wise = args.optimizer not in ("adam", "sgd") and (args.use_distributed_optimizer or "dist" in args.optimizer)
+    if not layer_wise or args.use_layer_wise_param_layout:
+        return []
+    why = "which rank has the state of a matrix then depends on all others of its stage"
+    return [("--no-use-layer-wise-param-layout", why, "drop it")]
 
 
 def _layout(args: argparse.Namespace) -> StagePlan | None:

@@ -20,7 +20,7 @@ import argparse
 import datetime
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer, get_mup_config_overrides
+from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
 from megatron.training import training
@@ -138,17 +140,21 @@ class LayerMover:
         return self._sum_up(self._travelling)
 
     def resting_bytes(self) -> np.ndarray:
-        """Bytes of each of these parts that a rank holds between steps: those of a move, and gradients. [layers + 3]"""
+        """Bytes of each of these parts that a rank's device holds between steps: those of a move but for what is on the
+        host, and gradients. [layers + 3]"""
         weight = self._args.params_dtype.itemsize
         gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
-        return self._sum_up(lambda parameter: self._travelling(parameter) + gradient * parameter.numel())
+        config = callbacks.trained().optimizer.config
+        on_device = 1 - config.optimizer_offload_fraction if config.optimizer_cpu_offload else 1.0
+        return self._sum_up(lambda parameter: self._travelling(parameter, on_device) + gradient * parameter.numel())
 
-    def _travelling(self, parameter: torch.nn.Parameter) -> float:
+    def _travelling(self, parameter: torch.nn.Parameter, share_of_state: float = 1.0) -> float:
         dtype, of_expert = self._args.params_dtype, not getattr(parameter, "allreduce", True)
         config = callbacks.trained().optimizer.config
         weight = sum(tensor.nbytes for tensor in weight_tensors(parameter).values())
-        state = state_bytes(self._chunks[0], dtype, of_expert=of_expert, config=config)
-        return weight + state * parameter.numel()
+        matrix = is_managed_by_layer_wise_optimizer(parameter)
+        state = state_bytes(self._chunks[0], dtype, of_expert=of_expert, of_matrix=matrix, config=config)
+        return weight + share_of_state * state * parameter.numel()
 
     def _sum_up(self, of_parameter: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
         """The sum of `of_parameter` over parameters, on a rank that holds them: [layers + 3]."""
@@ -192,10 +198,21 @@ class LayerMover:
                 ends = complete_ends(plan.stages, self.models()[0], self._spec)
             arrived, layouts, weights, request = self._change(plan, ends, inventories, held)
         requests = [piece for pieces in self.gather(request.pieces) for piece in pieces]
-        sent = transfer(self.models(), held, request, inventories, requests, self._tensors, self._timeout)
+        sent = transfer(
+            self.models(),
+            held,
+            request,
+            inventories,
+            requests,
+            self._tensors,
+            self._timeout,
+            to_host=optimizer.config.optimizer_cpu_offload,
+        )
         request.targets.clear()
         finish_weights(parameter for layer, _ in arrived for parameter in layer.parameters())
         forget_modules(self._chunks)
+        if self._args.fine_grained_activation_offloading:
+            _forget_offloaded(self.models())
         if departure is not None:
             self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
             departure.finish()
@@ -238,7 +255,8 @@ class LayerMover:
         in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
         arrived, norms = change_layers(plan, self.models(), self._spec, inventories, without_memory=in_buffers)
         new = [*ends, *norms, *(layer for layer, _ in arrived)]
-        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
+        layer_wise = getattr(self._args, "use_layer_wise_distributed_optimizer", False)
+        layouts = [bucket_layout(ddp, chunk, layer_wise=layer_wise) for chunk, ddp in enumerate(self._chunks)]
         weights = [place_weights(layout, new) for layout in layouts]
         hold_weights(self.models(), new, held)
         ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
@@ -339,6 +357,14 @@ def _mtp_chunk(args: argparse.Namespace, spec: GPTModelConfig) -> int | None:
         return None
     has = [LayerType.mtp in chunk for row in zip(*layout.layout, strict=True) for chunk in row]
     return has.index(True)
+
+
+def _forget_offloaded(models: Iterable[torch.nn.Module]) -> None:
+    """Have the next iteration find out which activations are offloaded (--fine-grained-activation-offloading), as the
+    first one did: Megatron-LM knows those of a micro-batch by their order."""
+    PipelineOffloadManager.reset_instance()
+    for model in models:
+        model.disable_param_offloading = True  # in the next forward pass, where new weights are marked
 
 
 def _do_nothing(*unused: Any) -> None:

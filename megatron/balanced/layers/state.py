@@ -225,6 +225,8 @@ def transfer(
     requests: Sequence[Piece],
     group: dist.ProcessGroup,
     timeout: datetime.timedelta,
+    *,
+    to_host: bool = False,
 ) -> int:
     """Send and receive the tensors of all layers that move, and fill in `request`.
 
@@ -233,6 +235,7 @@ def transfer(
     inventories, requests: of all ranks.
     group: all ranks of the job, connected by an earlier collective.
     timeout: of each wait.
+    to_host: keep the optimizer state that arrives in the memory of the host. What is there is sent from the device.
 
     Returns the bytes that this rank sent to others.
     """
@@ -252,13 +255,17 @@ def transfer(
                 targets[piece.tensor] = _memory_for(piece, held, dtypes[piece.tensor])
         sent += run_transfers(
             [each for each in rounds[number] if not _is_in_place(each, held, targets)],
-            lambda each: _elements(held[each.tensor], each),
+            lambda each: _elements(held[each.tensor], each).to(torch.cuda.current_device()),
             lambda each: _elements(targets[each.tensor], each),
             group,
             timeout,
         )
         for name in [name for name in held if layer_of(name) == number]:
             del held[name]
+        for name in [piece.tensor for piece in request.pieces if to_host and layer_of(piece.tensor) == number]:
+            if _is_state(name.rpartition(":")[2]):
+                start, tensor = targets[name]
+                targets[name] = start, tensor.cpu()
     held.clear()
     own = dict(named_parameters(models))
     for piece in request.pieces:
