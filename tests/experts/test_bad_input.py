@@ -13,7 +13,6 @@ from megatron.balanced.experts.checks import check_experts
 from megatron.balanced.experts.graphs import (
     captures_experts,
     leave_out_preprocessing,
-    overlaps_in_iterations,
     with_captured_iterations,
 )
 from tests.megatron.test_bad_input import _assert_refused, _parse
@@ -197,13 +196,6 @@ def test_what_graphs_of_iterations_cannot_have(interval, changes, words):
     assert "\n" not in str(refusal.value)
     for word in words:
         assert word in str(refusal.value)
-
-
-def test_overlaps_of_gradients_and_parameters_are_refused_in_graphs_of_iterations():
-    args = argparse.Namespace(cuda_graph_impl="full_iteration", overlap_grad_reduce=True, overlap_param_gather=True)
-    assert [flag for flag, *_ in overlaps_in_iterations(args)] == ["--overlap-grad-reduce", "--overlap-param-gather"]
-    args.cuda_graph_impl = "transformer_engine"
-    assert overlaps_in_iterations(args) == []
 
 
 # arguments, and the words that the line must have

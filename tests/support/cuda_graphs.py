@@ -65,10 +65,8 @@ class CUDAGraph:
 
     def run_again(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Run an operator or a kernel, and leave what it makes where it was captured."""
-        if isinstance(func, torch._ops.OpOverload) and any(
-            returned.alias_info is not None and not returned.alias_info.is_write for returned in _returns(func)
-        ):
-            return  # a view, of memory that stays
+        if _is_view(func):
+            return
         again = func(*args, **kwargs)
         for old, new in zip(_tensors(result), _tensors(again), strict=True):
             if old.data_ptr() != new.data_ptr():
@@ -86,6 +84,13 @@ class CUDAGraph:
 
 def _returns(func: Any) -> Any:
     return func._schema.returns
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the result of `func` is memory that is there already."""
+    return isinstance(func, torch._ops.OpOverload) and any(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in _returns(func)
+    )
 
 
 class _Capture(TorchDispatchMode):

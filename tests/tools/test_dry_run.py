@@ -88,7 +88,7 @@ def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
             "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --cuda-graph-impl full_iteration "
             "--no-check-for-nan-in-loss-and-grad",
             "1024",
-            ("--overlap-grad-reduce", "a graph of whole iterations", "--cuda-graph-impl transformer_engine"),
+            ("the host reads how many tokens", "1.5", "--cuda-graph-impl transformer_engine"),
         ),
         (
             "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep --mtp-num-layers 2 "

@@ -238,6 +238,10 @@ class ExpertBalancer(StepCallback):
 
     def _begin_run(self) -> None:
         """Before the passes of an iteration. The transfers that start here are part of a graph of the iteration."""
+        for ddp in self._model:
+            if self._captures and ddp.ddp_config.overlap_param_gather:
+                # A validation or a save has gathered parameters already; each replay must gather them.
+                ddp.reset_param_sync_dispatch_state()
         for layer in self._layers():
             layer.loads.clear()
             layer.served.clear()

@@ -15,7 +15,6 @@ from megatron.balanced.experts.graphs import (
     captures_experts,
     captures_iterations,
     leave_out_preprocessing,
-    overlaps_in_iterations,
     with_captured_iterations,
 )
 
@@ -40,8 +39,8 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
     of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
-    of_graphs = [*captures_experts(args), *overlaps_in_iterations(args)]
-    check_compatible(args, features, "--balance-experts", [*of_graphs, *_of_flex(args), *_of_quantization(args)])
+    found = [*captures_experts(args), *_of_flex(args), *_of_quantization(args)]
+    check_compatible(args, features, "--balance-experts", found)
     notes = leave_out_preprocessing(args)
     if captures_iterations(args):
         experts, more = with_captured_iterations(args, experts)

@@ -25,7 +25,6 @@ __all__ = [
     "captures_iterations",
     "graph_of_iterations",
     "leave_out_preprocessing",
-    "overlaps_in_iterations",
     "with_captured_iterations",
 ]
 
@@ -73,15 +72,6 @@ def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:
 def captures_iterations(args: argparse.Namespace) -> bool:
     """Whether one graph holds all passes of an iteration."""
     return getattr(args, "cuda_graph_impl", "none") == "full_iteration"
-
-
-def overlaps_in_iterations(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags that graphs of whole iterations cannot have, each as the user gave it, with why not and the way out."""
-    if not captures_iterations(args):
-        return []
-    why = "a graph of whole iterations with replicas did not give the numbers of a run without a graph"
-    given = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(args, name, False)]
-    return [(shown(name, True), why, "drop it, or use --cuda-graph-impl transformer_engine") for name in given]
 
 
 def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
