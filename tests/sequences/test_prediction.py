@@ -213,7 +213,7 @@ def _shifted(folder: Path, kind: str) -> int:
     return len(together)
 
 
-@pytest.mark.parametrize("kind", ["documents", "samples"])
+@pytest.mark.parametrize("kind", ["documents", pytest.param("samples", marks=pytest.mark.exhaustive)])
 def test_shifted_rows_are_those_of_whole_samples(pool, tmp_path, kind):
     """As Megatron-LM shifts them: in each document if documents do not attend to each other, else in each sample."""
     assert pool.run(1, _shifted, tmp_path, kind) == [2 * 64]
