@@ -183,7 +183,7 @@ def count(plan: SequencePlan, program: RankProgram, shape: AttentionShape, repea
             torch.empty(tokens, number, size, dtype=torch.bfloat16, device=device, requires_grad=True)
             for number in (heads, kv_heads, kv_heads)
         ]
-        out = attention._Attention.apply(*inputs, None, call)
+        out = attention._Attention.apply(*inputs, None, None, None, call)
         return out, inputs, torch.empty_like(out), call
 
     with _counted_kernels(forward), _Writes(forward):

@@ -106,12 +106,13 @@ def _check(pool: Pool, ranks: int, cases: list[Case], dtype: str = "float64", to
                 np.testing.assert_allclose(part, expected, rtol=rtol, atol=tolerance, err_msg=f"{message}, rank {rank}")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_latents_equal_keys_and_values(pool: Pool, ranks: int) -> None:
     """On rings and gathered, with changes of layout, nodes and routes. The weight's gradient is a sum over ranks."""
     _check(pool, ranks, _cases(ranks)[:: 2 if ranks == 2 else 1])
 
 
+@pytest.mark.exhaustive
 def test_latents_in_bf16(pool: Pool) -> None:
     plans = [zigzag_plan((97, 5), 4, linear="random"), random_plan((40, 61), 4, 1, exchange="gather", linear="equal")]
     _check(pool, 4, [(plan, None, "off", 4, 4) for plan in plans], "bfloat16", 1e-1)

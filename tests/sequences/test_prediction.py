@@ -13,6 +13,7 @@ import pytest
 from tests.sequences.test_bad_input import _parse_each
 from tests.sequences.test_domain import _datasets
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
+from tests.sequences.test_training import _Samples
 from tests.support.training import MOCK_DATA, MODEL, MOE, Run, assert_close, differences, join, watch
 
 CP, EP = "--context-parallel-size", "--expert-model-parallel-size"
@@ -212,10 +213,50 @@ def _shifted(folder: Path, kind: str) -> int:
     return len(together)
 
 
-@pytest.mark.parametrize("kind", ["documents", "samples"])
+@pytest.mark.parametrize("kind", ["documents", pytest.param("samples", marks=pytest.mark.exhaustive)])
 def test_shifted_rows_are_those_of_whole_samples(pool, tmp_path, kind):
     """As Megatron-LM shifts them: in each document if documents do not attend to each other, else in each sample."""
     assert pool.run(1, _shifted, tmp_path, kind) == [2 * 64]
+
+
+def _losses_of_padded() -> tuple[list[list[int]], list[list[int]]]:
+    """Labels that count at each depth, of three ranks and of Megatron-LM's whole samples, whose padding is shifted."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    from balancing.cluster import Cluster
+    from balancing.sequences import AttentionShape, plan_sequences
+    from balancing.sequences.ahead import PlanningAhead
+    from megatron.balanced.sequences.dataset import PlannedDataset, Rows
+    from megatron.balanced.sequences.domain import Domain
+
+    documents, padding = [[10, 6], [1, 2, 13], [16]], [0, 5, 12]
+    samples = _Samples(documents, padding)
+    cluster = Cluster.preset("h200-8x400g").relabel(nodes=1, ranks_per_node=3)
+    shape = AttentionShape(32, 4, 4, 2, 64)
+    ahead = PlanningAhead(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method="zones", chunk=2), hash)
+    found: tuple[list[list[int]], list[list[int]]] = [[], [], []], [[], [], []]
+    for rank in range(3):
+        dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 1, False), padding=7, shifts=2)
+        (batch,) = dataset.__getitems__([0, 1, 2])
+        labels, masks = batch["labels"].view(3, -1), batch["loss_mask"].view(3, -1)
+        for depth in range(3):
+            found[0][depth] += labels[depth][masks[depth] > 0].tolist()
+    for index, lengths in enumerate(documents):
+        packed = PackedSeqParams(cu_seqlens_q=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32))
+        labels, mask = (samples[index][name][None] for name in ("labels", "loss_mask"))
+        for depth in range(3):
+            found[1][depth] += labels[mask > 0].tolist()
+            labels, mask = (roll_tensor(each, packed_seq_params=packed)[0] for each in (labels, mask))
+    return found
+
+
+def test_padding_that_is_cut_off_has_no_loss_at_any_depth(pool):
+    """Conversations are cut behind their last token with a loss; the last document of a sample ends there."""
+    ((ours, whole),) = pool.run(1, _losses_of_padded)
+    assert [sorted(each) for each in ours] == [sorted(each) for each in whole]
+    assert len(whole[0]) > len(whole[1]) > len(whole[2]) > 0
 
 
 # Refused.

@@ -55,9 +55,8 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Any], ...] = (
     # Experts are spread over two or four ranks, of eight at most.
     (("tensor", "context", "data", "expert data"), lambda row: _expert_ranks(row)[1] in (2, 4)),
     (("pipeline", "tensor", "context", "data", "expert data"), lambda row: world_size(row) <= 8),
-    # Upstream has no attention over context-parallel ranks without Transformer Engine; ours shifts tokens once.
+    # Upstream has no attention over context-parallel ranks without Transformer Engine.
     (("context", "balancers"), lambda row: row["context"] == 1 or row["balancers"] == "on"),
-    (("context", "head"), lambda row: row["context"] == 1 or row["head"] != "multi-token prediction"),
     # An instance is a part of the data-parallel ranks, of experts as well.
     (
         ("optimizer", "expert data", "context", "data"),

@@ -184,20 +184,18 @@ class _Attention(torch.autograd.Function):
         backward = _Backward(call, grad, q, kv, travelling, ctx.projection, out, logsumexp)
         dq, dkv = backward.result()
         dkv = dkv[: program.tokens]
-        gradients = [dq, *_halves(dkv, q)]
-        of_weight = None
+        of_weight, of_latents = None, []
         if ctx.projection is not None:
-            of_latent = backward.dsent[: program.tokens]
-            size = ctx.projection.weight.shape[1]
-            _shared(gradients[1], ctx.projection).add_(of_latent[..., size:])
-            gradients.append(of_latent[..., :size])
+            size, came = ctx.projection.weight.shape[1], backward.dsent[: program.tokens]
+            _shared(dkv[..., : q.shape[2]], ctx.projection).add_(came[..., size:])
+            of_latents = [came[..., :size].to(q.dtype)]
             of_weight = backward.dweight.to(ctx.projection.weight.dtype)
-        gradients = [part.to(q.dtype) for part in gradients]
+        gradients = [dq.to(q.dtype), *_halves(dkv.to(q.dtype), q), *of_latents]
         of_sink = sink_gradient(grad, out, logsumexp, sink) if ctx.needs_input_grad[3] else None
         if to_linear is not None:
             gradients = list(call.change_layout(to_linear, *gradients))
-        of_latents = gradients.pop().squeeze(1) if ctx.projection is not None else None
-        return (*gradients, of_sink, of_latents, of_weight, None)
+        of_latent = gradients.pop().squeeze(1) if of_latents else None
+        return (*gradients, of_sink, of_latent, of_weight, None)
 
 
 class _Pass:

@@ -27,8 +27,8 @@ __all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention
 class PlannedSequences(PackedSeqParams):
     """One micro-batch as a rank holds it.
 
-    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink, latent, projection -> [tokens, heads,
-        head_dim].
+    attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink, and, where latents travel, latent and
+        projection -> [tokens, heads, head_dim].
     latents: whether latents travel in the place of keys and values.
     windowed: the same for layers with a sliding window.
     longest: positions of the longest possible document.
@@ -101,9 +101,8 @@ class SequenceCoreAttention(MegatronModule):
         tokens, rows = packed_seq_params.tokens, query.shape[0]
         inputs = [(part.squeeze(1) if part.dim() == 4 else part)[:tokens] for part in (query, key, value)]
         latents, self.latents = self.latents, None
-        latent, projection = (None, None) if latents is None else (latents.tokens[:tokens], latents.weight)
-        scale, sink = self.softmax_scale, self.softmax_offset
-        output = attend(*inputs, softmax_scale=scale, sink=sink, latent=latent, projection=projection).flatten(1)
+        sent = {} if latents is None else {"latent": latents.tokens[:tokens], "projection": latents.weight}
+        output = attend(*inputs, softmax_scale=self.softmax_scale, sink=self.softmax_offset, **sent).flatten(1)
         if tokens < rows:
             output = torch.nn.functional.pad(output, (0, 0, 0, rows - tokens))
         return output.unsqueeze(1)
