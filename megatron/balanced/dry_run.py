@@ -177,9 +177,8 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
 
 def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     """What balancing would save, where `--cluster` says how fast the machine is."""
-    from balancing.whatif.forecast import forecast, shorter, verdict  # which runs that train need not import
+    from balancing.whatif.forecast import forecast, verdict  # which runs that train need not import
     from balancing.whatif.job import flag_table, read_recipe_flags
-    from balancing.whatif.step import StepModel
 
     cluster = cluster_from_flags(config, args.world_size)
     if cluster is None:
@@ -198,21 +197,29 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     taken = [f"documents as in {_LENGTHS}"] * packed + [f"routing as in {_ROUTING}"] * bool(args.num_experts)
     taken += [f"{frozen} of {args.num_layers} layers frozen"] * bool(frozen)
     lines = [f"gain   {verdict(found)}"]
-    if (floor := layers.repack_throughput_floor) is not None:
-        less = shorter(StepModel(job, cluster), floor, layers.repack_min_stages)
-        stages = args.pipeline_model_parallel_size
-        lines.append(
-            f"gain   no shorter pipeline keeps {floor:.0%} of the balanced pace, so no stage is given back"
-            if less is None
-            else f"gain   {less.stages} of {stages} stages keep {less.throughput:.0%} of the balanced pace, so "
-            f"{less.freed_nodes} nodes are given back"
-        )
+    if layers.repack_throughput_floor is not None:
+        lines.append(_release_line(job, cluster, layers.repack_throughput_floor, layers.repack_min_stages))
     return [
         *lines,
         f"memory about {memory / 1e9:,.0f} GB of {cluster.memory / 1e9:,.0f} GB on the fullest rank",
         f"       a forecast for --cluster {config.cluster}{''.join(f', {each}' for each in taken)}; "
         "python -m balancing.whatif shows the table",
     ]
+
+
+def _release_line(job: Any, cluster: Any, floor: float, min_stages: int) -> str:
+    """When stages are given back first, as layers freeze one by one. job: of `balancing.whatif`."""
+    from balancing.whatif.forecast import shorter
+    from balancing.whatif.step import StepModel
+
+    for frozen in range(job.freeze_layers + 1):
+        model = StepModel(dataclasses.replace(job, freeze_layers=frozen), cluster)
+        if (less := shorter(model, floor, min_stages)) is not None:
+            return (
+                f"gain   with {frozen} layers frozen {less.stages} of {job.pipeline_model_parallel_size} stages keep "
+                f"{less.throughput:.0%} of the balanced pace, and {less.freed_nodes} nodes are given back"
+            )
+    return f"gain   no shorter pipeline keeps {floor:.0%} of the balanced pace, so no node is given back"
 
 
 def _flags_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

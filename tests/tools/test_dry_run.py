@@ -134,6 +134,7 @@ def _plan_of(flags: list[str], environment: dict[str, str]) -> list[str]:
     return plan_lines(args, config)
 
 
+@pytest.mark.exhaustive
 def test_a_large_domain_has_groups(pool):
     """16,384 ranks, tensor parallel 2 and context parallel 2: two domains of 4096 x 2 ranks, in 64 groups each."""
     flags = (

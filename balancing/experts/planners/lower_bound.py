@@ -40,9 +40,12 @@ class CostLowerBound:
     ) -> None:
         self._cluster, self._shape = cluster, shape
         self._hidden_under, self._first, self._micro_batches = hidden_under, first, micro_batches
-        self._ranks = len(load)
-        self._by_expert = np.append(load.T, np.zeros((1, self._ranks)), axis=0)  # expert -1 has no tokens
-        tokens = self._by_expert[:-1].T
+        self._ranks, tokens = len(load), load.astype(np.float64)
+        self._per_node = min(self._ranks, cluster.ranks_per_node)
+        self._nodes = -(-self._ranks // self._per_node)
+        # Tokens [node, expert, rank in node], with ranks that the last node lacks; expert -1 has none.
+        padded = np.pad(tokens, ((0, self._nodes * self._per_node - self._ranks), (0, 1)))
+        self._by_node = padded.reshape(self._nodes, self._per_node, -1).transpose(0, 2, 1).copy()
         self._by_home = np.argsort(home, kind="stable")
         inside, outside = node_masks(cluster, self._ranks)
         self._near, far = tokens * inside[:, home], tokens * outside[:, home]
@@ -69,15 +72,14 @@ class CostLowerBound:
     def _exchanged(self, slots: np.ndarray) -> list[tuple[float, float]]:
         """Seconds of one exchange of tokens, and of forward compute, of each placement. slots: [plan, rank, slot]."""
         plans, ranks, number = len(slots), self._ranks, len(self._by_home)
-        node, plan = np.arange(ranks) // min(ranks, self._cluster.ranks_per_node), np.arange(plans)[:, None, None]
+        node, plan = np.arange(ranks) // self._per_node, np.arange(plans)[:, None, None]
         homes = np.broadcast_to(self._by_home.reshape(ranks, -1), (plans, ranks, number // ranks))
         experts = np.concatenate([homes, slots], axis=2)
         held = np.bincount((experts + plan * (number + 1) + 1).reshape(-1), minlength=plans * (number + 1))
         alone = held.reshape(plans, -1)[:, 1:] == 1
-        nowhere = np.ones((plans, node[-1] + 1, number + 1))
-        nowhere[plan, node[:, None], experts] = 0  # the last column is for empty slots, -1
-        leaving = (nowhere.reshape(-1, number + 1) @ self._by_expert).reshape(plans, -1, ranks)
-        leaving = leaving[:, node, np.arange(ranks)]
+        nowhere = np.ones((self._nodes, plans, number + 1))
+        nowhere[node[:, None], plan, experts] = 0  # the last column is for empty slots, -1
+        leaving = (nowhere @ self._by_node).swapaxes(0, 1).reshape(plans, -1)[:, :ranks]
         arriving = (self._arriving[:, None] * alone)[:, :, self._by_home].reshape(3, plans, ranks, -1).sum(3)
         cluster, shape = self._cluster, self._shape
         within, across = np.stack([arriving[1], alone @ self._near.T]), np.stack([arriving[2], leaving])
