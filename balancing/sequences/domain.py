@@ -6,6 +6,7 @@ level, but keys and values of the same documents go to more ranks, on more nodes
 (`cost`), so both domains are planned for a few micro-batches of the training set, and the quicker one is taken.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ __all__ = ["DomainChoice", "choose_domain"]
 # Least share of a step to save by the wider domain, whose exchange crosses more links than the model was checked on.
 WORTH = 0.02
 _PLANNED = {"context": 8, "data": 2}  # micro-batches
+_MOST_RANKS = 512  # of a domain that is planned; a wider one has the same exchange on each rank
 _TRIALS = 200  # steps drawn, whose slowest rank is looked for
 _MOST_DRAWN = 1_000_000  # numbers in all trials together
 
@@ -80,6 +82,11 @@ def choose_domain(
             device, host = device + cost.device, host + cost.host
         return (device - float(alone[drawn].sum() / ranks)) / batches, host / batches
 
+    # As many whole nodes and context-parallel groups as that.
+    unit = math.lcm(domain.ranks_per_node, context.world_size)
+    planned = min(domain.world_size, max(unit, _MOST_RANKS // unit * unit))
+    narrow = domain.relabel(planned // domain.ranks_per_node, domain.ranks_per_node)
+
     def of_step(cluster: Cluster, batches: int, work: float) -> float:
         device, host = beside_work(cluster, batches)
         return max(work + micro_batches * device, micro_batches * host)
@@ -89,6 +96,6 @@ def choose_domain(
     trials = max(1, min(_TRIALS, _MOST_DRAWN // int(np.prod(size))))
     slowest = np.mean([generator.choice(alone, size).sum(3).max(2).sum(1).max() for _ in range(trials)])
     context_seconds = of_step(context, _PLANNED["context"], float(slowest))
-    data_seconds = of_step(domain, _PLANNED["data"], float(alone.mean()) * micro_batch_size * micro_batches)
+    data_seconds = of_step(narrow, _PLANNED["data"], float(alone.mean()) * micro_batch_size * micro_batches)
     worth = data_seconds <= (1 - WORTH) * context_seconds
     return DomainChoice("data" if worth else "context", context_seconds, data_seconds)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.sequences.test_bad_input import _parse_each
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
-from tests.support.training import MOCK_DATA, MODEL, MOE, Run, assert_close, train
+from tests.support.training import MOCK_DATA, MODEL, MOE, RankRun, Run, assert_close, join, train, train_rank
 
 CP = "--context-parallel-size"
 ENDS = f"{PACKED} --eod-mask-loss"
@@ -82,6 +82,38 @@ def test_dealt_steps_with_experts(pool, tmp_path, loss):
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall {SHORT}")
     flags = f"{PP} 2 --expert-model-parallel-size 2 --balance-experts --expert-min-gain 0"
     assert_close(experts.train(4, f"{DEALT} {flags} {loss}"), experts.train(1, f"{ENDS} {loss}"))
+
+
+def _train_rank_with_counts(argv: list[str]) -> tuple[RankRun, list[Any]]:
+    """Returns also, for each step, tokens [layer of the stage, expert] on all ranks that expert biases follow."""
+    import importlib
+
+    # A function of the package has the module's name.
+    finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    counted: list[Any] = []
+    update = finalize_model_grads.get_updated_expert_bias
+
+    def kept(tokens_per_expert: Any, *args: Any, **kwargs: Any) -> Any:
+        found = update(tokens_per_expert, *args, **kwargs)  # which adds them up over ranks in place
+        counted.append(tokens_per_expert.tolist())
+        return found
+
+    finalize_model_grads.get_updated_expert_bias = kept
+    return train_rank(argv, True), counted
+
+
+@pytest.mark.exhaustive
+def test_expert_bias_of_dealt_steps(pool, tmp_path):
+    """Rows that make the ranks of a micro-batch equally long count for no expert."""
+    flags = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
+    experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {flags} {SHORT}")
+    dealt = pool.run(4, _train_rank_with_counts, experts.from_start(f"{DEALT} {PP} 2 {CP} 2"))
+    alone = pool.run(1, _train_rank_with_counts, experts.from_start(ENDS))
+    assert_close(join([run for run, _ in dealt]), join([run for run, _ in alone]))
+    (_, first), _, (_, second), _ = dealt
+    ((_, expected),) = alone
+    assert len(expected) == 2
+    assert [[*stage, *other] for stage, other in zip(first, second, strict=True)] == expected
 
 
 @pytest.mark.exhaustive

@@ -71,6 +71,14 @@ def test_a_choice_is_always_the_same():
     assert _choice(samples, 4, 4) == _choice(list(samples), 4, 4)
 
 
+def test_very_wide_domains_are_chosen_by_a_part_of_them():
+    """16,384 ranks are not planned at start-up."""
+    found = _choice(_samples("packed", LONG), 4, 4096, micro_batches=4)
+    assert found.domain == "data"
+    narrower = _choice(_samples("packed", LONG), 4, 128, micro_batches=4)
+    assert found.data_seconds == pytest.approx(narrower.data_seconds, rel=0.05)
+
+
 def test_what_cannot_be_chosen_by():
     with pytest.raises(ValueError, match="no samples"):
         _choice([], 2, 4)

@@ -18,7 +18,7 @@ from megatron.balanced.sequences.checks import check_data_domain
 
 __all__ = ["sample_lengths", "settle_domain"]
 
-_SAMPLES = 1024  # of the training set
+_SAMPLES = 256  # of the training set
 _BLOCKS, _BLOCK = 16, 4096  # of an index, and document lengths in one
 
 
