@@ -58,6 +58,11 @@ REFUSED = {
         "--no-use-layer-wise-param-layout",
         "drop it",
     ),
+    "offloading in CUDA graphs": (
+        {"fine_grained_activation_offloading": True, "cuda_graph_impl": "transformer_engine"},
+        "--fine-grained-activation-offloading",
+        "use --cuda-graph-impl none",
+    ),
     "prediction on the first stage": (
         {"pipeline_model_parallel_layout": "Et|tt|ttm|L"},
         "--pipeline-model-parallel-layout Et|tt|ttm|L",
@@ -147,6 +152,12 @@ NOT_RELEASED = {
         {"repack_memory_limit": 8.0},
         "--cuda-graph-impl transformer_engine",
         "use --cuda-graph-impl none",
+    ),
+    "offloading": (
+        {"fine_grained_activation_offloading": True},
+        {"repack_memory_limit": 8.0},
+        "--fine-grained-activation-offloading",
+        "drop it",
     ),
     "mapping": ({"use_tp_pp_dp_mapping": True}, {"repack_memory_limit": 8.0}, "--use-tp-pp-dp-mapping", "drop it"),
     "writer": ({"wandb_project": "p"}, {"repack_throughput_floor": 1.0}, "--wandb-project p", "--tensorboard-dir"),

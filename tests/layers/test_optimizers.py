@@ -18,7 +18,7 @@ from tests.layers.test_move import (
 )
 from tests.support import moving
 from tests.support.moving import Plans, moving_rank, train_moving
-from tests.support.training import Run, join
+from tests.support.training import Run, join, train
 
 SINGLE = "--bf16 --clip-grad 0 --attention-dropout 0 --hidden-dropout 0"
 THERE_AND_BACK: Plans = {1: ((3,), (1,)), 3: ((1,), (3,))}
@@ -121,3 +121,47 @@ def test_a_move_of_emerging_optimizers_changes_no_number(muon, case):
     _assert_same_tensors(state, expected)
     kinds = {name.rpartition(":")[2] for name in expected}
     assert {"main", "exp_avg"} <= kinds and (case == "lion" or "momentum_buffer" in kinds)
+
+
+@pytest.mark.exhaustive
+def test_what_muon_saved_after_a_move_goes_on(muon, tmp_path):
+    flags = f"{PP2} {SINGLE} {SHARDED} --optimizer muon"
+    save = f"{flags} --save {tmp_path} --save-interval 3"
+    whole, _ = train_moving(muon, 4, save, TO_THE_RIGHT, base=BASE)
+    load = f"{flags} --pipeline-model-parallel-layout Et|tttL --load {tmp_path} --ckpt-step 3 --no-load-rng"
+    resumed = train(muon, 4, load, base=BASE, parameters=True)
+    assert resumed.losses == whole.losses[3:]
+    _assert_same_tensors(resumed.parameters, whole.parameters)
+
+
+# Offloading of activations.
+
+
+def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
+    """Layers of each stage that planners choose, where the last layer costs as much as all others."""
+    import argparse
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from balancing.layers import LayerSeconds
+    from balancing.layers.stage_plan import StagePlan
+    from megatron.balanced.layers import planning
+
+    planning.get_num_microbatches = lambda: 4
+    seconds = np.array([1.0, 1, 1, 1, 1, 5])
+    found = []
+    for method in ("optimal", "diffusion", "deepspeed"):
+        planner = object.__new__(planning.LayerPlanner)
+        planner._args = argparse.Namespace(fine_grained_activation_offloading=offloads)
+        planner._config = SimpleNamespace(layer_planner=method)
+        planner._mover = SimpleNamespace(plan=StagePlan.from_counts(counts), gather=lambda own: [own])
+        plan = planner._plan(LayerSeconds(seconds, 2 * seconds), np.zeros(2))
+        found.append([len(chunk) for chunk in plan.order])
+    return found
+
+
+def test_no_plan_leaves_one_layer_where_activations_are_offloaded(pool):
+    """The first backward pass would look for activations of such a chunk in the wrong micro-batch."""
+    assert pool.run(1, _planned, ((3,), (3,)), False) == [[[5, 1]] * 3]
+    assert pool.run(1, _planned, ((3,), (3,)), True) == [[[4, 2], [4, 2], [3, 3]]]

@@ -17,6 +17,7 @@ import pytest
 from balancing.recipe import Recipe, read_recipes
 from megatron.balanced.recipe import BALANCERS, Verdict, command_line, verdicts
 from tests.megatron.test_structures import _place_at_random
+from tests.support import offloaded_activations
 from tests.support.claims import SUPPORT
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
@@ -33,11 +34,9 @@ MOVES_AT = 1  # iteration from 0
 # Balancer -> the flags of these configurations that it refuses -> why, in the words of a run.
 REFUSED: dict[str, dict[str, str]] = {
     EXPERTS: {
-        "--fine-grained-activation-offloading": "our modules, which replace Megatron-LM's, do not support it",
         "--use-megatron-fsdp": "it shards the parameters of a layer over ranks",
     },
     LAYERS: {
-        "--fine-grained-activation-offloading": "it counts the layers of a stage in advance",
         "--fp8-param-gather --fp8-recipe delayed": "scales of weights belong to modules that a move replaces",
         "--overlap-param-gather-with-optimizer-step": (
             "it steps the optimizer in parts, and weights must be complete between steps"
@@ -52,8 +51,10 @@ REFUSED: dict[str, dict[str, str]] = {
 UPSTREAM = ("--use-megatron-fsdp --ckpt-format torch_dist",)
 # Flags that a balancer accepts and nothing runs with here -> why.
 CANNOT_RUN: dict[str, str] = {
-    "--optimizer muon": "its package is not installed",
-    "--optimizer dist_muon": "its package is not installed",
+    "--optimizer dist_muon": "Megatron-LM's layer-wise optimizer wants bf16; tests/layers/test_optimizers.py runs it",
+    "--fine-grained-activation-offloading --mtp-num-layers 1": (
+        "Megatron-LM 0.19.2 itself fails on a chunk that has one layer, here that of multi-token prediction"
+    ),
     "--experimental-attention-variant dsa": "its kernels are for GPUs and in bf16",
     "--fp8-format hybrid": "what is rounded together follows from the layout; tests/transformer_engine compares it",
     "--moe-token-dispatcher-type flex": "its packages are for GPUs; tests/experts runs it on stand-ins",
@@ -169,6 +170,8 @@ def _rank(flags: dict[str, Any], balancers: tuple[str, ...], extra: list[str]) -
     argv, _ = command_line(Recipe("", flags), parser)
     planned = _place_at_random() if EXPERTS in balancers else {}
     moved = _move_one_layer() if LAYERS in balancers else []
+    if flags.get("fine_grained_activation_offloading"):
+        offloaded_activations.install()
     run = train_rank([*argv, *extra, *balancers], True)
     return run, any(used for _, _, used in planned.values()), bool(moved)
 
@@ -191,7 +194,8 @@ REPRESENTATIVES = ("mixtral_8x7b_alltoall_tp2pp4ep4_release",)
 def test_balanced_equals_unbalanced(request, pool, corpus, tmp_path, name):
     small, balancers = runs()[name]
     te, spreads = small.needs_transformer_engine, SEQUENCES in balancers
-    workers = request.getfixturevalue("engine") if te else pool
+    muon = small.flags.get("optimizer") == "muon"
+    workers = request.getfixturevalue("engine" if te else "muon") if te or muon else pool
     plain = for_cpu(small, spreads=False)
     extra = MOCK_DATA
     if spreads:  # documents of all lengths, and weights that do not depend on the layout
@@ -201,7 +205,7 @@ def test_balanced_equals_unbalanced(request, pool, corpus, tmp_path, name):
     run = _train(workers, for_cpu(small, spreads=spreads), balancers, extra)
     reference = _train(workers, plain, (), extra)
     losses, parameters = differences(run, reference)
-    of_losses, of_parameters = SINGLE_TOLERANCE if te else (TOLERANCE, TOLERANCE)
+    of_losses, of_parameters = SINGLE_TOLERANCE if te or muon else (TOLERANCE, TOLERANCE)
     assert losses <= of_losses
     assert parameters <= of_parameters
 

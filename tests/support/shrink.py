@@ -234,6 +234,10 @@ def for_cpu(small: Small, *, spreads: bool) -> Small:
         flags |= {"transformer_impl": "transformer_engine", "attention_backend": "unfused"}
     else:
         flags |= {"transformer_impl": "local", "fp64": True}
+    if "fine_grained_activation_offloading" in flags:
+        flags["min_offloaded_tensor_size"] = 1
+    if flags.get("optimizer") == "muon":
+        flags |= {"fp64": False, "muon_fp32_matmul_prec": "high"}  # it makes matrices orthogonal in float32 at best
     if flags.get(_CONTEXT, 1) > 1:
         # The bias of keys cannot change a softmax: its gradient is rounding noise, of which Adam makes whole steps.
         flags |= {"disable_bias_linear": True, "calculate_per_token_loss": True}

@@ -39,7 +39,7 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
         return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
     of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
-    found = [*captures_experts(args), *_of_flex(args), *_of_quantization(args)]
+    found = [*captures_experts(args), *_offloading_in_graphs(args), *_of_flex(args), *_of_quantization(args)]
     check_compatible(args, features, "--balance-experts", found)
     notes = leave_out_preprocessing(args)
     if captures_iterations(args):
@@ -53,6 +53,14 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
             "with --moe-grouped-gemm it runs them on Transformer Engine's"
         )
     return experts, notes
+
+
+def _offloading_in_graphs(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Offloading of activations beside CUDA graphs."""
+    if not getattr(args, "fine_grained_activation_offloading", False) or args.cuda_graph_impl == "none":
+        return []
+    why = "replicas were never tried with it in CUDA graphs"
+    return [("--fine-grained-activation-offloading", why, "use --cuda-graph-impl none")]
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

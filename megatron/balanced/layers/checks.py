@@ -42,7 +42,8 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    check_compatible(args, LAYERS, flag, [*_delayed_weights(args), *_matrices_by_turns(args)])
+    also = [*_delayed_weights(args), *_matrices_by_turns(args), *_offloading(args)]
+    check_compatible(args, LAYERS, flag, also)
     plan = _layout(args)
     if plan is not None and plan.mtp_chunk and plan.mtp_chunk % stages == 0:  # two chunks would have an embedding each
         raise ValueError(
@@ -116,6 +117,14 @@ def _matrices_by_turns(args: argparse.Namespace) -> list[tuple[str, str, str]]:
         return []
     why = "which rank has the state of a matrix then depends on all others of its stage"
     return [("--no-use-layer-wise-param-layout", why, "drop it")]
+
+
+def _offloading(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Offloading of activations where moves cannot go with it."""
+    if not getattr(args, "fine_grained_activation_offloading", False) or args.cuda_graph_impl == "none":
+        return []
+    why = "a move starts it anew, and a CUDA graph holds its streams"
+    return [("--fine-grained-activation-offloading", why, "use --cuda-graph-impl none")]
 
 
 def _layout(args: argparse.Namespace) -> StagePlan | None:

@@ -18,6 +18,7 @@ their stages unless the pipeline gets shorter: then the last stages send everyth
 
 import argparse
 import datetime
+import gc
 import hashlib
 import time
 from collections.abc import Callable, Iterable
@@ -344,6 +345,8 @@ class LayerMover:
                 config_overrides=overrides,
                 use_gloo_process_groups=self._args.use_gloo_process_groups,
             )
+        if optimizer.config.optimizer_cpu_offload:
+            gc.collect()  # Megatron-LM has made an optimizer of whole parameters first, and its hooks refer to it
         put_back(optimizer, new, states, taken.scalers, taken.group_step)
         for ddp in self._chunks:
             ddp.zero_grad_buffer()

@@ -169,7 +169,7 @@ class LayerPlanner:
             )
             memory = fit_activations(resting, peaks, plan, micro_batches)
         try:
-            return plan_stages(
+            found = plan_stages(
                 cost.total,
                 plan.stages,
                 embedding=sum(cost.embedding),
@@ -181,7 +181,7 @@ class LayerPlanner:
                 current=plan,
                 method=self._config.layer_planner,  # type: ignore[arg-type]
                 micro_batches=micro_batches,
-                min_layers=min(1, *(len(chunk) for chunk in plan.order[: len(plan.order) - plan.behind])),
+                min_layers=min(self._fewest(), *(len(chunk) for chunk in plan.order[: len(plan.order) - plan.behind])),
             )
         except ValueError as error:
             if memory is None:
@@ -189,6 +189,16 @@ class LayerPlanner:
             # The plan in force fits, so there is always one to go on with.
             print_rank_0(f"> layers stay where they are: {error}")
             return plan
+        single = [1 in map(len, each.order) for each in (plan, found)]
+        if self._args.fine_grained_activation_offloading and single == [False, True]:
+            print_rank_0("> layers stay where they are: a chunk would have one layer, whose activations Megatron-LM "
+                         "0.19.2 cannot offload")  # fmt: skip
+            return plan
+        return found
+
+    def _fewest(self) -> int:
+        """Layers that a chunk must have; two where the first backward pass needs activations that are offloaded."""
+        return 2 if self._args.fine_grained_activation_offloading else 1
 
     def _held_by_others(self) -> np.ndarray:
         """Bytes that the other features hold on a rank: with each layer, and whichever layers it has. [layers + 1]"""

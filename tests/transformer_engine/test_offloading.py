@@ -1,0 +1,127 @@
+"""Activations and optimizer state that are offloaded to the host, beside layers that move and replicas.
+
+Megatron-LM finds out in its first iteration which activations are offloaded (`--fine-grained-activation-offloading`),
+and knows them by their order afterwards.
+"""
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.layers.test_optimizers import _beside_a_host
+from tests.support.moving import Plans, moving_rank, train_moving
+from tests.support.training import join, train, train_rank
+from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
+from tests.transformer_engine.test_layers import OVERLAPS, PP2, THERE_AND_BACK, _assert_same, _assert_same_state
+from tests.transformer_engine.test_sequences import CP2, PACKED
+
+OFFLOAD = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules"
+ATTENTION = f"{OFFLOAD} attn_norm qkv_linear core_attn attn_proj mlp_norm"
+EP2 = "--expert-model-parallel-size 2 --moe-grouped-gemm"
+HALF_ON_HOST = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+INTERLEAVED = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+
+SIX = "--num-layers 6"
+TO_AND_FRO: Plans = {1: ((4,), (2,)), 2: ((2,), (4,))}  # Megatron-LM's cannot offload the only layer of a stage
+
+DENSE = "attention, DP 2, both overlaps"
+# model, ranks, layout, what is offloaded, plans
+MOVES = {
+    DENSE: (SIX, 4, f"{PP2} {OVERLAPS}", ATTENTION, TO_AND_FRO),
+    "experts, EP 2": (f"{EXPERTS} {SIX}", 4, f"{PP2} {EP2}", f"{OFFLOAD} core_attn expert_fc1 moe_act", TO_AND_FRO),
+    "interleaved, half of it": (
+        "--num-layers 12",
+        2,
+        INTERLEAVED,
+        f"{ATTENTION} --activation-offload-fraction 0.5",
+        {1: ((4, 3), (3, 2)), 2: ((2, 3), (3, 4))},
+    ),
+}
+
+
+def _offloading(argv: list[str], plans: Any) -> Any:
+    from tests.support.offloaded_activations import install, offloaded
+
+    install()
+    run = moving_rank(argv, plans)
+    assert offloaded["tensors"] > 4 * 4, offloaded
+    return run
+
+
+@pytest.mark.parametrize("case", cases(MOVES, *(name for name in MOVES if name != DENSE)))
+def test_activations_of_layers_that_moved_are_offloaded(model_of, case):
+    model, ranks, layout, offload, plans = MOVES[case]
+    model = model_of(model)
+    base = model.argv(f"{layout} {offload}")
+    moved, state = train_moving(model.pool, ranks, "", plans, base=base, body=_offloading)
+    stayed, expected = train_moving(model.pool, ranks, "", {}, base=base, body=_offloading)
+    _assert_same(moved, stayed)
+    assert state.keys() == expected.keys()
+    _assert_same_state(state, expected)
+    assert_close(stayed, train(model.pool, ranks, base=model.argv(layout), parameters=True), 1e-5, 1e-4)
+
+
+def _offloading_beside_replicas(argv: list[str]) -> Any:
+    from tests.support.offloaded_activations import install, offloaded
+
+    install()
+    if "--use-transformer-engine-op-fuser" in argv:
+        os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # without which Megatron-LM does not try
+    run = train_rank(argv, True)
+    assert offloaded["tensors"] > 4 * 4, offloaded
+    return run
+
+
+EIGHT = EXPERTS.replace("--num-experts 4", "--num-experts 8")
+OF_EXPERTS = f"{ATTENTION} expert_fc1 moe_act"
+FUSED = f"{OFFLOAD} core_attn fused_group_mlp --use-transformer-engine-op-fuser"
+GROUPED = "grouped, PP 2, DP 2, both overlaps"
+# ranks, flags
+REPLICAS = {
+    GROUPED: (4, f"{PP2} {EP2} {OVERLAPS} {OF_EXPERTS}"),
+    "grouped, act computed again": (
+        2,
+        f"{EP2} {ATTENTION} expert_fc1 --recompute-granularity selective --recompute-modules moe_act",
+    ),
+    "fused operations": (2, f"{EP2} {FUSED}"),
+    "linear layers": (2, f"--expert-model-parallel-size 2 {OF_EXPERTS}"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", REPLICAS)
+def test_activations_beside_replicas_are_offloaded(model_of, tmp_path, case):
+    ranks, flags = REPLICAS[case]
+    model = model_of(EIGHT)
+    balanced = f"--balance-experts --expert-min-gain 0 --train-iters 6 --balance-report {tmp_path}"
+    run = join(model.pool.run(ranks, _offloading_beside_replicas, model.argv(f"{flags} {balanced}")))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert sum(line["action"] == "replicate" for line in lines) > 10, "hardly anything was replicated"
+    assert_close(run, model.alone("--moe-grouped-gemm --train-iters 6"), 1e-5, 1e-4)
+
+
+@pytest.mark.exhaustive
+def test_activations_of_spread_documents_are_offloaded(model_of):
+    flags = f"{PACKED} {CP2} {PP2} {ATTENTION}"
+    model = model_of(SIX)
+    run = join(model.pool.run(4, _offloading_beside_replicas, model.argv(flags)))
+    assert_close(run, model.alone(PACKED), 1e-5, 1e-4)
+
+
+def test_state_that_changes_sides_counts_its_steps(model_of):
+    """Transformer Engine's optimizer, on the device, counts them once a group, and torch's, on the host, for each
+    parameter. The two round in other ways."""
+    model = model_of("")
+    base = model.argv(f"{PP2} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer {HALF_ON_HOST}")
+    moved, state = train_moving(model.pool, 2, "", THERE_AND_BACK, base=base, body=_beside_a_host)
+    stayed, expected = train_moving(model.pool, 2, "", {}, base=base, body=_beside_a_host)
+    assert state.keys() == expected.keys()
+    steps = {name: (int(state[name]), int(expected[name])) for name in state if name.endswith(":step")}
+    assert len(steps) > 4 * 5 and set(steps.values()) == {(4, 4)}
+    assert moved.losses == pytest.approx(stayed.losses, rel=1e-4)
+    for name in state:
+        if name.endswith(":main"):
+            assert np.linalg.norm(state[name] - expected[name]) <= 1e-3 * np.linalg.norm(expected[name]), name
