@@ -61,7 +61,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+CASES_ALWAYS = ("freezing, interleaved, mixture of experts", "early exit")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case not in CASES_ALWAYS)) for case in CASES]
+)
 def test_a_move_of_a_dynamic_model_changes_no_number(pool, tmp_path, case):
     world_size, flags, plans = CASES[case]
     run, state = train_moving(pool, world_size, f"{flags} --balance-report {tmp_path}", plans, base=BASE)

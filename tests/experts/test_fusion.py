@@ -57,7 +57,7 @@ def _train_fused(argv: list[str]) -> tuple[RankRun, dict[str, bool], int]:
     return train_rank(argv, True), fuses, ran[0]
 
 
-@pytest.mark.parametrize("experts", ["", "--moe-grouped-gemm"])
+@pytest.mark.parametrize("experts", [pytest.param("", marks=pytest.mark.exhaustive), "--moe-grouped-gemm"])
 def test_all_but_experts_with_replicas_accumulate_fused(pool, tmp_path, experts):
     """Layers fuse but those experts, and every number is that of the run without fusion, bit for bit."""
     argv = [*MODEL, *MOCK_DATA, *BASE, "--balance-experts", "--balance-report", str(tmp_path), *experts.split()]

@@ -194,6 +194,7 @@ def test_without_a_daemon_kernels_take_turns(tmp_path, monkeypatch):
         assert environment == {}
 
 
+@pytest.mark.exhaustive
 def test_a_part_is_run_timed_and_reported(tmp_path):
     part = Part("two talk", "test_collectives.py::test_two_ranks_talk", int(PATIENCE), 2, "")
     verdict = run_part(part, tmp_path, {}, "cpu")

@@ -104,6 +104,8 @@ def _assert_same_tensors(tensors: dict[str, np.ndarray], reference: dict[str, np
 
 
 EXHAUSTIVE = (
+    "PP 2, TP 2, sequence parallel, dropout, recomputed",
+    "PP 4, two layers over a stage, and back",
     "PP 2, DP 2, widths by muP, distributed optimizer",
     "PP 4, multi-token prediction on a stage of its own, experts",
     "PP 2, VPP 2, embedding and loss count as layers",

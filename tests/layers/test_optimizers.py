@@ -110,9 +110,8 @@ EMERGING = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case != LAYER_WISE)) for case in EMERGING]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", EMERGING)
 def test_a_move_of_emerging_optimizers_changes_no_number(muon, case):
     ranks, flags, plans = EMERGING[case]
     run, state = train_moving(muon, ranks, flags, plans, base=BASE)

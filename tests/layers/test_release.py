@@ -151,6 +151,7 @@ def _events(folder: Path, balancer: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["balancer"] == balancer]
 
 
+@pytest.mark.exhaustive
 def test_replicas_of_experts_go_on(pool, tmp_path):
     """Hot experts have replicas before and after. The layers that arrive get theirs on the stages that stay."""
     flags = f"{PP2} {EXACTLY} {EP2} {OVERLAPS} --train-iters 6"

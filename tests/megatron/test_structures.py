@@ -129,8 +129,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     tables = {"pair": rows(2)} | ({"triple": rows(3)} if metafunc.config.getoption("--triples") else {})
     cases = [pytest.param(row, id=name) for name, row in REAL.items()]
     for kind, table in tables.items():
-        for number, row in enumerate(table):  # a third of the pairs always
-            marks = pytest.mark.exhaustive if kind == "pair" and number % 3 else ()
+        for number, row in enumerate(table):  # a sixth of the pairs always
+            marks = pytest.mark.exhaustive if kind == "pair" and number % 6 else ()
             cases.append(pytest.param(row, id=f"{kind} {number}", marks=marks))
     metafunc.parametrize("row", cases)
 

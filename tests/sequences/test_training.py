@@ -133,11 +133,9 @@ def test_yarn(pool, tmp_path):
 
 @pytest.mark.parametrize(
     ("softmax", "layout"),
-    [
-        ("learnable", f"{SP} --sequence-planner gather"),
-        pytest.param("off-by-one", f"{PP} 2 --sequence-planner ring", marks=pytest.mark.exhaustive),
-    ],
+    [("learnable", f"{SP} --sequence-planner gather"), ("off-by-one", f"{PP} 2 --sequence-planner ring")],
 )
+@pytest.mark.exhaustive
 def test_attention_sinks(pool, tmp_path, softmax, layout):
     """The sink of each head, whose gradient is that of the queries of all context-parallel ranks."""
     groups = "--group-query-attention --num-query-groups 2"
@@ -168,14 +166,14 @@ LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-em
     ("rope", "layout"),
     [
         ("--q-lora-rank 16 --qk-layernorm --rotary-scaling-factor 4", f"{CP} 2 {SP} --sequence-planner zones"),
-        pytest.param("--rope-type rope", f"{CP} 4 --sequence-planner ring", marks=pytest.mark.exhaustive),
-        pytest.param(
+        ("--rope-type rope", f"{CP} 4 --sequence-planner ring"),
+        (
             "--q-lora-rank 16 --window-size 5,0 --softmax-type learnable",
             f"{CP} 2 {PP} 2 --recompute-granularity selective --recompute-modules mla_up_proj",
-            marks=pytest.mark.exhaustive,
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_latent_attention_over_ranks(pool, tmp_path, rope, layout):
     """As DeepSeek-V3's: values smaller than keys, YaRN from each document's first token, norms of the latents."""
     latent = Packed(pool, tmp_path, f"{LATENT} {rope} --normalization RMSNorm --disable-bias-linear {SHORT}")
@@ -257,6 +255,7 @@ def _on_two_nodes(argv: list[str]) -> RankRun:
     return train_rank(argv, True)
 
 
+@pytest.mark.exhaustive
 def test_routing_between_nodes(packed, alone, tmp_path):
     """Four ranks as two nodes of two: what one sends to the other node goes through both."""
     flags = f"{BALANCED} {CP} 4 --sequence-planner ring --sequence-routing 2 --balance-report {tmp_path}"

@@ -378,6 +378,7 @@ def test_receives_are_posted_before_sends(monkeypatch):
     assert paced._receives_first(batch) == [1, 3, 0, 2]
 
 
+@pytest.mark.exhaustive
 def test_megatrons_schedule_runs_paced_stages():
     pipeline = {"forward": [[0.02], [0.04]], "backward": [[0.04], [0.08]], "micro_batches": 3, "message_bytes": 5000}
     with EmulatedCluster(1, 2) as cluster:
