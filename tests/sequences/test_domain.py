@@ -63,11 +63,15 @@ def test_shared_micro_batches_equal_one_rank(packed, layout, loss):
     assert_close(packed.train(ranks, f"{SHARED} {flags} {loss}"), packed.alone(f"{ENDS} {loss}"))
 
 
-def _train_in_groups(argv: list[str]) -> RankRun:
-    """As `train_rank`, in a domain of groups of two ranks."""
+def _have_groups() -> None:
+    """Have a domain consist of groups of two ranks."""
     from balancing.sequences.planners import groups
 
     groups._RANKS, groups._MEMBERS = 2, 1
+
+
+def _train_in_groups(argv: list[str]) -> RankRun:
+    _have_groups()
     return train_rank(argv, True)
 
 
@@ -169,11 +173,13 @@ ROUTED = {
 }
 
 
-def _train_rank_with_figures(argv: list[str]) -> tuple[RankRun, list[dict[str, float]]]:
-    """Returns also the losses of routers that each step logs, added up in float64."""
+def _train_rank_with_figures(argv: list[str], groups: bool) -> tuple[RankRun, list[dict[str, float]]]:
+    """Returns also the losses of routers that each step logs, in float64. groups: whether domains have some."""
     import torch
     from megatron.core.transformer.moe.moe_logging import MetricEntry, MoEMetricsTracker
 
+    if groups:
+        _have_groups()
     logged: list[dict[str, float]] = []
     aggregate, record = MoEMetricsTracker._aggregate, MoEMetricsTracker.record
 
@@ -198,8 +204,8 @@ class Routed(Packed):
     """A model with experts, and the figures that its steps log."""
 
     @functools.cache  # noqa: B019
-    def logged(self, ranks: int, flags: str) -> tuple[Run, list[dict[str, float]]]:
-        runs = self.pool.run(ranks, _train_rank_with_figures, self.from_start(flags))
+    def logged(self, ranks: int, flags: str, groups: bool = False) -> tuple[Run, list[dict[str, float]]]:
+        runs = self.pool.run(ranks, _train_rank_with_figures, self.from_start(flags), groups)
         figures = runs[-1][1]
         assert len(figures) >= 2 and all(set(step) == set(figures[0]) for step in figures)
         return join([run for run, _ in runs]), figures
@@ -227,6 +233,17 @@ def test_losses_of_routers_are_those_of_samples(routed, layout, loss):
     reference, expected = routed.logged(1, f"{ENDS} {loss} {size}")
     assert_close(run, reference)
     assert {*expected[0]} == {"load_balancing_loss", "seq_load_balancing_loss"}
+    for step, alone in zip(figures, expected, strict=True):
+        assert step == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "flags"), [(4, f"{EP} 2"), (8, f"{SP} {EP} 2 --expert-tensor-parallel-size 1")])
+def test_losses_of_routers_in_groups(routed, ranks, flags):
+    """Of a large domain each group counts the tokens of its own samples."""
+    run, figures = routed.logged(ranks, f"{SHARED} {flags}", groups=True)
+    reference, expected = routed.logged(1, ENDS)
+    assert_close(run, reference)
     for step, alone in zip(figures, expected, strict=True):
         assert step == pytest.approx(alone, rel=1e-12)
 

@@ -39,6 +39,8 @@ class PlannedSequences(PackedSeqParams):
     prediction: what layers of multi-token prediction see (`megatron.balanced.sequences.prediction`).
     sample: int32 [rows], the sample of the domain's micro-batch that each row is of; None where no router asks.
     samples, origins: number of samples, and of Megatron-LM's micro-batches that have them, each as many.
+    sharing: of a domain that has groups, the group of ranks that hold the micro-batch, each with its share of the
+        tensor-parallel ranks' rows.
     """
 
     attention: Callable[..., torch.Tensor] | None = None
@@ -53,6 +55,7 @@ class PlannedSequences(PackedSeqParams):
     sample: torch.Tensor | None = None
     samples: int = 0
     origins: int = 1
+    sharing: Any = None
 
 
 class SequenceCoreAttention(MegatronModule):

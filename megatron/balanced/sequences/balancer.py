@@ -480,6 +480,7 @@ class SequenceBalancer(StepCallback):
             sample=there[2 * rows : 3 * rows] if self._routes_by_sample else None,
             samples=sum(plan.lengths) // self._args.seq_length,
             origins=self.domain.origins,
+            sharing=self._sharing if self.domain.groups > 1 else None,
         )
         return batch | {"attention_mask": None}, planned, plan
 

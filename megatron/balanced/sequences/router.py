@@ -11,6 +11,7 @@ added up over the ranks of the domain, int32 [samples, experts]; scores stay whe
 the loss is the product of its own scores with the counts of all. Sum, scaling and log are Megatron-LM's.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -101,8 +102,11 @@ class SampleRouter(TopKRouter):
         if rows < len(own):  # under sequence parallelism
             own = own[self.tp_group.rank() * rows :][:rows]
         part = own // samples_of_part
-        group = self.tp_dp_cp_group if planned.origins > 1 else self.tp_cp_group
-        tokens = tokens_of_parts(routing_map, part, parts, group)
+        if planned.sharing is None:
+            groups = [self.tp_dp_cp_group if planned.origins > 1 else self.tp_cp_group]
+        else:
+            groups = [planned.sharing, self.tp_group]
+        tokens = tokens_of_parts(routing_map, part, parts, groups)
         loss = loss_of_parts(scores, tokens, part, self.topk) * (coefficient * planned.origins / parts)
         return self.attach_and_log_load_balancing_loss(
             probs, coefficient, loss, name, self.tp_cp_group, valid_token_count=rows
@@ -110,18 +114,20 @@ class SampleRouter(TopKRouter):
 
 
 def tokens_of_parts(
-    routing_map: torch.Tensor, part: torch.Tensor, parts: int, group: dist.ProcessGroup
+    routing_map: torch.Tensor, part: torch.Tensor, parts: int, groups: Iterable[dist.ProcessGroup]
 ) -> torch.Tensor:
-    """int32 [part, expert], tokens of each part that all ranks of `group` route to each expert.
+    """int32 [part, expert], tokens of each part that all ranks of `groups` route to each expert.
 
     routing_map: bool [row, expert].
     part: int [row], of this rank's rows.
     parts: their number.
-    group: all of its ranks call this together.
+    groups: the tokens are added up over one after the other. All of their ranks call this together.
     """
     tokens = torch.zeros(parts, routing_map.shape[1], dtype=torch.int32, device=routing_map.device)
     tokens.index_add_(0, part, routing_map.to(torch.int32))  # whole numbers: the same in every order
-    dist.all_reduce(tokens, group=group)
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(tokens, group=group)
     return tokens
 
 
