@@ -135,6 +135,12 @@ MODELS = {
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall",
         f"{CP} 2 {PP} 2 {EP} 2 --balance-experts --expert-min-gain 0",
     ),
+    "experts with losses of micro-batches and samples": (
+        "",
+        f"{' '.join(MOE)} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 2e-2 "
+        "--moe-token-dispatcher-type alltoall",
+        f"{EP} 2 --sequence-domain data",
+    ),
     "two samples a micro-batch": ("--micro-batch-size 2", "", "--sequence-domain data"),
 }
 
