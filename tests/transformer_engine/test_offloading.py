@@ -119,7 +119,7 @@ def test_state_that_changes_sides_counts_its_steps(model_of):
     moved, state = train_moving(model.pool, 2, "", THERE_AND_BACK, base=base, body=_beside_a_host)
     stayed, expected = train_moving(model.pool, 2, "", {}, base=base, body=_beside_a_host)
     assert state.keys() == expected.keys()
-    steps = {name: (int(state[name]), int(expected[name])) for name in state if name.endswith(":step")}
+    steps = {name: (state[name].item(), expected[name].item()) for name in state if name.endswith(":step")}
     assert len(steps) > 4 * 5 and set(steps.values()) == {(4, 4)}
     assert moved.losses == pytest.approx(stayed.losses, rel=1e-4)
     for name in state:
