@@ -111,6 +111,7 @@ def test_activations_of_spread_documents_are_offloaded(model_of):
     assert_close(run, model.alone(PACKED), 1e-5, 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_state_that_changes_sides_counts_its_steps(model_of):
     """Transformer Engine's optimizer, on the device, counts them once a group, and torch's, on the host, for each
     parameter. The two round in other ways."""
