@@ -42,11 +42,12 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 def install() -> None:
     """Have the CPU device of this process have a host beside it, for good."""
     get_device, get_is_cuda = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
-    before = function_mode._ON_CPU.get(get_is_cuda, get_is_cuda)
 
     def is_cuda(tensor: torch.Tensor, *unused: Any) -> bool:
         asking = sys._getframe(2).f_globals.get("__name__", "")  # past the mode that calls this
-        return not is_on_host(tensor) if asking == HybridDeviceOptimizer.__module__ else before(tensor)
+        if asking == HybridDeviceOptimizer.__module__ or asking.startswith("transformer_engine."):
+            return not is_on_host(tensor)
+        return get_is_cuda(tensor)
 
     function_mode._ON_CPU |= {
         torch.Tensor.cpu: _to_host,
