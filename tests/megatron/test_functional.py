@@ -38,7 +38,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     LAYERS: {
         "--fine-grained-activation-offloading": "it counts the layers of a stage in advance",
-        "--fp8-param-gather --fp8-recipe delayed": "scales of weights belong to modules that a move replaces",
         "--overlap-param-gather-with-optimizer-step": (
             "it steps the optimizer in parts, and weights must be complete between steps"
         ),
