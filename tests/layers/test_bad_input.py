@@ -45,11 +45,6 @@ REFUSED = {
     ),
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "fp4": ({"fp4": "e2m1"}, "--fp4-format e2m1", "use --bf16"),
-    "weights with delayed scaling": (
-        {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_param_gather": True},
-        "--fp8-recipe delayed",
-        "use another",
-    ),
     "experts in one tensor": ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
     "optimizer": ({"optimizer": "soap"}, "--optimizer soap", "shape of a weight", "use --optimizer muon"),
     "optimizer that cannot run": ({"optimizer": "adaptive_muon"}, "--optimizer adaptive_muon", "use --optimizer muon"),

@@ -37,7 +37,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "--use-megatron-fsdp": "it shards the parameters of a layer over ranks",
     },
     LAYERS: {
-        "--fp8-param-gather --fp8-recipe delayed": "scales of weights belong to modules that a move replaces",
         "--overlap-param-gather-with-optimizer-step": (
             "it steps the optimizer in parts, and weights must be complete between steps"
         ),

@@ -242,6 +242,8 @@ MOVES = {
     "blockwise": ("blockwise", 2, PP2),
     "blockwise parameters, DP 2": ("blockwise", 4, f"{OVERLAPS} {PARAMETERS}"),
     "tensorwise parameters, DP 2": ("tensorwise", 4, f"{OVERLAPS} {PARAMETERS}"),
+    "delayed parameters": ("delayed", 2, f"{SHARDED} {PARAMETERS}"),
+    "delayed parameters, DP 2": ("delayed", 4, f"{OVERLAPS} {PARAMETERS}"),
     "mxfp8 parameters, precision-aware": ("mxfp8", 2, f"{SHARDED} {REUSED} {AWARE}"),
     "mxfp8 parameters, precision-aware, DP 2, both overlaps": ("mxfp8", 4, f"{OVERLAPS} {REUSED} {AWARE}"),
 }

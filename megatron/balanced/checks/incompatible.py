@@ -201,7 +201,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("delay_wgrad_compute", _OFF, (PRUNE,), "it computes weight gradients after they were masked"),
     Incompatible("delay_wgrad_compute", _OFF, (FREEZE,), "frozen layers have no weight gradients to compute later"),
     Incompatible("overlap_dispatch_backward_with_experts_wgrad", _OFF, (EXPERTS,),
-                 "Megatron-LM adds up gradients of experts before it has computed them",
+                 "Megatron-LM's data parallelism, which waits for --delay-wgrad-compute alone, takes gradients of "
+                 "experts before it has computed them",
                  "use --overlap-moe-expert-parallel-comm --delay-wgrad-compute"),
     Incompatible("overlap_param_gather_with_optimizer_step", _OFF, (EXPERTS, LAYERS, FREEZE, PRUNE), _IN_PARTS,
                  "use --overlap-param-gather alone"),

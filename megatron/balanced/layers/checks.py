@@ -42,8 +42,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    also = [*_delayed_weights(args), *_matrices_by_turns(args), *_offloading(args)]
-    check_compatible(args, LAYERS, flag, also)
+    check_compatible(args, LAYERS, flag, [*_matrices_by_turns(args), *_offloading(args)])
     plan = _layout(args)
     if plan is not None and plan.mtp_chunk and plan.mtp_chunk % stages == 0:  # two chunks would have an embedding each
         raise ValueError(
@@ -100,14 +99,6 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     if chunks > 1:
         raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
     check_compatible(args, RELEASE, flag)
-
-
-def _delayed_weights(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags by which weights in 8 bits have delayed scaling."""
-    if not getattr(args, "fp8", None) or not getattr(args, "fp8_param_gather", False) or args.fp8_recipe != "delayed":
-        return []
-    why = "scales of weights belong to modules that a move replaces"
-    return [("--fp8-param-gather --fp8-recipe delayed", why, "use another --fp8-recipe, or drop --fp8-param-gather")]
 
 
 def _matrices_by_turns(args: argparse.Namespace) -> list[tuple[str, str, str]]:

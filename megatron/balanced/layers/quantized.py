@@ -88,7 +88,10 @@ def known_scaling(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def start_scaling(module: torch.nn.Module, known: dict[str, Any]) -> None:
-    """Give `module`, of a new layer, the tensors of delayed scaling, with undefined contents."""
+    """Give `module`, of a new layer, the tensors of delayed scaling, with undefined contents.
+
+    Where weights are stored in 8 bits it was built with them, and keeps them: its weights refer to their elements.
+    """
     module.fp8_meta.update(known)
     module.init_fp8_meta_tensors(known["recipe"])
 
