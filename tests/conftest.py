@@ -104,7 +104,7 @@ def muon(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """As `pool`, where Megatron-LM finds NVIDIA's emerging optimizers."""
     if why := why_missing("emerging_optimizers", "emerging-optimizers"):
         pytest.skip(why)
-    workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.muon")
+    workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.stand_ins.muon")
     yield workers
     workers.stop()
 

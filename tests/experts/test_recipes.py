@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.flex_buffers import train_flex
-from tests.support.fused_moe import train_fused
+from tests.support.stand_ins.flex_buffers import train_flex
+from tests.support.stand_ins.fused_moe import train_fused
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, Run, join
 
 SIZES = "--num-layers 2 --global-batch-size 4 --train-iters 4 --expert-model-parallel-size 2"

@@ -48,7 +48,7 @@ def _beside_a_host(argv: list[str], plans: Plans) -> tuple[Any, dict[str, Any]]:
     from megatron.balanced import callbacks
     from megatron.balanced.layers.state import named_parameters
     from megatron.balanced.optimizer_state import parts
-    from tests.support.host_memory import install, is_on_host
+    from tests.support.stand_ins.host_memory import install, is_on_host
 
     install()
     sides: dict[str, bool] = {}

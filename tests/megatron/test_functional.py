@@ -16,13 +16,13 @@ import pytest
 
 from balancing.recipe import Recipe, read_recipes
 from megatron.balanced.recipe import BALANCERS, Verdict, command_line, verdicts
-from tests.megatron.test_structures import _place_at_random
-from tests.support import offloaded_activations
 from tests.support.claims import SUPPORT
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
 from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
+from tests.support.stand_ins import offloaded_activations
 from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, train_rank
+from tests.together.test_structures import _place_at_random
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "benchmarks/recipes/functional.json"

@@ -11,7 +11,7 @@ def _largest_differences(kv_heads: int) -> list[float]:
 
     from balancing.sequences.engine import kernels
     from tests.sequences.test_kernels import PIECES, _inputs
-    from tests.support.flash_attn_cuda import install
+    from tests.support.stand_ins.flash_attn_cuda import install
 
     install()
     differences = [0.0] * 5

@@ -8,7 +8,7 @@ without Transformer Engine.
 A checkpoint written under one set after a move is resumed under another, which moves layers again. There, each rank has
 the whole optimizer: Megatron-LM writes shards of it in float32.
 
-In the default run `tests/megatron/test_all_balancers.py` represents this family.
+In the default run `tests/together/test_all_balancers.py` represents this family.
 """
 
 import itertools
@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.megatron.test_structures import Planned, _assert_groups_differ, _place_at_random
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.moving import Plans, move_at
 from tests.support.training import MOE, RankRun, Run, differences, join, train_rank
+from tests.together.test_structures import Planned, _assert_groups_differ, _place_at_random
 
 pytestmark = pytest.mark.exhaustive
 

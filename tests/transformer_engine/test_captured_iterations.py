@@ -1,7 +1,7 @@
 """Replicas of experts in iterations that one CUDA graph holds, and in those that run again as tokens exceed a budget.
 
 Megatron-LM's own code captures, replays, asks whether tokens were dropped and runs the iteration again;
-`tests.support.captured_iterations` is in the place of the graph, of HybridEP and of the fused experts.
+`tests.support.stand_ins.captured_iterations` is in the place of the graph, of HybridEP and of the fused experts.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def _train(argv: list[str]) -> tuple[RankRun, dict[str, Any]]:
     from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
     from megatron.balanced.experts.balancer import ExpertBalancer
-    from tests.support import captured_iterations
+    from tests.support.stand_ins import captured_iterations
 
     captured_iterations.install()
     again, placements, experts = [], [], []

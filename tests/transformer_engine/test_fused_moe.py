@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from tests.support.fused_moe import STAND_INS, moe_unpermute
 from tests.support.packages_apart import why_missing
 from tests.support.pool import REPOSITORY, single_threaded
+from tests.support.stand_ins.fused_moe import STAND_INS, moe_unpermute
 
 
 def _parameters() -> dict[str, list[str]]:

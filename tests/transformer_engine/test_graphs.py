@@ -1,6 +1,6 @@
 """CUDA graphs of attention and routers beside replicas of experts.
 
-Megatron-LM's and Transformer Engine's own code captures and replays; `tests.support.cuda_graphs` is in the place of the
+Megatron-LM's and Transformer Engine's own code captures and replays; `tests.support.stand_ins.cuda_graphs` is in the place of the
 graph itself. What it replays cannot see what Python decided since.
 """
 
@@ -56,7 +56,7 @@ def _train_plain(argv: list[str]) -> RankRun:
 def _train_on_graphs(argv: list[str]) -> tuple[RankRun, list[tuple[int, int]], set[str]]:
     """Train. Returns the run; of each graph, how many operators it has and how often it was replayed; and the files of
     the Python that was captured."""
-    from tests.support import cuda_graphs
+    from tests.support.stand_ins import cuda_graphs
 
     cuda_graphs.install()
     if "--fp64" in argv:
@@ -102,7 +102,7 @@ def _move_on_graphs(argv: list[str], plans: Any) -> tuple[RankRun, list[tuple[in
     """Train with layers that move. Returns the run, the graphs as `_train_on_graphs` does, and the measured layers'
     forward passes of the last step."""
     from megatron.balanced.observer import Observer
-    from tests.support import cuda_graphs
+    from tests.support.stand_ins import cuda_graphs
 
     cuda_graphs.install()
     measured: list[Any] = []
@@ -173,7 +173,7 @@ def _capture() -> dict[str, Any]:
     """What a replay does after each of: nothing, another input, a decision of Python, a weight that moved."""
     import torch
 
-    from tests.support import cuda_graphs
+    from tests.support.stand_ins import cuda_graphs
 
     cuda_graphs.install()
     weight, rows, doubles = torch.nn.Parameter(torch.eye(3)), torch.ones(2, 3), [False]
@@ -215,7 +215,7 @@ def test_a_replay_is_what_was_captured(engine):
 def test_the_stand_in_has_the_interface_of_torch():
     import torch
 
-    from tests.support import cuda_graphs
+    from tests.support.stand_ins import cuda_graphs
 
     for name in ("replay", "reset", "pool"):
         theirs, own = (getattr(cls, name) for cls in (torch.cuda.CUDAGraph, cuda_graphs.CUDAGraph))

@@ -43,7 +43,7 @@ MOVES = {
 
 
 def _offloading(argv: list[str], plans: Any) -> Any:
-    from tests.support.offloaded_activations import install, offloaded
+    from tests.support.stand_ins.offloaded_activations import install, offloaded
 
     install()
     run = moving_rank(argv, plans)
@@ -65,7 +65,7 @@ def test_activations_of_layers_that_moved_are_offloaded(model_of, case):
 
 
 def _offloading_beside_replicas(argv: list[str]) -> Any:
-    from tests.support.offloaded_activations import install, offloaded
+    from tests.support.stand_ins.offloaded_activations import install, offloaded
 
     install()
     if "--use-transformer-engine-op-fuser" in argv:

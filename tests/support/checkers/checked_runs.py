@@ -131,10 +131,10 @@ def noted_rank(argv: list[str], plans: Any, per_node: int, checked: bool = True)
     if per_node:
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     from balancing.experts.engine import relay
-    from tests.megatron.test_structures import _place_at_random
     from tests.support.checkers.noted_device import install
     from tests.support.checkers.stream_races import watch_streams
     from tests.support.moving import move_at
+    from tests.together.test_structures import _place_at_random
 
     log = install() if checked else None
     races = watch_streams(log) if log else None

@@ -375,8 +375,8 @@ def install_flex() -> dict[str, int]:
 
 
 def train_flex(argv: list[str], keep_parameters: bool) -> Any:
-    """As `tests.support.fused_moe.train_fused`, with the buffers. Fails if the chosen one was not called."""
-    from tests.support.fused_moe import train_fused
+    """As `tests.support.stand_ins.fused_moe.train_fused`, with the buffers. Fails if the chosen one was not called."""
+    from tests.support.stand_ins.fused_moe import train_fused
 
     calls = install_flex()
     run = train_fused(argv, keep_parameters)

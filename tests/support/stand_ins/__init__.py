@@ -1,0 +1,1 @@
+"""Stand-ins for hardware and packages that a CPU does not have: graphs, buffers, kernels, the memory of a host."""
