@@ -1,7 +1,7 @@
 """CUDA graphs of attention and routers beside replicas of experts.
 
-Megatron-LM's and Transformer Engine's own code captures and replays; `tests.support.stand_ins.cuda_graphs` is in the place of the
-graph itself. What it replays cannot see what Python decided since.
+Megatron-LM's and Transformer Engine's own code captures and replays; `tests.support.stand_ins.cuda_graphs` is in the
+place of the graph itself. What it replays cannot see what Python decided since.
 """
 
 import inspect

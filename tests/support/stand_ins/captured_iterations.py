@@ -1,6 +1,6 @@
 """A CUDA graph of whole iterations on the CPU device, and what its kernels are made of.
 
-`Graph` extends `tests.support.stand_ins.cuda_graphs` by what a graph of an iteration holds beside operators: collectives and
+`Graph` extends `cuda_graphs` by what a graph of an iteration holds beside operators: collectives and
 messages, which a replay starts again and waits for where the capture did, and kernels of packages outside of torch
 (`as_kernel`). As on a GPU, a capture changes no memory that it did not make, since nothing runs, and it fails where the
 host reads numbers of the device, where memory is used that a message may still read or write, and where it ends before
