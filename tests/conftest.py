@@ -32,13 +32,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--pauses", type=int, metavar="SEED", help="ranks stand still at random, as on a machine that is busy elsewhere"
     )
     parser.addoption(
-        "--triples", action="store_true", help="all triples of structures, a quarter of an hour that CI does not take"
+        "--triples",
+        action="store_true",
+        help="triples of structures and, with --exhaustive, more pairs of checkpoints, which CI does not take",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): the time limit of a test, {DEFAULT_SECONDS:.0f} s by default")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive only")
+    config.addinivalue_line("markers", "triples: runs with --triples only")
     config.addinivalue_line("markers", "gpu: runs where torch finds a CUDA device only")
     watch(config)
 

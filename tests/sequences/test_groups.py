@@ -28,8 +28,6 @@ def area_of_ranks(samples: list[tuple[int, ...]], ranks: int, groups: int, metho
 
 
 UNEVEN = "chunks leaves two ranks of a group at 0.87 and 1.13 of the mean, with pieces that no cut evens out"
-    "of one group chunks leaves two ranks of a node at 0.87 and 1.13 of the mean, with pieces that no cut evens out"
-)
 
 
 @pytest.mark.parametrize(
