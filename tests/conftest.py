@@ -85,11 +85,15 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-@pytest.fixture(scope="session")
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    workers = Pool(pauses=request.config.getoption("--pauses"))
+def _ranks(request: pytest.FixtureRequest, before: str | None = None) -> Iterator[Pool]:
+    workers = Pool(pauses=request.config.getoption("--pauses"), before=before)
     yield workers
     workers.stop()
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    yield from _ranks(request)
 
 
 @pytest.fixture(scope="session")
@@ -97,9 +101,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """As `pool`, where Megatron-LM finds Transformer Engine's own Python over a stand-in for its C++ module."""
     if why := why_missing("transformer_engine", "Transformer Engine"):
         pytest.skip(why)
-    workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.transformer_engine")
-    yield workers
-    workers.stop()
+    yield from _ranks(request, "tests.support.transformer_engine")
 
 
 @pytest.fixture(scope="session")
@@ -107,9 +109,7 @@ def muon(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """As `pool`, where Megatron-LM finds NVIDIA's emerging optimizers."""
     if why := why_missing("emerging_optimizers", "emerging-optimizers"):
         pytest.skip(why)
-    workers = Pool(pauses=request.config.getoption("--pauses"), before="tests.support.stand_ins.muon")
-    yield workers
-    workers.stop()
+    yield from _ranks(request, "tests.support.stand_ins.muon")
 
 
 @pytest.fixture(scope="session")

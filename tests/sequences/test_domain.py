@@ -211,6 +211,16 @@ class Routed(Packed):
         return join([run for run, _ in runs]), figures
 
 
+Logged = tuple[Run, list[dict[str, float]]]
+
+
+def _assert_alike(found: Logged, expected: Logged) -> None:
+    """Losses, parameters, and what each step logs of routers."""
+    assert_close(found[0], expected[0])
+    for step, alone in zip(found[1], expected[1], strict=True):
+        assert step == pytest.approx(alone, rel=1e-12)
+
+
 @pytest.fixture(scope="module")
 def routed(pool, tmp_path_factory) -> Routed:
     model = f"{' '.join(MOE)} {OF_SAMPLES} --moe-token-dispatcher-type alltoall --global-batch-size 4 --train-iters 2"
@@ -231,33 +241,24 @@ def test_losses_of_routers_are_those_of_samples(routed, layout, loss):
     size = "--micro-batch-size 2" if "--micro-batch-size 2" in flags else ""
     run, figures = routed.logged(ranks, f"{SHARED} {flags} {loss}")
     reference, expected = routed.logged(1, f"{ENDS} {loss} {size}")
-    assert_close(run, reference)
     assert {*expected[0]} == {"load_balancing_loss", "seq_load_balancing_loss"}
-    for step, alone in zip(figures, expected, strict=True):
-        assert step == pytest.approx(alone, rel=1e-12)
+    _assert_alike((run, figures), (reference, expected))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "flags"), [(4, f"{EP} 2"), (8, f"{SP} {EP} 2 --expert-tensor-parallel-size 1")])
 def test_losses_of_routers_in_groups(routed, ranks, flags):
     """Of a large domain each group counts the tokens of its own samples."""
-    run, figures = routed.logged(ranks, f"{SHARED} {flags}", groups=True)
-    reference, expected = routed.logged(1, ENDS)
-    assert_close(run, reference)
-    for step, alone in zip(figures, expected, strict=True):
-        assert step == pytest.approx(alone, rel=1e-12)
+    _assert_alike(routed.logged(ranks, f"{SHARED} {flags}", groups=True), routed.logged(1, ENDS))
 
 
 @pytest.mark.exhaustive
 def test_samples_that_are_one_document_each(routed):
     """Without boundaries Megatron-LM keeps the samples of a micro-batch apart, and balanced sequences pack them."""
-    reference, expected = routed.logged(1, "--micro-batch-size 2")
+    reference = routed.logged(1, "--micro-batch-size 2")
     for domain in ("context", "data"):
         spread = f"--micro-batch-size 2 --balance-sequences {CP} 2 --sequence-domain {domain}"
-        run, figures = routed.logged(4, spread)
-        assert_close(run, reference)
-        for step, alone in zip(figures, expected, strict=True):
-            assert step == pytest.approx(alone, rel=1e-12)
+        _assert_alike(routed.logged(4, spread), reference)
 
 
 @pytest.mark.exhaustive
