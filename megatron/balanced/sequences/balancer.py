@@ -163,7 +163,7 @@ class SequenceBalancer(StepCallback):
             padding = dataset.config.tokenizer.pad if self._args.sft else None
             own = partial(
                 _compiled,
-                shape=shape_of(self._args),
+                shape=self._shape,
                 rank=self.domain.rank,
                 cluster=self._cluster,
                 routing=self._routing,
@@ -205,7 +205,7 @@ class SequenceBalancer(StepCallback):
         return partial(
             plan_sequences,
             cluster=self._cluster,
-            shape=shape_of(self._args),
+            shape=self._shape,
             method=self.config.sequence_planner,
             token_capacity=self.config.sequence_token_capacity or None,
             chunk=self.config.sequence_chunk or None,
@@ -222,7 +222,7 @@ class SequenceBalancer(StepCallback):
             deal_documents,
             micro_batches=get_num_microbatches(),
             cluster=self._cluster,
-            shape=shape_of(args),
+            shape=self._shape,
             token_capacity=self.config.sequence_token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / ranks),
         )
         return Steps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, deal)
@@ -234,7 +234,7 @@ class SequenceBalancer(StepCallback):
     @property
     def _token_bytes(self) -> TokenBytes:
         """Bytes of a token in the attention of this rank, for routes."""
-        args, shape = self._args, shape_of(self._args)
+        args, shape = self._args, self._shape
         heads, kv_heads = (
             max(number // args.tensor_model_parallel_size, 1) for number in (shape.heads, shape.kv_heads)
         )
@@ -246,6 +246,10 @@ class SequenceBalancer(StepCallback):
             item_bytes=item_bytes,
             value_size=shape.value_size,
         )
+
+    @cached_property
+    def _shape(self) -> AttentionShape:
+        return shape_of(self._args)
 
     @property
     def _shifts(self) -> int:
@@ -262,7 +266,7 @@ class SequenceBalancer(StepCallback):
         """Keys and values of a micro-batch, and their gradients in the type that they are added up in: of one layer at
         a time. Before the first micro-batch, the most that there can be."""
         rows = self._most_rows or self._args.micro_batch_size * self._args.seq_length
-        shape, dtype = shape_of(self._args), self._args.params_dtype
+        shape, dtype = self._shape, self._args.params_dtype
         numbers = rows * max(shape.kv_heads // self._args.tensor_model_parallel_size, 1)
         numbers *= shape.head_size + (shape.value_size or shape.head_size)
         return Held(buffers=float(numbers * (dtype.itemsize + accumulation_dtype(dtype).itemsize)))
@@ -330,7 +334,7 @@ class SequenceBalancer(StepCallback):
             action="spread",
             micro_batches=len(plans),
             methods=dict(Counter(plan.method for plan in plans)),
-            **({"latents": sum(batch.latents for batch in batches)} if shape_of(self._args).latent else {}),
+            **({"latents": sum(batch.latents for batch in batches)} if self._shape.latent else {}),
             token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
             micro_batch_imbalance_before=imbalance(costs[0]),
             micro_batch_imbalance_after=imbalance(costs[1]),
@@ -376,13 +380,13 @@ class SequenceBalancer(StepCallback):
 
     def _costs(self, micro_batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """[micro-batch], seconds of its documents."""
-        cluster, shape = self._cluster, shape_of(self._args)
+        cluster, shape = self._cluster, self._shape
         return np.array([document_seconds(lengths, cluster, shape).sum() for lengths in micro_batches])
 
     def _areas(self, plan: SequencePlan, drawn: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """[rank], area if Megatron-LM cut the batch, and area under the plan: of a layer, or where layers are of two
         kinds, of all layers together. drawn: lengths of Megatron-LM's micro-batch, by data-parallel rank."""
-        shape = shape_of(self._args)
+        shape = self._shape
         if shape.window is None:
             return self._upstream_areas(plan.ranks, drawn, None), plan.area
         whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)
