@@ -106,7 +106,7 @@ class ReplicaPlacement:
         """Number of experts that a rank is home to."""
         return self.experts // self.num_ranks
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Number of replicas on all ranks together."""
         return int((self.slot_expert >= 0).sum())
@@ -193,6 +193,10 @@ class ReplicaPlacement:
 
     def digest(self) -> str:
         """A hash of everything that the split depends on; ranks compare it before they use a placement."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         sizes = f"{self.split} {self.ranks_per_node} {self.nics_per_node} {self.slot_expert.shape}"
         content = hashlib.sha256(sizes.encode())
         content.update(self.home.tobytes())

@@ -19,10 +19,10 @@ from balancing.layers.cost import CostAverage, LayerSeconds, over_ranks
 from balancing.layers.gate import Decision, Gate, GateConfig, LayerMove, layer_moves, migration_seconds
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.plan import plan_stages
+from balancing.layers.plan import plan_pipeline, plan_stages
 from balancing.layers.planners.refine import refine_plan
 from balancing.layers.repack import Release, Repack, choose_repack, first_fit, release_of, repack_options
-from balancing.layers.simulator.schedule import Operation, operations
+from balancing.layers.simulator.schedule import Operation, ScheduleOptions, operations
 from balancing.layers.simulator.timeline import Span, Timeline, simulate_schedule, simulate_steps
 from balancing.layers.stage_plan import StagePlan
 
@@ -37,6 +37,7 @@ __all__ = [
     "Operation",
     "Release",
     "Repack",
+    "ScheduleOptions",
     "Span",
     "StagePlan",
     "Timeline",
@@ -48,6 +49,7 @@ __all__ = [
     "migration_seconds",
     "operations",
     "over_ranks",
+    "plan_pipeline",
     "plan_stages",
     "refine_plan",
     "release_of",

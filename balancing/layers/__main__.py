@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,13 +19,14 @@ from balancing.command_line import Parser
 from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, stage_memory
-from balancing.layers.plan import METHODS, plan_stages
-from balancing.layers.planners.refine import refine_plan
+from balancing.layers.plan import METHODS, plan_pipeline
 from balancing.layers.repack import choose_repack, repack_options
+from balancing.layers.simulator.schedule import ScheduleOptions
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["main"]
 
+_MOST_CHUNKS, _WORTH = 4, 0.01  # chunks a stage that are compared, and the share of a step that is worth a word
 _WIDTH = 100  # of tables; lines of text are left to the terminal
 
 
@@ -85,24 +87,22 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
     count = run.micro_batches if options.micro_batches is None else options.micro_batches
     cost = run.cost
     limit = None if options.memory_limit is None else options.memory_limit * 1e9
-    before = cost.simulate(run.plan, count).step_time
+    before = cost.simulate(run.plan, count, **run.schedule).step_time
+    schedule = run.schedule if stages == run.plan.stages else _other_stages(run)
+
     if options.layout is not None:
         plan = from_layout(options.layout, stages, layers=cost.layers)
     else:
-        plan = plan_stages(
-            cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), memory=memory, memory_limit=limit,
-            virtual=virtual, current=run.plan, method=options.method, micro_batches=count, min_layers=_least(options),
+        plan = plan_pipeline(
+            cost, stages, count, memory=memory, memory_limit=limit, virtual=virtual, current=run.plan,
+            method=options.method, min_layers=_least(options), **schedule,
         )  # fmt: skip
-
-        def fits(other: StagePlan) -> bool:
-            return memory is None or limit is None or bool((stage_memory(other, memory, count) <= limit).all())
-
         if options.method == "optimal":
-            plan = refine_plan(plan, cost, count, min_layers=_least(options), fits=fits)
             same = (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual)
-            if same and fits(run.plan) and before <= cost.simulate(plan, count).step_time:
+            fits = memory is None or limit is None or (stage_memory(run.plan, memory, count, **schedule) <= limit).all()
+            if same and fits and before <= cost.simulate(plan, count, **schedule).step_time:
                 plan = run.plan
-    after = cost.simulate(plan, count).step_time
+    after = cost.simulate(plan, count, **schedule).step_time
     if (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual):
         _show_stages(run, plan, console)
     print(
@@ -115,6 +115,43 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
     if plan is run.plan:
         print("The recorded layout is as good as any that was found.")
     print(f'--pipeline-model-parallel-layout "{to_layout(plan, mtp_layers=options.mtp_layers)}"')
+    if options.layout is None and options.virtual is None and options.method == "optimal" and not plan.mtp_layers:
+        _show_chunks(run, plan, count, memory, limit, _least(options), schedule)
+
+
+def _show_chunks(
+    run: RecordedRun,
+    plan: StagePlan,
+    micro_batches: int,
+    memory: LayerMemory | None,
+    limit: float | None,
+    least: int,
+    schedule: ScheduleOptions,
+) -> None:
+    """Say which number of chunks a stage has the shortest step, if it is another one than that of `plan`."""
+    cost, seconds = run.cost, {}
+    for virtual in range(1, _MOST_CHUNKS + 1):
+        if virtual > 1 and (plan.stages == 1 or micro_batches % plan.stages or cost.layers < virtual * plan.stages):
+            continue
+        try:
+            found = plan_pipeline(
+                cost, plan.stages, micro_batches, memory=memory, memory_limit=limit, virtual=virtual, min_layers=least,
+                **schedule,
+            )  # fmt: skip
+        except ValueError:  # too much memory
+            continue
+        seconds[virtual] = cost.simulate(found, micro_batches, **schedule).step_time
+    own = cost.simulate(plan, micro_batches, **schedule).step_time
+    seconds[plan.virtual] = min(own, seconds.get(plan.virtual, np.inf))
+    best = min(seconds, key=lambda virtual: seconds[virtual])
+    if seconds[best] < (1 - _WORTH) * seconds[plan.virtual]:
+        each = ", ".join(f"{virtual}: {_ms(seconds[virtual])}" for virtual in sorted(seconds))
+        print(f"The pipeline by chunks a stage, messages not counted: {each}. --virtual {best} prints that layout.")
+
+
+def _other_stages(run: RecordedRun) -> ScheduleOptions:
+    """The schedule of the run with another number of stages, whose groups have as many micro-batches as stages."""
+    return ScheduleOptions(in_parts=run.schedule.get("in_parts", False))
 
 
 def _least(options: argparse.Namespace) -> int:
@@ -147,7 +184,7 @@ def _repack(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
     sizes = repack_options(
         run.cost, run.plan, count, ranks_per_stage=run.ranks_per_stage, ranks_per_node=run.ranks_per_node,
         memory=memory, memory_limit=None if options.memory_limit is None else options.memory_limit * 1e9,
-        min_stages=options.repack_min_stages,
+        min_stages=options.repack_min_stages, **run.schedule,
     )  # fmt: skip
     table = Table("stages", "step", "throughput", "GPU-hours", "ranks freed", "nodes freed", "layers",
                   box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip

@@ -3,8 +3,8 @@
 Forward time alone does not show freezing, which removes the backward, and numbers of parameters show hardly any dynamic
 scheme. So forward, input gradient and weight gradient are separate, the embedding and the head count like layers, and
 costs are combined: the mean over data-parallel replicas, which process different data; the maximum over
-expert-parallel ranks, which wait for each other; an average over iterations, since following the noise of single
-iterations costs more than it gains.
+expert-parallel ranks, which wait for each other, with the messages they wait for; an average over iterations, since
+following the noise of single iterations costs more than it gains.
 
 An average that is long enough to suppress noise is too slow for a model that was just pruned or frozen. `CostAverage`
 detects such a jump and restarts.
@@ -13,7 +13,6 @@ detects such a jump and restarts.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -78,13 +77,27 @@ class LayerSeconds:
     def stage_seconds(self, plan: StagePlan) -> tuple[FloatArray, FloatArray]:
         """Forward and backward seconds of one micro-batch, each [stage, chunk], for `simulate_schedule`."""
         assert plan.layers == self.layers, f"a plan of {plan.layers} layers for costs of {self.layers}"
-        first, both = np.asarray(plan.bounds), []
+        forward, backward = self.seconds_of_bounds(np.array([plan.bounds]), plan.stages, plan.behind)
+        return forward[0], backward[0]
+
+    def seconds_of_bounds(
+        self, bounds: NDArray[np.int64], stages: int, behind: int = 0
+    ) -> tuple[FloatArray, FloatArray]:
+        """`stage_seconds` of many plans at once, each [plan, stage, chunk].
+
+        bounds: [plan, chunks + 1], as `StagePlan.bounds`, of chunks along the pipeline.
+        stages: pipeline size.
+        behind: chunks at the end without layers, as `StagePlan.behind`.
+        """
+        both = []
         for each, at in ((self.forward, 0), (self.backward, 1)):
-            sums = np.diff(np.concatenate([[0.0], np.cumsum(each)])[first]).reshape(plan.virtual, plan.stages)
-            sums[0, 0] += self.embedding[at]
-            sums[-1, -1] += self.head[at]
-            sums.flat[sums.size - 1 - plan.behind] += self.mtp[at]
-            both.append(np.ascontiguousarray(sums.T))
+            sums = np.diff(np.concatenate([[0.0], np.cumsum(each)])[bounds], axis=1)
+            sums[:, 0] += self.embedding[at]
+            sums[:, -1] += self.head[at]
+            sums[:, -1 - behind] += self.mtp[at]
+            both.append(
+                np.ascontiguousarray(sums.reshape(len(bounds), sums.shape[1] // stages, stages).transpose(0, 2, 1))
+            )
         return both[0], both[1]
 
     def stage_loads(self, plan: StagePlan) -> FloatArray:
@@ -92,15 +105,32 @@ class LayerSeconds:
         forward, backward = self.stage_seconds(plan)
         return np.asarray((forward + backward).sum(axis=1))
 
-    def simulate(self, plan: StagePlan, micro_batches: int, *, transfer: ArrayLike = 0.0) -> Timeline:
-        """One training step under `plan`; transfer: seconds a message takes, see `simulate_schedule`."""
+    def simulate(
+        self,
+        plan: StagePlan,
+        micro_batches: int,
+        *,
+        transfer: ArrayLike = 0.0,
+        group: int | None = None,
+        in_parts: bool = False,
+    ) -> Timeline:
+        """One training step under `plan`; transfer, group, in_parts: see `simulate_schedule`."""
         forward, backward = self.stage_seconds(plan)
-        return simulate_schedule(forward, backward, micro_batches, transfer=transfer)
+        return simulate_schedule(forward, backward, micro_batches, transfer=transfer, group=group, in_parts=in_parts)
 
-    def step_seconds(self, plans: Sequence[StagePlan], micro_batches: int, *, transfer: ArrayLike = 0.0) -> FloatArray:
-        """Simulated seconds of a step under each of many plans with equal numbers of stages and chunks, [plan]."""
-        forward, backward = np.array([self.stage_seconds(plan) for plan in plans]).transpose(1, 0, 2, 3)
-        return simulate_steps(forward, backward, micro_batches, transfer=transfer)
+    def step_seconds(
+        self,
+        plans: Sequence[StagePlan],
+        micro_batches: int,
+        *,
+        transfer: ArrayLike = 0.0,
+        group: int | None = None,
+        in_parts: bool = False,
+    ) -> FloatArray:
+        """Simulated seconds of a step, [plan]; plans have equal stages, chunks and place of multi-token prediction."""
+        bounds = np.array([plan.bounds for plan in plans])
+        forward, backward = self.seconds_of_bounds(bounds, plans[0].stages, plans[0].behind)
+        return simulate_steps(forward, backward, micro_batches, transfer=transfer, group=group, in_parts=in_parts)
 
     def _values(self) -> FloatArray:
         """All values in one array [3 * layers + 6]."""
@@ -113,24 +143,27 @@ class LayerSeconds:
         return LayerSeconds(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5]))
 
 
-def over_ranks(
-    seconds: ArrayLike, experts: ArrayLike | None = None, *, of_experts: Literal["max", "mean"] = "max"
-) -> FloatArray:
+def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike) -> FloatArray:
     """Combine the measurements of several ranks that hold the same layers.
 
-    seconds: float array [rank, ...].
-    experts: int array [rank], the expert-parallel group of each rank; None if each rank is a group.
-    of_experts: how to combine the ranks of a group. They wait for each other in every MoE layer, so "max" is the
-        default.
+    device, wall: float arrays [rank, ...], device and wall-clock seconds.
+    experts: int array [rank], the expert-parallel group of each rank.
 
-    Returns an array [...], the mean over groups, which are data-parallel replicas with different data.
+    Ranks of a group wait for each other in every MoE layer, so a layer takes as long as on the slowest, or longer, for
+    the clock of a CPU leaves out messages, such as tokens on their way to experts. The rank that comes last waits for
+    messages only, so the shortest wall-clock time of a group is that of its layer, messages included. A rank alone in
+    its group waits for no other, and its device seconds count: on a shared machine wall-clock seconds are longer.
+
+    Returns an array [...], the mean over groups, which are data-parallel replicas with different data. Raises
+    ValueError for arrays of different numbers of ranks.
     """
-    measured = np.asarray(seconds, dtype=float)
-    group = np.arange(len(measured)) if experts is None else np.asarray(experts)
-    if group.shape != measured.shape[:1]:
-        raise ValueError(f"experts has shape {group.shape} for {len(measured)} ranks")
-    members = [measured[group == each] for each in np.unique(group)]
-    return np.asarray(np.mean([m.max(axis=0) if of_experts == "max" else m.mean(axis=0) for m in members], axis=0))
+    work, waited, group = np.asarray(device, dtype=float), np.asarray(wall, dtype=float), np.asarray(experts)
+    if waited.shape != work.shape or group.shape != work.shape[:1]:
+        raise ValueError(f"wall has shape {waited.shape} and experts {group.shape}, for device of shape {work.shape}")
+    members = [(work[group == each], waited[group == each]) for each in np.unique(group)]
+    return np.asarray(
+        np.mean([np.maximum(w.max(axis=0), t.min(axis=0)) if len(w) > 1 else w[0] for w, t in members], axis=0)
+    )
 
 
 @dataclass

@@ -1,12 +1,14 @@
 """Costs of layers and the plan in force, read from the directory that --balance-report wrote."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
+from balancing.layers.simulator.schedule import ScheduleOptions
 from balancing.layers.stage_plan import StagePlan
 from balancing.report import read_history, summarize
 
@@ -23,6 +25,7 @@ class RecordedRun:
     ranks_per_stage, ranks_per_node: of the job.
     step_seconds: measured median.
     memory: float array [stage], the most bytes that a rank of each stage held; empty if not measured.
+    schedule: of a pipeline with several chunks a stage.
     """
 
     cost: LayerSeconds
@@ -32,6 +35,7 @@ class RecordedRun:
     ranks_per_node: int
     step_seconds: float
     memory: np.ndarray
+    schedule: ScheduleOptions = field(default_factory=lambda: ScheduleOptions())
 
 
 def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
@@ -64,8 +68,8 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
     if "mtp" in costs.names:
         at = costs.names.index("mtp")
         plan = replace(plan, mtp_layers=1, mtp_chunk=int(costs.chunk[at]) * stages + int(costs.stage[at]))
-    micro_batches = [history.stages[i]["micro_batches"] for i in summary.counted if i in history.stages]
-    if not micro_batches or not micro_batches[-1]:
+    lines = [history.stages[i] for i in summary.counted if i in history.stages]
+    if not lines or not lines[-1]["micro_batches"]:
         raise ValueError(f"{directory} does not say how many micro-batches a step has; train with a newer version")
 
     def ends(name: str) -> tuple[float, float]:
@@ -88,11 +92,21 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
             ends("mtp"),
         ),
         plan=plan,
-        micro_batches=int(micro_batches[-1]),
+        micro_batches=int(lines[-1]["micro_batches"]),
         ranks_per_stage=len(ranks.rank) // stages,
         ranks_per_node=int(np.bincount(ranks.node).max()),
         step_seconds=summary.step_seconds,
         memory=memory,
+        schedule=_schedule(lines[-1]),
+    )
+
+
+def _schedule(line: dict[str, Any]) -> ScheduleOptions:
+    """The schedule that a line of the log tells of; older ones, and those of one chunk a stage, tell nothing."""
+    if "microbatch_group_size" not in line:
+        return ScheduleOptions()
+    return ScheduleOptions(
+        group=line["microbatch_group_size"], in_parts=bool(line.get("overlap_moe_expert_parallel_comm"))
     )
 
 
@@ -110,14 +124,18 @@ def estimate_memory(run: RecordedRun) -> LayerMemory:
     if len(peak) != plan.stages or not peak.all():
         raise ValueError("the report has no memory of its ranks, so it is unknown what fits; record it on GPUs")
     counts = np.array(plan.counts, dtype=float)
-    held = (in_flight(plan.stages, plan.virtual, run.micro_batches) * counts[:, None, :]).sum(axis=2).max(axis=1)
+    held = (
+        (in_flight(plan.stages, plan.virtual, run.micro_batches, **run.schedule) * counts[:, None, :])
+        .sum(axis=2)
+        .max(axis=1)
+    )
     terms = np.stack([counts.sum(axis=1), held], axis=1)
     static, activation = np.maximum(np.linalg.lstsq(terms, peak.astype(float), rcond=None)[0], 0.0)
     ones = np.ones(plan.layers)
 
     def missing(static: float, activation: float) -> np.ndarray:
         of_layers = LayerMemory(static * ones, activation * ones)
-        return peak - stage_memory(plan, of_layers, run.micro_batches)
+        return peak - stage_memory(plan, of_layers, run.micro_batches, **run.schedule)
 
     inner = (missing(static, activation) / np.maximum(terms[:, 0], 1.0))[1:-1]
     static += max(float(inner.max(initial=0.0)), 0.0)

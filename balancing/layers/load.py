@@ -21,64 +21,74 @@ __all__ = ["fit_activations", "join_ranks", "layer_seconds"]
 FloatArray = NDArray[np.float64]
 
 
-def layer_seconds(record: RankRecord, layers: int) -> FloatArray:
-    """Device seconds per micro-batch of each part of the model on one rank in one iteration.
+def layer_seconds(record: RankRecord, layers: int, *, in_turn: bool = False) -> FloatArray:
+    """Seconds per micro-batch of each part of the model on one rank in one iteration.
 
-    Returns a float array [layers + 3, 2]: the layers, the embedding, the head and multi-token prediction; forward, and
-    backward with recomputation. nan for parts that the rank does not hold. A pass may have several spans, one after the
-    other among those of its part.
+    in_turn: whether passes run in turn with those of another micro-batch, whose time a pass's wall-clock time contains.
+        Messages then run beside the other's computation and are no cost.
+
+    Returns a float array [layers + 3, 2, 2]: the layers, the embedding, the head and multi-token prediction; forward,
+    and backward with recomputation; device seconds, and wall-clock seconds (device seconds again with `in_turn`). nan
+    for parts that the rank does not hold. A pass may have several spans, one after the other among those of its part.
     """
-    seconds = np.zeros((layers + 3, 2))
+    seconds = np.zeros((layers + 3, 2, 2))
     passes = np.zeros(layers + 3)
     latest: dict[int | str, int] = {}  # part -> micro-batch of its last forward pass
     row = {"embedding": layers, "head": layers + 1, "mtp": layers + 2} | {number: number for number in range(layers)}
     for span in record.spans:
         if span.layer in row and span.kind in ("forward", "backward", "recompute"):
-            seconds[row[span.layer], int(span.kind != "forward")] += span.busy
+            seconds[row[span.layer], int(span.kind != "forward")] += span.busy, span.busy if in_turn else span.seconds
             if span.kind == "forward" and latest.get(span.layer) != span.micro_batch:
                 latest[span.layer] = span.micro_batch
                 passes[row[span.layer]] += 1
-    return np.where(passes[:, None] > 0, seconds / np.maximum(passes, 1)[:, None], np.nan)
+    counted = passes[:, None, None]
+    return np.where(counted > 0, seconds / np.maximum(counted, 1), np.nan)
 
 
 def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[LayerSeconds]:
     """The cost of the whole model in each of several iterations.
 
-    seconds: for each rank an array [iteration, layers + 3, 2] from `layer_seconds`.
-    experts: for each rank the number of its expert-parallel group; ranks of a group wait for each other, so the
-        slowest counts.
+    seconds: for each rank an array [iteration, layers + 3, 2, 2] from `layer_seconds`.
+    experts: for each rank the number of its expert-parallel group.
 
     Raises ValueError if a part of the model was measured on no rank; one without multi-token prediction has none.
     """
     measured, group = np.stack(seconds), np.asarray(experts)
-    whole = np.empty(measured.shape[1:])
+    whole = np.empty(measured.shape[1:4])
     mtp = measured.shape[2] - 1
     whole[:, mtp] = 0.0
     for part in range(measured.shape[2]):
-        there = ~np.isnan(measured[:, 0, part, 0])
+        there = ~np.isnan(measured[:, 0, part, 0, 0])
         if not there.any():
             if part == mtp:
                 continue
             raise ValueError(f"part {part} of {mtp} (layers, embedding, head) was measured on no rank")
-        whole[:, part] = over_ranks(measured[there, :, part], group[there])
+        device, wall = np.moveaxis(measured[there, :, part], -1, 0)
+        whole[:, part] = over_ranks(device, wall, group[there])
     return [LayerSeconds(step[:-3, 0], step[:-3, 1], 0.0, *((end[0], end[1]) for end in step[-3:])) for step in whole]
 
 
 def fit_activations(
-    resting: LayerMemory, peaks: FloatArray, plan: StagePlan, micro_batches: int | None = None
+    resting: LayerMemory,
+    peaks: FloatArray,
+    plan: StagePlan,
+    micro_batches: int | None = None,
+    *,
+    group: int | None = None,
+    in_parts: bool = False,
 ) -> LayerMemory:
     """Add to `resting`, which has no activations, those that explain the measured peaks of the stages.
 
     resting: weights, gradients and optimizer state.
     peaks: float array [stage], the most bytes that a rank of each stage held under `plan`.
     plan: in force when the peaks were measured.
-    micro_batches: of a step.
+    micro_batches, group, in_parts: of the schedule, as in `in_flight`.
 
     All layers are assumed to have equal activations, of the largest size that a stage implies, so that no stage is
     underestimated.
     """
     ones = LayerMemory(np.zeros(plan.layers), activation=1.0)
-    layers_in_flight = stage_memory(plan, ones, micro_batches)
-    left = peaks - stage_memory(plan, resting, micro_batches)
+    layers_in_flight = stage_memory(plan, ones, micro_batches, group=group, in_parts=in_parts)
+    left = peaks - stage_memory(plan, resting, micro_batches, group=group, in_parts=in_parts)
     each = np.where(layers_in_flight > 0, left / np.maximum(layers_in_flight, 1.0), 0.0)
     return replace(resting, activation=max(float(each.max()), 0.0))

@@ -66,28 +66,36 @@ class LayerMemory:
 
 
 @lru_cache(maxsize=64)
-def in_flight(stages: int, virtual: int = 1, micro_batches: int | None = None) -> NDArray[np.int64]:
+def in_flight(
+    stages: int,
+    virtual: int = 1,
+    micro_batches: int | None = None,
+    group: int | None = None,
+    in_parts: bool = False,
+) -> NDArray[np.int64]:
     """Numbers of micro-batches in flight of each chunk, at the moments when a stage may hold the most.
 
     stages, virtual: pipeline size, and chunks a stage.
     micro_batches: of a step; None if there are enough to fill the pipeline.
+    group, in_parts: with several chunks, as in `balancing.layers.simulator.schedule.program`. A larger group keeps the
+        activations of more micro-batches.
 
     Returns an int array [stage, moment, chunk]. It contains only moments that can be the fullest for some sizes of
-    activations; stages with fewer of them repeat the last one. The schedules are those of
-    `balancing.layers.simulator.schedule` with its default groups.
+    activations; stages with fewer of them repeat the last one.
     """
     if virtual == 1:
         most = micro_batches or stages
         return np.minimum(np.arange(stages, 0, -1), most)[:, None, None]
-    count = min(micro_batches or 4 * stages, 4 * stages)
-    chunk = np.array([c for first in range(0, count, stages) for c in range(virtual)
-                      for _ in range(min(stages, count - first))])  # fmt: skip
+    group = group or stages
+    count = min(micro_batches or 4 * group, 4 * group)
+    chunk = np.array([c for first in range(0, count, group) for c in range(virtual)
+                      for _ in range(min(group, count - first))])  # fmt: skip
     forwards = np.zeros((len(chunk) + 1, virtual), dtype=np.int64)  # [operations done, chunk]
     forwards[1:] = np.cumsum(chunk[:, None] == np.arange(virtual), axis=0)
     backwards = forwards[:, ::-1]
     moments = []
     for stage in range(stages):
-        warm_up = min(2 * (stages - stage - 1) + (virtual - 1) * stages, len(chunk) - 1)
+        warm_up = min(2 * (stages - stage - 1) + (virtual - 1) * group + in_parts, len(chunk) - 1)
         held = forwards[warm_up + 1 :] - backwards[: len(chunk) - warm_up]
         moments.append(_extreme(held))
     most = max(len(rows) for rows in moments)
@@ -104,10 +112,17 @@ def _extreme(held: NDArray[np.int64]) -> NDArray[np.int64]:
     return rows[~np.array(exceeded)]
 
 
-def stage_memory(plan: StagePlan, memory: LayerMemory, micro_batches: int | None = None) -> FloatArray:
-    """Float array [stage]: the peak bytes of a rank of each stage under `plan`."""
+def stage_memory(
+    plan: StagePlan,
+    memory: LayerMemory,
+    micro_batches: int | None = None,
+    *,
+    group: int | None = None,
+    in_parts: bool = False,
+) -> FloatArray:
+    """Float array [stage]: the peak bytes of a rank of each stage under `plan`; the rest as in `in_flight`."""
     peak = np.zeros(plan.stages)
-    moments = in_flight(plan.stages, plan.virtual, micro_batches)
+    moments = in_flight(plan.stages, plan.virtual, micro_batches, group, in_parts)
     for stage, chunks in enumerate(plan.chunks):
         first, last = stage == 0, stage == plan.stages - 1
         activation = np.array([memory.activation_of_layers[list(chunk)].sum() for chunk in chunks])

@@ -1,4 +1,4 @@
-"""`plan_stages`: one function for all planners of layers.
+"""`plan_stages`: one function for all planners of layers. `plan_pipeline`: the one whose simulated step is shortest.
 
 The stages of a dynamic model (DynMo, arXiv 2505.14864) become uneven, and even a static model has an embedding and a
 head that cost as much as layers. A plan assigns layers to stages by their present costs.
@@ -11,18 +11,21 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, as_memory, stage_memory
 from balancing.layers.planners.baselines import deepspeed_bounds, uniform_bounds
 from balancing.layers.planners.diffusion import diffuse
 from balancing.layers.planners.optimal import Problem, memory_shortfall, optimal_bounds, room_of
+from balancing.layers.planners.refine import refine_plan
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["METHODS", "ONE_CHUNK", "Method", "plan_stages"]
+__all__ = ["METHODS", "ONE_CHUNK", "Method", "plan_pipeline", "plan_stages"]
 
 Method = Literal["uniform", "optimal", "diffusion", "deepspeed"]
 METHODS: tuple[Method, ...] = get_args(Method)
 # Methods for stages of one chunk only.
 ONE_CHUNK: tuple[Method, ...] = ("diffusion", "deepspeed")
+_GROUPS = 4  # groups of micro-batches of the steps that a search simulates: more of them take longer, and tell no more
 
 
 def plan_stages(
@@ -39,6 +42,8 @@ def plan_stages(
     method: Method = "optimal",
     micro_batches: int | None = None,
     min_layers: int = 1,
+    group: int | None = None,
+    in_parts: bool = False,
 ) -> StagePlan:
     """Divide layers among pipeline stages, in order.
 
@@ -56,12 +61,14 @@ def plan_stages(
         stages; "uniform" gives equal numbers. Only "optimal" and "diffusion" search for a plan that fits the memory.
     micro_batches: of a step, for activations in flight; None if there are enough to fill the pipeline.
     min_layers: fewest layers of a chunk; 0 allows a stage with only the embedding or the head.
+    group, in_parts: of the interleaved schedule, for activations in flight, as in `balancing.layers.in_flight`.
 
     Raises ValueError for costs that are negative or not finite, sizes below 1, fewer layers than chunks, a method that
     cannot plan several chunks a stage, and a memory limit that the plan does not meet, with the bytes it is short of.
     """
     problem = _checked(cost, stages, embedding, head, mtp, memory, memory_limit, virtual, current, micro_batches,
                        min_layers, method)  # fmt: skip
+    problem = replace(problem, group=group, in_parts=in_parts)
     start = uniform_bounds(problem.layers, stages * virtual - problem.behind) + [problem.layers] * problem.behind
     if current is not None and method != "uniform" and (current.stages, current.virtual) == (stages, virtual):
         start = list(current.bounds)
@@ -80,7 +87,7 @@ def plan_stages(
         plan = replace(plan, mtp_layers=current.mtp_layers, mtp_chunk=current.mtp_chunk)
     assert plan.layers == problem.layers, f"{plan.layers} of {problem.layers} layers are planned"
     if problem.memory is not None and problem.limit is not None:
-        excess = stage_memory(plan, problem.memory, micro_batches) - problem.limit
+        excess = stage_memory(plan, problem.memory, micro_batches, group=group, in_parts=in_parts) - problem.limit
         stage, over = int(excess.argmax()), float(excess.max())
         if over > 0 and method != "optimal":
             raise ValueError(
@@ -90,6 +97,54 @@ def plan_stages(
         # Sums in another order may differ in the last digit.
         assert over <= 1e-9 * problem.limit.max(), f"the plan is {over} bytes over the limit"
     return plan
+
+
+def plan_pipeline(
+    cost: LayerSeconds,
+    stages: int,
+    micro_batches: int,
+    *,
+    memory: LayerMemory | ArrayLike | None = None,
+    memory_limit: ArrayLike | None = None,
+    virtual: int = 1,
+    current: StagePlan | None = None,
+    method: Method = "optimal",
+    min_layers: int = 1,
+    group: int | None = None,
+    in_parts: bool = False,
+) -> StagePlan:
+    """Divide layers among pipeline stages so that the simulated step is short, messages not counted.
+
+    cost: seconds of the layers.
+    micro_batches: of a step.
+    group, in_parts: of the interleaved schedule, as in `balancing.layers.simulator.schedule.program`.
+    The rest as in `plan_stages`, whose plan this is; that of "optimal" is refined by simulated steps (`refine_plan`),
+    which the plan in force starts, too.
+
+    Raises ValueError as `plan_stages` does, and for a schedule that Megatron refuses.
+    """
+    found = plan_stages(
+        cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), mtp=sum(cost.mtp), memory=memory,
+        memory_limit=memory_limit, virtual=virtual, current=current, method=method, micro_batches=micro_batches,
+        min_layers=min_layers, group=group, in_parts=in_parts,
+    )  # fmt: skip
+    if method != "optimal" or stages == 1:
+        return found
+
+    def fits(plan: StagePlan) -> bool:
+        if memory is None or memory_limit is None:
+            return True
+        peak = stage_memory(plan, as_memory(memory), micro_batches, group=group, in_parts=in_parts)
+        return bool((peak <= np.asarray(memory_limit, dtype=float)).all())
+
+    refined = refine_plan(
+        found, cost, min(micro_batches, _GROUPS * max(group or stages, stages)), current=current,
+        min_layers=min_layers, fits=fits, group=group, in_parts=in_parts,
+    )  # fmt: skip
+    return min(
+        (found, refined),
+        key=lambda plan: cost.simulate(plan, micro_batches, group=group, in_parts=in_parts).step_time,
+    )
 
 
 def _checked(

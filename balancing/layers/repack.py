@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory
 from balancing.layers.plan import plan_stages
+from balancing.layers.simulator.schedule import ScheduleOptions
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["Release", "Repack", "choose_repack", "first_fit", "release_of", "repack_options"]
@@ -52,6 +53,8 @@ def repack_options(
     ranks_per_node: int | None = None,
     min_stages: int = 1,
     transfer: float = 0.0,
+    group: int | None = None,
+    in_parts: bool = False,
 ) -> list[Repack]:
     """Every pipeline size from that of `current` down to `min_stages`, largest first.
 
@@ -62,6 +65,7 @@ def repack_options(
     ranks_per_stage: data x tensor x context parallel size.
     ranks_per_node: stages fill nodes in order; None if nodes do not matter.
     transfer: seconds of a message between stages.
+    group, in_parts: of the interleaved schedule; a shorter pipeline has groups of as many micro-batches as stages.
 
     Raises ValueError for sizes out of range.
     """
@@ -69,19 +73,20 @@ def repack_options(
         raise ValueError(f"min_stages={min_stages} must lie between 1 and the {current.stages} stages there are")
     if ranks_per_stage < 1 or (ranks_per_node is not None and ranks_per_node < 1):
         raise ValueError(f"ranks_per_stage={ranks_per_stage} and ranks_per_node={ranks_per_node} must be at least 1")
-    now = cost.simulate(current, micro_batches, transfer=transfer).step_time
+    now = cost.simulate(current, micro_batches, transfer=transfer, group=group, in_parts=in_parts).step_time
     options = []
     for stages in range(current.stages, min_stages - 1, -1):
         freed = (current.stages - stages) * ranks_per_stage
         nodes = 0 if ranks_per_node is None else _nodes(current.stages * ranks_per_stage, ranks_per_node)
         nodes -= 0 if ranks_per_node is None else _nodes(stages * ranks_per_stage, ranks_per_node)
         virtual = current.virtual if stages > 1 else 1
+        schedule = ScheduleOptions(group=group if stages == current.stages else None, in_parts=in_parts)
         try:
             plan = plan_stages(
                 cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), memory=memory,
-                memory_limit=memory_limit, virtual=virtual, current=current, micro_batches=micro_batches,
+                memory_limit=memory_limit, virtual=virtual, current=current, micro_batches=micro_batches, **schedule,
             )  # fmt: skip
-            seconds = cost.simulate(plan, micro_batches, transfer=transfer).step_time
+            seconds = cost.simulate(plan, micro_batches, transfer=transfer, **schedule).step_time
         except ValueError as error:
             options.append(Repack(stages, None, np.inf, 0.0, np.inf, freed, nodes, str(error)))
             continue

@@ -9,6 +9,7 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
     balancer "layers", unit "stage"    busy_s, idle_s [stage]: seconds, mean over the ranks of the stage. rank_busy_s,
         memory_bytes and the coordinates stage, node, data, tensor, context, expert [rank], in the order of `rank`.
         step_s; bubble_fraction: the share of the job's rank time that was idle; micro_batches; chunks per stage.
+        With several chunks microbatch_group_size and overlap_moe_expert_parallel_comm, as in Megatron-LM.
     balancer "layers", unit "layer"    layers: names in the order of the model, "embedding" first, "head" last.
         forward_s, backward_s, recompute_s [layer]: device seconds per micro-batch, mean over micro-batches and over
         the ranks that hold the layer (what differs between replicas is their data, and stands in the other lines).
@@ -24,7 +25,9 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
         remap_intra_bytes, remap_inter_bytes: sent by all ranks together inside nodes and between them. local_share,
         intra_node_share, inter_node_share: of tokens whose document is on one rank, in one node, or in several.
         micro_batch_imbalance_before, micro_batch_imbalance_after: of modelled seconds of micro-batches, as drawn and as
-        run. latents: micro-batches in which latents of multi-latent attention travelled, where they may.
+        run; micro_batch_step_before, micro_batch_step_after: where they were dealt, modelled seconds of a step over
+        that of equal micro-batches. latents: micro-batches in which latents of multi-latent attention travelled, where
+        they may.
         ordered_before, ordered_after [rank of the domain]: attention area over the mean of its micro-batch, from the
         fullest rank to the emptiest. Now and then `layout`: ranks, ranks_per_node, shards [[document, start, stop,
         rank]] in attention, area and area_before [rank] of the first micro-batch.
@@ -199,6 +202,12 @@ def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_
     assert held.all(), f"a pipeline stage has no rank: ranks by stage {held.tolist()}"
     busy_by_stage = np.bincount(stage, busy) / held
     idle = np.maximum(record.step_seconds - busy, 0.0)
+    schedule: dict[str, Any] = {}
+    if record.microbatch_group_size is not None:
+        schedule = {
+            "microbatch_group_size": record.microbatch_group_size,
+            "overlap_moe_expert_parallel_comm": record.overlap_moe_expert_parallel_comm,
+        }
     return event(
         record.iteration,
         "layers",
@@ -210,6 +219,7 @@ def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_
         bubble_fraction=float(idle.mean() / record.step_seconds) if record.step_seconds > 0 else 0.0,
         micro_batches=max(cost.micro_batches for cost in costs),
         chunks=1 + max((chunk for cost in costs for chunk in cost.chunk.values()), default=0),
+        **schedule,
         rank=[rank.rank for rank in ranks],
         rank_busy_s=_seconds(busy),
         memory_bytes=[int(rank.memory_bytes) for rank in ranks],

@@ -148,6 +148,8 @@ def gain_rows(summary: Summary) -> list[GainRow]:
         GainRow(gain.balancer, f"max / mean {gain.what}", ratio(gain.before), ratio(gain.after))
         for gain in summary.gains
     ]
+    if summary.dealt is not None:
+        rows.append(GainRow("sequences", "modelled step, of one with equal micro-batches", *map(ratio, summary.dealt)))
     if (move := summary.move) and move.action != "release":
         moved = f"step {_MOVED.get(move.action, 'when layers moved')} (iteration {move.iteration})"
         rows.append(GainRow("", moved, duration(move.step_before), duration(move.step_after)))

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from balancing.report.events import imbalance
-from balancing.report.history import History
+from balancing.report.history import STEPS, History
 
-__all__ = ["Gain", "Move", "gains", "last_move", "ordered_attention", "over_the_run", "tokens_served"]
+__all__ = ["Gain", "Move", "dealt_steps", "gains", "last_move", "ordered_attention", "over_the_run", "tokens_served"]
 
 _WHAT = {
     "layers": "time of pipeline stages",
@@ -88,6 +88,12 @@ def _actions(history: History, balancer: str, unit: str) -> list[dict[str, Any]]
     return [line for line in history.actions if (line["balancer"], line["unit"]) == (balancer, unit)]
 
 
+def _spread(history: History, counted: Iterable[int]) -> list[dict[str, Any]]:
+    """What the balancer of sequences did in the iterations `counted`."""
+    inside = set(counted)
+    return [line for line in _actions(history, "sequences", "micro-batch") if line["iteration"] in inside]
+
+
 def _mean_of_lines(lines: list[dict[str, Any]]) -> dict[int, BeforeAfter]:
     values: dict[int, list[BeforeAfter]] = {}
     for line in lines:
@@ -123,13 +129,23 @@ def tokens_served(history: History) -> dict[int, dict[int, np.ndarray]]:
 def ordered_attention(history: History, counted: Iterable[int]) -> tuple[np.ndarray, np.ndarray] | None:
     """Attention area of context-parallel ranks in a micro-batch over its mean, from the fullest rank to the emptiest,
     as Megatron-LM would cut it and as it was spread; medians over iterations. None if the run did not record it."""
-    inside = set(counted)
-    lines = [line for line in _actions(history, "sequences", "micro-batch") if line["iteration"] in inside]
+    lines = _spread(history, counted)
     lines = [line for line in lines if "ordered_before" in line and "ordered_after" in line]
     lines = [line for line in lines if line["ordered_after"].shape == lines[-1]["ordered_after"].shape]
     if not lines:
         return None
     before, after = (np.median([line[f"ordered_{when}"] for line in lines], axis=0) for when in ("before", "after"))
+    return before, after
+
+
+def dealt_steps(history: History, counted: Iterable[int]) -> BeforeAfter | None:
+    """Modelled seconds of a step over those of equal micro-batches, as drawn and as dealt (--sequence-micro-batches);
+    medians over iterations. None where micro-batches were not dealt."""
+    lines = [line for line in _spread(history, counted) if all(name in line for name in STEPS)]
+    pairs = [tuple(float(line[name]) for name in STEPS) for line in lines]
+    if not pairs:
+        return None
+    before, after = np.median(pairs, axis=0).tolist()
     return before, after
 
 

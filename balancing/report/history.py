@@ -16,7 +16,7 @@ import numpy as np
 
 from balancing.report.trace import TraceIteration, read_trace
 
-__all__ = ["History", "read_history"]
+__all__ = ["STEPS", "History", "read_history"]
 
 # Keys that an observed line must have, by balancer and unit. Keys of one group are arrays of one length.
 _GROUPS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
@@ -35,6 +35,8 @@ _NUMBERS: dict[tuple[str, str], tuple[str, ...]] = {
 }
 # Arrays that the line of an action may have.
 _OF_ACTIONS = ("tokens_per_rank", "ordered_before", "ordered_after")
+# Numbers that it may have.
+STEPS = ("micro_batch_step_before", "micro_batch_step_after")
 _STANDARD_NUMBERS = ("imbalance_before", "imbalance_after", "plan_ms", "apply_ms", "moved_bytes")
 
 
@@ -75,6 +77,8 @@ class History:
         numbers = _STANDARD_NUMBERS + (_NUMBERS.get(key, ()) if observed else ())
         if not all(math.isfinite(line[name]) for name in numbers):
             raise ValueError("not a finite number")
+        if not all(math.isfinite(line.get(name, 1)) for name in STEPS):
+            raise ValueError("a step over another is not a finite number")
         if not observed:
             for name in _OF_ACTIONS:
                 if name in line:
@@ -105,6 +109,9 @@ class History:
             case "layers", "stage":
                 if set(line["stage"].tolist()) != set(range(len(line["busy_s"]))) or line["step_s"] <= 0:
                     raise ValueError("ranks and stages do not fit, or the step took no time")
+                group = line.get("microbatch_group_size", 1)
+                if type(group) is not int or group < 1:
+                    raise ValueError(f"microbatch_group_size is {group}")
                 self.stages[iteration] = line
             case "layers", "layer":
                 if not all(isinstance(name, int | str) for name in line["layers"]):

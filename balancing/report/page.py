@@ -77,7 +77,7 @@ def page(history: History, summary: Summary) -> str:
         basis=_size(summary) + basis(summary),
         verdict=verdict(summary),
         gains=_gains(summary),
-        step=_step(summary),
+        steps=list(_steps(summary)),
         tables=[
             _Table("", *shown_columns(FINDINGS, finding_rows(summary))),
             _Table(PROSPECTS[0].capitalize(), *shown_columns(("balanced", *PROSPECTS[1:]), prospect_rows(summary))),
@@ -103,13 +103,15 @@ def _gains(summary: Summary) -> list[dict[str, str]]:
     ]
 
 
-def _step(summary: Summary) -> dict[str, str] | None:
-    """The tile of the step around the last move."""
-    if (move := summary.move) is None or move.action == "release":  # which goes on with fewer ranks
-        return None
-    what = "layers moved back" if move.action == "rollback" else "layers moved"
-    times = {"before": duration(move.step_before), "after": duration(move.step_after)}
-    return {"what": f"when {what}, iteration {move.iteration}"} | times
+def _steps(summary: Summary) -> Iterator[dict[str, str]]:
+    """Tiles of the step: as micro-batches were dealt, and around the last move."""
+    if summary.dealt is not None:
+        before, after = map(ratio, summary.dealt)
+        yield {"what": "modelled, of one with equal micro-batches", "before": before, "after": after}
+    if (move := summary.move) is not None and move.action != "release":  # which goes on with fewer ranks
+        what = "layers moved back" if move.action == "rollback" else "layers moved"
+        times = {"before": duration(move.step_before), "after": duration(move.step_after)}
+        yield {"what": f"when {what}, iteration {move.iteration}"} | times
 
 
 def _size(summary: Summary) -> str:

@@ -77,8 +77,16 @@ class RankRecord:
 
 @dataclass(slots=True)
 class IterationRecord:
-    """One iteration of the whole job: `step_seconds` of wall-clock time and one record for each rank."""
+    """One iteration of the whole job: `step_seconds` of wall-clock time and one record for each rank.
+
+    With several chunks a stage, the schedule, Megatron's options of these names:
+    microbatch_group_size               micro-batches that pass through a chunk before the next one runs; None for one
+                                        chunk a stage
+    overlap_moe_expert_parallel_comm    a forward and a backward run as one
+    """
 
     iteration: int
     step_seconds: float
     ranks: list[RankRecord]
+    microbatch_group_size: int | None = None
+    overlap_moe_expert_parallel_comm: bool = False

@@ -14,7 +14,7 @@ import numpy as np
 
 from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
 from balancing.report.events import imbalance
-from balancing.report.gains import Gain, Move, gains, last_move, ordered_attention, tokens_served
+from balancing.report.gains import Gain, Move, dealt_steps, gains, last_move, ordered_attention, tokens_served
 from balancing.report.history import History
 
 __all__ = ["BalancerActions", "LayerCosts", "RankLoad", "SlowLayer", "Summary", "Worst", "summarize", "warm_up"]
@@ -126,6 +126,7 @@ class Summary:
                     expert at home; the latter has layers with balanced experts alone
     gains           one for each balancer that was on
     move            the last time that layers moved, None if they never did
+    dealt           modelled step over that of equal micro-batches, as drawn and as dealt; None if they were not dealt
     attention_before, attention_after    [context-parallel rank], attention area of a micro-batch over its mean, from
                     the fullest rank to the emptiest, without and with balancing; None if sequences were not balanced
     """
@@ -154,6 +155,7 @@ class Summary:
     share_expert_homes: dict[int, np.ndarray] = field(default_factory=dict)
     gains: list[Gain] = field(default_factory=list)
     move: Move | None = None
+    dealt: tuple[float, float] | None = None
     attention_before: np.ndarray | None = None
     attention_after: np.ndarray | None = None
     actions: dict[str, BalancerActions] = field(default_factory=dict)
@@ -180,6 +182,7 @@ def summarize(history: History) -> Summary:
         _stages(summary, stages, sequences)
         summary.estimates = estimate(_step_load(summary, stages, experts))
     summary.gains, summary.move = gains(history, counted), last_move(history, counted)
+    summary.dealt = dealt_steps(history, counted)
     if (attention := ordered_attention(history, counted)) is not None:
         summary.attention_before, summary.attention_after = attention
     _compare(summary)

@@ -40,7 +40,7 @@ from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, com
 from balancing.sequences.engine.routing import route
 from balancing.sequences.load import causal_area, zigzag_area
 from balancing.sequences.micro_batch_plan import MicroBatchPlan, least_imbalance
-from balancing.sequences.micro_batches import plan_micro_batches
+from balancing.sequences.micro_batches import deal_whole, plan_micro_batches
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.render import render
@@ -64,6 +64,7 @@ __all__ = [
     "TokenTraffic",
     "causal_area",
     "compile_rank",
+    "deal_whole",
     "kv_traffic",
     "least_imbalance",
     "limit_seconds",

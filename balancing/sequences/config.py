@@ -28,9 +28,10 @@ class SequenceConfig:
     sequence_micro_batches: bool = field(
         default=False,
         metadata={
-            "help": "Deal the documents of a step over its micro-batches, so that all take as long and no pipeline "
-            "stage waits for one. A micro-batch has at most 1.25 times the tokens that it had, or what "
-            "--sequence-token-capacity allows. Losses do not change."
+            "help": "Deal the documents of a step over its micro-batches, so that pipeline stages wait as little as "
+            "possible. A micro-batch has at most 1.25 times the tokens that it had, or what "
+            "--sequence-token-capacity allows. With losses of routers or fp8, Megatron-LM's micro-batches are dealt "
+            "as a whole. Losses do not change."
         },
     )
     sequence_planner: str = field(

@@ -145,10 +145,10 @@ def step_cost(
 
 def latents_pay(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> bool:
     """Whether it takes less time to send latents than keys and values. Parameters as in `step_cost`."""
-    costs = [
-        _layers_cost(plan, 1, cluster, shape, None, False, None, latents).total for latents in _may_travel(plan, shape)
-    ]
-    return len(costs) > 1 and costs[1] < costs[0]
+    if len(_may_travel(plan, shape)) == 1:
+        return False
+    kept, sent = (_layers_cost(plan, 1, cluster, shape, None, False, None, latents).total for latents in (False, True))
+    return sent < kept
 
 
 def _may_travel(plan: SequencePlan, shape: AttentionShape) -> tuple[bool, ...]:

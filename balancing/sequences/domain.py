@@ -18,7 +18,7 @@ from balancing.sequences.micro_batch_plan import document_seconds
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.sequence_plan import AttentionShape
 
-__all__ = ["DomainChoice", "choose_domain"]
+__all__ = ["WORTH", "DomainChoice", "choose_domain", "planned_ranks"]
 
 # Least share of a step to save by the wider domain, whose exchange crosses more links than the model was checked on.
 WORTH = 0.02
@@ -82,9 +82,7 @@ def choose_domain(
             device, host = device + cost.device, host + cost.host
         return (device - float(alone[drawn].sum() / ranks)) / batches, host / batches
 
-    # As many whole nodes and context-parallel groups as that.
-    unit = math.lcm(domain.ranks_per_node, context.world_size)
-    planned = min(domain.world_size, max(unit, _MOST_RANKS // unit * unit))
+    planned = planned_ranks(domain.world_size, domain.ranks_per_node, context.world_size, _MOST_RANKS)
     narrow = domain.relabel(planned // domain.ranks_per_node, domain.ranks_per_node)
 
     def of_step(cluster: Cluster, batches: int, work: float) -> float:
@@ -99,3 +97,12 @@ def choose_domain(
     data_seconds = of_step(narrow, _PLANNED["data"], float(alone.mean()) * micro_batch_size * micro_batches)
     worth = data_seconds <= (1 - WORTH) * context_seconds
     return DomainChoice("data" if worth else "context", context_seconds, data_seconds)
+
+
+def planned_ranks(ranks: int, per_node: int, context: int, most: int) -> int:
+    """Ranks of a domain that are planned for its cost: about `most`, whole nodes and whole context-parallel groups.
+
+    ranks, per_node, context: of the domain, of a node, and context-parallel ones.
+    """
+    unit = math.lcm(per_node, context)
+    return min(ranks, max(unit, most // unit * unit))

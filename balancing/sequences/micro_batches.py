@@ -5,7 +5,8 @@ the same one without communication, ahead of the step.
 """
 
 import difflib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -14,11 +15,13 @@ from balancing.cluster import Cluster
 from balancing.sequences.micro_batch_plan import MicroBatchPlan, document_seconds
 from balancing.sequences.plan import checked_lengths
 from balancing.sequences.planners.baselines import Scheduler
+from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batch_baselines import differencing_deal, hybrid_deal, sorted_deal
 from balancing.sequences.planners.micro_batches import balanced_deal, hill_order, whole_costs
+from balancing.sequences.planners.slopes import slope_targets
 from balancing.sequences.sequence_plan import AttentionShape
 
-__all__ = ["MICRO_BATCH_METHODS", "MICRO_BATCH_ROOM", "plan_micro_batches"]
+__all__ = ["MICRO_BATCH_METHODS", "MICRO_BATCH_ROOM", "deal_whole", "plan_micro_batches"]
 
 Method = Literal["balanced", "sorted", "differencing", "hybrid"]
 MICRO_BATCH_METHODS: tuple[str, ...] = get_args(Method)
@@ -35,6 +38,7 @@ def plan_micro_batches(
     method: str = "balanced",
     drawn: Sequence[int] | np.ndarray | None = None,
     scheduler: Scheduler | None = None,
+    step: Callable[[np.ndarray], float] | None = None,
 ) -> MicroBatchPlan:
     """The micro-batch of every document of a step.
 
@@ -48,9 +52,12 @@ def plan_micro_batches(
     method: see below.
     drawn: micro-batch of each document as it was drawn, within the capacity; it stays if no deal costs less.
     scheduler: for "hybrid", as in `baselines.hybrid_groups`.
+    step: costs of micro-batches, float64 [micro-batch], -> seconds of a step, for "balanced".
 
     Methods:
-    - "balanced": equal cost within the capacity. Micro-batches are numbered so that cheap ones run first and last.
+    - "balanced": equal cost within the capacity. Micro-batches are numbered so that cheap ones run first and last. With
+      `step`, the quickest of that deal, of one whose costs rise to a level and fall (`planners.slopes`), and of the
+      drawn one in the order of the first.
     - "sorted", "differencing", "hybrid": what others do, as baselines, without a capacity; see
       `planners.micro_batch_baselines`.
 
@@ -79,9 +86,13 @@ def plan_micro_batches(
             # The least full micro-batch has at most the mean, so it always has room for one more document.
             limit = -(-int(tokens.sum()) // micro_batches) + int(tokens.max())
             deal = balanced_deal(costs, tokens, micro_batches, limit, start)
-        place = np.empty(micro_batches, dtype=np.int64)
-        place[hill_order(np.bincount(deal, costs, micro_batches))] = np.arange(micro_batches)
-        deal = place[deal]
+        deal = _as_hill(deal, costs, micro_batches)
+        if step is not None:
+            able = [deal] if start is None else [deal, _as_hill(start, costs, micro_batches)]
+            most = limit * micro_batches / int(tokens.sum())
+            sloped = _on_slopes(costs, tokens, micro_batches, limit, most, step)
+            able += [] if sloped is None else [sloped]
+            deal = min(able, key=lambda each: step(np.bincount(each, seconds, micro_batches)))
     else:
         if method == "sorted":
             deal = sorted_deal(checked, micro_batches)
@@ -90,6 +101,54 @@ def plan_micro_batches(
         else:
             deal = hybrid_deal(checked, micro_batches, scheduler)
     return MicroBatchPlan(checked, tuple(seconds.tolist()), tuple(deal.tolist()), micro_batches, method, limit)
+
+
+def deal_whole(
+    seconds: np.ndarray, micro_batches: int, step: Callable[[np.ndarray], float] | None = None
+) -> np.ndarray:
+    """int64 [part], the micro-batch of a step in which each of its parts runs: equally many in each, costs as equal as
+    that allows, and cheap micro-batches first and last.
+
+    seconds: [part], of parts with as many tokens each, in the order in which they were drawn.
+    micro_batches: of the step, which divide the parts.
+    step: as in `plan_micro_batches`; costs then rise to a level and fall where that is quicker.
+
+    Raises ValueError if the micro-batches do not divide the parts.
+    """
+    costs, ones = whole_costs(seconds), np.ones(len(seconds), dtype=np.int64)
+    deal = _as_hill(deal_areas(costs, micro_batches), costs, micro_batches)
+    if step is None:
+        return deal
+    sloped = _on_slopes(costs, ones, micro_batches, len(seconds) // micro_batches, MICRO_BATCH_ROOM, step)
+    able = [deal] if sloped is None else [deal, sloped]
+    return min(able, key=lambda each: step(np.bincount(each, seconds, micro_batches)))
+
+
+def _as_hill(deal: np.ndarray, costs: np.ndarray, micro_batches: int) -> np.ndarray:
+    """The deal with other numbers of micro-batches, so that cheap ones run first and last."""
+    place = np.empty(micro_batches, dtype=np.int64)
+    place[hill_order(np.bincount(deal, costs, micro_batches))] = np.arange(micro_batches)
+    return place[deal]
+
+
+def _on_slopes(
+    costs: np.ndarray,
+    tokens: np.ndarray,
+    micro_batches: int,
+    capacity: int,
+    most: float,
+    step: Callable[[np.ndarray], float],
+) -> np.ndarray | None:
+    """A deal whose costs rise to a level, at most `most` times the mean, and fall; None where that is no quicker, or no
+    deal is found. The other parameters are those of `balanced_deal`, and `step` that of `plan_micro_batches`."""
+    targets = slope_targets(micro_batches, step, math.floor(most * 50) / 50)  # so that searches are few
+    if targets.max() == 1.0:
+        return None
+    before = np.rint((targets.max() - targets) * (costs.sum() / micro_batches)).astype(np.int64)
+    try:
+        return balanced_deal(costs, tokens, micro_batches, capacity, before=before)
+    except ValueError:
+        return None
 
 
 def _capacity(tokens: np.ndarray, micro_batches: int, ranks: int, given: int | None, drawn: np.ndarray | None) -> int:

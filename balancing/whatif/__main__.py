@@ -237,8 +237,8 @@ def _print(title: str, groups: Sequence[Sequence[Forecast]], verdicts: Sequence[
         table.add_row(*row)
     console.print(table)
     console.print(
-        "Imbalance is max / mean, 1.00 is perfect: of pipeline stages, of context-parallel ranks in attention, of "
-        "expert-parallel ranks in tokens.",
+        "Imbalance is max / mean, 1.00 is perfect: of pipeline stages, of ranks that share micro-batches in "
+        "attention, of expert-parallel ranks in tokens.",
         style="dim",
     )
     for note in (*_off(groups), *notes):

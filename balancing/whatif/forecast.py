@@ -13,8 +13,9 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.experts import LoadTrace
 from balancing.layers.cost import LayerSeconds
-from balancing.layers.plan import plan_stages
+from balancing.layers.plan import plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
+from balancing.layers.simulator.schedule import ScheduleOptions
 from balancing.layers.stage_plan import StagePlan
 from balancing.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
 from balancing.whatif.job import Job
@@ -45,8 +46,8 @@ class Forecast:
     balancer: of `SCENARIOS`.
     step_seconds: of one step.
     bubble: idle part of the pipeline's time, of all stages.
-    layers, sequences, experts: imbalance, max / mean: of pipeline stages, of context-parallel ranks in attention, of
-        expert-parallel ranks in tokens; 1.0 where there is one.
+    layers, sequences, experts: imbalance, max / mean: of pipeline stages, of ranks that share micro-batches in
+        attention, of expert-parallel ranks in tokens; 1.0 where there is one.
     memory: bytes of the fullest rank, without buffers of libraries; None if not known.
     gpu_hours: of the whole training; None where the job does not say how long it trains, or freezes layers meanwhile.
     off: why the balancer has nothing to do; empty if it has.
@@ -112,7 +113,9 @@ def forecast_loads(model: StepModel, experts: ExpertLoads | None, sequences: Seq
 def forecast_step(model: StepModel) -> float:
     """Seconds of the balanced step: even routing, one document a sequence, the job's own layout."""
     costs = model.costs(model.layer(False), [model.layer(True)])
-    seconds, _ = schedule_seconds(costs, model.job.plan, model.job.micro_batches, model.transfer_seconds())
+    seconds, _ = schedule_seconds(
+        costs, model.job.plan, model.job.micro_batches, model.transfer_seconds(), **model.job.schedule
+    )
     return seconds + model.data_parallel_seconds(model.job.plan)
 
 
@@ -124,19 +127,17 @@ def shorter(model: StepModel, throughput_floor: float, min_stages: int = 1) -> R
     """
     job, cluster = model.job, model.cluster
     costs, count = model.costs(model.layer(False), [model.layer(True)]), job.micro_batches
-    balanced = _replanned(costs, job.plan, count)
+    balanced = _replanned(costs, job)
     options = repack_options(
         costs, balanced, count, ranks_per_stage=job.gpus // balanced.stages, ranks_per_node=cluster.ranks_per_node,
-        min_stages=min_stages, transfer=model.transfer_seconds(),
+        min_stages=min_stages, transfer=model.transfer_seconds(), **job.schedule,
     )  # fmt: skip
     return choose_repack((each for each in options if each.gpu_time < 1), throughput_floor)
 
 
-def _replanned(costs: LayerSeconds, plan: StagePlan, micro_batches: int) -> StagePlan:
-    return plan_stages(
-        costs.total, plan.stages, embedding=sum(costs.embedding), head=sum(costs.head), mtp=sum(costs.mtp),
-        virtual=plan.virtual, current=plan, micro_batches=micro_batches,
-    )  # fmt: skip
+def _replanned(costs: LayerSeconds, job: Job) -> StagePlan:
+    plan = job.plan
+    return plan_pipeline(costs, plan.stages, job.micro_batches, virtual=plan.virtual, current=plan, **job.schedule)
 
 
 def _nothing_to_do(model: StepModel, balancer: str, documents: bool) -> str:
@@ -147,11 +148,17 @@ def _nothing_to_do(model: StepModel, balancer: str, documents: bool) -> str:
         return "no experts"
     if balancer == "experts" and job.expert_model_parallel_size == 1:
         return "one expert-parallel rank"
-    if balancer == "sequences" and job.context_parallel_size == 1:
-        return "one context-parallel rank"
+    if balancer == "sequences" and _one_rank_a_micro_batch(job):
+        return "one rank for each micro-batch"
     if balancer == "sequences" and not documents:
         return "no --lengths: one document a sequence"
     return ""
+
+
+def _one_rank_a_micro_batch(job: Job) -> bool:
+    """Whether no rank shares its micro-batches with another, and none are dealt."""
+    data = job.data_parallel if job.sequence_domain != "context" else 1
+    return job.context_parallel_size * data == 1 and not job.sequence_micro_batches
 
 
 def _scenario(
@@ -168,17 +175,17 @@ def _scenario(
         moe = [model.layer(True, None, each) for each in seconds]
         fill, ring = 0.0, (1.0, 1.0)
     else:
-        factor = sequences.factor[on["sequences"]]
-        pairs, ring = sequences.slowest * factor, sequences.imbalance
+        at, ring = on["sequences"], sequences.imbalance
+        pairs = sequences.slowest[at] * sequences.factor[at]
         dense = model.layer(False, pairs)
         moe = [model.layer(True, pairs, each) for each in seconds]
-        fill = (sequences.fullest / sequences.slowest - 1) * 3.5
+        fill = (sequences.fullest[at] / sequences.slowest[at] - 1) * 3.5
     costs = model.costs(dense, moe)
     plan, transfer = job.plan, model.transfer_seconds()
-    step, bubble = schedule_seconds(costs, plan, job.micro_batches, transfer)
+    step, bubble = schedule_seconds(costs, plan, job.micro_batches, transfer, **job.schedule)
     if on["layers"] and plan.stages > 1:
-        planned = _replanned(costs, plan, job.micro_batches)
-        faster, idle = schedule_seconds(costs, planned, job.micro_batches, transfer)
+        planned = _replanned(costs, job)
+        faster, idle = schedule_seconds(costs, planned, job.micro_batches, transfer, **job.schedule)
         if faster < step:
             plan, step, bubble = planned, faster, idle
     loads = costs.stage_loads(plan)
@@ -208,23 +215,34 @@ def _attention_of_stages(plan: StagePlan, job: Job, dense: LayerWork, moe: list[
     return attention * job.num_layers / plan.stages
 
 
-def schedule_seconds(costs: LayerSeconds, plan: StagePlan, micro_batches: int, transfer: float) -> tuple[float, float]:
+def schedule_seconds(
+    costs: LayerSeconds,
+    plan: StagePlan,
+    micro_batches: int,
+    transfer: float,
+    *,
+    group: int | None = None,
+    in_parts: bool = False,
+) -> tuple[float, float]:
     """Seconds of the pipeline's schedule and the idle part of all stages' time.
 
-    The schedule is simulated exactly, up to 4 micro-batches a stage. From there on each more adds what it adds between
-    3 and 4 a stage, when the pipeline is full.
+    group, in_parts: of the interleaved schedule, as in `balancing.layers.simulator.schedule.program`.
+
+    The schedule is simulated exactly, up to 4 groups of micro-batches, or 4 micro-batches a stage. From there on each
+    group more adds what it adds between 3 and 4, when the pipeline is full.
     """
-    stages = plan.stages
+    stages, schedule = plan.stages, ScheduleOptions(group=group, in_parts=in_parts)
+    unit = stages if plan.virtual == 1 or group is None else group
     work = float(costs.stage_loads(plan).mean())
     if stages == 1:
         return work * micro_batches, 0.0
-    few = min(micro_batches, 4 * stages)
+    few = min(micro_batches, 4 * unit)
     if micro_batches > few:
-        few += (micro_batches - few) % stages
-    seconds = costs.simulate(plan, few, transfer=transfer).step_time
+        few += (micro_batches - few) % unit
+    seconds = costs.simulate(plan, few, transfer=transfer, **schedule).step_time
     if micro_batches > few:
-        less = costs.simulate(plan, few - stages, transfer=transfer).step_time
-        seconds += (seconds - less) / stages * (micro_batches - few)
+        less = costs.simulate(plan, few - unit, transfer=transfer, **schedule).step_time
+        seconds += (seconds - less) / unit * (micro_batches - few)
     return seconds, max(0.0, 1 - work * micro_batches / seconds)
 
 

@@ -7,6 +7,7 @@ plan's cost to that of no plan is what `balancing.experts` and `balancing.sequen
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
 from balancing.experts import ExpertShape, LoadTrace, layer_cost, plan_replicas, traffic
 from balancing.sequences.cost import StepCost, step_cost
+from balancing.sequences.domain import WORTH as DOMAIN_WORTH
+from balancing.sequences.domain import planned_ranks
 from balancing.sequences.load import causal_area
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.sequence_plan import AttentionShape
@@ -41,6 +44,7 @@ _DRIFT = 0.062
 _SLOTS = 2  # --expert-replica-slots
 _LAYERS = 4  # sampled
 _BATCHES = 4  # of sequences, planned
+_SHARED_BATCHES, _MOST_RANKS = 2, 256  # planned of micro-batches that replicas share, and ranks of such a plan
 _AREAS = 1024  # micro-batches whose attention is drawn
 _TRIALS = 8
 _ATTENTION_ACHIEVED = 0.6  # that `balancing.sequences.cost` takes
@@ -58,19 +62,40 @@ class ExpertLoads:
 
 @dataclass(frozen=True)
 class SequenceLoads:
-    """Attention of the micro-batches.
+    """Attention of the micro-batches, each without and with the balancer.
 
-    pairs: query-key pairs of the mean micro-batch on one rank, and of the mean micro-batch of the slowest replica.
-    fullest: pairs of the largest micro-batch of that replica.
-    factor: attention with its exchange over the same pairs computed alone and evenly, without and with a plan.
-    imbalance: fullest context-parallel rank over the mean, without and with.
+    slowest: query-key pairs on one rank, of the mean micro-batch of the slowest replica.
+    fullest: pairs on one rank, of the largest micro-batch of that replica.
+    factor: attention with its exchange over the same pairs computed alone and evenly.
+    imbalance: fullest over the mean of the ranks that share micro-batches.
+    domain: which ranks share micro-batches with the balancer, "context" or "data" (--sequence-domain).
     """
 
-    pairs: float
-    slowest: float
-    fullest: float
+    slowest: tuple[float, float]
+    fullest: tuple[float, float]
     factor: tuple[float, float]
     imbalance: tuple[float, float]
+    domain: str = "context"
+
+    @classmethod
+    def of(cls, alone: "_Spread", spread: "_Spread", domain: str) -> "SequenceLoads":
+        """From micro-batches as Megatron-LM would run them, and as the balancer does."""
+        slowest, fullest, factor, imbalance = zip(alone, spread, strict=True)
+        return cls(slowest, fullest, factor, imbalance, domain)
+
+
+class _Spread(NamedTuple):
+    """Micro-batches on their ranks; fields as in `SequenceLoads`."""
+
+    slowest: float
+    fullest: float
+    factor: float
+    imbalance: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the attention of the slowest replica, in the unit of pairs."""
+        return self.slowest * self.factor
 
 
 def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.random.Generator) -> ExpertLoads:
@@ -155,6 +180,7 @@ def sequence_loads(
 
     Replicas of an expert-parallel group wait for each other in every MoE layer, so the micro-batches of such a group
     cost what its largest does. A replica's step is the sum of its micro-batches, and the step that of the slowest.
+    Replicas that share micro-batches have the mean of theirs. Micro-batches that are dealt count as equal.
     """
     job, ranks = model.job, model.job.context_parallel_size
 
@@ -175,29 +201,55 @@ def sequence_loads(
     waiting = min(waiting, job.data_parallel)
     groups, count = max(1, job.data_parallel // waiting), job.micro_batches
     trials = max(1, min(_TRIALS, 2_000_000 // (groups * waiting * count)))
-    slowest, fullest = [], []
+    slowest, fullest, shared, uneven = [], [], [], []
     for _ in range(trials):
-        drawn = generator.choice(areas, (groups, count, waiting)).max(2)
-        worst = int(drawn.sum(1).argmax())
-        slowest.append(float(drawn[worst].mean()))
+        drawn = generator.choice(areas, (groups, count, waiting))
+        worst = int(drawn.max(2).sum(1).argmax())
+        slowest.append(float(drawn[worst].max(1).mean()))
         fullest.append(float(drawn[worst].max()))
-    factor, imbalance = _planned(model, [documents() for _ in range(_BATCHES)]) if ranks > 1 else ((1.0, 1.0),) * 2
-    return SequenceLoads(float(areas.mean()), float(np.mean(slowest)), float(np.mean(fullest)), factor, imbalance)
+        shared.append(float(drawn.mean((0, 2)).max()))
+        uneven.append(float((drawn.max((0, 2)) / drawn.mean((0, 2))).mean()))
+    batches = [documents() for _ in range(_BATCHES)]
+    alone = _Spread(float(np.mean(slowest)), float(np.mean(fullest)), *_planned(model, batches, ranks, "ring"))
+    found: dict[str, _Spread] = {}
+    if ranks > 1 and (job.sequence_domain != "data" or job.data_parallel == 1):
+        factor, level = _planned(model, batches, ranks, "auto")
+        found["context"] = alone._replace(factor=min(alone.factor, factor), imbalance=level)
+    if job.sequence_domain != "context" and job.data_parallel > 1:
+        per_node = max(1, model.cluster.ranks_per_node // model.tensor)
+        shared_by = planned_ranks(job.data_parallel * ranks, per_node, ranks, _MOST_RANKS)
+        wide = [sum((documents() for _ in range(shared_by // ranks)), ()) for _ in range(_SHARED_BATCHES)]
+        planned = _planned(model, wide, shared_by, "auto")
+        found["data"] = _Spread(float(areas.mean()), float(np.mean(shared)), *planned)
+    domain = "data" if "data" in found else "context"
+    if len(found) == 2 and found["data"].seconds > (1 - DOMAIN_WORTH) * found["context"].seconds:
+        domain = "context"
+    spread = found.get(domain, alone)
+    if job.sequence_micro_batches:
+        spread = spread._replace(fullest=spread.slowest)
+    if domain == "data":
+        alone = alone._replace(imbalance=alone.imbalance * float(np.mean(uneven)))
+    return SequenceLoads.of(alone, spread, domain)
 
 
 def batch_loads(model: StepModel, batches: Sequence[tuple[int, ...]]) -> SequenceLoads:
     """Attention of known micro-batches, lengths of documents each, that all replicas have alike."""
-    areas = np.array([causal_area(lengths) for lengths in batches]) / model.job.context_parallel_size
-    factor, imbalance = _planned(model, batches)
-    return SequenceLoads(float(areas.mean()), float(areas.mean()), float(areas.max()), factor, imbalance)
+    ranks = model.job.context_parallel_size
+    areas = np.array([causal_area(lengths) for lengths in batches]) / ranks
+    ring, auto = (
+        _Spread(float(areas.mean()), float(areas.max()), *_planned(model, batches, ranks, method))
+        for method in ("ring", "auto")
+    )
+    return SequenceLoads.of(ring, auto._replace(factor=min(ring.factor, auto.factor)), "context")
 
 
-def _planned(model: StepModel, batches: Sequence[tuple[int, ...]]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Attention with its exchange over attention alone, and the fullest rank over the mean, on a ring and planned.
+def _planned(model: StepModel, batches: Sequence[tuple[int, ...]], ranks: int, method: str) -> tuple[float, float]:
+    """Attention with its exchange over attention alone, and the fullest of `ranks` ranks over the mean.
 
-    The ring is that of other systems: each rank sends through its own NIC, and gradients of keys in bf16.
+    method: "auto", or "ring", which is that of other systems: each rank sends through its own NIC, and gradients of
+        keys in bf16.
     """
-    job, ranks = model.job, model.job.context_parallel_size
+    job = model.job
     shape = AttentionShape(
         job.hidden_size, max(1, job.num_attention_heads // model.tensor), max(1, job.kv_heads // model.tensor), 1,
         job.ffn, head_size=job.head_size, value_size=job.value_size,
@@ -207,20 +259,19 @@ def _planned(model: StepModel, batches: Sequence[tuple[int, ...]]) -> tuple[tupl
         per_node -= 1
     cluster = model.cluster.relabel(ranks // per_node, per_node)
     cluster = replace(cluster, flops=cluster.flops * model.efficiency.attention / _ATTENTION_ACHIEVED)
-    sums, fullest = np.zeros((2, 2)), np.zeros(2)
+    seconds = alone = fullest = 0.0
     for lengths in batches:
-        for at, method in enumerate(("ring", "auto")):
-            plan = plan_sequences(lengths, cluster, shape=shape, method=method)
-            if method == "ring":
-                cost = step_cost(plan, cluster, shape, routed=False, gradient_width=1.0)
-                exposed = _ring_exposed(cost, ranks)
-            else:
-                cost = step_cost(plan, cluster, shape)
-                exposed = cost.exposed
-            sums[at] += cost.attention + exposed + cost.remap + cost.launch, _alone(plan.area, cluster, shape)
-            fullest[at] += plan.area.max() / plan.area.mean()
-    factor, level = sums[:, 0] / sums[:, 1], fullest / len(batches)
-    return (float(factor[0]), float(min(factor))), (float(level[0]), float(level[1]))
+        plan = plan_sequences(lengths, cluster, shape=shape, method=method)
+        if method == "ring":
+            cost = step_cost(plan, cluster, shape, routed=False, gradient_width=1.0)
+            exposed = _ring_exposed(cost, ranks) if ranks > 1 else 0.0
+        else:
+            cost = step_cost(plan, cluster, shape)
+            exposed = cost.exposed
+        seconds += cost.attention + exposed + cost.remap + cost.launch
+        alone += _alone(plan.area, cluster, shape)
+        fullest += float(plan.area.max() / plan.area.mean())
+    return seconds / alone, fullest / len(batches)
 
 
 def _ring_exposed(cost: StepCost, ranks: int) -> float:

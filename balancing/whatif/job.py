@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from balancing.layers.layout import from_layout
+from balancing.layers.simulator.schedule import ScheduleOptions
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["Job", "read_flags", "read_recipe_flags"]
@@ -30,10 +31,11 @@ _OTHER_NAMES = {"fp8": "fp8_format"}
 
 @dataclass(frozen=True)
 class Job:
-    """A job. Fields are Megatron-LM's flags with its defaults, but `gpus` and `freeze_layers`.
+    """A job. Fields are Megatron-LM's flags with its defaults, but `gpus` and the last three, which are this project's.
 
     gpus: ranks of the job.
-    freeze_layers: this project's flag; the step is that in which all these layers are frozen.
+    freeze_layers: the step is that in which all these layers are frozen.
+    sequence_domain, sequence_micro_batches: of the forecast with balanced sequences.
 
     Raises ValueError, in one line, for sizes that Megatron-LM would refuse, too: ranks that the parallel sizes do not
     divide, a global batch that micro-batches do not divide, layers that do not divide into chunks.
@@ -77,6 +79,7 @@ class Job:
     expert_tensor_parallel_size: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     num_virtual_stages_per_pipeline_rank: int | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     pipeline_model_parallel_layout: str | None = None
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
@@ -96,6 +99,8 @@ class Job:
     grad_reduce_in_bf16: bool = False
     fp8_format: str | None = None
     freeze_layers: int = 0
+    sequence_domain: str = "auto"
+    sequence_micro_batches: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -103,6 +108,8 @@ class Job:
             least = 0 if each.name in ("gpus", "freeze_layers") else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f"{_flag(each.name)} {value} must be at least {least}")
+        if self.sequence_domain not in ("auto", "context", "data"):
+            raise ValueError(f"--sequence-domain {self.sequence_domain}; use auto, context or data")
         if self.freeze_layers > self.num_layers:
             raise ValueError(f"--freeze-layers {self.freeze_layers} of --num-layers {self.num_layers}: there are fewer")
         if not self.gpus:
@@ -126,10 +133,20 @@ class Job:
                 f"--micro-batch-size {self.micro_batch_size}"
             )
         stages = self.plan.stages  # raises for layers that do not divide
-        if self.chunks > 1 and self.micro_batches % stages:
+        group = self.microbatch_group_size_per_virtual_pipeline_stage
+        if self.chunks > 1 and group is None and self.micro_batches % stages:
             raise ValueError(
                 f"{self.micro_batches} micro-batches a step are not a multiple of the {stages} pipeline stages, which "
                 "stages of several chunks need"
+            )
+        if (
+            self.chunks > 1
+            and group
+            and (not stages <= group <= self.micro_batches or 0 < self.micro_batches % group < stages)
+        ):
+            raise ValueError(
+                f"--microbatch-group-size-per-virtual-pipeline-stage {group} does not go with {self.micro_batches} "
+                f"micro-batches a step: no group, the last included, may have fewer than the {stages} pipeline stages"
             )
 
     def on(self, gpus: int) -> "Job":
@@ -235,6 +252,13 @@ class Job:
         return counted // stages // each
 
     @property
+    def schedule(self) -> ScheduleOptions:
+        """Of a pipeline with several chunks a stage."""
+        return ScheduleOptions(
+            group=self.microbatch_group_size_per_virtual_pipeline_stage, in_parts=self.overlap_moe_expert_parallel_comm
+        )
+
+    @property
     def plan(self) -> StagePlan:
         """The layers of each stage as Megatron-LM would place them."""
         stages = self.pipeline_model_parallel_size
@@ -274,7 +298,7 @@ class Job:
 _BOOLEANS = tuple(each.name for each in fields(Job) if each.type in (bool, "bool"))
 _TEXTS = (
     "moe_layer_freq", "moe_token_dispatcher_type", "pipeline_model_parallel_layout", "recompute_granularity",
-    "recompute_method", "fp8_format", "attention_backend",
+    "recompute_method", "fp8_format", "attention_backend", "sequence_domain",
 )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class Variant:
     slots: number of slots of a rank.
     overlap: whether transfers overlap compute.
     shared: whether layers share slots.
+    in_parts: whether transfers are posted in parts, when compute begins, and leave the links to exchanges of tokens.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Variant:
     slots: int = 2
     overlap: bool = True
     shared: bool = False
+    in_parts: bool = True
 
 
 class _Compute(torch.autograd.Function):
@@ -140,7 +142,7 @@ class _Model:
         for weight in self._home_weights():
             weight.main_grad, weight.tokens = torch.zeros_like(weight, dtype=torch.float32), 0
         if variant.planned is not None:
-            self.slots = _slots(self.layers, variant, groups.transfers)
+            self.slots = _slots(self.layers, variant, groups.transfers, float(job["expert_share"]))
 
     def _home_weights(self) -> list[Any]:
         return [expert.weight for layer in self.layers for expert in layer.experts.local_experts]
@@ -204,7 +206,7 @@ def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
     return PacedExperts()
 
 
-def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
+def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: float) -> Any:
     from balancing.experts.engine.slots import ReplicaSlots
 
     class Exposed(ReplicaSlots):
@@ -230,6 +232,7 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any) -> Any:
         gradient=lambda weight: weight.main_grad,
         final=lambda layer: None,
         complete=lambda layer: None,
+        expert_share=expert_share if variant.in_parts and variant.overlap else None,
     )
     for position, layer in enumerate(layers):
         layer.experts.slots, layer.experts.position = slots, position
@@ -265,18 +268,21 @@ def _groups() -> Any:
     return groups
 
 
-def _patch() -> None:
-    """Patch Megatron's dispatcher as training with balanced experts does."""
+def _patch(piece_bytes: int) -> None:
+    """Patch Megatron's dispatcher as training with balanced experts does, and scale the pieces of transfers."""
     from megatron.core.transformer.moe import token_dispatcher
 
+    from balancing.experts.engine import relay
     from megatron.balanced.experts.known_counts import with_known_counts
 
     gather = token_dispatcher.gather_from_sequence_parallel_region
     token_dispatcher.gather_from_sequence_parallel_region = with_known_counts(gather)
+    relay._PIECE_BYTES = piece_bytes
 
 
 def _run(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
+    _patch(job["piece_bytes"])
     loads = dict(np.load(folder / "loads.npz"))
     rank, device, groups = dist.get_rank(), Device(), _groups()
     maps = {kind: [_maps(step[rank], job["top_k"]) for step in loads[kind]] for kind in ("recorded", "even")}
@@ -322,17 +328,18 @@ def _step(at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: 
 
 def _served(model: _Model, load: np.ndarray, ranks: int) -> np.ndarray:
     """Tokens that each rank computed: [layer, micro_batch, rank]."""
-    if model.slots is not None:
-        return np.array([layer.served for layer in model.layers])
     total = load.sum(0)
-    return total.reshape(*total.shape[:2], ranks, -1).sum(-1)
+    at_home = total.reshape(*total.shape[:2], ranks, -1).sum(-1)
+    if model.slots is None:
+        return at_home
+    # Layers without replicas tell nothing: their tokens are at home.
+    return np.array([layer.served or home for layer, home in zip(model.layers, at_home.tolist(), strict=True)])
 
 
 def main() -> None:
     from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
-    _patch()
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     with torch.random.fork_rng(devices=[]):
         _run(Path(sys.argv[1]))

@@ -20,6 +20,7 @@ LABELS = {
     "diffusion, gate": "diffusion",
     "optimal, gate": "optimal (ours)",
     "optimal, 2 chunks, gate": "optimal, 2 chunks a stage",
+    "optimal, 3 chunks, gate": "optimal, 3 chunks a stage",
     "optimal, 4 chunks, gate": "optimal, 4 chunks a stage",
     "oracle": "oracle of one chunk",
 }
@@ -30,7 +31,8 @@ COLORS = {
     "diffusion, gate": "#d9733a",
     "optimal, gate": "#2f7d5b",
     "optimal, 2 chunks, gate": "#58a884",
-    "optimal, 4 chunks, gate": "#93cbb0",
+    "optimal, 3 chunks, gate": "#7abb9d",
+    "optimal, 4 chunks, gate": "#a3d3bd",
     "oracle": "#d5e4dc",
 }
 
@@ -45,13 +47,16 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     cases = list(dict.fromkeys(case for case, _ in found))
     figure, axes = plt.subplots(figsize=(9, 3.6))
     width = 0.84 / len(LABELS)
+    chunks = [method for method in LABELS if "chunks" in method]
+    quickest = {case: max(chunks, key=lambda method: found[case, method]) for case in cases}
     for number, method in enumerate(LABELS):
         at = [group + (number - (len(LABELS) - 1) / 2) * width for group in range(len(cases))]
         values = [found[case, method] for case in cases]
         edge = "#2f7d5b" if method == "oracle" else None
         axes.bar(at, values, width * 0.9, color=COLORS[method], label=LABELS[method], edgecolor=edge, linewidth=0.8)
-        if side := {"optimal, gate": "right", "optimal, 2 chunks, gate": "left"}.get(method):
-            for x, value in zip(at, values, strict=True):
+        for case, x, value in zip(cases, at, values, strict=True):
+            if method in ("optimal, gate", quickest[case]):
+                side = "right" if method == "optimal, gate" else "center"
                 axes.annotate(f"{value:.2f}", (x, value), ha=side, va="bottom", fontsize=7.5)
     axes.axhline(1, color="#333333", linewidth=0.8)
     axes.set_ylim(0, 2.1)

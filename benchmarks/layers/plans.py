@@ -12,9 +12,10 @@
     diffusion, gate     neighbours exchange layers, if the gate allows the move
     optimal, gate       exact plans, refined by simulation, if the gate allows the move
     oracle              the best known plan of each iteration with its costs known in advance, and free moves
-    uniform, 2 chunks   equal numbers of layers in chunks of Megatron's interleaved schedule, 2 and 4 a stage, which
+    uniform, 2 chunks   equal numbers of layers in chunks of Megatron's interleaved schedule, 2, 3 and 4 a stage, which
                         fills and drains in less time; for the whole run
-    optimal, 2 chunks, gate    plans of such chunks, 2 and 4 a stage, refined by simulation; a chunk may be empty
+    optimal, 2 chunks, gate    plans of such chunks, 2, 3 and 4 a stage, refined by simulation, also from the plan in
+                        force; a chunk may be empty
     whole layers        a bound: the least slowest stage of any plan, and a pipeline that never fills or drains
 - Reach: costs under which the best plan is as far ahead of the uniform one as DynMo's "up to" figure.
 - Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.
@@ -64,7 +65,7 @@ _STAGES, _MICRO_BATCHES = 8, 32
 _BANDWIDTH, _REBUILD = 50e9, 0.25
 _CHECK = 4  # iterations between checks of the gate; a jump in the costs is looked at at once
 _GATE = GateConfig(min_gain=0.01, interval=8, horizon=40, confirm=2, watch=3)
-_CHUNKS = (2, 4)  # a stage, beside one
+_CHUNKS = (2, 3, 4)  # a stage, beside one
 _OF_ORACLE, _OF_BOUND, _PLAN_MS = 0.97, 0.90, 50.0
 
 
@@ -114,7 +115,7 @@ class _Run:
         )  # fmt: skip
         if method != "optimal":
             return plan
-        return refine_plan(plan, cost, _MICRO_BATCHES, transfer=self.transfer, min_layers=least)
+        return refine_plan(plan, cost, _MICRO_BATCHES, current=current, transfer=self.transfer, min_layers=least)
 
     def static(self) -> StagePlan:
         """The best of many plans over the whole run."""

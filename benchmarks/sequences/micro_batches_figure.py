@@ -31,19 +31,21 @@ LABELS = {
     "sorted": "sorted by length",
     "differencing": "Karmarkar-Karp, squares (verl)",
     "hybrid": "hybrid (Megatron-LM)",
-    "balanced": "balanced (ours)",
+    "balanced": "even (ours)",
+    "slopes": "slopes, as it trains (ours)",
 }
 COLORS = {
     "drawn": "#9aa0a6",
     "sorted": "#d9733a",
     "differencing": "#8f6bbd",
     "hybrid": "#c9a227",
-    "balanced": "#2f7d5b",
+    "balanced": "#8fc3a7",
+    "slopes": "#2f7d5b",
 }
 
 
 def draw(rows: list[dict[str, Any]], case: str, path: Path) -> None:
-    """Bars by distribution from the ideal, 1, upwards: balance above, the step of a pipeline below."""
+    """Bars by distribution, from 1, which is even: balance above, the step of a pipeline below."""
     found = {(row["section"], row["case"], row["method"]): row["figure"] for row in rows}
     figure, panels = plt.subplots(2, 1, figsize=(8, 5.2), sharex=True)
     width = 0.84 / len(LABELS)
@@ -52,12 +54,19 @@ def draw(rows: list[dict[str, Any]], case: str, path: Path) -> None:
             at = [group + (number - (len(LABELS) - 1) / 2) * width for group in range(len(SOURCES))]
             values = [found.get((section, f"{source}, {case}", method), 0.0) for source in SOURCES]
             axes.bar(
-                at, [max(value - 1, 0) for value in values], width * 0.92, bottom=1, color=COLORS[method], label=label
+                at,
+                [value - 1 if value else 0.0 for value in values],
+                width * 0.92,
+                bottom=1,
+                color=COLORS[method],
+                label=label,
             )
             for x, value in zip(at, values, strict=True):
                 if value:
-                    axes.annotate(f"{value:.2f}", (x, value), ha="center", va="bottom", fontsize=6)
-        axes.set_ylim(1, None)
+                    side = "bottom" if value >= 1 else "top"
+                    axes.annotate(f"{value:.2f}", (x, value), ha="center", va=side, fontsize=5)
+        axes.axhline(1, color="#444444", linewidth=0.6)
+        axes.margins(y=0.08)
         axes.set_ylabel(title, fontsize=8.5)
         axes.tick_params(axis="y", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)

@@ -2,17 +2,13 @@
 
     python -m benchmarks.sequences.tiles [--quick] [--lengths FILE] [--ranks N ...]
 
-On a ring over N nodes every node receives all keys and values of a sequence. Instead each node may compute a tile of
-the triangle of queries x keys, with a side of s = length / sqrt(2 N) tokens: it receives the tile's queries, keys and
-values, and sends partial outputs home. Inside the node keys go round a ring of its ranks. This model takes the plans of
-`zones` and gives rings over three nodes or more, the longest sequences first, to tiles as long as that takes less time.
-It is optimistic: tiles cover the triangle exactly, and every rank and network card has an equal share. In units of a
-token's keys and values a rank sends and receives, with G ranks a node and multi-head attention,
-
-    between nodes, forward    q 1/2, k v 1, o 1/2                   2 s / G
-                   backward   q 1/2, do 1/2, k v 1, dq 1/2, dk dv 1   3.5 s / G
-    inside, forward           k v                                   s (G - 1) / G
-            backward          k v, sums in float32                  3 s (G - 1) / G
+On a ring over N nodes every node receives all keys and values of a sequence. Instead each node may compute some tiles
+of the triangle of queries x keys (`benchmarks.sequences.tile_placement`, which counts what the busiest node then sends
+or receives): it receives the tiles' queries, keys and values, and sends partial outputs home. Inside the node keys go
+round a ring of its ranks, in the backward pass with sums in float32. This model takes the plans of `zones` and gives
+rings over three nodes or more, the longest sequences first, to tiles as long as that takes less time. It assumes that
+every rank and network card of a node has an equal share. Two kinds of tiles are compared with one that is simpler:
+queries stay at home, and keys enter each node that needs them once ("keys once").
 
 Two fifths of a tile's exchange stay exposed at least, as with gathering. Launches: two calls and a merge a pass, and
 those of the ring; latency: a message for each of about sqrt(2 N) nodes that queries, keys and outputs come from. The
@@ -22,7 +18,8 @@ machine and the model are the first of `benchmarks.sequences.plans`. Nothing is 
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -32,21 +29,38 @@ from balancing.sequences.cost import hidden_seconds, kv_bytes, tile_area
 from balancing.sequences.traffic import TokenTraffic, layout_traffic, traffic_seconds
 from benchmarks.sequences.lengths import draw_batch
 from benchmarks.sequences.plans import sources
+from benchmarks.sequences.tile_placement import Placement, place_tiles
 
 __all__ = ["tiled_seconds"]
 
 _TOKENS = 4096  # a rank
 _SHAPE = AttentionShape(4096, 32, 32, 32, 11008)
 _MACHINE = "a800-4x200g"
-_FORWARD, _BACKWARD, _INSIDE = 2.0, 3.5, 3.0  # tokens a tile's token, see above
+_INSIDE = 3.0  # tokens a token, backward: keys and values, and sums in float32
 _NEVER_HIDDEN = 0.4  # share of a tile's exchange
 _ATTENTION_BACKWARD = 2.5
+_KINDS: dict[str, Callable[[int], Placement]] = {
+    "tiles": place_tiles,
+    "tiles, float32 outputs": partial(place_tiles, float32_outputs=True),
+    "keys once": partial(place_tiles, steps=0),
+}
 _LAUNCHES, _MESSAGES = 3, 4  # of a tile: launches a pass, and kinds of messages
 
 
-def tiled_seconds(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> tuple[float, int, float]:
+def tiled_seconds(
+    plan: SequencePlan,
+    cluster: Cluster,
+    shape: AttentionShape,
+    place: Callable[[int], Placement] = place_tiles,
+) -> tuple[float, int, float]:
     """Modelled seconds of a step in which sequences over nodes are exchanged as tiles where that takes less, the number
-    of these sequences, and the seconds without any exposed exchange. plan: of `zones`."""
+    of these sequences, and the seconds without any exposed exchange.
+
+    plan: of `zones`.
+    cluster: of the plan's ranks.
+    shape: the model, with multi-head attention.
+    place: tiles of a sequence on a number of nodes.
+    """
     per_node, width = cluster.ranks_per_node, kv_bytes(shape)
     compute = hidden_seconds(float(tile_area(plan).max()), cluster, shape)
     wide = []  # sequences on rings over three nodes or more, longest first
@@ -59,7 +73,7 @@ def tiled_seconds(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -
     rest = base.total - base.exposed
     best, number = base.total, 0
     for taken in range(1, len(wide) + 1):
-        exposed, latency = _exposed(plan, wide[:taken], cluster, width, compute)
+        exposed, latency = _exposed(plan, wide[:taken], cluster, width, compute, place)
         total = rest + shape.layers * (exposed + latency)
         if total < best:
             best, number = total, taken
@@ -67,9 +81,20 @@ def tiled_seconds(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -
 
 
 def _exposed(
-    plan: SequencePlan, tiled: list[tuple[int, int]], cluster: Cluster, width: int, compute: float
+    plan: SequencePlan,
+    tiled: list[tuple[int, int]],
+    cluster: Cluster,
+    width: int,
+    compute: float,
+    place: Callable[[int], Placement],
 ) -> tuple[float, float]:
-    """Seconds of exposed exchange of one layer, and of launches and messages of tiles. tiled: (sequence, nodes)."""
+    """Seconds of exposed exchange of one layer, and of launches and messages of tiles.
+
+    plan, cluster, place: as in `tiled_seconds`.
+    tiled: (sequence, nodes).
+    width: bytes of a token's keys and values.
+    compute: seconds of attention, forward.
+    """
     per_node, apart = cluster.ranks_per_node, [sequence for sequence, _ in tiled]
     rows = plan.table[~np.isin(plan.table[:, 0], apart)]
     moved = layout_traffic(rows, plan.lengths, plan.exchange, in_step=True)
@@ -80,13 +105,13 @@ def _exposed(
         source, target, amount = [moved.source], [moved.target], [tokens]
         for sequence, nodes in tiled:
             members = np.array(plan.ring(sequence))
-            side = plan.lengths[sequence] / math.sqrt(2 * nodes)
+            placed, length, here = place(nodes), plan.lengths[sequence], len(members) / nodes
             beside = members // per_node * per_node + (members + 1) % per_node
             across = (members + per_node) % cluster.world_size
             source += [members, members]
             target += [beside, across]
-            near = side * (per_node - 1) / per_node * (1.0, _INSIDE)[at]
-            far = side / per_node * (_FORWARD, _BACKWARD)[at]
+            near = placed.keys * length * (here - 1) / here * (1.0, _INSIDE)[at]
+            far = length * (placed.forward, placed.backward)[at] / here
             amount += [np.full(len(members), near), np.full(len(members), far)]
         parts = (np.concatenate(each) for each in (source, target, amount))
         passes.append(traffic_seconds(TokenTraffic(*parts), width, cluster))
@@ -106,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     known = sources(options.lengths)
     print("modelled time / limit, A800, multi-head attention; mean over batches")
-    print(f"{'case':30}  zones   auto  zones with tiles  better one  tiled sequences  no exchange")
+    print(f"{'case':30}  zones   auto  {'  '.join(_KINDS)}  auto or tiles  tiled sequences  no exchange")
     for ranks in options.ranks:
         cluster = Cluster.preset(_MACHINE, nodes=ranks // 8)
         every = []
@@ -117,8 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 limit = limit_seconds(lengths, cluster, _SHAPE)
                 zones = plan_sequences(lengths, cluster, shape=_SHAPE, method="zones")
                 auto = step_cost(plan_sequences(lengths, cluster, shape=_SHAPE), cluster, _SHAPE).total
-                seconds, number, rest = tiled_seconds(zones, cluster, _SHAPE)
-                own = [step_cost(zones, cluster, _SHAPE).total, auto, seconds, min(auto, seconds)]
+                kinds = [tiled_seconds(zones, cluster, _SHAPE, place) for place in _KINDS.values()]
+                seconds, number, rest = kinds[0]
+                own = [step_cost(zones, cluster, _SHAPE).total, auto, *(kind[0] for kind in kinds), min(auto, seconds)]
                 found.append([*(each / limit for each in own), number, rest / limit])
             every.append(np.mean(found, axis=0))
             _line(f"{name}, {ranks} ranks", every[-1])
@@ -127,8 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _line(case: str, figures: np.ndarray) -> None:
-    zones, auto, tiles, better, number, rest = figures.tolist()
-    print(f"{case:30} {zones:6.3f} {auto:6.3f} {tiles:17.3f} {better:11.3f} {number:16.1f} {rest:12.3f}", flush=True)
+    zones, auto, *kinds, better, number, rest = figures.tolist()
+    shown = "  ".join(f"{value:{len(kind)}.3f}" for kind, value in zip(_KINDS, kinds, strict=True))
+    print(f"{case:30} {zones:6.3f} {auto:6.3f}  {shown}  {better:13.3f}  {number:15.1f}  {rest:11.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ documents of very different length; and routers prefer some experts, others in e
 the same total of work, so that the limit of each balancer alone and of all together is a run like the others.
 """
 
-import time
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,15 +118,25 @@ class Pace:
 
 
 class Work(Device):
-    """A device on which the host's own work counts as part of what it stands for."""
+    """A device on which the host's own work counts as part of what it stands for.
+
+    So does the time in which this thread could have run and had no core: a node of the emulated cluster has a core a
+    rank, this machine has not.
+    """
 
     def __init__(self) -> None:
         super().__init__(shortest=0.001)
+        self._scheduled = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._host = 0.0
 
     def run(self, seconds: float) -> None:
-        super().run(seconds - (time.thread_time() - self._host))
-        self._host = time.thread_time()
+        super().run(seconds - (self._host_seconds() - self._host))
+        self._host = self._host_seconds()
+
+    def _host_seconds(self) -> float:
+        """Seconds that this thread ran or waited for a core."""
+        ran, waited = os.pread(self._scheduled, 100, 0).split()[:2]
+        return (int(ran) + int(waited)) / 1e9
 
 
 def routed(rank: int, layer: int, tokens: int, even: bool) -> np.ndarray:

@@ -39,8 +39,8 @@ MIXTRAL = (
 LLAMA13 = (
     "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40 --swiglu --vocab-size 32000 "
     "--seq-length 131072 --micro-batch-size 1 --global-batch-size 64 --context-parallel-size 8 "
-    "--pipeline-model-parallel-size 8 --use-distributed-optimizer --recompute-granularity full "
-    "--recompute-method uniform --recompute-num-layers 1"
+    "--sequence-micro-batches --pipeline-model-parallel-size 8 --use-distributed-optimizer "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 )
 QWEN30 = (
     "--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 --group-query-attention "

@@ -30,8 +30,9 @@ from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.balancers import check_balancers, switch_on
 from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
-from megatron.balanced.checks.incompatible import REPORT, check_compatible
+from megatron.balanced.checks.incompatible import REPORT, check_compatible, shown
 from megatron.balanced.checks.model import check_model
+from megatron.balanced.checks.ranges import check_ranges
 from megatron.balanced.checks.refusal import know_flags, know_values
 from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.agreement import agree_on_device
@@ -175,10 +176,21 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
     """Raise ValueError for combinations of flags that would fail later."""
     if config.fp64 and device != "cpu":
         raise ValueError("--fp64 is for reference runs on the CPU; add --device cpu or drop --fp64")
-    if args.gpu_sniff_test_interval and device == "cpu":
+    if device == "cpu":
+        _refuse_without_gpu(args)
+    if args.transformer_impl == "transformer_engine" and not assumes_gpus() and not _has_transformer_engine():
         raise ValueError(
-            f"--gpu-sniff-test-interval {args.gpu_sniff_test_interval} measures the speed of GPUs, which this run "
-            "does not have; drop it"
+            "--transformer-impl transformer_engine needs Transformer Engine, which is not installed or cannot be "
+            "imported; install it, or use --transformer-impl local"
+        )
+    if args.use_ring_exchange_p2p and not hasattr(torch.distributed, "ring_exchange"):
+        raise ValueError(
+            "--use-ring-exchange-p2p needs torch.distributed.ring_exchange, which this build of PyTorch lacks; drop it"
+        )
+    if args.fake_process_group and (config.balances or config.balance_report is not None):
+        raise ValueError(
+            "--fake-process-group is incompatible with balancers and --balance-report, whose ranks exchange what they "
+            "measured; drop it"
         )
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
@@ -209,6 +221,57 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         )
 
 
+# Flags of Megatron-LM that need a GPU, and what they do with it; --profile needs none with the profiler of torch.
+_OF_GPUS = {
+    "gpu_sniff_test_interval": "measures the speed of GPUs",
+    "record_memory_history": "records the memory of a GPU",
+    "log_straggler": "logs temperature and clock of GPUs",
+    "optimizer_cuda_graph": "captures the step of an optimizer on a GPU",
+    "profile": "starts CUDA's profiler",
+    "nccl_ub": "registers buffers with NCCL",
+}
+
+
+def _has_transformer_engine() -> bool:
+    """Whether Megatron-LM could import it."""
+    from megatron.core.tensor_parallel.random import HAVE_TE
+
+    return HAVE_TE
+
+
+def _refuse_without_gpu(args: argparse.Namespace) -> None:
+    for name, what in _OF_GPUS.items():
+        value = getattr(args, name)
+        if value is None or value is False or (name == "profile" and args.use_pytorch_profiler):
+            continue
+        instead = "add --use-pytorch-profiler, or drop it" if name == "profile" else "drop it"
+        raise ValueError(f"{shown(name, value)} {what}, which this run does not have; {instead}")
+    # Transformer Engine brings a generator whose state a graph may hold, wherever it runs.
+    if args.cuda_graph_impl == "local" or (
+        args.cuda_graph_impl == "transformer_engine" and not _has_transformer_engine()
+    ):
+        raise ValueError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} needs the random generator of a GPU, which this run does not "
+            "have; use --cuda-graph-impl none"
+        )
+
+
+def _check_vocabulary(args: argparse.Namespace) -> None:
+    from megatron.training.global_vars import get_tokenizer
+
+    tokens = get_tokenizer().vocab_size
+    if args.padded_vocab_size is None:
+        raise ValueError(
+            "--no-pad-vocab-size leaves Megatron-LM no vocabulary to count operations with; give --padded-vocab-size "
+            f"{tokens}, or drop it"
+        )
+    if args.padded_vocab_size < tokens:
+        raise ValueError(
+            f"--padded-vocab-size {args.padded_vocab_size} is below the {tokens} tokens of the tokenizer; use at least "
+            "that many, or drop it"
+        )
+
+
 def _use_float64(args: argparse.Namespace) -> None:
     torch.set_default_dtype(torch.float64)
     args.params_dtype = torch.float64
@@ -231,6 +294,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         _join_world()
         device = _start_device(argv)
 
+        from megatron.core.model_parallel_config import resolve_tensor_parallel_weight_shards
         from megatron.training.arguments import parse_args, validate_args
         from megatron.training.global_vars import set_global_variables
 
@@ -247,10 +311,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
         know_values(args)
+        check_ranges(args)
         check_layout(args)
         check_model(args)
         check_data(args)
         check_saves(args)
+        # Megatron-LM derives this later, and some balancers refuse it.
+        _, args.gtp_weight_remat_size = resolve_tensor_parallel_weight_shards(
+            args.tensor_model_parallel_size, args.tensor_parallel_num_weight_shards, 1
+        )
         config, notes = check_balancers(args, config, left_to_us)
         if config.balance_report is not None:
             check_compatible(args, REPORT, "--balance-report")
@@ -274,6 +343,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             model_of(args)  # Megatron-LM refuses some flags there
         else:
             set_global_variables(args)
+            _check_vocabulary(args)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
         stop(error)
     return args, config

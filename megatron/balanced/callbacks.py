@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
 __all__ = [
-    "Held",
+    "HeldBytes",
     "StepCallback",
     "Trained",
     "attach",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes of this rank's device that a callback needs beside the model.
 
     layers: for each layer of this rank that has some, by its number in the model from 0; they go where the layer goes.
@@ -78,9 +78,9 @@ class StepCallback:
         """The ranks of the last stages have left, and process groups and world size are those of the others. `headed`:
         this rank's model if it has got the final norm and the head, else None."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """The memory that it needs, for others that plan with what is free. Called between steps, and at `attach`."""
-        return Held()
+        return HeldBytes()
 
     def end_training(self) -> None:
         """After the last step, also when Megatron-LM ends the run early, for instance at --exit-interval. Not called

@@ -226,6 +226,7 @@ def _flags_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The flags `names`, which a forecast reads, as they are after validation."""
     values = {name: getattr(args, name, None) for name in names}
     values |= {"fp8_format": args.fp8, "attention_backend": args.attention_backend.name}
+    values["microbatch_group_size_per_virtual_pipeline_stage"] = args.microbatch_group_size_per_vp_stage
     layout = values["pipeline_model_parallel_layout"]
     values["pipeline_model_parallel_layout"] = getattr(layout, "input_data", layout)
     if isinstance(values["moe_layer_freq"], list):

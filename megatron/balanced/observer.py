@@ -40,9 +40,10 @@ class Observer(StepCallback):
         self.measured: tuple[int, RankRecord] | None = None
         self._args, self._interval = args, config.balance_report_interval
         self._measures = config.layers.enabled
-        self._hooks = TimingHooks(CpuClock() if config.device == "cpu" else CudaClock())
-        self._steps: list[Step] = []  # that are not written yet
         self._writer = None if config.balance_report is None else ReportWriter(args, config.balance_report)
+        clock = CpuClock() if config.device == "cpu" else CudaClock()
+        self._hooks = TimingHooks(clock, counts_tokens=self._writer is not None)
+        self._steps: list[Step] = []  # that are not written yet
 
     @property
     def step(self) -> Step | None:
@@ -90,7 +91,7 @@ class Observer(StepCallback):
         if step is None:
             return
         self._hooks.begin_micro_batch(chunk)
-        if chunk:  # the same documents pass through every chunk of the rank
+        if chunk or self._writer is None:  # the same documents pass through every chunk of the rank
             return
         step.longest = max(step.longest, *lengths)
         if plan is not None:
@@ -161,10 +162,7 @@ class Observer(StepCallback):
 
     def _record(self, step: Step) -> RankRecord:
         seconds = self._hooks.clock.seconds
-        spans = [
-            _span(kind, layer, chunk, micro_batch, [seconds(step.origin, *piece) for piece in pieces])
-            for kind, layer, chunk, micro_batch, pieces in step.spans
-        ]
+        spans = [Span(*of, *_whole([seconds(step.origin, *piece) for piece in pieces])) for *of, pieces in step.spans]
         return RankRecord(
             rank=self._args.rank,
             stage=mpu.get_pipeline_model_parallel_rank(),
@@ -186,7 +184,9 @@ class Observer(StepCallback):
         )
 
 
-def _span(kind: str, layer: int | str, chunk: int, micro_batch: int, pieces: list[tuple[float, float, float]]) -> Span:
-    """A span of pieces of work, each given by start, seconds and busy seconds, in order."""
+def _whole(pieces: list[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Start, seconds and busy seconds of a span, from those of its pieces, in order."""
+    if len(pieces) == 1:
+        return pieces[0]
     (start, _, _), (last, lasts, _) = pieces[0], pieces[-1]
-    return Span(kind, layer, chunk, micro_batch, start, last - start + lasts, sum(busy for _, _, busy in pieces))
+    return start, last - start + lasts, sum(busy for _, _, busy in pieces)

@@ -16,9 +16,10 @@ them are on the host follows from the order of all, so state may come back on th
 FusedAdam, on the device, counts steps once a group, and torch's, on the host, for each parameter: the number travels
 as that of a parameter.
 
-Muon keeps one momentum for a matrix and leaves the rest to Adam. Its layer-wise distributed optimizer gives each
-data-parallel rank whole matrices, by a layout of buckets of its own, and shards the rest as the distributed optimizer
-does.
+Muon keeps one momentum for a matrix and leaves the rest to Adam. The layer-wise distributed optimizer gives each
+data-parallel rank whole parameters, by turns among all of a stage in the order of their size, so that a move may change
+who has those of layers that stay. Megatron-LM decides when it makes the optimizer; until then every rank gets the whole
+state. Its buffers are not sharded: `pretrain_gpt.py` of 0.19.2 does not use the layout that it has for that.
 """
 
 import contextlib
@@ -33,7 +34,6 @@ from megatron.core.fp8_utils import is_float8tensor, is_mxfp8tensor, modify_unde
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.param_layout import FullParamLayout
 from torch.overrides import TorchFunctionMode
@@ -203,7 +203,8 @@ def state_bytes(
         if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and config.store_param_remainders and main == 4:
             main -= dtype.itemsize if dtype == torch.bfloat16 else 0
         whole = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize + main
-    if not ddp.ddp_config.use_distributed_optimizer:
+    layer_wise = config is not None and config.use_layer_wise_distributed_optimizer
+    if not (ddp.ddp_config.use_distributed_optimizer or layer_wise):
         return whole
     return whole / (ddp.intra_expt_dp_group if of_expert else ddp.intra_dp_cp_group).size()
 
@@ -364,20 +365,17 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def bucket_layout(ddp: DistributedDataParallel, chunk: int, *, layer_wise: bool = False) -> FullParamLayout | None:
+def bucket_layout(ddp: DistributedDataParallel, chunk: int) -> FullParamLayout | None:
     """The layout that Megatron-LM will give the flat buffers of `ddp` when it wraps the model anew.
 
     chunk: the number of this model chunk on the rank.
-    layer_wise: the optimizer is Megatron-LM's layer-wise distributed optimizer.
 
     Returns None for the default layout.
     """
     if not ddp.ddp_config.use_distributed_optimizer:
         return None
     unbroken = chunk > 0 or ddp.pp_group.rank() > 0
-    if layer_wise:
-        tag_params_for_buffer_routing([ddp.module])
-    return (LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer).compute_full_param_layout(
+    return DistributedOptimizer.compute_full_param_layout(
         [parameter for parameter in ddp.module.parameters() if parameter.requires_grad],
         None if unbroken else ddp.ddp_config.bucket_size,
         ddp.intra_dp_cp_group.size(),

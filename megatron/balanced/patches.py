@@ -27,6 +27,7 @@ from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.layers.graphs import remembered
 from megatron.balanced.model import replaces_in_prediction
+from megatron.balanced.sequences.checks import why_whole
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 from megatron.balanced.sequences.prediction import with_planned_losses
 
@@ -237,7 +238,7 @@ PATCHES = (
         why="Megatron-LM's stages ask each other for the size of every message and wait, and balanced ones know it",
         signature=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         versions=("0.19.2",),
-        needed=lambda args, config: config.sequences.sequence_micro_batches,
+        needed=lambda args, config: config.sequences.sequence_micro_batches and not why_whole(args),
     ),
     Patch(
         target="megatron.training.training:train_step",

@@ -58,7 +58,7 @@ class ReportWriter:
             return
         assert self._log is not None and self._trace is not None
         for iteration, *ranks in zip(iterations, *gathered, strict=True):
-            record = _align(iteration, ranks)
+            record = self._joined(iteration, ranks)
             events = observe(record) + [line for rank in ranks for line in rank.events]
             self._log.write(events)
             self._trace.add(record)
@@ -66,6 +66,17 @@ class ReportWriter:
         if time.monotonic() - self._trace_written > _TRACE_SECONDS:
             self._trace.write()
             self._trace_written = time.monotonic()
+
+    def _joined(self, iteration: int, ranks: list[RankRecord]) -> IterationRecord:
+        """The record of an iteration, its ranks on one time axis, which begins when the first of them began."""
+        first = min(rank.start for rank in ranks)
+        for rank in ranks:
+            rank.start -= first
+        args, seconds = self._args, max(rank.start + rank.step_seconds for rank in ranks)
+        if args.virtual_pipeline_model_parallel_size is None:
+            return IterationRecord(iteration + 1, seconds, ranks)
+        group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+        return IterationRecord(iteration + 1, seconds, ranks, group, args.overlap_moe_expert_parallel_comm)
 
     def close(self) -> None:
         """Complete the files."""
@@ -83,11 +94,3 @@ def _write_scalars(iteration: int, values: dict[str, float]) -> None:
             tensorboard.add_scalar(name, value, iteration + 1)
     if wandb is not None:
         wandb.log(values, iteration + 1)
-
-
-def _align(iteration: int, ranks: list[RankRecord]) -> IterationRecord:
-    """Put the ranks of one iteration on one time axis, which begins when the first of them began."""
-    first = min(rank.start for rank in ranks)
-    for rank in ranks:
-        rank.start -= first
-    return IterationRecord(iteration + 1, max(rank.start + rank.step_seconds for rank in ranks), ranks)

@@ -63,15 +63,21 @@ class Step:
 
 
 class TimingHooks:
-    """Fills in the spans and the expert tokens of `step`, the iteration in progress; None when nothing is measured."""
+    """Fills in the spans and the expert tokens of `step`, the iteration in progress; None when nothing is measured.
 
-    def __init__(self, clock: DeviceClock) -> None:
-        self.clock = clock
+    clock: of the device.
+    counts_tokens: whether tokens of experts are counted, which only a report reads.
+    """
+
+    def __init__(self, clock: DeviceClock, counts_tokens: bool = True) -> None:
+        self.clock, self._counts_tokens = clock, counts_tokens
         self.step: Step | None = None
         self.micro_batch: dict[int, int] = {}  # chunk -> micro-batch in its forward pass
         self._chunk = 0  # in its forward pass
         self._backward_of = (0, 0)  # chunk and micro-batch
         self._open: dict[_Part, tuple[int, Mark]] = {}  # in their backward pass
+        # The last output of a part whose gradient is waited for, and the parts of which it is the input.
+        self.boundary: tuple[Callable[[], torch.Tensor | None], list[_Part]] = (lambda: None), []
         self._call_begin: Mark = None
         self._latest: dict[bool, Any] = {}  # whether of a whole stage -> the last span that nodes were added to
         self._config: Any = None
@@ -94,7 +100,7 @@ class TimingHooks:
 
     def watch_layer(self, layer: torch.nn.Module, chunk: int) -> None:
         """Put hooks on a layer of model chunk `chunk`."""
-        for module in layer.modules():
+        for module in layer.modules() if self._counts_tokens else ():
             if isinstance(module, TopKRouter):
                 self._watch_router(module, layer.layer_number - 1, layer)
         if layer.config.overlap_moe_expert_parallel_comm:
@@ -271,16 +277,22 @@ class TimingHooks:
             counts = torch.stack(list(step.expert_tokens.values())).to("cpu", non_blocking=True)
             step.expert_tokens = dict(zip(step.expert_tokens, counts, strict=True))
 
-    def open_backward(self, part: "_Part", micro_batch: int) -> None:
-        """The backward pass of `part` begins."""
+    def open_backward(self, part: "_Part", micro_batch: int, following: "list[_Part]") -> None:
+        """The backward pass of `part` begins, where those of `following` end."""
+        now = self.clock.mark()
+        for other in following:
+            self._close(other, now)
         self._backward_of = (part.chunk, micro_batch)
-        self._open[part] = (micro_batch, self.clock.mark())
+        self._open[part] = (micro_batch, now)
 
     def close_backward(self, part: "_Part") -> None:
         """The backward pass of `part` ends."""
+        self._close(part, self.clock.mark())
+
+    def _close(self, part: "_Part", end: Mark) -> None:
         micro_batch, begin = self._open.pop(part, (0, None))
         if begin is not None and self.step is not None:
-            self.step.spans.append(("backward", part.layer, part.chunk, micro_batch, [(begin, self.clock.mark())]))
+            self.step.spans.append(("backward", part.layer, part.chunk, micro_batch, [(begin, end)]))
 
 
 def _between(run: Callable, enter: Callable, leave: Callable) -> Callable:
@@ -319,10 +331,15 @@ class _Part:
         micro_batch, is_replay = self.replays.decide(lambda: hooks.micro_batch.get(self.chunk, 0))
         kind = "recompute" if is_replay else "forward"
         step.spans.append((kind, self.layer, self.chunk, micro_batch, [(begin, hooks.clock.mark())]))
-        if hidden_out.requires_grad:
-            hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch))
-        if hidden_in is not None and hidden_in.requires_grad:
+        before, following = hooks.boundary
+        if hidden_in is not None and before() is hidden_in:  # one hook ends this part and begins the one before it
+            following.append(self)
+        elif hidden_in is not None and hidden_in.requires_grad:
             hidden_in.register_hook(lambda gradient: hooks.close_backward(self))
+        if hidden_out.requires_grad:
+            after: list[_Part] = []
+            hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch, after))
+            hooks.boundary = weakref.ref(hidden_out), after
 
 
 class _StageTimer:

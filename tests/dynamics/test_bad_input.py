@@ -25,7 +25,12 @@ COMBINATIONS = {
     "grouped": (PRUNE, {"num_experts": 4, "moe_grouped_gemm": True}, "--moe-grouped-gemm", "drop"),
     "exit at the end": ({"early_exit_layers": "2,4"}, {}, "--early-exit-layers 2,4", "up to 3"),
     "two choosers": (EXIT, DEPTH, "--mixture-of-depths 0.25", "--early-exit-layers 1,2", "one of the two"),
-    "exit and chunks": (EXIT, {"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline", "--early-exit"),
+    "exit and chunks": (
+        EXIT,
+        {"virtual_pipeline_model_parallel_size": 2},
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--early-exit",
+    ),
     "packed": (DEPTH, {"sft": True}, "--sft", "--mixture-of-depths 0.25", "drop it"),
     "sequence parallel": (DEPTH, {"sequence_parallel": True}, "--sequence-parallel", "drop it"),
     "no routed layer": (

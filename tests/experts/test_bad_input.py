@@ -36,6 +36,7 @@ REFUSED = {
         "hybrid-ep",
         "--moe-token-dispatcher-type alltoall",
     ),
+    "experts in parts": (f"{BALANCE} --mlp-chunks-for-training 2", "--mlp-chunks-for-training 2", "use 1"),
     "padding to capacity": (
         f"{BALANCE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
         "--moe-pad-expert-input-to-capacity",
@@ -74,7 +75,7 @@ REFUSED = {
         "use --recompute-modules moe",
     ),
     "grouped, probabilities on the input": (
-        "--moe-grouped-gemm --moe-apply-probs-on-input",
+        "--moe-grouped-gemm --moe-apply-probs-on-input --moe-router-topk 1",
         "--moe-apply-probs-on-input",
         "drop --moe-grouped-gemm",
     ),
@@ -135,6 +136,7 @@ def test_layers_of_transformer_engine():
         moe_latent_size=None,
         moe_router_fusion=False,
         mtp_num_layers=None,
+        skip_train=False,
         gradient_accumulation_fusion=True,
     )
     _, (note,) = check_experts(args, ExpertConfig(balance_experts=True))
@@ -226,6 +228,7 @@ def test_quantized_experts(case):
         "moe_router_fusion": False,
         "moe_latent_size": None,
         "mtp_num_layers": None,
+        "skip_train": False,
         "fp8": "e4m3",
         "fp8_param_gather": False,
     }

@@ -171,8 +171,8 @@ def _plant_death(method: str, iteration: int) -> None:
         return begin_step(*args, **kwargs)
 
     @functools.wraps(transfer)
-    def transfer_and_die(slots: ReplicaSlots, layer: int) -> None:
-        transfer(slots, layer)
+    def transfer_and_die(slots: ReplicaSlots, layer: int, *args: Any) -> None:
+        transfer(slots, layer, *args)
         if iterations >= iteration and 0 <= layer < len(slots.homes) and slots.is_used(layer):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, train
+from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, train, train_rank
 
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
@@ -176,3 +178,33 @@ def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line.get("added", 0) for line in lines) > 10
     _assert_same(balanced, _reference(pool, ranks, flags))
+
+
+def _begins_of_compute(argv: list[str]) -> dict[str, int]:
+    """Train this rank. Returns how often parts of transfers may be posted: by the function that says so."""
+    from balancing.experts.engine.slots import ReplicaSlots
+    from megatron.balanced.experts.moe_layer import BalancedMoELayer
+
+    begin, begins = ReplicaSlots.begin_compute, Counter[str]()
+
+    def begin_compute(slots: ReplicaSlots) -> None:
+        assert slots._expert_share is not None and 0.1 < slots._expert_share < 0.9
+        frame = sys._getframe(1)
+        if frame.f_code is BalancedMoELayer._begin_compute.__code__:
+            frame = frame.f_back
+        begins[frame.f_code.co_name] += 1
+        begin(slots)
+
+    ReplicaSlots.begin_compute = begin_compute
+    train_rank(argv, False)
+    return dict(begins)
+
+
+def test_parts_of_transfers_are_posted_when_compute_begins(pool):
+    """In the passes of each layer and micro-batch: after both exchanges of tokens of a forward pass, and of a backward
+    pass."""
+    argv = [*BASE, "--expert-model-parallel-size", "2", "--balance-experts"]
+    passes = 10 * 2 * 2  # iterations, layers, micro-batches
+    for begins in pool.run(2, _begins_of_compute, argv):
+        assert begins["postprocess"] == begins["backward"] == passes
+        assert begins["acquire"] > passes / 2, "hardly anything was replicated, so nothing was tested"

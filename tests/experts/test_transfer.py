@@ -175,6 +175,13 @@ def _post(connections, boundaries):
     return posted
 
 
+def _turns(place):
+    """The messages of each turn: piece n leaves the rank at `place` of the chain in turn place + n."""
+    sent = [place < CHAIN - 1 and 0 <= turn - place < PIECES for turn in range(TURNS)]
+    received = [place > 0 and 0 <= turn - (place - 1) < PIECES for turn in range(TURNS)]
+    return [a + b for a, b in zip(sent, received, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("connections", "boundaries", "first", "between", "rest"),
     [("8", 2, TURNS, 0, 0), ("1", 2, 1, 2, TURNS - 3), ("1", TURNS + 2, 1, TURNS - 1, 0), ("1", 0, 1, 0, TURNS - 1)],
@@ -185,10 +192,102 @@ def test_one_turn_is_posted_at_a_boundary(pool, connections, boundaries, first, 
     ranks = pool.run(CHAIN, _post, connections, boundaries)
     for transfer, order in ((0, range(CHAIN)), (1, range(CHAIN)[::-1])):
         for place, rank in enumerate(order):
-            # The messages of each turn: piece n leaves the rank at `place` in turn place + n.
-            sent = [place < CHAIN - 1 and 0 <= turn - place < PIECES for turn in range(TURNS)]
-            received = [place > 0 and 0 <= turn - (place - 1) < PIECES for turn in range(TURNS)]
-            turns = [a + b for a, b in zip(sent, received, strict=True)]
+            turns = _turns(place)
             singly = [[each] for each in turns[first : first + between]]
             expected = [turns[:first], *singly, *[[]] * (boundaries - between), turns[TURNS - rest :]]
             assert ranks[rank][transfer] == [sum(each) for each in expected], (transfer, rank)
+
+
+SHARE = {"experts": 0.6, "between": 0.4}  # parts of the compute of a layer
+
+
+def _post_in_parts():
+    """On one of four ranks, on a device with streams: two layers whose expert of rank 0 has replicas on all others.
+
+    Returns the messages that this rank posts at each call, by name, and how many turns may begin before the exchange of
+    tokens that was started before the call has ended.
+    """
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from balancing.experts.engine import relay
+    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.placement import ReplicaPlacement
+    from tests.support.checkers.noted_device import install
+    from tests.support.checkers.stream_races import watch_streams
+
+    log = install()
+    races = watch_streams(log)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.zeros(1))
+    exchange = dist.new_group()
+    relay._PIECE_BYTES = SIZE * 4 // PIECES
+    rank = dist.get_rank()
+    homes = [[[torch.full((SIZE,), 1.0 + rank + layer, requires_grad=True)]] for layer in range(2)]
+    sums = {id(layer[0][0]): torch.zeros(SIZE) for layer in homes}
+    slots = ReplicaSlots(
+        homes,
+        1,
+        dist.group.WORLD,
+        shared=False,
+        gradient=lambda weight: sums[id(weight)],
+        final=lambda layer: None,
+        complete=lambda layer: None,
+        expert_share=SHARE["experts"],
+    )
+    placement = ReplicaPlacement(np.arange(CHAIN), [[-1], [0], [0], [0]])
+    posted, early = [], 0
+
+    def note(name, call, *args, **kwargs):
+        nonlocal early
+        dist.all_reduce(torch.zeros(1), group=exchange)
+        before, exchanged = len(log.operations), log.operations[-1]
+        call(*args, **kwargs)
+        new = [each for each in log.operations[before:] if each.messages]
+        early += sum(each.after.get(exchanged.comm, 0) < exchanged.number for each in new)
+        posted.append((name, sum(len(each.messages) for each in new)))
+
+    note("step", slots.begin_step, [placement] * 2, 1)
+    for layer in range(2):
+        note("experts", slots.acquire, layer, forward=True)
+        note("between", slots.begin_compute)
+    for layer in (1, 0):
+        note("experts", slots.acquire, layer, forward=False)
+        ((leaf,),) = slots.leaves(layer)
+        assert rank == 0 or (leaf == 1 + layer).all()
+        leaf.grad = torch.full((SIZE,), float(rank))
+        note("gradients", slots.accumulate_gradients, layer)
+        slots.end_pass(layer)
+        note("between", slots.begin_compute)
+    note("step", slots.end_step)
+    for layer in homes:
+        assert (sums[id(layer[0][0])] == (1 + 2 + 3 if rank == 0 else 0)).all()
+    assert not races.found
+    return posted, early
+
+
+def test_transfers_leave_the_links_to_exchanges_of_tokens(pool):
+    """A transfer is posted when experts begin to compute and when what is between layers does, by their lengths."""
+    first = {name: round(share * TURNS) for name, share in SHARE.items()}
+    parts = [  # what is posted: of which transfer, from which turn to which
+        ("step", "weights", 0, TURNS),
+        ("experts", "weights", 0, first["experts"]),
+        ("between", "weights", first["experts"], TURNS),
+        ("experts", "weights", 0, 0),
+        ("between", "weights", 0, 0),
+        ("experts", "gradients", 0, 0),
+        ("gradients", "gradients", 0, 0),
+        ("between", "gradients", 0, first["between"]),
+        ("experts", "gradients", first["between"], TURNS),
+        ("gradients", "gradients", 0, 0),
+        ("between", "gradients", 0, first["between"]),
+        ("step", "gradients", first["between"], TURNS),
+    ]
+    for rank, (posted, early) in enumerate(pool.run(CHAIN, _post_in_parts)):
+        assert early == 0, "a turn begins when the exchange before has ended"
+        for (name, messages), (expected, kind, begin, end) in zip(posted, parts, strict=True):
+            assert name == expected
+            assert messages == sum(_turns(CHAIN - 1 - rank if kind == "gradients" else rank)[begin:end]), (name, kind)

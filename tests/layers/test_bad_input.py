@@ -16,6 +16,7 @@ def _args(**given: object) -> argparse.Namespace:
     usual = {
         "pipeline_model_parallel_size": 2,
         "num_layers": 4,
+        "skip_train": False,
         "num_virtual_stages_per_pipeline_rank": None,
         "num_layers_per_virtual_pipeline_stage": None,
         "pipeline_model_parallel_layout": None,
@@ -25,7 +26,6 @@ def _args(**given: object) -> argparse.Namespace:
         "ckpt_format": "torch_dist",
         "optimizer": "adam",
         "use_distributed_optimizer": False,
-        "use_layer_wise_param_layout": True,
         "dist_ckpt_optim_fully_reshardable": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -48,11 +48,6 @@ REFUSED = {
     "experts in one tensor": ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
     "optimizer": ({"optimizer": "soap"}, "--optimizer soap", "shape of a weight", "use --optimizer muon"),
     "optimizer that cannot run": ({"optimizer": "adaptive_muon"}, "--optimizer adaptive_muon", "use --optimizer muon"),
-    "matrices by turns": (
-        {"optimizer": "muon", "use_distributed_optimizer": True, "use_layer_wise_param_layout": False},
-        "--no-use-layer-wise-param-layout",
-        "drop it",
-    ),
     "offloading in CUDA graphs": (
         {"fine_grained_activation_offloading": True, "cuda_graph_impl": "transformer_engine"},
         "--fine-grained-activation-offloading",
@@ -95,6 +90,7 @@ def test_incompatible_settings(given, layers, words):
     "given, why",
     [
         ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
+        ({"skip_train": True}, "--skip-train trains no step"),
         ({"num_virtual_stages_per_pipeline_rank": 2}, "each of the 4 pipeline stages has one layer"),
         ({"num_layers_per_virtual_pipeline_stage": 1}, "each of the 4 pipeline stages has one layer"),
     ],

@@ -65,6 +65,26 @@ def test_stages_are_evened_out_beside_multi_token_prediction(pool, tmp_path):
     assert first["stage_cost_after"][3] - first["stage_cost_after"][0] > first["stage_cost_after"][1] / 3
 
 
+@pytest.mark.exhaustive
+def test_chunks_are_evened_out_in_larger_groups_of_micro_batches(pool, tmp_path):
+    """Groups of three of five micro-batches: on two stages groups of two would leave one over, which is refused."""
+    base = [*MODEL, *MOCK_DATA, *EXACT, *"--num-layers 8 --global-batch-size 5 --train-iters 5".split()]
+    base += "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|t|t|tttL".split()
+    base += "--microbatch-group-size-per-virtual-pipeline-stage 3".split()
+    flags = [*base, *BALANCE, "--balance-layers", "--balance-report", str(tmp_path)]
+    balanced = join(pool.run(2, _train_willing, flags))
+    plain = train(pool, 2, "", base=base, parameters=True)
+    assert balanced.losses == plain.losses
+    assert all(np.array_equal(balanced.parameters[name], whole) for name, whole in plain.parameters.items())
+    first, *_ = _decisions(tmp_path)
+    assert (first["action"], first["layout_before"], first["layout_after"]) == (
+        "move",
+        "Ettt|t|t|tttL",
+        "Ett|tt|tt|ttL",
+    )
+    assert 0 < first["predicted_step_after"] < first["predicted_step_before"]
+
+
 def _train_with_slow_layers(argv: list[str]) -> RankRun:
     """The first two layers take long, wherever they are."""
     slow_layers(SetClock().install(), lambda layer: (0.04, 0.0) if layer < 2 else (0.01, 0.0))

@@ -22,6 +22,7 @@ from balancing.layers import (
 )
 from balancing.layers.__main__ import main
 from balancing.layers.from_report import estimate_memory, read_run
+from balancing.report import EventLog, observe
 from tests.support.made_up_run import Job, write_run
 
 # ---- layout strings
@@ -163,6 +164,20 @@ def test_prints_the_layout_and_its_gain(recorded, capsys):
     assert gain > 0.1 and f"{gain:+.1%} throughput" in out
 
 
+def test_says_how_many_chunks_a_stage_are_quicker(recorded, capsys):
+    _, out, _ = command(capsys, recorded)
+    said = re.search(
+        r"The pipeline by chunks a stage, messages not counted: 1: (\S+) ms, 2: (\S+) ms\. --virtual 2", out
+    )
+    assert said, out  # eight layers are too few for three
+    _, out, _ = command(capsys, recorded, "--virtual", 2)
+    run = read_run(recorded)
+    plan = from_layout(re.search(r'--pipeline-model-parallel-layout "(.+)"', out)[1], 4, layers=8)
+    assert plan.virtual == 2 and "by chunks a stage" not in out
+    assert run.cost.simulate(plan, 8).step_time * 1e3 == pytest.approx(float(said[2]), rel=1e-3)
+    assert float(said[2]) < 0.99 * float(said[1])
+
+
 def test_weighs_a_given_layout_and_other_sizes(recorded, capsys):
     assert "+0.0% throughput" in command(capsys, recorded, "--layout", "Ett|tt|tt|ttL")[1]
     code, out, _ = command(capsys, recorded, "--stages", 2, "--virtual", 2, "--micro-batches", 4)
@@ -205,3 +220,49 @@ def test_memory_is_estimated_on_the_safe_side(tmp_path, capsys):
 def test_no_run_at_all(tmp_path, capsys):
     code, _, err = command(capsys, tmp_path)
     assert code == 2 and "holds no events.jsonl" in err and err.count("\n") == 1
+
+
+# ---- several chunks a stage
+
+
+def test_a_recorded_schedule_is_that_of_the_plans(tmp_path, capsys):
+    plan, schedule = StagePlan.from_counts(((2, 2), (2, 2))), {"group": 6, "in_parts": True}
+    peak = stage_memory(plan, LayerMemory(np.full(8, 1e9), 1e9), 12, **schedule)
+    chunked = Job(
+        stages=2, layers=8, micro_batches=12, experts=0, moved={n: n // 2 % 2 for n in range(8)},
+        memory={rank: int(peak[rank // 2]) for rank in range(4)},
+    )  # fmt: skip
+
+    def write(directory, **schedule):
+        with EventLog(directory) as log:
+            for iteration in range(1, 9):
+                record = replace(chunked.record(iteration), **schedule)
+                for rank in record.ranks:
+                    rank.spans = [
+                        span._replace(chunk=span.layer // 4 if span.layer != "" else 0) for span in rank.spans
+                    ]
+                log.write(observe(record))
+        return directory
+
+    run = read_run(write(tmp_path / "groups", microbatch_group_size=6, overlap_moe_expert_parallel_comm=True))
+    assert run.plan.counts == plan.counts and run.schedule == schedule
+    plain = read_run(write(tmp_path / "plain"))
+    assert plain.plan == run.plan and plain.schedule == {}
+    np.testing.assert_allclose(stage_memory(plan, estimate_memory(run), 12, **schedule), peak, rtol=1e-3)
+    assert estimate_memory(run).activation_of_layers[0] == pytest.approx(1e9, rel=1e-2)
+
+    steps = []
+    for directory in ("groups", "plain"):
+        assert main(["--from-report", str(tmp_path / directory), "--repack"]) == 0
+        text = capsys.readouterr().out
+        steps.append(re.search(r"by simulation, (\S+ ms) as recorded", text)[1])
+    assert steps == [
+        f"{each.cost.simulate(each.plan, 12, **each.schedule).step_time * 1e3:.4g} ms" for each in (run, plain)
+    ]
+    assert main(["--from-report", str(tmp_path / "groups"), "--micro-batches", "4"]) == 2
+    assert "groups of 6" in capsys.readouterr().err
+
+    log = tmp_path / "groups" / "events.jsonl"
+    log.write_text(log.read_text().replace('"microbatch_group_size":6', '"microbatch_group_size":0'))
+    with pytest.raises(ValueError):
+        read_run(tmp_path / "groups")

@@ -13,7 +13,6 @@ from balancing.layers import (
     migration_seconds,
     over_ranks,
     plan_stages,
-    refine_plan,
     simulate_schedule,
     simulate_steps,
 )
@@ -182,11 +181,17 @@ def test_a_frozen_front_is_seen_in_backward_only():
 def test_over_ranks():
     """Two replicas of two expert-parallel ranks: the slower of each pair, then the mean of the pairs."""
     seconds = [[1.0, 4.0], [3.0, 2.0], [2.0, 2.0], [2.0, 8.0]]
-    assert over_ranks(seconds, [0, 0, 1, 1]).tolist() == [2.5, 6.0]
-    assert over_ranks(seconds, [0, 0, 1, 1], of_experts="mean").tolist() == [2.0, 4.0]
-    assert over_ranks(seconds).tolist() == [2.0, 4.0]
-    with pytest.raises(ValueError, match=r"experts has shape \(2,\) for 4 ranks"):
-        over_ranks(seconds, [0, 1])
+    assert over_ranks(seconds, seconds, [0, 0, 1, 1]).tolist() == [2.5, 6.0]
+    assert over_ranks(seconds, seconds, range(4)).tolist() == [2.0, 4.0]
+    with pytest.raises(ValueError, match=r"experts \(2,\), for device of shape \(4, 2\)"):
+        over_ranks(seconds, seconds, [0, 1])
+
+
+def test_messages_are_a_cost_of_the_layer_and_waiting_for_another_rank_is_not():
+    """One rank enters a layer 5 s before the other. Work takes 1 and 2 s, messages 1.5 s, in which both wait."""
+    device, wall = [[1.0], [2.0]], [[8.5], [3.5]]
+    assert over_ranks(device, wall, [0, 0]).tolist() == [3.5]
+    assert over_ranks(device, wall, [0, 1]).tolist() == [1.5], "alone in its group a rank waits for no other"
 
 
 def noisy(draw, scale=1.0, noise=0.05):
@@ -240,21 +245,6 @@ def test_bad_costs(bad, message):
         LayerSeconds(**({"forward": [1.0, 1.0], "input_gradient": [1.0, 1.0]} | bad))
     with pytest.raises(ValueError, match="no iteration was measured yet"):
         _ = CostAverage().cost
-
-
-def test_refinement_never_slows_a_step_and_keeps_to_what_fits():
-    draw = np.random.default_rng(3)
-    better = 0
-    for _ in range(8):
-        forward = draw.lognormal(0, 0.5, 24)
-        model = LayerSeconds(forward, forward * np.where(np.arange(24) < 12, 0, 2), head=(1.0, 2.0))  # a frozen front
-        plan = plan_stages(model.total, 6, head=3.0)
-        for fits in (lambda plan: True, lambda plan: max(plan.counts) <= (6,)):
-            refined = refine_plan(plan, model, 8, transfer=0.1, fits=fits)
-            gain = model.simulate(plan, 8, transfer=0.1).step_time / model.simulate(refined, 8, transfer=0.1).step_time
-            assert gain >= 1 and (refined == plan or fits(refined))
-            better += gain > 1.0001
-    assert better, "no plan could be improved: the test does not test"
 
 
 def test_many_pipelines_at_once_are_the_same_pipelines():

@@ -213,10 +213,13 @@ def test_hand_made_cases():
 
 
 def test_in_flight_is_what_the_schedule_holds():
-    for stages, virtual, count in ((4, 1, 9), (4, 1, 2), (3, 2, 9), (4, 2, 8), (4, 3, 4), (3, 2, 6)):
-        moments = in_flight(stages, virtual, count)
+    own = [(4, 1, 9), (4, 1, 2), (3, 2, 9), (4, 2, 8), (4, 3, 4), (3, 2, 6)]
+    grouped = [(3, 2, 8, 5), (4, 2, 12, 6), (3, 3, 10, 10), (2, 3, 40, 5)]
+    sizes = [*((*each, None) for each in own), *grouped]
+    for (stages, virtual, count, group), in_parts in itertools.product(sizes, (False, True)):
+        moments = in_flight(stages, virtual, count, group, in_parts)
         draw = np.random.default_rng(stages + virtual)
-        for stage, order in enumerate(operations(stages, count, chunks=virtual)):
+        for stage, order in enumerate(operations(stages, count, chunks=virtual, group=group, in_parts=in_parts)):
             held, seen = np.zeros(virtual), []
             for operation in order:
                 held[operation.chunk] += 1 if operation.kind == "forward" else -1

@@ -25,6 +25,7 @@ def pipelines(draw, most_ranks=6):
     else:
         options["overlap"] = draw(st.booleans()) if ranks > 2 else True
         options["group"] = draw(st.integers(ranks, ranks + 2))
+        options["in_parts"] = draw(st.booleans())
         micro_batches = options["group"] * draw(st.integers(1, 3))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = (ranks, chunks, micro_batches)
@@ -233,12 +234,20 @@ SHAPES = [  # ranks, chunks, micro-batches, group, overlap
     (4, 3, 8, None, False),
     (4, 2, 10, 5, False),
 ]
+IN_PARTS = [
+    (2, 2, 2, None, True),
+    (2, 3, 6, None, True),
+    (4, 2, 12, None, True),
+    (3, 2, 10, 7, True),
+    (4, 3, 8, None, False),
+]
 NAMES = {("send", "forward"): "send_next", ("send", "backward"): "send_prev"}
 NAMES |= {("receive", "forward"): "recv_prev", ("receive", "backward"): "recv_next"}
 
 
-def everything_noted() -> list[list[list]]:
-    """What Megatron makes each rank of each of SHAPES do."""
+def everything_noted() -> list[list[list[list]]]:
+    """What Megatron makes each rank of each of SHAPES do, then of each of IN_PARTS with layers in parts."""
+    import megatron.core.pipeline_parallel.combined_1f1b as combined
     import megatron.core.pipeline_parallel.p2p_communication as communication
     import megatron.core.pipeline_parallel.utils as utils
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -246,17 +255,46 @@ def everything_noted() -> list[list[list]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "get_pg_rank", lambda group: group.rank())
         patch.setattr(utils, "get_pg_size", lambda group: group.size())
+        patch.setattr(combined, "set_streams", lambda **options: None)
+        patch.setattr(combined, "combined_forward_backward_step", both_passes)
         megatron = SimpleNamespace(schedule=get_forward_backward_func, communicator=communication.P2PCommunicator)
-        return [[noted_by_megatron(megatron, rank, *shape) for rank in range(shape[0])] for shape in SHAPES]
+        return [
+            [[noted_by_megatron(megatron, rank, *shape, in_parts) for rank in range(shape[0])] for shape in shapes]
+            for in_parts, shapes in enumerate((SHAPES, IN_PARTS))
+        ]
 
 
 @pytest.fixture(scope="module")
 def noted(pool):
     """Megatron.core's schedules on a CPU, with ranks as arguments, in a separate process."""
-    return dict(zip(SHAPES, pool.run(1, everything_noted)[0], strict=True))
+    noted = zip((SHAPES, IN_PARTS), pool.run(1, everything_noted)[0], strict=True)
+    return [dict(zip(shapes, notes, strict=True)) for shapes, notes in noted]
 
 
-def noted_by_megatron(megatron, rank, ranks, chunks, micro_batches, group, overlap):
+def both_passes(
+    step, data, forward_model, count, given, results, backward_model, received, output, gradient, config, *,
+    f_model_chunk_id, pre_forward, pre_backward, post_forward, post_backward, current_microbatch, **rest,
+):  # fmt: skip
+    """In the place of Megatron's combined step: whole passes, with its messages before and after both of them."""
+    import torch
+    from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
+
+    for callback in (forward_model and pre_forward, backward_model and pre_backward):
+        if callback:
+            callback()
+    sent = tokens = returned = None
+    if forward_model:
+        sent, tokens = forward_step(step, data, forward_model, count, given, results, config, 1)
+    if backward_model:
+        returned = backward_step(received, output, gradient, config)
+    if forward_model and post_forward:
+        post_forward(sent)
+    if backward_model and post_backward:
+        post_backward(returned)
+    return sent, torch.zeros([], dtype=torch.int) if tokens is None else tokens, returned
+
+
+def noted_by_megatron(megatron, rank, ranks, chunks, micro_batches, group, overlap, in_parts):
     """What upstream's schedule computes, posts and waits for on one rank, in order."""
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -300,6 +338,7 @@ def noted_by_megatron(megatron, rank, ranks, chunks, micro_batches, group, overl
     nothing = np.zeros((ranks, chunks))
     arguments = schedule_arguments(nothing, nothing, rank, micro_batches, overlap, log=Log())
     config = arguments["model"][0].config
+    config.overlap_moe_expert_parallel_comm = bool(in_parts)
     if group is not None:
         config.microbatch_group_size_per_vp_stage = group
     groups = ProcessGroupCollection()
@@ -309,12 +348,16 @@ def noted_by_megatron(megatron, rank, ranks, chunks, micro_batches, group, overl
     return notes
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-def test_each_rank_does_what_megatron_makes_it_do(noted, shape):
+BOTH = [pytest.param(shape, False, id="-".join(map(str, shape))) for shape in SHAPES]
+BOTH += [pytest.param(shape, True, id="-".join(map(str, shape)) + "-in-parts") for shape in IN_PARTS]
+
+
+@pytest.mark.parametrize("shape, in_parts", BOTH)
+def test_each_rank_does_what_megatron_makes_it_do(noted, shape, in_parts):
     ranks, chunks, micro_batches, group, overlap = shape
     for rank in range(ranks):
         notes, counts, number = [], Counter(), {}
-        for step in program(rank, ranks, micro_batches, chunks=chunks, group=group, overlap=overlap):
+        for step in program(rank, ranks, micro_batches, chunks=chunks, group=group, overlap=overlap, in_parts=in_parts):
             if step.compute:
                 notes.append(("compute", step.compute))
             posted = []
@@ -328,16 +371,16 @@ def test_each_rank_does_what_megatron_makes_it_do(noted, shape):
                 notes.append(("post", frozenset(posted)))
             if step.wait:
                 notes.append(("wait", frozenset(number[message] for message in step.wait)))
-        assert notes == noted[shape][rank]
+        assert notes == noted[in_parts][shape][rank]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-def test_messages_arrive_in_the_order_in_which_they_leave(shape):
+@pytest.mark.parametrize("shape, in_parts", BOTH)
+def test_messages_arrive_in_the_order_in_which_they_leave(shape, in_parts):
     """Point-to-point messages have no name: the n-th receive from a rank gets the n-th send to it."""
     ranks, chunks, micro_batches, group, overlap = shape
     sent, received = defaultdict(list), defaultdict(list)
     for rank in range(ranks):
-        for step in program(rank, ranks, micro_batches, chunks=chunks, group=group, overlap=overlap):
+        for step in program(rank, ranks, micro_batches, chunks=chunks, group=group, overlap=overlap, in_parts=in_parts):
             for message in step.send:
                 towards = rank + 1 if message.kind == "forward" else rank - 1
                 sent[rank, towards % ranks, message.kind].append(message)

@@ -102,7 +102,7 @@ def test_what_ranks_measured_becomes_the_cost_of_the_model():
     """Two stages of one layer each, two micro-batches; the second stage on two expert-parallel ranks."""
 
     def spans(layer: int | str, *seconds: tuple[str, float]) -> list[Span]:
-        return [Span(kind, layer, 0, b, 0.0, 9.0, busy) for b in range(2) for kind, busy in seconds]
+        return [Span(kind, layer, 0, b, 0.0, busy + 1.0, busy) for b in range(2) for kind, busy in seconds]
 
     whole_step = spans("", ("forward-step", 7.0))
     first = spans(0, ("forward", 1.0), ("recompute", 1.0), ("backward", 2.0)) + spans("embedding", ("forward", 0.5))
@@ -110,14 +110,19 @@ def test_what_ranks_measured_becomes_the_cost_of_the_model():
         spans(1, ("forward", f), ("backward", 2 * f)) + spans("head", ("forward", 0.25), ("backward", 0.5))
         for f in (2.0, 3.0)
     ]
-    seconds = [layer_seconds(_record(n, s + whole_step), 2)[None] for n, s in enumerate([first, *second])]
-    (cost,) = join_ranks(seconds, [0, 0, 0])
+    records = [_record(n, s + whole_step) for n, s in enumerate([first, *second])]
+    in_turn = [layer_seconds(record, 2, in_turn=True)[None] for record in records]
+    (cost,) = join_ranks(in_turn, [0, 0, 0])
     assert cost.forward.tolist() == [1.0, 3.0], "the slowest of ranks that wait for each other"
     assert cost.backward.tolist() == [3.0, 6.0]
     assert (cost.embedding, cost.head) == ((0.5, 0.0), (0.25, 0.5))
     assert cost.mtp == (0.0, 0.0)
-    (cost,) = join_ranks(seconds, [0, 0, 1])
+    (cost,) = join_ranks(in_turn, [0, 0, 1])
     assert cost.forward.tolist() == [1.0, 2.5], "the mean of replicas"
+    seconds = [layer_seconds(record, 2)[None] for record in records]
+    (cost,) = join_ranks([seconds[0], seconds[1], seconds[1]], [0, 0, 0])
+    assert cost.forward.tolist() == [1.0, 3.0], "both wait one second for messages"
+    assert (cost.embedding, cost.head) == ((0.5, 0.0), (1.25, 1.5))
     with pytest.raises(ValueError, match="measured on no rank"):
         join_ranks([np.stack(s) for s in seconds[:1]], [0])
 

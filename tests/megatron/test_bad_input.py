@@ -1,5 +1,6 @@
 """Bad input is refused at the start with one line that names the value and the way out, once for all ranks."""
 
+import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -74,6 +75,91 @@ FLAGS = {
     "no angle": ("--rotary-base -1", "--rotary-base -1", "above 0"),
     "too often saved": ("--save-wgrads-interval -1", "--save-wgrads-interval -1", "at least 1"),
     "speed of GPUs, without one": ("--gpu-sniff-test-interval 2", "--gpu-sniff-test-interval 2", "drop it"),
+    "memory of a GPU, without one": ("--record-memory-history", "--record-memory-history", "drop it"),
+    "clock of GPUs, without one": ("--log-straggler", "--log-straggler", "drop it"),
+    "graphs of a GPU, without one": ("--optimizer-cuda-graph", "--optimizer-cuda-graph", "drop it"),
+    "generator of a GPU, without one": ("--cuda-graph-impl local", "--cuda-graph-impl local", "impl none"),
+    "CUDA's profiler, without it": ("--profile", "--profile", "add --use-pytorch-profiler"),
+    "ring exchange": ("--use-ring-exchange-p2p", "--use-ring-exchange-p2p", "drop it"),
+    "another first value": ("--init-method-xavier-uniform", "--init-method-xavier-uniform", "drop it"),
+    "no chunks": (
+        "--num-virtual-stages-per-pipeline-rank 0",
+        "--num-virtual-stages-per-pipeline-rank 0",
+        "at least 1",
+    ),
+    "sums in another precision": ("--bf16 --fp32-residual-connection", "--fp32-residual-connection", "drop one"),
+    "half a pair": ("--position-embedding-type rope --kv-channels 1", "--kv-channels 1", "an even number"),
+    "loaders of others": ("--dataloader-type external", "--dataloader-type external", "use single or cyclic"),
+    "an old flag": ("--checkpoint-activations", "--checkpoint-activations", "use --recompute-activations"),
+    "experts of no width": ("--moe-ffn-hidden-size 0", "--moe-ffn-hidden-size 0", "at least 1"),
+    "no expert for a token": ("--moe-router-topk 0", "--moe-router-topk 0", "at least 1"),
+    "more layers at an end than there are": (
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 8",
+        "--decoder-last-pipeline-num-layers 8",
+        "--num-layers 4; lower it",
+    ),
+    "multiples of nothing": ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0", "at least 1"),
+    "one input for two experts": (
+        "--num-experts 4 --moe-apply-probs-on-input",
+        "--moe-apply-probs-on-input",
+        "--moe-router-topk 2",
+        "use 1",
+    ),
+    "no width of heads": ("--kv-channels 0", "--kv-channels 0", "at least 1"),
+    "no ranks of experts": ("--expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0", "at least 1"),
+    "no instances": ("--num-distributed-optimizer-instances 0", "instances 0", "at least 1"),
+    "no iterations between checks": ("--check-weight-hash-across-dp-replicas-interval 0", "interval 0", "at least 1"),
+    "half a window": ("--window-size 4", "--window-size 4", "use 4,0"),
+    "more choices than experts": ("--num-experts 1 --disable-bias-linear", "--moe-router-topk 2", "--num-experts 1"),
+    "phases without an end": ("--phase-transition-iterations 1", "iterations 1", "give it instead of --train-iters"),
+    "a decoder beside an encoder": ("--decoder-seq-length 8", "--decoder-seq-length 8", "drop it"),
+    "a tokenizer of images": ("--tokenizer-type NullMultimodalTokenizer", "NullMultimodal", "a tokenizer of text"),
+    "layers in no format": ("--heterogeneous-layers-config-encoded-json 1", "json 1", "a mapping, not int", "drop it"),
+    "buffers of NCCL, without it": ("--use-nccl-ub", "--use-nccl-ub", "drop it"),
+    "layers that are not installed": ("--transformer-impl transformer_engine", "transformer_engine", "impl local"),
+    "weights over more ranks, in layers that move": (
+        "--tensor-parallel-num-weight-shards 2 --balance-layers --pipeline-model-parallel-size 2",
+        "--tensor-parallel-num-weight-shards 2",
+        "drop it",
+    ),
+    "halves of an odd number": ("--swiglu --ffn-hidden-size 33", "--ffn-hidden-size 33", "a multiple of 2"),
+    "experts of whole sequences": (
+        "--num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2",
+        "--sequence-parallel",
+        "add it",
+    ),
+    "dropout above 1": ("--hidden-dropout 2.0", "--hidden-dropout 2.0", "from 0 to 1"),
+    "moments that grow": ("--adam-beta1 2.0", "--adam-beta1 2.0", "below 1"),
+    "a mode that is not there": ("--rerun-mode report_stats", "--rerun-mode report_stats", "use disabled"),
+    "no padded vocabulary": ("--no-pad-vocab-size", "--no-pad-vocab-size", "--padded-vocab-size 127", "drop it"),
+    "written configs": ("--config-logger-dir configs", "--config-logger-dir configs", "drop it"),
+    "weights without values": ("--init-model-with-meta-device", "--init-model-with-meta-device", "drop it"),
+    "fewer tokens than the tokenizer's": ("--padded-vocab-size 64", "--padded-vocab-size 64", "127 tokens", "drop it"),
+    "groups without messages": (
+        "--fake-process-group --balance-report report",
+        "--fake-process-group",
+        "--balance-report",
+        "drop it",
+    ),
+    "sinkhorn with a loss": (
+        "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1e-2",
+        "--moe-aux-loss-coeff",
+        "0.01",
+        "drop the former",
+    ),
+    "logits of a head elsewhere": (
+        "--logits-load-dir logits --pipeline-model-parallel-size 2",
+        "--logits-load-dir logits",
+        "--pipeline-model-parallel-size 2",
+        "use 1",
+    ),
+    "dense layers of no width": ("--hidden-size 16 --swiglu", "--hidden-size 16", "give --ffn-hidden-size"),
+    "some dense layers of no width": (
+        "--hidden-size 16 --swiglu --num-experts 4 --moe-layer-freq 2",
+        "--hidden-size 16",
+        "give --ffn-hidden-size",
+    ),
     "float64 and bf16": ("--fp64 --bf16", "--fp64", "--bf16", "drop one"),
     "report of CUDA graphs": (
         "--balance-report report --cuda-graph-impl local",
@@ -162,17 +248,31 @@ def test_flags(pool, case):
     _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], *words)
 
 
-def _incompatible_flags_that_do_not_exist(argv: list[str]) -> list[str]:
-    from megatron.balanced.arguments import parse_arguments
-    from megatron.balanced.checks.incompatible import INCOMPATIBLE
+def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
+    from megatron.training.arguments import add_megatron_arguments
 
-    args, _ = parse_arguments(argv)
-    return [row.flag for row in INCOMPATIBLE if not hasattr(args, row.flag)]
+    from megatron.balanced import arguments, balancers
+    from megatron.balanced.checks import model, ranges
+    from megatron.balanced.checks.incompatible import INCOMPATIBLE, shown
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    arguments.add_balance_flags(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    known |= {"--apply-rope-fusion"}  # on, unless --no-rope-fusion is given
+    # What early exit reads after Megatron-LM derived it.
+    present = {"virtual_pipeline_model_parallel_size"}
+    check = balancers.check_balancers
+    arguments.check_balancers = lambda args, *given: (present.update(vars(args)), check(args, *given))[1]
+    arguments.parse_arguments(argv)
+    in_ranges = (*ranges._AT_LEAST_1, *ranges._FROM_0_TO_1, *ranges._BELOW_1)
+    names = {*(row.flag for row in INCOMPATIBLE), *arguments._OF_GPUS, *in_ranges, *model._HYBRID}
+    return [name for name in sorted(names) if name not in present or shown(name, True) not in known]
 
 
-def test_incompatible_flags_exist(pool):
-    """A row with a misspelt or removed flag would refuse nothing."""
-    assert pool.run(1, _incompatible_flags_that_do_not_exist, [*MODEL, *MOCK_DATA]) == [[]]
+def test_flags_that_are_refused_exist(pool):
+    """A row with a misspelt or removed flag would refuse nothing, and one with another name would mislead."""
+    assert pool.run(1, _flags_that_do_not_exist, [*MODEL, *MOCK_DATA]) == [[]]
 
 
 def test_the_same_flags_without_the_fault_are_accepted(pool):

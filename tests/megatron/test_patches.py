@@ -26,11 +26,8 @@ NEEDS = {
     "training:get_forward_backward_func": "--dataloader-inter-document-masking --micro-batch-size 2",
 }
 
-# With these no other flags of the table work: graphs in a pipeline, for which Transformer Engine is not looked for yet.
-GRAPHS = (
-    "--balance-layers --pipeline-model-parallel-size 2 --transformer-impl transformer_engine --attention-dropout 0 "
-    "--hidden-dropout 0 --cuda-graph-impl transformer_engine --cuda-graph-modules attn"
-)
+# With these no other flags of the table work: graphs, which command lines have with Transformer Engine alone.
+GRAPHS = "--balance-layers --pipeline-model-parallel-size 2"
 
 # Not with messages of experts overlapped, which are in the table. Two rows, of whose targets this is a part.
 PREDICTED = "--balance-sequences --dataloader-inter-document-masking --attention-dropout 0 --mtp-num-layers 1"
@@ -80,16 +77,20 @@ def test_the_versions_are_those_of_the_package():
     assert tuple(re.findall(r'"megatron-core==([\d.]+)"', setup)) == MEGATRON_VERSIONS
 
 
-def _installs() -> list[str]:
+def _installs(together: bool) -> list[str]:
+    """Install what a job with nearly all features needs. together: whether messages of experts are overlapped, with
+    which micro-batches stay whole, so that messages between stages need nothing."""
     from balancing.layers.config import LayerConfig
     from balancing.sequences.config import SequenceConfig
     from megatron.balanced import patches
 
     args, config = _parsed(" ".join(NEEDS.values()))
+    args.overlap_moe_expert_parallel_comm = together
     args.cuda_graph_impl = "transformer_engine"
     dealt = SequenceConfig(balance_sequences=True, sequence_micro_batches=True)
     config = dataclasses.replace(config, layers=LayerConfig(balance_layers=True), sequences=dealt)
-    owners = [patch.owner() for patch in patches.PATCHES]
+    wanted = [patch for patch in patches.PATCHES if patch.needed(args, config)]
+    owners = [patch.owner() for patch in wanted]
 
     def state() -> list[Any]:
         return [inspect.getattr_static(owner, name) for owner, name in owners]
@@ -106,18 +107,23 @@ def _installs() -> list[str]:
     assert patches.install(args, config) == lines
     patches.uninstall()
     assert all(new is old for new, old in zip(state(), originals, strict=True)), "not put back the second time"
-    assert [line.split(": ")[0] for line in lines] == [f"patched {patch.target}" for patch in patches.PATCHES]
+    assert [line.split(": ")[0] for line in lines] == [f"patched {patch.target}" for patch in wanted]
+    left = {patch.target for patch in patches.PATCHES} - {patch.target for patch in wanted}
+    assert all("Communicator" in target if together else "TransformerConfig" in target for target in left), left
     return lines
 
 
-def test_rows_go_on_once_and_come_off(pool):
-    pool.run(2, _installs)
+@pytest.mark.parametrize("together", [True, False])
+def test_rows_go_on_once_and_come_off(pool, together):
+    pool.run(2, _installs, together)
 
 
 def _needed(flags: str) -> list[str]:
     from megatron.balanced import patches
 
     args, config = _parsed(flags)
+    if flags == GRAPHS:
+        args.cuda_graph_impl = "transformer_engine"
     return [patch.target for patch in patches.PATCHES if patch.needed(args, config)]
 
 

@@ -156,7 +156,8 @@ def test_shared_slots_of_more_layers_than_buffers(pool: Pool, tmp_path: Path) ->
 
 
 def _two_layers_at_once() -> list[int]:
-    """Tags of all messages that one rank starts for two layers with two experts each, weights and gradients."""
+    """Tags of all messages that one rank starts for two layers with two experts each, weights and gradients, in
+    two model chunks that share a group."""
     import torch.distributed as dist
 
     from balancing.experts.engine import relay
@@ -177,31 +178,33 @@ def _two_layers_at_once() -> list[int]:
         return start(operation)
 
     relay.start_message = started
-    slots = ReplicaSlots(
-        homes,
-        2,
-        dist.group.WORLD,
-        shared=False,
-        gradient=lambda weight: weight.main_grad,
-        final=lambda layer: None,
-        complete=lambda layer: None,
-    )
-    slots.begin_step([placement] * 2, 1)
-    for layer in (0, 1):
-        slots.acquire(layer, forward=True)
-    for layer in (1, 0):
-        slots.acquire(layer, forward=False)
-        sum(weight.sum() for (weight,) in slots.leaves(layer)).backward()
-        slots.accumulate_gradients(layer)
-        slots.end_pass(layer)
-    slots.end_step()
+    for first in (0, 2):
+        slots = ReplicaSlots(
+            homes,
+            2,
+            dist.group.WORLD,
+            shared=False,
+            gradient=lambda weight: weight.main_grad,
+            final=lambda layer: None,
+            complete=lambda layer: None,
+            first_layer=first,
+        )
+        slots.begin_step([placement] * 2, 1)
+        for layer in (0, 1):
+            slots.acquire(layer, forward=True)
+        for layer in (1, 0):
+            slots.acquire(layer, forward=False)
+            sum(weight.sum() for (weight,) in slots.leaves(layer)).backward()
+            slots.accumulate_gradients(layer)
+            slots.end_pass(layer)
+        slots.end_step()
     return tags
 
 
 def test_messages_of_two_layers_do_not_meet(pool: Pool) -> None:
-    """Each of the eight messages of a rank has a number of its own, or one could be taken for another."""
+    """Each of the sixteen messages of a rank has a number of its own, or one could be taken for another."""
     for tags in pool.run(2, _two_layers_at_once):
-        assert len(tags) == len(set(tags)) == 8
+        assert len(tags) == len(set(tags)) == 16
 
 
 def _routed_messages(plan: SequencePlan, cluster: Cluster) -> list[tuple[str, int, int]]:

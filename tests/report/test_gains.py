@@ -83,6 +83,24 @@ def test_rows_show_before_and_after(history):
     assert rows["layers"] == ("1.23x", "1.08x") and rows["experts"] == ("1.07x", "1.00x")
 
 
+def test_dealt_micro_batches_are_told_by_the_step_that_they_make(tmp_path):
+    """Their own max / mean does not tell it: cheap ones fill and drain the pipeline on purpose."""
+    with EventLog(tmp_path) as log:
+        of_steps = [(9.0, 8.0), (9.0, 8.0), (1.05, 0.95), (1.07, 0.97), (1.06, 0.96)]
+        for iteration, (drawn, dealt) in enumerate(of_steps, start=1):
+            steps = {"micro_batch_step_before": drawn, "micro_batch_step_after": dealt}
+            log.write(observe(BEFORE.record(iteration)) + [spread(iteration, stage) | steps for stage in (0, 1)])
+        log.write([spread(3, 0) | {"micro_batch_step_before": float("nan"), "micro_batch_step_after": 1.0}])
+    history = read_history(tmp_path)
+    assert history.damaged == 1
+    summary = summarize(history)
+    row = gain_rows(summary)[-1]
+    assert (row.balancer, row.before, row.after) == ("sequences", "1.06x", "0.96x"), "the first ones warm up"
+    assert "equal micro-batches" in row.what
+    text = page(history, summary)
+    assert "of one with equal micro-batches" in text and "<b>0.96x</b>" in text
+
+
 def test_a_step_is_compared_around_the_move(history):
     move = summarize(history).move
     assert move is not None and move.iteration == MOVE

@@ -193,6 +193,9 @@ def test_every_part_of_every_micro_batch_is_timed_once(pool, tmp_path, layout):
         assert inside > 0.8 * whole, f"rank {rank}: most of the stage's work is not attributed to a part"
         assert all(span.start >= 0 and span.start + span.seconds <= iteration.step_seconds * 1.001 for span in spans)
 
+    grouped = [line.get("microbatch_group_size") for line in _events(tmp_path) if line["unit"] == "stage"]
+    assert grouped == [2 if layout == "interleaved" else None] * 3
+
     if layout == "MoE recompute":
         tokens = [line["tokens_per_expert"] for line in _events(tmp_path) if line["balancer"] == "experts"]
         assert len(tokens) == 3 * 4

@@ -26,13 +26,17 @@ REFUSED = {
         "--moe-router-load-balancing-type sinkhorn",
         "use aux_loss",
     ),
+    "experts in parts": (
+        f"{BALANCE} {' '.join(MOE)} --mlp-chunks-for-training 2",
+        "--mlp-chunks-for-training 2",
+        "several parts; use 1",
+    ),
     "upstream's own": (
         f"{BALANCE} --hybrid-context-parallel",
         "--hybrid-context-parallel",
         "--sequence-planner hybrid",
     ),
     "positions": (f"{BALANCE} --position-embedding-type mrope", "mrope", "--position-embedding-type rope"),
-    "loader": (f"{BALANCE} --dataloader-type external", "--dataloader-type external", "use --dataloader-type single"),
     "attention backend": (f"{BALANCE} --attention-backend fused", "--attention-backend fused", "use auto or flash"),
     "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),

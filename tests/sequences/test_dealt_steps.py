@@ -6,12 +6,14 @@ than in another.
 """
 
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.sequences.test_bad_input import _parse_each
+from tests.sequences.test_domain import EP, Routed, assert_alike
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.training import MOCK_DATA, MODEL, MOE, RankRun, Run, assert_close, join, train, train_rank
 
@@ -63,7 +65,7 @@ def _dealt(folder) -> list[dict[str, Any]]:
     ],
 )
 def test_dealt_documents_equal_one_rank(packed, tmp_path, layout, loss):
-    """And micro-batches cost more alike: rows of unequal number pass between the stages."""
+    """And a step is shorter by the model: rows of unequal number pass between the stages."""
     ranks, flags = LAYOUTS[layout]
     size = "--micro-batch-size 2" if "--micro-batch-size 2" in flags else ""  # in which losses are averaged
     reference = packed.alone(f"{ENDS} {loss} {size}")
@@ -71,8 +73,131 @@ def test_dealt_documents_equal_one_rank(packed, tmp_path, layout, loss):
     spread = _dealt(tmp_path)
     assert spread
     for line in spread:
-        assert line["micro_batch_imbalance_after"] <= line["micro_batch_imbalance_before"]
-    assert any(line["micro_batch_imbalance_after"] < line["micro_batch_imbalance_before"] for line in spread)
+        assert line["micro_batch_step_after"] <= line["micro_batch_step_before"]
+    assert any(line["micro_batch_step_after"] < 0.99 * line["micro_batch_step_before"] for line in spread)
+
+
+# Where Megatron-LM's micro-batches stay whole.
+ALL_LOSSES = (
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-1 2e-1 --moe-z-loss-coeff 1e-2 "
+    "--moe-router-score-function sigmoid"
+)
+# ranks, flags
+WHOLE = {
+    "PP 2, DP 2": (4, f"{PP} 2"),
+    "PP 2, DP 2, EP 2, balanced": (4, f"{PP} 2 {EP} 2 --balance-experts --expert-min-gain 0"),
+    "PP 2, DP 2, apart": (4, f"{PP} 2 --sequence-domain context"),
+    "PP 2, CP 2, DP 2, both overlaps": (8, f"{PP} 2 {CP} 2 --sequence-domain data {OVERLAPS}"),
+    "PP 2, DP 2, interleaved": (4, f"{PP} 2 {VPP}"),
+    "PP 2, DP 2, messages overlapped": (4, f"{PP} 2 {VPP} {EP} 2 --overlap-moe-expert-parallel-comm"),
+    "PP 2, DP 2, TP 2, sequence parallel": (8, f"{PP} 2 {SP}"),
+    "PP 2, DP 2, micro-batches of two": (4, f"{PP} 2 --micro-batch-size 2"),
+    "PP 2, DP 2, no losses but one dispatcher": (4, f"{PP} 2 --moe-token-dispatcher-type allgather"),
+    "PP 2, DP 4, two groups": (8, f"{PP} 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def routed(pool, tmp_path_factory) -> Routed:
+    model = f"{' '.join(MOE)} {ALL_LOSSES} --moe-token-dispatcher-type alltoall {SHORT}"
+    return Routed(pool, tmp_path_factory.mktemp("whole"), model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        pytest.param(layout, loss, marks=[] if (layout, loss) == ("PP 2, DP 2", "") else pytest.mark.exhaustive)
+        for layout in WHOLE
+        for loss in ("", PER_TOKEN)
+    ],
+)
+def test_whole_micro_batches_equal_one_rank(routed, tmp_path, layout, loss):
+    """With the losses of routers that are of Megatron-LM's micro-batches and samples, as logged, too."""
+    ranks, flags = WHOLE[layout]
+    size = "--micro-batch-size 2" if "--micro-batch-size 2" in flags else ""
+    found = routed.logged(ranks, f"{DEALT} {flags} {loss} --balance-report {tmp_path}", groups="groups" in layout)
+    assert_alike(found, routed.logged(1, f"{ENDS} {loss} {size}"))
+    spread = _dealt(tmp_path)
+    assert spread
+    before, after = (np.mean([line[f"micro_batch_step_{when}"] for line in spread]) for when in ("before", "after"))
+    assert after < before
+
+
+def _whole_steps() -> None:
+    from balancing.sequences import deal_whole
+    from megatron.balanced.sequences.domain import Domain
+    from megatron.balanced.sequences.steps import WholeSteps
+
+    def areas(indices: np.ndarray) -> np.ndarray:
+        return (indices * 7919 % 101) ** 2
+
+    micro_batches = 3
+    # Data-parallel ranks, samples of each in a micro-batch, groups; a domain of context-parallel ranks alone last.
+    for ranks, size, groups, shared in ((4, 1, 1, True), (4, 2, 1, True), (6, 2, 3, True), (3, 2, 1, False)):
+        first, each = 5, ranks * size
+        deal = partial(deal_whole, micro_batches=micro_batches)
+        steps = WholeSteps(micro_batches, micro_batches * each, first, lambda lengths: lengths, deal)
+        for begin in (first, first + micro_batches * each):
+            run: dict[tuple[int, int], list[int]] = {}
+            costs = np.zeros(micro_batches)
+            for rank in range(ranks):
+                members = ranks // groups
+                domain = Domain(rank % members, members, rank % members, members, rank // members, groups)
+                domain = domain if shared else Domain(0, 1)
+                for number in range(micro_batches):
+                    start = begin + number * each + rank * size
+                    samples = steps.of(range(start, start + size), domain, areas)[number]
+                    indices = [sample.index for sample in samples]
+                    place = (rank if not shared else rank // members), number
+                    assert run.setdefault(place, indices) == indices, "ranks of a group agree"
+                    for at in range(0, len(samples), size):
+                        part = samples[at : at + size]
+                        assert [sample.index - part[0].index for sample in part] == list(range(size))
+                        assert (part[0].index - begin) % size == 0, "a micro-batch of Megatron-LM stays together"
+                        assert len({sample.origin for sample in part}) == 1
+                    origins = [sample.origin for sample in samples]
+                    assert origins == sorted(origins) and len(set(origins)) * size == len(samples)
+                    assert indices == sorted(indices), "origins are in Megatron-LM's order"
+            for (_, number), indices in run.items():
+                costs[number] += areas(np.array(indices)).sum()
+            together = sorted(index for indices in run.values() for index in indices)
+            assert together == list(range(begin, begin + micro_batches * each)), "each sample once in its step"
+            drawn = areas(np.arange(begin, begin + micro_batches * each)).reshape(micro_batches, -1).sum(1)
+            if shared:
+                assert costs.max() < drawn.max()
+                assert costs.argmax() == 1, "the most expensive one runs in the middle"
+        unread = steps.of(range(first + each, first + each + size), Domain(0, 2, 0, ranks), lambda indices: None)[1]
+        assert [sample.index for sample in unread] == list(range(first + each, first + 2 * each)), "as drawn"
+        assert [sample.origin // ranks for sample in unread] == [1] * each
+
+
+def _dealt_for_a_pipeline() -> float:
+    """Seconds of a step of dealt documents on four stages, over that of equal micro-batches."""
+    from balancing.cluster import Cluster
+    from balancing.sequences import AttentionShape
+    from balancing.sequences.micro_batch_plan import document_seconds
+    from megatron.balanced.sequences.steps import deal_documents, step_seconds
+
+    lengths = np.random.default_rng(0).integers(64, 1024, 160)
+    cluster, shape = Cluster.preset("h200-8x400g").relabel(1, 4), AttentionShape(64, 4, 4, 2, 128)
+    step = partial(step_seconds, stages=4, chunks=1, group=None)
+    sizes = {
+        "micro_batches": 8,
+        "cluster": cluster,
+        "shape": shape,
+        "token_capacity": int(lengths.sum() / 8 / 4 * 1.25),
+    }
+    deal = deal_documents(lengths.tolist(), np.arange(160) // 20, step=step, **sizes)
+    costs = np.bincount(deal, document_seconds(lengths, cluster, shape), 8)
+    return step(costs) / step(np.full(8, costs.mean()))
+
+
+def test_micro_batches_fill_and_drain_the_pipeline_quickly(pool):
+    assert pool.run(1, _dealt_for_a_pipeline)[0] < 0.96
+
+
+def test_whole_micro_batches_are_dealt_once(pool):
+    pool.run(1, _whole_steps)
 
 
 @pytest.mark.exhaustive
@@ -143,16 +268,10 @@ def test_validation_and_restart_of_dealt_steps(packed, tmp_path):
 REFUSED = {
     "growing steps": ("--rampup-batch-size 4 4 16 --train-samples 64", "--rampup-batch-size 4 4 16", "of one size"),
     "random samples": ("--dataloader-type cyclic", "--dataloader-type cyclic", "use --dataloader-type single"),
-    "experts of one size": (f"{' '.join(MOE)}", "--moe-token-dispatcher-type allgather", "use alltoall"),
-    "losses of routers": (
-        f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2",
-        "--moe-router-load-balancing-type aux_loss",
-        "after the backward pass has begun",
-    ),
-    "losses of logits": (
-        f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall --moe-z-loss-coeff 1e-2",
-        "--moe-z-loss-coeff",
-        "differ in tokens",
+    "a loss of the step so far": (
+        f"{' '.join(MOE)} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
+        "--moe-router-load-balancing-type global_aux_loss",
+        "whose order changes",
     ),
 }
 IDLE = {

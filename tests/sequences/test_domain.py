@@ -214,7 +214,7 @@ class Routed(Packed):
 Logged = tuple[Run, list[dict[str, float]]]
 
 
-def _assert_alike(found: Logged, expected: Logged) -> None:
+def assert_alike(found: Logged, expected: Logged) -> None:
     """Losses, parameters, and what each step logs of routers."""
     assert_close(found[0], expected[0])
     for step, alone in zip(found[1], expected[1], strict=True):
@@ -242,14 +242,14 @@ def test_losses_of_routers_are_those_of_samples(routed, layout, loss):
     run, figures = routed.logged(ranks, f"{SHARED} {flags} {loss}")
     reference, expected = routed.logged(1, f"{ENDS} {loss} {size}")
     assert {*expected[0]} == {"load_balancing_loss", "seq_load_balancing_loss"}
-    _assert_alike((run, figures), (reference, expected))
+    assert_alike((run, figures), (reference, expected))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "flags"), [(4, f"{EP} 2"), (8, f"{SP} {EP} 2 --expert-tensor-parallel-size 1")])
 def test_losses_of_routers_in_groups(routed, ranks, flags):
     """Of a large domain each group counts the tokens of its own samples."""
-    _assert_alike(routed.logged(ranks, f"{SHARED} {flags}", groups=True), routed.logged(1, ENDS))
+    assert_alike(routed.logged(ranks, f"{SHARED} {flags}", groups=True), routed.logged(1, ENDS))
 
 
 @pytest.mark.exhaustive
@@ -258,7 +258,7 @@ def test_samples_that_are_one_document_each(routed):
     reference = routed.logged(1, "--micro-batch-size 2")
     for domain in ("context", "data"):
         spread = f"--micro-batch-size 2 --balance-sequences {CP} 2 --sequence-domain {domain}"
-        _assert_alike(routed.logged(4, spread), reference)
+        assert_alike(routed.logged(4, spread), reference)
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from balancing.cluster import Cluster
 from balancing.layers import simulate_schedule
-from balancing.sequences import AttentionShape, MicroBatchPlan, least_imbalance, plan_micro_batches
+from balancing.sequences import AttentionShape, MicroBatchPlan, deal_whole, least_imbalance, plan_micro_batches
 from balancing.sequences.cost import tile_area
 from balancing.sequences.micro_batch_plan import document_seconds
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.planners.micro_batch_baselines import differencing_deal, sorted_deal
 from balancing.sequences.planners.micro_batches import hill_order
+from balancing.sequences.planners.slopes import slope_targets
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 from benchmarks.sequences.micro_batches import main
 
@@ -27,6 +29,103 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 900), st.integer
 
 def ranks(number: int) -> Cluster:
     return Cluster.preset("h200-8x400g").relabel(1, number)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_parts_that_stay_whole(micro_batches, parts, seed):
+    """Equally many in each micro-batch, cheap micro-batches first and last, and none far over the mean."""
+    area = (np.random.default_rng(seed).lognormal(0, 1, micro_batches * parts) * 1e6).astype(np.int64)
+    deal = deal_whole(area, micro_batches)
+    assert np.bincount(deal, minlength=micro_batches).tolist() == [parts] * micro_batches
+    cost = np.bincount(deal, area, micro_batches)
+    peak = int(cost.argmax())
+    assert (np.diff(cost[: peak + 1]) >= 0).all() and (np.diff(cost[peak:]) <= 0).all()
+    assert cost.max() <= area.sum() / micro_batches + area.max()
+    with pytest.raises(ValueError, match="do not divide"):
+        deal_whole(np.ones(3, dtype=np.int64), 2)
+
+
+def pipeline(stages: int, costs: np.ndarray) -> float:
+    forward, backward = (np.broadcast_to(part * costs / stages, (stages, 1, len(costs))) for part in (0.32, 0.68))
+    return simulate_schedule(forward, backward, len(costs)).step_time
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 40), st.integers(1, 8), st.floats(1, 2))
+def test_slopes_fill_and_drain_a_pipeline_quickly(micro_batches, stages, most):
+    """They are never slower than equal micro-batches, and quicker where that is allowed and stages wait."""
+    targets = slope_targets(micro_batches, partial(pipeline, stages), most)
+    assert targets.mean() == pytest.approx(1) and targets.max() <= max(most, 1) and targets.min() > 0
+    gain = pipeline(stages, targets) / pipeline(stages, np.ones(micro_batches))
+    assert gain <= 1
+    if stages == 1:
+        assert gain == pytest.approx(1)
+    elif most >= 1.25 and micro_batches >= 2 * stages:
+        assert 1 - gain >= 0.15 * (stages - 1) / (micro_batches + stages - 1), "a part of the bubble is gone"
+        first, last = int(targets.argmax()), micro_batches - 1 - int(targets[::-1].argmax())
+        assert (np.diff(targets[: first + 1]) > 0).all() and (np.diff(targets[last:]) < 0).all()
+
+
+@settings(max_examples=25)
+@given(LENGTHS, st.integers(2, 12), st.integers(2, 6), st.floats(1.05, 1.6))
+def test_deals_for_a_pipeline(lengths, micro_batches, stages, room):
+    """Documents, and parts that stay whole: the step is never longer than that of the even deal."""
+    assume(len(lengths) >= micro_batches)
+    capacity = max(math.ceil(room * sum(lengths) / micro_batches), max(lengths))
+    step = partial(pipeline, stages)
+    try:
+        even = plan_micro_batches(lengths, micro_batches, ranks(1), shape=SHAPE, token_capacity=capacity)
+    except ValueError:
+        assume(False)
+    sloped = plan_micro_batches(lengths, micro_batches, ranks(1), shape=SHAPE, token_capacity=capacity, step=step)
+    assert step(sloped.cost) <= step(even.cost)
+    assert sloped.tokens.max() <= capacity
+
+    parts = np.array(even.seconds * micro_batches)
+    for deal in (deal_whole(parts, micro_batches), deal_whole(parts, micro_batches, step)):
+        assert np.bincount(deal, minlength=micro_batches).tolist() == [len(lengths)] * micro_batches
+    costs = [np.bincount(deal_whole(parts, micro_batches, own), parts, micro_batches) for own in (None, step)]
+    assert step(costs[1]) <= step(costs[0])
+
+
+def test_slopes_of_long_steps():
+    """Found with fewer micro-batches, where the schedule has them; else with all."""
+    asked = []
+
+    def step(costs: np.ndarray) -> float:
+        asked.append(len(costs))
+        if len(costs) % 6:
+            raise ValueError("groups of six")
+        return pipeline(3, costs)
+
+    for micro_batches, counts in ((96, {96, 64}), (96 + 2, {98})):
+        asked.clear()
+        if micro_batches % 6:
+            with pytest.raises(ValueError, match="groups of six"):
+                slope_targets(micro_batches, step, 1.25)
+        else:
+            targets = slope_targets(micro_batches, step, 1.25)
+            assert step(targets) < step(np.ones(micro_batches))
+        assert set(asked) == counts
+    asked.clear()
+    short = partial(pipeline, 4)
+    assert short(slope_targets(200, short, 1.25)) < 0.995 * short(np.ones(200))
+
+
+def test_a_slope_beats_equal_micro_batches():
+    """By 5 % with four stages and sixteen micro-batches of many documents."""
+    generator = np.random.default_rng(0)
+    lengths = [length for _ in range(128) for length in draw_batch("packed", 32768, generator)]
+    step = partial(pipeline, 4)
+    plan = plan_micro_batches(lengths, 16, ranks(8), shape=SHAPE, step=step)
+    assert step(plan.cost) <= 0.96 * step(np.full(16, plan.cost.mean()))
+    assert plan.tokens.max() <= 1.25 * plan.tokens.mean()
+    tight = plan_micro_batches(
+        lengths, 16, ranks(8), shape=SHAPE, step=step, token_capacity=math.ceil(1.02 * sum(lengths) / 16 / 8)
+    )
+    assert tight.tokens.max() <= 1.02 * tight.tokens.mean() + 8
+    assert step(plan.cost) < step(tight.cost) <= 1.01 * step(np.full(16, plan.cost.mean()))
 
 
 @settings(max_examples=80)

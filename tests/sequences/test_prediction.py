@@ -44,6 +44,10 @@ LAYOUTS = {
     "PP 2, dealt": (2, f"{PP} 2 {DEALT}"),
     "PP 2, CP 2, DP 2, dealt": (8, f"{PP} 2 {CP} 2 --sequence-domain data {DEALT}"),
     "PP 2, TP 2, sequence parallel, dealt": (4, f"{PP} 2 {SP} {DEALT}"),
+    "DP 2, PP 4, prediction before the last stage, dealt": (
+        8,
+        f"{PP} 4 --pipeline-model-parallel-layout Ett|tt|mm|L {DEALT}",
+    ),
 }
 FIRST = "CP 2, PP 2"
 
@@ -273,11 +277,6 @@ REFUSED = {
         "--moe-token-dispatcher-type alltoall",
         "--mtp-num-layers 1",
         "drop one of the two",
-    ),
-    "dealt, before the last stage": (
-        f"--balance-sequences {DEALT} {PP} 2 --num-layers 2 --pipeline-model-parallel-layout Ettm|L",
-        "--mtp-num-layers 1",
-        "on the last stage",
     ),
 }
 

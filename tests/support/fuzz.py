@@ -4,18 +4,20 @@
 
 Flags, choices and kinds of values are those of the parser itself, so a new flag is drawn as soon as it exists. Each
 run starts from a small job that trains and adds a few flags at random, so that about half of them still train. A run
-that fails is told with its seed, which draws it alone again: `--fuzz 1 --seed SEED`.
+that fails is told with its seed, which draws it alone again: `--fuzz 1 --seed SEED`. `--fuzz 1 --each dense` tries
+every flag alone instead, with every value that may be drawn for it.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,10 @@ from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import Hang, Pool
 from tests.support.training import MOCK_DATA
 
-__all__ = ["Case", "Runs", "draw", "judge"]
+__all__ = ["Case", "Runs", "draw", "each", "judge"]
 
 SECONDS = 300.0  # that a run may take
-SHOWN = 3000  # characters of what a failed run said
+SHOWN = 12000  # characters of what a failed run said
 STEPS = 2
 SMALL = (
     "--device cpu --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
@@ -67,9 +69,21 @@ COMMON = (
 COMMON_MOE = (
     "--moe-aux-loss-coeff 1e-2", "--moe-grouped-gemm", "--moe-z-loss-coeff 1e-3", "--moe-router-topk 1",
     "--moe-shared-expert-intermediate-size 32", "--moe-router-score-function sigmoid", "--moe-permute-fusion",
-    "--moe-router-load-balancing-type seq_aux_loss", "--moe-router-enable-expert-bias", "--moe-layer-freq 2",
+    "--moe-router-load-balancing-type seq_aux_loss", "--moe-router-enable-expert-bias",
+    "--moe-layer-freq 2 --ffn-hidden-size 64",
     "--moe-expert-capacity-factor 2", "--moe-token-dispatcher-type allgather",
 )  # fmt: skip
+# Ranks and flags of jobs that train.
+DENSE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 4"
+BASES = {
+    "dense": (2, DENSE),
+    "experts": (
+        4,
+        f"{DENSE} {MOE} {PACKED} --attention-dropout 0 --expert-tensor-parallel-size 1 --balance-experts "
+        "--expert-model-parallel-size 2 --balance-sequences --pipeline-model-parallel-size 2 --balance-layers",
+    ),
+    "tensor": (2, f"{DENSE} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --bf16"),
+}  # fmt: skip
 WORDS = ("1", "2", "0.5", "none", "1,2", "{folder}/given")  # of a flag that takes any text
 
 
@@ -178,12 +192,23 @@ def draw(seed: int, known: list[Option]) -> Case:
     return Case(seed, ranks, tuple(" ".join(flags).split()), packed)
 
 
-def _rank(argv: list[str]) -> tuple[int, int]:
-    """One rank of what `pretrain_gpt.py` does. Returns the exit code and the number of steps."""
+def each(known: list[Option], ranks: int, base: str) -> Iterator[Case]:
+    """Every flag alone beside those of a small job, with every value that may be drawn for it."""
+    number = 0
+    for option in known:
+        tried = {" ".join(_value(option, random.Random(seed)) for _ in range(option.count)) for seed in range(60)}
+        for value in sorted(tried):
+            yield Case(number, ranks, (*base.split(), option.flag, *value.split()), PACKED in base)
+            number += 1
+
+
+def _rank(argv: list[str], folder: str) -> tuple[int, int]:
+    """One rank of what `pretrain_gpt.py` does in an empty folder. Returns the exit code and the number of steps."""
     from megatron.training import training
 
     from megatron.balanced.watchdog.heartbeat import report_failures_once
 
+    os.chdir(folder)
     steps = []
     step = training.train_step
 
@@ -226,7 +251,7 @@ class Runs:
         """Run a command line. Returns "trained", "ended", "refused" or "failed", and what it said or what is wrong."""
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             try:
-                done = self._pool.run(case.ranks, _rank, self.argv(case, folder), timeout=SECONDS)
+                done = self._pool.run(case.ranks, _rank, self.argv(case, folder), folder, timeout=SECONDS)
             except (Hang, RuntimeError) as error:
                 return "failed", f"{error}"
         return judge(case, done, "\n".join(self._pool.output))
@@ -249,34 +274,46 @@ def judge(case: Case, done: list[tuple[int, int]], said: str) -> tuple[str, str]
     return "refused", errors[0]
 
 
-def records(runs: Runs, seeds: range) -> Iterator[dict[str, Any]]:
-    """A record a seed: what it came to, in seconds, and its command line."""
-    for seed in seeds:
-        case, begin = draw(seed, runs.known), time.monotonic()
+def records(runs: Runs, cases: Iterable[Case]) -> Iterator[dict[str, Any]]:
+    """A record a command line: its seed, what it came to, in seconds, and the flags."""
+    for case in cases:
+        begin = time.monotonic()
         outcome, said = runs.check(case)
-        seconds = round(time.monotonic() - begin, 1)
-        flags = " ".join(case.flags)
-        yield {"seed": seed, "outcome": outcome, "seconds": seconds, "ranks": case.ranks, "said": said, "flags": flags}
+        yield {
+            "seed": case.seed,
+            "outcome": outcome,
+            "seconds": round(time.monotonic() - begin, 1),
+            "ranks": case.ranks,
+            "said": said,
+            "flags": " ".join(case.flags),
+        }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=None, help="of the first run; the time by default")
+    parser.add_argument("--each", choices=BASES, help="instead, every flag alone beside those of a job")
     parser.add_argument("--json", type=Path, help="file to append a line a run to")
     args = parser.parse_args()
-    first = int(time.time()) if args.seed is None else args.seed
-    print(f"{args.runs} runs from --seed {first}")
+    first = int(time.time()) if args.seed is None and not args.each else args.seed or 0
+    seeds = range(first, first + args.runs)
     pool, counts = Pool(), Counter[str]()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for record in records(Runs(pool, Path(folder)), range(first, first + args.runs)):
+            runs = Runs(pool, Path(folder))
+            cases = (
+                [*each(runs.known, *BASES[args.each])][first:] if args.each else [draw(n, runs.known) for n in seeds]
+            )
+            print(f"{len(cases)} runs from --seed {first}")
+            for record in records(runs, cases):
                 counts[record["outcome"]] += 1
                 shown = record["said"] if record["outcome"] == "failed" else record["said"][:100]
                 print(f"{record['seed']:6d} {record['seconds']:6.1f} s  {record['outcome']}  {shown}")
                 if record["outcome"] == "failed":
                     print(f"       {record['ranks']} rank(s): {record['flags']}")
-                    print(f"       again: --fuzz 1 --seed {record['seed']}")
+                    if not args.each:
+                        print(f"       again: --fuzz 1 --seed {record['seed']}")
                 sys.stdout.flush()
                 if args.json:
                     with args.json.open("a") as lines:

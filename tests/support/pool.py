@@ -103,6 +103,7 @@ class Pool:
         # What others tell of a rank that was killed comes after it, whether or not they were given the time to.
         killed = [rank for rank, code in ended.items() if code == -signal.SIGKILL]
         failed = [rank for rank, outcome in outcomes.items() if outcome.report is not None]
+        silent = sorted(set(range(world_size)) - set(outcomes))
         if failed and not killed:
             rank = min(failed, key=lambda rank: outcomes[rank].at)
             outcome = outcomes[rank]
@@ -111,9 +112,9 @@ class Pool:
                 last_line = str(outcome.report).strip().splitlines()[-1]
                 error = RuntimeError(f"rank {rank} of {world_size}: {last_line}")
             error.add_note(f"rank {rank} of {world_size} in {function.__qualname__}\n{outcome.report}")
-            error.add_note(self._output_of(rank))
+            for each in [rank, *(other for other in silent if ended.get(other, 0) < 0)]:
+                error.add_note(self._output_of(each))
             raise error
-        silent = sorted(set(range(world_size)) - set(outcomes))
         died = killed or [rank for rank in silent if rank in ended]
         if died:
             raise RuntimeError(f"rank {died[0]} of {world_size} died, exit code {ended[died[0]]}{self._outputs(died)}")

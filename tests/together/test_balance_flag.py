@@ -5,7 +5,8 @@ import io
 
 import pytest
 
-from tests.support.training import MOCK_DATA, MODEL, MOE
+from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, train
 
 BASE = [*MODEL, *MOCK_DATA, *MOE, "--attention-dropout", "0", "--hidden-dropout", "0"]
 NO_CP = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
@@ -55,6 +56,7 @@ CASES = {
         "experts sequences",
         ("--balance all goes without layers", "--moe-routing-trace-path trace", "use --balance-report"),
     ),
+    "what sees no step": (f"{ALL} --balance all --skip-train", "sequences", ("--skip-train trains no step",)),
     "layers once": (f"{ALL} --balance all --balance-layers-once", "experts sequences layers", ()),
 }
 
@@ -69,6 +71,18 @@ def test_what_is_in_force(pool, case):
     assert len(told) == len(off), "once for all ranks"
     for word in words:
         assert any(word in line for line in told), told
+
+
+def test_a_validation_alone_is_that_of_a_run_without(pool, tmp_path):
+    """Experts and layers stay off, sequences are spread."""
+    documents = write_documents(tmp_path / "documents", heavy_tailed(400, seed=1))
+    documents[documents.index("100,0,0")] = "50,50,0"
+    base = [*MODEL, *documents, *MOE, *EXACT, "--dataloader-inter-document-masking", "--skip-train"]
+    base += "--eval-interval 1 --eval-iters 2 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    reference = train(pool, 4, base=base)
+    assert len(reference.validation) == 1 and not reference.losses
+    validation = train(pool, 4, "--balance experts,layers,sequences", base=base).validation
+    assert validation == pytest.approx(reference.validation, rel=1e-12, abs=0)
 
 
 REFUSED = {

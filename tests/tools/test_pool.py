@@ -60,6 +60,13 @@ def _die() -> None:
     time.sleep(3600)
 
 
+def _abort_and_fail() -> None:
+    if os.environ["RANK"] == "0":
+        print("before the abort", flush=True)
+        os.kill(os.getpid(), signal.SIGABRT)
+    raise ConnectionError("the other rank is gone")
+
+
 def _sleep(seconds: float) -> None:
     print("sleeping", flush=True)
     time.sleep(seconds)
@@ -103,6 +110,12 @@ def test_an_exception_comes_back_with_its_rank(pool):
     assert "rank 2 of 3 in _fail_on_rank" in notes
     assert 'raise KeyError("the reason")' in notes
     assert "--- output of rank 2 ---\nbefore the failure" in notes
+
+
+def test_a_rank_that_a_signal_ended_shows_its_output_beside_the_failure_of_another(pool):
+    with pytest.raises(ConnectionError) as failed:
+        pool.run(2, _abort_and_fail, timeout=3600)
+    assert "--- output of rank 0 ---\nbefore the abort" in "\n".join(failed.value.__notes__)
 
 
 def test_other_ends(pool):

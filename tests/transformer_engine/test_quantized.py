@@ -118,15 +118,25 @@ def _train_quantized(argv: list[str], capability: tuple[int, int]) -> RankRun:
     return train_rank(argv, True)
 
 
-@pytest.mark.parametrize("recipe", cases(["tensorwise", "mxfp8"], "tensorwise", "mxfp8"))
-def test_documents_spread_over_ranks_that_quantize(model_of, recipe):
+DEALT = "--pipeline-model-parallel-size 2 --sequence-micro-batches"
+# ranks, recipe, flags
+SPREAD = {
+    "tensorwise": (2, "tensorwise", "--context-parallel-size 2"),
+    "mxfp8": (2, "mxfp8", "--context-parallel-size 2"),
+    "tensorwise, micro-batches dealt": (4, "tensorwise", f"--sequence-domain data {DEALT}"),
+}
+
+
+@pytest.mark.parametrize("case", cases(SPREAD, *SPREAD))
+def test_documents_spread_over_ranks_that_quantize(model_of, case):
     """Where each rank quantizes the tokens it has, numbers differ a little from those of one rank."""
+    ranks, recipe, layout = SPREAD[case]
     model = model_of("--seq-length 64 --max-position-embeddings 64 --hidden-size 128 --num-layers 2")
     packed = "--bf16 --dataloader-inter-document-masking --calculate-per-token-loss"
     flags = f"{packed} --fp8-format hybrid --fp8-recipe {recipe}"
-    spread = f"{flags} --context-parallel-size 2 --balance-sequences --attention-backend auto"
+    spread = f"{flags} {layout} --balance-sequences --attention-backend auto"
     capability = CAPABILITY[recipe]
-    run = join(model.pool.run(2, _train_quantized, model.argv(spread), capability))
+    run = join(model.pool.run(ranks, _train_quantized, model.argv(spread), capability))
     alone = join(model.pool.run(1, _train_quantized, model.argv(flags), capability))
     in_bf16 = model.alone(packed)
     assert alone.losses != in_bf16.losses, "nothing was quantized"

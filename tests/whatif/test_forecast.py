@@ -57,6 +57,38 @@ def test_documents_over_many_context_parallel_ranks():
     assert whole["sequences"].off and whole["sequences"].step_seconds == whole["none"].step_seconds
 
 
+def test_documents_of_data_parallel_ranks():
+    """With one context-parallel rank, the data-parallel ranks share micro-batches, as runs do."""
+    flags = f"{MODEL} --seq-length 32768 --tensor-model-parallel-size 4"
+    shared = told(flags, 128, lengths="prolong")
+    assert not shared["sequences"].off and shared["sequences"].step_seconds < 0.95 * shared["none"].step_seconds
+    assert shared["none"].sequences > 1.5 and shared["sequences"].sequences < 1.05
+    apart = told(f"{flags} --sequence-domain context", 128, lengths="prolong")
+    assert apart["sequences"].off == "one rank for each micro-batch"
+    assert apart["none"].step_seconds == shared["none"].step_seconds
+
+
+def test_the_quicker_domain_is_forecast():
+    """Of many replicas the slowest has far more than the mean; two share hardly more than they send."""
+    flags = f"{MODEL} --seq-length 131072 --context-parallel-size 8 --global-batch-size 64"
+    given = {
+        (gpus, domain): told(f"{flags} --sequence-domain {domain}", gpus, lengths="prolong")["sequences"].step_seconds
+        for gpus in (16, 512)
+        for domain in ("auto", "context", "data")
+    }
+    for gpus in (16, 512):
+        quicker = min(given[gpus, "context"], given[gpus, "data"])
+        assert given[gpus, "auto"] <= 1.02 * quicker
+    assert given[512, "data"] < 0.9 * given[512, "context"]
+
+
+def test_dealt_micro_batches_do_not_wait_for_the_longest():
+    flags = f"{MODEL} --seq-length 32768 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
+    drawn, dealt = (told(f"{flags}{more}", 8, lengths="prolong") for more in ("", " --sequence-micro-batches"))
+    assert drawn["sequences"].off == "one rank for each micro-batch" and not dealt["sequences"].off
+    assert dealt["sequences"].step_seconds < 0.995 * drawn["none"].step_seconds
+
+
 def test_an_uneven_pipeline_gets_another_layout():
     flags = f"{MODEL} --seq-length 4096 --pipeline-model-parallel-size 8"
     given = told(f"{flags} --pipeline-model-parallel-layout Ettttt|t|t|t|t|t|tt|ttttL", 8)
@@ -85,13 +117,24 @@ def test_frozen_layers_idle_the_first_stages_until_layers_move():
 
 def test_long_schedules_are_those_of_the_simulator():
     flags = f"{MODEL} --seq-length 4096 --pipeline-model-parallel-size 4"
-    for more, count in (("", 37), (" --num-layers-per-virtual-pipeline-stage 2", 40)):
+    chunks = " --num-layers-per-virtual-pipeline-stage 2"
+    groups = f"{chunks} --microbatch-group-size-per-virtual-pipeline-stage 8 --overlap-moe-expert-parallel-comm"
+    for more, count in (("", 37), (chunks, 40), (groups, 44)):
         job = read_flags((flags + more).split()).on(4)
         model = StepModel(job, Cluster.from_spec("h100-8x400g", 8))
         costs = model.costs(model.layer(False), [])
-        seconds, bubble = schedule_seconds(costs, job.plan, count, 1e-4)
-        exact = costs.simulate(job.plan, count, transfer=1e-4)
+        seconds, bubble = schedule_seconds(costs, job.plan, count, 1e-4, **job.schedule)
+        exact = costs.simulate(job.plan, count, transfer=1e-4, **job.schedule)
         assert seconds == pytest.approx(exact.step_time, rel=1e-3) and bubble == pytest.approx(exact.bubble, abs=2e-3)
+
+
+def test_larger_groups_of_micro_batches_keep_more_activations():
+    flags = f"{MODEL} --seq-length 4096 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"
+    few, many = (
+        told(f"{flags} --microbatch-group-size-per-virtual-pipeline-stage {group}", 8)["none"] for group in (4, 8)
+    )
+    assert few.memory < many.memory and few.step_seconds != many.step_seconds
+    assert told(flags, 8)["none"] == few
 
 
 def test_skews_are_as_published():

@@ -4,14 +4,18 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from balancing.dynamics import DynamicsConfig
 from balancing.recipe import read_recipes
+from balancing.sequences.config import SequenceConfig
 from balancing.whatif.job import flag_table, read_flags, read_recipe_flags
 
+# Flags of this project, and their defaults.
+OURS = asdict(DynamicsConfig()) | asdict(SequenceConfig())
 SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1"
 RECIPES = Path(__file__).parents[2] / "benchmarks/recipes/moe_recipes.json"
 
@@ -36,8 +40,8 @@ def test_flags_and_defaults_are_those_of_megatron():
     theirs = json.loads(done.stdout.partition("TABLE")[2])
     for action in flag_table()._actions:
         option = action.option_strings[0]
-        if option == "--freeze-layers":  # a flag of this project
-            assert action.default == DynamicsConfig().freeze_layers
+        if action.dest in OURS:
+            assert action.default == OURS[action.dest]
             continue
         assert option in theirs, option
         default, nargs = theirs[option]
@@ -64,6 +68,9 @@ def test_experts_and_layouts():
     assert job(ends).plan.counts == ((1,), (2,), (2,), (3,))
     chunks = "--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2 --global-batch-size 16"
     assert job(chunks).chunks == 2
+    assert job(chunks).schedule == {"group": None, "in_parts": False}
+    grouped = job(f"{chunks} --microbatch-group-size-per-virtual-pipeline-stage 4 --overlap-moe-expert-parallel-comm")
+    assert grouped.schedule == {"group": 4, "in_parts": True}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +86,9 @@ def test_experts_and_layouts():
         ("--hidden-size wide", "invalid int value"),
         ("--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2 --global-batch-size 4",
          "1 micro-batches a step are not a multiple of the 2 pipeline stages"),
+        ("--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2 --global-batch-size 20 "
+         "--microbatch-group-size-per-virtual-pipeline-stage 4",
+         "--microbatch-group-size-per-virtual-pipeline-stage 4 does not go with 5 micro-batches"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(more, says):

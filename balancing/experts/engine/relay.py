@@ -63,12 +63,13 @@ class Relay:
 
     hops: of this rank, in any order.
     group: process group that is used for nothing else at the same time.
-    turns: on a GPU, the number of turns of the longest chain of the group, to post the first turn now and the others by
-        `advance`; None posts all of them now.
+    turns: number of turns of the longest chain of the group, to post them by `post`; None posts all of them now.
 
-    With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and a kernel starts only after those queued earlier
-    have started. Each turn waits for the one before it, so turns that are queued together delay the compute queued
-    after them until the last turn has started. Posted one at a time, with compute in between, they do not.
+    Turns that are posted together follow each other at once, beside whatever else the links carry then. Posted a few at
+    a time, when compute begins, they leave the links to the messages between stretches of compute. Also, with
+    CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and a kernel starts only after those queued earlier have
+    started: turns that are queued together delay the compute queued after them until the last turn has started. Posted
+    one at a time, with compute in between, they do not.
 
     On a GPU the waits make the current stream wait, not the host. They raise RuntimeError where a rank has died or has
     not answered within the group's timeout.
@@ -80,31 +81,30 @@ class Relay:
         self._hops = sorted(hops, key=lambda hop: hop.turn)  # keeps the tensors alive, too
         self._incoming: list[dist.Work] = []
         self._outgoing: list[dist.Work] = []
-        self._thread: threading.Thread | None = None
+        self._arriving: dict[int, dist.Work] = {}  # by the tags of hops that this rank passes on
+        self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._received: torch.cuda.Event | None = None
         self._sent: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._turn, self._turns = 0, turns or 0  # posted, and all
+        self.posted = 0  # turns
+        self.turns = max((hop.turn + 1 for hop in hops), default=0) if turns is None else turns
         if hops and hops[0].piece.is_cuda:
             self._stream = torch.cuda.Stream(hops[0].piece.device)
-            self._stream.wait_stream(torch.cuda.current_stream())
             self._last_received = max((hop.turn - 1 for hop in hops if hop.source is not None), default=-1)
-            self._turns = turns or 1 + max(hop.turn for hop in hops)
         else:
-            self._on_host()
+            self._receive_on_host()
         if turns is None:
             self.post_rest()
-        else:
-            self.advance()
 
     def wait_received(self) -> None:
         """Wait for everything that this rank receives. It may still be sending. Posts the turns that are left."""
         self.post_rest()
         if self._received is not None:
             torch.cuda.current_stream().wait_event(self._received)
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
         if self._error is not None:
             raise self._error
         for work in self._incoming:
@@ -120,66 +120,69 @@ class Relay:
             work.wait()
         self._outgoing.clear()
 
-    def _on_host(self) -> None:
-        # Receives first: gloo queues the notice that a receive is posted behind the data of a send to the same rank.
-        passing = []
+    def _receive_on_host(self) -> None:
+        # Before anything is sent: gloo queues the notice of a receive behind the data of a send to the same rank.
         for hop in self._hops:
-            if hop.source is not None:
-                work = self._receive(hop)
-                if hop.target is not None:
-                    passing.append((work, hop))
-                else:
-                    self._incoming.append(work)
-        self._outgoing = [self._send(hop) for hop in self._hops if hop.source is None]
-        if passing:
-            self._thread = threading.Thread(target=self._hand_on, args=(passing,), daemon=True)
-            self._thread.start()
+            if hop.source is not None and hop.target is not None:
+                self._arriving[hop.tag] = self._receive(hop)
+            elif hop.source is not None:
+                self._incoming.append(self._receive(hop))
 
-    def _hand_on(self, passing: list[tuple[dist.Work, Hop]]) -> None:
+    def _send_on_host(self, turns: range) -> None:
+        sent = [hop for hop in self._hops if hop.target is not None and hop.turn in turns]
+        self._outgoing += [self._send(hop) for hop in sent if hop.source is None]
+        passing = [hop for hop in sent if hop.source is not None]
+        if passing:
+            self._threads.append(threading.Thread(target=self._hand_on, args=(passing,), daemon=True))
+            self._threads[-1].start()
+
+    def _hand_on(self, passing: list[Hop]) -> None:
         try:
-            for work, hop in passing:
-                work.wait()
+            for hop in passing:
+                self._arriving[hop.tag].wait()
                 with torch.no_grad():
                     hop.combine()
                 self._outgoing.append(self._send(hop))
         except BaseException as error:  # raised by `wait_received`
             self._error = error
 
-    # On a GPU.
-
     @property
     def is_posted(self) -> bool:
         """Whether all turns are posted."""
-        return self._turn == self._turns
+        return self.posted == self.turns
 
-    def advance(self) -> None:
-        """Post the next turn, if one is left. All ranks of the group do this at the same point."""
-        if self.is_posted:
-            return
-        turn = self._turn
-        self._turn += 1
+    def post(self, turns: int = 1) -> None:
+        """Post the next turns, as far as some are left. All ranks of the group do this at the same point.
+
+        On a GPU they begin after the work that is queued on the current stream so far.
+        """
+        following = range(self.posted, min(self.posted + turns, self.turns))
+        self.posted += len(following)
         if self._stream is None:
-            return  # no part in any chain
-        # NCCL runs messages in the order in which they are started, so all ranks start the messages of a turn together.
-        with torch.cuda.stream(self._stream):
-            operations = []
-            for hop in self._hops:
-                if hop.source is not None and hop.turn == turn + 1:
-                    operations.append(self._operation(dist.irecv, hop, hop.source))
-                if hop.target is not None and hop.turn == turn:
-                    hop.combine()
-                    operations.append(self._operation(dist.isend, hop, hop.target))
-            for work in dist.batch_isend_irecv(operations) if operations else []:
-                work.wait()
-            if turn == self._last_received:
-                self._received = self._stream.record_event()
-            if turn + 1 == self._turns:
-                self._sent = self._stream.record_event()
+            self._send_on_host(following)
+            return
+        if following:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        for turn in following:
+            # NCCL runs messages in the order in which they are started, so all ranks start those of a turn together.
+            with torch.cuda.stream(self._stream):
+                operations = []
+                for hop in self._hops:
+                    if hop.source is not None and hop.turn == turn + 1:
+                        operations.append(self._operation(dist.irecv, hop, hop.source))
+                    if hop.target is not None and hop.turn == turn:
+                        hop.combine()
+                        operations.append(self._operation(dist.isend, hop, hop.target))
+                for work in dist.batch_isend_irecv(operations) if operations else []:
+                    work.wait()
+                if turn == self._last_received:
+                    self._received = self._stream.record_event()
+                if turn + 1 == self.turns:
+                    self._sent = self._stream.record_event()
 
     def post_rest(self) -> None:
         """Post all turns that are left. All ranks of the group do this at the same point."""
-        while not self.is_posted:
-            self.advance()
+        self.post(self.turns)
 
     def _operation(self, send_or_receive: Callable, hop: Hop, other: int) -> dist.P2POp:
         return dist.P2POp(send_or_receive, hop.piece, self._ranks[other], self._group, hop.tag)

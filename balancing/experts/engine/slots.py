@@ -12,8 +12,10 @@ layer's weights arrive in the other. Weights are sent for each pass, gradients r
 forward passes alternate with backward passes of another micro-batch, layer by layer, one is in the first half of the
 layers while the other is in the second, and each half has two buffers.
 
-Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a transfer's turns are posted one at a time
-(`advance`), with compute in between.
+Transfers run while the rank computes and leave the links to the exchanges of tokens (Pro-Prophet, section V): each is
+posted in two parts, one when the experts begin to compute and one when what lies between two MoE layers does
+(`begin_compute`), by their lengths. Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), its
+turns are posted one at a time instead (`advance`), with compute in between.
 
 Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches gives.
 `balancing.experts.engine.simulator` computes the resulting overlap from durations.
@@ -66,6 +68,27 @@ class _Chain:
     slot: int | None
 
 
+@dataclass
+class _Posting:
+    """A transfer that is posted in parts or turn by turn.
+
+    relay: its hops.
+    shares: the parts of it that are left, the next first.
+    due: the part that was to be posted so far.
+    """
+
+    relay: Relay
+    shares: list[float]
+    due: float = 0.0
+
+    def post_part(self) -> None:
+        """Post the next part, rounded to turns; after the last one, whatever is left."""
+        if not self.shares:
+            return self.relay.post_rest()
+        self.due += self.shares.pop(0)
+        self.relay.post(round(self.due * self.relay.turns) - self.relay.posted)
+
+
 class _Reduction(NamedTuple):
     """A layer's gradients in flight.
 
@@ -94,6 +117,8 @@ class ReplicaSlots:
         has the type of `gradient` then, rather than to `grad`.
     format: how parameters are stored.
     final: called with a layer's number before the weights of its homes are read.
+    expert_share: part of a layer's compute that is its experts'. None posts transfers whole.
+    first_layer: number of the first layer in messages; slots that share a group must not have a number twice.
     complete: called with a layer's number after each backward pass, when the gradients of its replicas have been added
         to those of their homes; layers come in the order of `end_pass`.
     """
@@ -111,10 +136,13 @@ class ReplicaSlots:
         fused: bool = False,
         format: WeightFormat | None = None,
         alternating: bool = False,
+        expert_share: float | None = None,
+        first_layer: int = 0,
     ) -> None:
+        assert expert_share is None or 0 <= expert_share <= 1, f"expert_share={expert_share}"
         self.homes, self.slots, self.shared = homes, slots, shared
         self._statistics = TransferStatistics()
-        self._group, self._gradient = group, gradient
+        self._group, self._gradient, self._first_layer = group, gradient, first_layer
         self._final, self._complete = final, complete
         self._rank = dist.get_rank(group)
         self._homes_per_rank = len(homes[0])
@@ -144,7 +172,9 @@ class ReplicaSlots:
         self._content: list[int | None] = [None] * buffers
         # The variable is the same on all ranks.
         self.turn_by_turn = self._weights.is_cuda and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        self._posting: list[Relay] = []  # with turns to post, the oldest first; the same relays on all ranks
+        self._expert_share = None if self.turn_by_turn else expert_share
+        # With turns to post, the oldest first; the same relays on all ranks.
+        self._posting: list[_Posting] = []
         self._fetching: dict[int, list[Relay]] = {}
         self._leaving: list[Relay] = []  # received, and perhaps still sending
         self._reducing: dict[int, _Reduction] = {}
@@ -231,25 +261,35 @@ class ReplicaSlots:
             target = ranks[place + 1] if place + 1 < len(ranks) else None
             passed, added = (None if flat is None else split_pieces(flat) for flat in buffers(chain))
             assert passed is not None and len(passed) <= _MOST_PIECES, "an expert of that size"
-            first = ((2 * layer + kind) * self._experts + chain.expert) * _MOST_PIECES
-            for number, piece in enumerate(passed):
-                add = None if added is None else added[number]
-                hops.append(Hop(source, target, piece, add, tag=first + number, turn=place + number))
+            number = 2 * (self._first_layer + layer) + kind
+            first = (number * self._experts + chain.expert) * _MOST_PIECES
+            for at, piece in enumerate(passed):
+                add = None if added is None else added[at]
+                hops.append(Hop(source, target, piece, add, tag=first + at, turn=place + at))
         return hops
 
     def _flat_home(self, layer: int, expert: int) -> torch.Tensor:
         return self._layout.flat(self.homes[layer][expert % self._homes_per_rank])
 
-    def _relay(self, hops: list[Hop], chains: list[_Chain], size: int, dtype: torch.dtype) -> Relay:
+    def _relay(
+        self, hops: list[Hop], chains: list[_Chain], size: int, dtype: torch.dtype, shares: Sequence[float]
+    ) -> Relay:
         """Start this rank's hops of `chains`, which are the same on all ranks.
 
         size, dtype: of what is sent of each expert.
+        shares: parts of the transfer to post now and at each `begin_compute` that follows, if it is posted in parts.
         """
-        if not (self.turn_by_turn and chains):
+        in_parts = self._expert_share is not None and len(shares) > 1
+        if not (chains and (self.turn_by_turn or in_parts)):
             return Relay(hops, self._group)
         pieces = len(split_pieces(torch.empty(size, dtype=dtype, device="meta")))
         relay = Relay(hops, self._group, turns=max(len(chain.ranks) for chain in chains) - 1 + pieces - 1)
-        self._posting.append(relay)
+        posting = _Posting(relay, list(shares))
+        if in_parts:
+            posting.post_part()
+        else:
+            relay.post()
+        self._posting.append(posting)
         return relay
 
     def advance(self) -> None:
@@ -257,13 +297,34 @@ class ReplicaSlots:
 
         Called on all ranks at the same points, with compute in between. Whoever waits for a transfer posts the rest.
         """
-        while self._posting and self._posting[0].is_posted:
-            self._posting.pop(0)
-        if self._posting:
-            self._posting[0].advance()
+        self._drop_posted()
+        if self.turn_by_turn and self._posting:
+            self._posting[0].relay.post()
 
-    def prefetch(self, layer: int) -> None:
-        """Start sending the weights of `layer`'s replicas, unless they are in the slots or in flight."""
+    def begin_compute(self) -> None:
+        """Post the next part of each transfer, where they are posted in parts: a stretch of compute begins.
+
+        Called on all ranks at the same points. Whoever waits for a transfer posts the rest.
+        """
+        self._drop_posted()
+        if not self.turn_by_turn:
+            for posting in self._posting:
+                posting.post_part()
+
+    def _drop_posted(self) -> None:
+        self._posting = [posting for posting in self._posting if not posting.relay.is_posted]
+
+    def _shares(self, begins_with_experts: bool) -> tuple[float, float]:
+        """Parts of a transfer in two stretches of compute that follow each other."""
+        of_experts = self._expert_share or 0.0
+        first = of_experts if begins_with_experts else 1 - of_experts
+        return first, 1 - first
+
+    def prefetch(self, layer: int, shares: Sequence[float] = (1.0,)) -> None:
+        """Start sending the weights of `layer`'s replicas, unless they are in the slots or in flight.
+
+        shares: parts to post now and at each `begin_compute` that follows.
+        """
         buffer = self._buffer(layer)
         if self._content[buffer] == layer:
             return
@@ -272,9 +333,9 @@ class ReplicaSlots:
             for relay in self._fetching.pop(other):
                 self._wait(relay.wait_sent)
         self._content[buffer] = layer
-        self._fetch(layer, self._chains[layer])
+        self._fetch(layer, self._chains[layer], shares)
 
-    def _fetch(self, layer: int, chains: list[_Chain]) -> None:
+    def _fetch(self, layer: int, chains: list[_Chain], shares: Sequence[float]) -> None:
         self._final(layer)
         weights = self._weights[self._buffer(layer)].data
         hops = self._hops(
@@ -288,7 +349,7 @@ class ReplicaSlots:
         )
         self._statistics.weight_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._layout.nbytes
-        relay = self._relay(hops, chains, self._layout.size, self._layout.dtype)
+        relay = self._relay(hops, chains, self._layout.size, self._layout.dtype, shares)
         self._fetching.setdefault(layer, []).append(relay)
 
     def add(self, layer: int, placement: ReplicaPlacement) -> None:
@@ -309,7 +370,7 @@ class ReplicaSlots:
             if len(ranks) > 1:
                 place = ranks.index(self._rank) if self._rank in ranks else None
                 missing.append(_Chain(chain.expert, ranks, place, chain.slot))
-        self._fetch(layer, missing)
+        self._fetch(layer, missing, (1.0,))
 
     def acquire(self, layer: int, *, forward: bool) -> None:
         """Wait for the weights of `layer`'s replicas, and start sending those of the next layer with replicas in the
@@ -322,6 +383,7 @@ class ReplicaSlots:
             self._leaving.append(relay)
         if fetched:
             self._format.received([leaf for leaves in self._held(layer) for leaf in leaves])
+        self.begin_compute()
         self._prefetch_after(layer, forward)
         if self._fused and not forward and self.is_held(layer):
             accumulated = self._accumulator(layer)
@@ -332,7 +394,7 @@ class ReplicaSlots:
     def _prefetch_after(self, layer: int, forward: bool) -> None:
         following = self._first_used(range(layer + 1, len(self.homes)) if forward else range(layer - 1, -1, -1))
         if following is not None and self._buffer(following) != self._buffer(layer):
-            self.prefetch(following)
+            self.prefetch(following, self._shares(begins_with_experts=True))
 
     def _first_used(self, layers: range) -> int | None:
         return next((layer for layer in layers if self.is_used(layer)), None)
@@ -434,7 +496,9 @@ class ReplicaSlots:
         self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
         assert layer not in self._reducing, "a layer has two reductions in flight"
-        relay = self._relay(hops, self._chains[layer], self._size, self._gradient_dtype)
+        # An exchange of tokens comes first.
+        shares = 0.0, *self._shares(begins_with_experts=False)
+        relay = self._relay(hops, self._chains[layer], self._size, self._gradient_dtype, shares)
         self._reducing[layer] = _Reduction(relay, received)
 
     def end_pass(self, layer: int) -> None:

@@ -36,7 +36,8 @@ def near_slots(
     wanted = load.reshape(-1, ranks_per_node, experts).sum(1)  # [node, expert]
     wanted[home // ranks_per_node, np.arange(experts)] = 0
     order = np.argsort(-wanted, axis=None, kind="stable")[: np.count_nonzero(wanted)]
-    leaving = list(zip(*(part.tolist() for part in (*np.divmod(order, experts), wanted.ravel()[order])), strict=True))
+    node, expert = np.divmod(order, experts)
+    leaving = list(zip(node.tolist(), expert.tolist(), wanted[node, expert].tolist(), strict=True))
     return [each for slots in starts for each in _near(load, home, slots, ranks_per_node, numbers, leaving)]
 
 

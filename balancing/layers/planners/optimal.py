@@ -40,6 +40,7 @@ class Problem:
     weight: [layer], bytes to move it.
     least: fewest layers of a chunk.
     micro_batches: of a step, None for many.
+    group, in_parts: of the interleaved schedule, as in `in_flight`.
     mtp: seconds of multi-token prediction.
     behind: chunks at the end of the pipeline that have no layers; multi-token prediction is on the one before.
     """
@@ -57,6 +58,8 @@ class Problem:
     micro_batches: int | None = None
     mtp: float = 0.0
     behind: int = 0
+    group: int | None = None
+    in_parts: bool = False
 
     @property
     def layers(self) -> int:
@@ -69,6 +72,10 @@ class Problem:
         load[-1] += self.head
         load[-1 - self.behind] += self.mtp
         return load
+
+    def in_flight(self) -> IntArray:
+        """Micro-batches in flight, [stage, moment, chunk]."""
+        return in_flight(self.stages, self.virtual, self.micro_batches, self.group, self.in_parts)
 
     def filled(self, group: int) -> int:
         """The number of stages whose chunk `group` may have layers."""
@@ -86,7 +93,7 @@ def room_of(problem: Problem, bounds: Sequence[int], group: int) -> Room | None:
     memory, limit, virtual = problem.memory, problem.limit, problem.virtual
     if memory is None or limit is None:
         return None
-    moments = in_flight(problem.stages, virtual, problem.micro_batches)
+    moments = problem.in_flight()
     others = np.arange(virtual) != group
     static = _by_chunk(memory.static, problem, bounds)[others].sum(0)
     held = _by_chunk(memory.activation_of_layers, problem, bounds) * others[:, None]
@@ -197,7 +204,7 @@ def _qualities(problem: Problem, bounds: IntArray) -> FloatArray:
         static[:, -1 - behind] += memory.mtp
         held[:, 0, 0] += memory.embedding_activation
         held[:, -1, -1] += memory.head_activation
-        moments = in_flight(stages, virtual, problem.micro_batches)
+        moments = problem.in_flight()
         peak = np.einsum("smv,pvs->psm", moments, held).max(2)
         over = np.maximum((static + peak - problem.limit).max(1), 0.0)
     return np.stack([over, np.round(slowest / (mean or 1.0), _DIGITS), moved], axis=1)

@@ -3,18 +3,29 @@
 The slowest stage determines most of a step, but not all: forward and backward count separately while the pipeline fills
 and drains, so with frozen layers or early exits two plans with the same slowest stage can differ by a few percent. Each
 round shifts every boundary by one layer either way, simulates all these plans at once, and keeps the best, until none
-is faster. With several chunks a stage runs of two and of four neighbouring boundaries are shifted, too: the chunks in
-between keep their layers' number, and only the two at the ends change it, which may be far apart.
+is faster. With several chunks a stage runs of neighbouring boundaries are shifted, too: the chunks in between keep
+their layers' number, and only the two at the ends change it, which may be far apart.
+
+A planner begins anew with each plan, and what a search found for the costs of a moment ago is lost. So the plan in
+force is a second start: costs drift, and searches of successive decisions go on where the last one stopped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.cost import LayerSeconds
+from balancing.layers.simulator.timeline import simulate_steps
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["refine_plan"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+_AT_ONCE = 256  # plans that are simulated at a time
+_RUNS = (1, 2, 3, 4, 6, 8)  # lengths of runs of boundaries that are shifted together
 
 
 def refine_plan(
@@ -22,7 +33,10 @@ def refine_plan(
     cost: LayerSeconds,
     micro_batches: int,
     *,
+    current: StagePlan | None = None,
     transfer: ArrayLike = 0.0,
+    group: int | None = None,
+    in_parts: bool = False,
     min_layers: int = 1,
     fits: Callable[[StagePlan], bool] = lambda plan: True,
     rounds: int = 20,
@@ -31,33 +45,101 @@ def refine_plan(
 
     plan: to start from.
     cost: seconds of the layers.
-    micro_batches, transfer: of the schedule, see `simulate_schedule`.
+    micro_batches, transfer, group, in_parts: of the schedule, see `simulate_schedule`.
+    current: the plan in force; the start if it is quicker than `plan` and something near it is quicker still. Used if
+        it has as many stages and several chunks a stage, keeps to `min_layers`, and fits.
     min_layers: fewest layers of a chunk.
     fits: whether a plan is allowed, for instance whether its `stage_memory` is within the limit.
-    rounds: most changes.
+    rounds: most changes from each start.
 
-    Every round simulates two plans for each boundary between chunks, six with several chunks a stage.
+    Every round simulates two plans for each boundary between chunks, up to twelve with several chunks a stage.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
-    best, seconds = plan, cost.simulate(plan, micro_batches, transfer=transfer).step_time
-    for _ in range(rounds):
-        others = [other for other in _neighbours(best, min_layers) if fits(other)]
-        if not others:
-            break
-        times = cost.step_seconds(others, micro_batches, transfer=transfer)
-        if times.min() >= seconds * (1 - 1e-9):  # a smaller gain may be rounding
-            break
-        best, seconds = others[int(times.argmin())], float(times.min())
-    return best
+    shifts = _shifts(plan)
+
+    def simulate(bounds: IntArray) -> FloatArray:
+        forward, backward = cost.seconds_of_bounds(bounds, plan.stages, plan.behind)
+        return simulate_steps(forward, backward, micro_batches, transfer=transfer, group=group, in_parts=in_parts)
+
+    def promising(bounds: IntArray, below: float) -> IntArray:
+        """Those of `bounds` whose step may take less than `below` seconds, the most even ones first."""
+        forward, backward = cost.seconds_of_bounds(bounds, plan.stages, plan.behind)
+        able = _least_seconds(forward, backward, micro_batches) < below
+        both = (forward + backward)[able]
+        uneven = both.sum(2).max(1) + plan.virtual * both.max((1, 2)) + both.max(1).sum(1)
+        return np.asarray(bounds[able][np.argsort(uneven, kind="stable")])
+
+    def with_bounds(bounds: IntArray) -> StagePlan:
+        made = StagePlan.from_bounds(bounds.tolist(), plan.stages, plan.method)
+        return replace(made, mtp_layers=plan.mtp_layers, mtp_chunk=plan.mtp_chunk)
+
+    def quickest(some: IntArray, below: float) -> tuple[float, IntArray, StagePlan] | None:
+        """The quickest of `some` that fits, with its seconds, if they are less than `below`."""
+        times = simulate(some)
+        for at in np.argsort(times, kind="stable"):
+            if times[at] >= below * (1 - 1e-9):  # a smaller gain may be rounding
+                return None
+            other = with_bounds(some[at])
+            if fits(other):
+                return float(times[at]), some[at], other
+        return None
+
+    def descend(start: StagePlan) -> tuple[float, StagePlan]:
+        best, found = np.array(start.bounds), start
+        seconds = float(simulate(best[None])[0])
+        for _ in range(rounds):
+            others = best + shifts
+            others = others[(np.diff(others)[:, : len(best) - 1 - plan.behind] >= min_layers).all(1)]
+            others = promising(others, seconds)
+            for first in range(0, len(others), _AT_ONCE):
+                some = others[first : first + _AT_ONCE]
+                better = quickest(some, seconds)
+                if better is not None:
+                    seconds, best, found = better
+                    break
+            else:
+                break
+        return seconds, found
+
+    starts = [plan]
+    if current is not None and plan.virtual > 1 and _can_start(current, plan, min_layers) and fits(current):
+        starts.append(replace(current, method=plan.method))
+    starts.sort(key=lambda start: float(simulate(np.array([start.bounds]))[0]))
+    seconds, found = descend(starts[0])
+    if found is not plan and found is starts[0]:  # nothing near the plan in force is quicker
+        other_seconds, other = descend(plan)
+        if other_seconds < seconds * (1 - 1e-9):
+            found = other
+    return found
 
 
-def _neighbours(plan: StagePlan, min_layers: int) -> Iterator[StagePlan]:
-    """The plans that differ in one boundary by one layer; with several chunks also in 2 or 4 neighbouring ones."""
-    for length in (1,) if plan.virtual == 1 else (1, 2, 4):
-        for first in range(1, len(plan.bounds) - length):
-            last = first + length  # one past the run
-            for step in (-1, 1):
-                bounds = [bound + step * (first <= at < last) for at, bound in enumerate(plan.bounds)]
-                if min(bounds[first] - bounds[first - 1], bounds[last] - bounds[last - 1]) >= min_layers:
-                    yield StagePlan.from_bounds(bounds, plan.stages, plan.method)
+def _least_seconds(forward: FloatArray, backward: FloatArray, micro_batches: int) -> FloatArray:
+    """A bound on the step, [plan]: what a rank computes, and the first chunks of the ranks before it, whose forward of
+    the first micro-batch comes before all of that, and whose backward of the last one after it.
+
+    forward, backward: [plan, stage, chunk].
+    """
+    both = forward + backward
+    before = np.cumsum(both[:, :, 0], axis=1) - both[:, :, 0]
+    return np.asarray((micro_batches * both.sum(axis=2) + before).max(axis=1))
+
+
+def _can_start(current: StagePlan, plan: StagePlan, min_layers: int) -> bool:
+    """Whether `current` is another start than `plan`, of the same pipeline."""
+    same = (current.stages, current.virtual, current.behind) == (plan.stages, plan.virtual, plan.behind)
+    filled = current.order[: len(current.order) - current.behind]
+    return same and current.chunks != plan.chunks and all(len(chunk) >= min_layers for chunk in filled)
+
+
+def _shifts(plan: StagePlan) -> IntArray:
+    """Shifts of one boundary or, with several chunks, of a run of them by one layer: [shift, chunks + 1]."""
+    inner = len(plan.bounds) - 2 - plan.behind  # boundaries that may move
+    number = np.arange(len(plan.bounds))
+    shifts = [
+        step * ((number >= first) & (number < first + length))
+        for length in ((1,) if plan.virtual == 1 else _RUNS)
+        for first in range(1, inner - length + 2)
+        for step in (-1, 1)
+    ]
+    return np.array(shifts, dtype=np.int64).reshape(-1, len(number))

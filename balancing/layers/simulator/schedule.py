@@ -17,13 +17,15 @@ Messages are part of the program, because a rank that waits for a message does n
 - Interleaved, overlapped (Megatron's default): receives are posted one operation ahead and waited for just before use;
   the wait for the send of a gradient is deferred to the next one, while the send of an activation is waited for at
   once, since training frees pipeline outputs.
+- Interleaved, layers in parts (--overlap-moe-expert-parallel-comm): a forward and a backward run as one, between the
+  waits and the sends of both. Warm-up is one forward longer, so that the two never depend on each other.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
-__all__ = ["Action", "Operation", "PipelineMessage", "operations", "program"]
+__all__ = ["Action", "Operation", "PipelineMessage", "ScheduleOptions", "operations", "program"]
 
 Kind = Literal["forward", "backward"]
 
@@ -34,6 +36,16 @@ class Operation(NamedTuple):
     kind: Kind
     chunk: int
     micro_batch: int
+
+
+class ScheduleOptions(TypedDict, total=False):
+    """Keywords of `program`, and of all that simulate its schedule or count what it keeps; Megatron's defaults without.
+
+    They change nothing without interleaving.
+    """
+
+    group: int | None
+    in_parts: bool
 
 
 class PipelineMessage(NamedTuple):
@@ -55,7 +67,7 @@ class Action(NamedTuple):
 
 
 def operations(
-    ranks: int, micro_batches: int, *, chunks: int = 1, group: int | None = None
+    ranks: int, micro_batches: int, *, chunks: int = 1, group: int | None = None, in_parts: bool = False
 ) -> tuple[tuple[Operation, ...], ...]:
     """The order of forwards and backwards on each rank.
 
@@ -64,13 +76,16 @@ def operations(
     chunks: model chunks a rank (virtual pipeline size); 1 is the schedule without interleaving.
     group: micro-batches that pass through a chunk before the next chunk runs (Megatron's
         microbatch_group_size_per_vp_stage); P if None; only with chunks > 1.
+    in_parts: as in `program`.
 
     Returns one tuple a rank, each with chunks * micro_batches forwards and as many backwards.
     Raises ValueError for sizes that Megatron refuses, see `program`.
     """
     return tuple(
-        tuple(step.compute for step in program(rank, ranks, micro_batches, chunks=chunks, group=group) if step.compute)
-        for rank in range(ranks)
+        tuple(step.compute for step in steps if step.compute)
+        for steps in (
+            program(rank, ranks, micro_batches, chunks=chunks, group=group, in_parts=in_parts) for rank in range(ranks)
+        )
     )
 
 
@@ -83,6 +98,7 @@ def program(
     chunks: int = 1,
     group: int | None = None,
     overlap: bool | None = None,
+    in_parts: bool = False,
 ) -> tuple[Action, ...]:
     """The program of pipeline rank `rank` of `ranks` in one step, in order.
 
@@ -90,6 +106,8 @@ def program(
     ranks, micro_batches, chunks, group: as in `operations`.
     overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm); None for Megatron's default, which is
         yes with interleaving and no without.
+    in_parts: whether a forward and a backward run as one, layer part by layer part (Megatron's
+        overlap_moe_expert_parallel_comm); changes nothing without interleaving.
 
     Raises ValueError for sizes below 1, interleaving on one rank, overlap without interleaving, a group that is
     smaller than the pipeline or larger than the number of micro-batches, a last group smaller than the pipeline, and
@@ -105,7 +123,7 @@ def program(
         return tuple(Action(Operation(kind, 0, batch)) for batch in range(micro_batches) for kind in kinds)
     if chunks == 1:
         return tuple(_plain(rank, ranks, micro_batches))
-    return tuple(_interleaved(_Interleaving(rank, ranks, micro_batches, chunks, group), overlap))
+    return tuple(_interleaved(_Interleaving(rank, ranks, micro_batches, chunks, group, in_parts), overlap))
 
 
 def _check(ranks: int, micro_batches: int, chunks: int, group: int, overlap: bool) -> None:
@@ -179,8 +197,8 @@ def _plain(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
 class _Interleaving:
     """The operations and messages of the k-th forward and the k-th backward of a rank."""
 
-    def __init__(self, rank: int, ranks: int, micro_batches: int, chunks: int, group: int):
-        self.rank, self.ranks, self.chunks = rank, ranks, chunks
+    def __init__(self, rank: int, ranks: int, micro_batches: int, chunks: int, group: int, in_parts: bool):
+        self.rank, self.ranks, self.chunks, self.in_parts = rank, ranks, chunks, in_parts
         self.table = [
             (chunk, batch)
             for begin in range(0, micro_batches, group)
@@ -188,7 +206,7 @@ class _Interleaving:
             for batch in range(begin, min(begin + group, micro_batches))
         ]
         self.total = len(self.table)
-        self.warm_up = min(2 * (ranks - rank - 1) + (chunks - 1) * group, self.total)
+        self.warm_up = min(2 * (ranks - rank - 1) + (chunks - 1) * group + in_parts, self.total)
 
     def operation(self, k: int, kind: Kind) -> Operation:
         chunk, batch = self.table[k]
@@ -260,16 +278,21 @@ def _interleaved(at: _Interleaving, overlap: bool) -> Iterator[Action]:
             continue
         if at.has_input(forward, "forward") and activations:
             yield Action(wait=(activations.pop(0),))
+        if at.in_parts and at.has_input(k, "backward") and gradients:
+            yield Action(wait=(gradients.pop(0),))
         yield Action(at.operation(forward, "forward"))
+        if at.in_parts:
+            yield Action(at.operation(k, "backward"))
         send = at.sent(forward, "forward")
         if send or activation:
             yield Action(send=send, receive=activation)
         activations += activation
         if send:
             yield Action(wait=send)
-        if at.has_input(k, "backward") and gradients:
-            yield Action(wait=(gradients.pop(0),))
-        yield Action(at.operation(k, "backward"))
+        if not at.in_parts:
+            if at.has_input(k, "backward") and gradients:
+                yield Action(wait=(gradients.pop(0),))
+            yield Action(at.operation(k, "backward"))
         send = at.sent(k, "backward")
         if send or gradient:
             yield Action(send=send, receive=gradient)

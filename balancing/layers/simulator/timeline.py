@@ -124,6 +124,7 @@ def simulate_schedule(
     transfer: ArrayLike = 0.0,
     group: int | None = None,
     overlap: bool | None = None,
+    in_parts: bool = False,
 ) -> Timeline:
     """Simulate one step of Megatron's 1F1B schedule, or of the interleaved one if there are several chunks a rank.
 
@@ -132,7 +133,7 @@ def simulate_schedule(
     micro_batches: per step and pipeline.
     transfer: seconds a message takes between ranks, one number or an array [rank] with the link from each rank to the
     next one (the last entry is the link back to rank 0, which interleaving uses).
-    group, overlap: as in `balancing.layers.simulator.schedule.program`, Megatron's defaults if None.
+    group, overlap, in_parts: as in `balancing.layers.simulator.schedule.program`, Megatron's defaults if None.
 
     The first call for some sizes builds the graph (tenths of a second for 32 ranks and 128 micro-batches), later ones
     take milliseconds.
@@ -144,11 +145,12 @@ def simulate_schedule(
             f"forward has shape {forward.shape}; give seconds as [rank], [rank, chunk] or [rank, chunk, micro_batch]"
         )
     ranks, chunks = forward.shape[0], forward.shape[1] if forward.ndim > 1 else 1
-    graph = _graph(ranks, micro_batches, chunks, group, overlap)
+    graph = _graph(ranks, micro_batches, chunks, group, overlap, in_parts)
     shape = (ranks, chunks, micro_batches)
     seconds = np.stack([_seconds("forward", forward, shape), _seconds("backward", backward, shape)])
     links = _links(transfer, ranks)
-    start, end = _sweep(graph, np.concatenate([seconds.reshape(-1), links, [0.0]])[graph.duration_index])
+    duration = np.concatenate([seconds.reshape(-1), links, [0.0]])[graph.duration_index]
+    start, end = _sweep(graph, duration)
     return Timeline(
         operations=graph.operations,
         start=start[graph.node_of_operation],
@@ -165,11 +167,12 @@ def simulate_steps(
     transfer: ArrayLike = 0.0,
     group: int | None = None,
     overlap: bool | None = None,
+    in_parts: bool = False,
 ) -> FloatArray:
     """Step seconds, [pipeline], of many pipelines of one size at once: a planner compares dozens of plans.
 
     forward, backward: seconds per micro-batch as [pipeline, rank, chunk].
-    micro_batches, transfer, group, overlap: as in `simulate_schedule`, and so are the errors.
+    micro_batches, transfer, group, overlap, in_parts: as in `simulate_schedule`, and so are the errors.
 
     Sixteen pipelines of 8 ranks and 32 micro-batches take about twice as long as one.
     """
@@ -179,10 +182,13 @@ def simulate_steps(
     if not (np.isfinite(both) & (both >= 0)).all():
         raise ValueError(f"seconds have {both.min()} among them; they must be finite and at least 0")
     _, pipelines, ranks, chunks = both.shape
-    graph = _graph(ranks, micro_batches, chunks, group, overlap)
-    every = np.repeat(both.transpose(0, 2, 3, 1)[:, :, :, None], micro_batches, axis=3).reshape(-1, pipelines)
+    graph = _graph(ranks, micro_batches, chunks, group, overlap, in_parts)
+    every = both.transpose(0, 2, 3, 1).reshape(-1, pipelines)  # [kind x rank x chunk, pipeline]
     links = np.broadcast_to(_links(transfer, ranks)[:, None], (ranks, pipelines))
-    _, end = _sweep(graph, np.concatenate([every, links, np.zeros((1, pipelines))])[graph.duration_index])
+    operations = len(every) * micro_batches  # all micro-batches take the same seconds
+    index = graph.duration_index
+    index = np.where(index < operations, index // micro_batches, index - operations + len(every))
+    _, end = _sweep(graph, np.concatenate([every, links, np.zeros((1, pipelines))])[index])
     return np.asarray(end.max(axis=0))
 
 
@@ -199,11 +205,10 @@ def _links(transfer: ArrayLike, ranks: int) -> FloatArray:
 def _sweep(graph: "_Graph", duration: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Start and end of each node; duration: [node, ...]."""
     end = np.zeros((len(duration) + 1, *duration.shape[1:]))  # the last entry is the beginning of the step
-    start = np.zeros(duration.shape)
+    start = np.empty(duration.shape)
     for first, last, before in graph.levels:
-        begin = end[before].max(axis=0)
-        start[first:last] = begin
-        end[first:last] = begin + duration[first:last]
+        begin = np.maximum.reduce(end.take(before, axis=0, mode="clip"), axis=0, out=start[first:last])
+        np.add(begin, duration[first:last], out=end[first:last])
     return start, end
 
 
@@ -232,7 +237,9 @@ class _Graph:
 
 
 @lru_cache(maxsize=16)
-def _graph(ranks: int, micro_batches: int, chunks: int, group: int | None, overlap: bool | None) -> _Graph:
+def _graph(
+    ranks: int, micro_batches: int, chunks: int, group: int | None, overlap: bool | None, in_parts: bool
+) -> _Graph:
     nodes: dict[tuple[int, Operation] | PipelineMessage, int] = {}  # number in order of appearance
     before: list[set[int]] = []
     source: list[int] = []
@@ -254,7 +261,8 @@ def _graph(ranks: int, micro_batches: int, chunks: int, group: int | None, overl
         return 2 * ranks * chunks * micro_batches + (message.source + step) % ranks
 
     programs = [
-        program(rank, ranks, micro_batches, chunks=chunks, group=group, overlap=overlap) for rank in range(ranks)
+        program(rank, ranks, micro_batches, chunks=chunks, group=group, overlap=overlap, in_parts=in_parts)
+        for rank in range(ranks)
     ]
     for rank, steps in enumerate(programs):
         now: set[int] = set()  # nodes whose latest end is the rank's present

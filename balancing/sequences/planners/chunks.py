@@ -16,11 +16,10 @@ consecutive ranks, which mostly share a node.
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from operator import itemgetter
+from itertools import accumulate
 
 from balancing.cluster import Cluster
-from balancing.sequences.sequence_plan import Shard, join_adjacent
+from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["balanced_chunks"]
 
@@ -74,8 +73,13 @@ def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int, window: i
 
 def _joined(pieces: list[_Piece]) -> list[_Piece]:
     """The same tokens, by sequence and start, in as few pieces as they make."""
-    by_sequence = groupby(sorted(pieces), key=itemgetter(0))
-    return [(sequence, *run) for sequence, own in by_sequence for run in join_adjacent(piece[1:] for piece in own)]
+    found: list[_Piece] = []
+    for sequence, start, stop in sorted(pieces):
+        if found and found[-1][0] == sequence and found[-1][2] == start:
+            found[-1] = sequence, found[-1][1], stop
+        else:
+            found.append((sequence, start, stop))
+    return found
 
 
 @dataclass(eq=False)

@@ -7,11 +7,9 @@ few, and only what a node has over its share leaves it. No token-equal layout mo
 """
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import attrgetter
 
 from balancing.cluster import Cluster
-from balancing.sequences.sequence_plan import Shard, runs_of
+from balancing.sequences.sequence_plan import Shard
 
 __all__ = ["linear_layout", "token_targets"]
 
@@ -99,5 +97,10 @@ def _joined(own: list[Shard], new: list[Shard]) -> list[Shard]:
     """A rank's shards in order, those it had and those it was given; adjacent ones are merged if it was given any."""
     if not new:
         return own
-    rank, by_sequence = new[0].rank, groupby(sorted(own + new), key=attrgetter("sequence"))
-    return [Shard(sequence, *run, rank) for sequence, shards in by_sequence for run in runs_of(shards)]
+    found: list[Shard] = []
+    for shard in sorted(own + new):
+        if found and found[-1].sequence == shard.sequence and found[-1].stop == shard.start:
+            found[-1] = found[-1]._replace(stop=shard.stop)
+        else:
+            found.append(shard)
+    return found

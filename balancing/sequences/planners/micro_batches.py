@@ -35,6 +35,7 @@ def balanced_deal(
     micro_batches: int,
     capacity: int,
     drawn: np.ndarray | None = None,
+    before: np.ndarray | None = None,
 ) -> np.ndarray:
     """int64 [document], the micro-batch of each.
 
@@ -43,12 +44,15 @@ def balanced_deal(
     micro_batches: of the step; at most as many as documents.
     capacity: most tokens of a micro-batch.
     drawn: int64 [document], a deal within the capacity, which is taken if no other is found or none costs less.
+    before: int64 [micro-batch], what each is taken to cost without a document; 0 by default. What costs more before
+        gets less.
 
     Raises ValueError if no deal within the capacity is found.
     """
-    found = _longest_first(costs, tokens, micro_batches, capacity, fullest=False)
+    before = np.zeros(micro_batches, dtype=np.int64) if before is None else before
+    found = _longest_first(costs, tokens, before, capacity, fullest=False)
     if found is None:
-        found = _longest_first(costs, tokens, micro_batches, capacity, fullest=True)
+        found = _longest_first(costs, tokens, before, capacity, fullest=True)
     if found is None and drawn is None:
         raise ValueError(
             f"no deal of {len(tokens)} documents with {int(tokens.sum())} tokens over {micro_batches} micro-batches of "
@@ -56,8 +60,11 @@ def balanced_deal(
         )
     start = drawn if found is None else found
     assert start is not None
-    deal = _exchanged(costs, tokens, start, micro_batches, capacity)
-    if drawn is not None and _most(costs, drawn, micro_batches) <= _most(costs, deal, micro_batches):
+    deal = _exchanged(costs, tokens, start, before, capacity)
+    if (
+        drawn is not None
+        and (before + _sums(costs, drawn, micro_batches)).max() <= (before + _sums(costs, deal, micro_batches)).max()
+    ):
         return drawn
     return deal
 
@@ -72,10 +79,6 @@ def hill_order(costs: np.ndarray) -> np.ndarray:
     return np.concatenate([ascending[::2], ascending[1::2][::-1]])
 
 
-def _most(costs: np.ndarray, deal: np.ndarray, micro_batches: int) -> int:
-    return int(_sums(costs, deal, micro_batches).max())
-
-
 def _sums(values: np.ndarray, deal: np.ndarray, micro_batches: int) -> np.ndarray:
     total = np.zeros(micro_batches, dtype=np.int64)
     np.add.at(total, deal, values)
@@ -83,15 +86,16 @@ def _sums(values: np.ndarray, deal: np.ndarray, micro_batches: int) -> np.ndarra
 
 
 def _longest_first(
-    costs: np.ndarray, tokens: np.ndarray, micro_batches: int, capacity: int, *, fullest: bool
+    costs: np.ndarray, tokens: np.ndarray, before: np.ndarray, capacity: int, *, fullest: bool
 ) -> np.ndarray | None:
     """Each document, longest first, to the micro-batch that costs least so far and has room; None if one has no room.
 
     fullest: to the one with least room instead, which packs tightest.
     """
     number = np.empty(len(costs), dtype=np.int64)
-    heap = [(0, 0, at) for at in range(micro_batches)]  # key, tokens, micro-batch
-    for document in np.lexsort((np.arange(len(costs)), -tokens)).tolist():
+    heap = [(0 if fullest else cost, 0, at) for at, cost in enumerate(before.tolist())]  # key, tokens, micro-batch
+    heapq.heapify(heap)
+    for document in np.lexsort((np.arange(len(costs)), -costs, -tokens)).tolist():
         length, cost = int(tokens[document]), int(costs[document])
         passed = []
         while heap and heap[0][1] + length > capacity:
@@ -103,7 +107,7 @@ def _longest_first(
         held += length
         for each in ((-held if fullest else key + cost, held, at), *passed):
             heapq.heappush(heap, each)
-    _fill_empty(number, micro_batches)
+    _fill_empty(number, len(before))
     return number
 
 
@@ -117,13 +121,13 @@ def _fill_empty(number: np.ndarray, micro_batches: int) -> None:
 
 
 def _exchanged(
-    costs: np.ndarray, tokens: np.ndarray, deal: np.ndarray, micro_batches: int, capacity: int
+    costs: np.ndarray, tokens: np.ndarray, deal: np.ndarray, before: np.ndarray, capacity: int
 ) -> np.ndarray:
     """The deal after exchanges between the most expensive micro-batch and others, as long as they help."""
-    deal = deal.copy()
+    deal, micro_batches = deal.copy(), len(before)
     order = np.argsort(costs, kind="stable")
     own = [order[deal[order] == at] for at in range(micro_batches)]  # of each micro-batch, cheapest first
-    cost, held = _sums(costs, deal, micro_batches), _sums(tokens, deal, micro_batches)
+    cost, held = before + _sums(costs, deal, micro_batches), _sums(tokens, deal, micro_batches)
     enough = int(cost.sum() / micro_batches * _GOOD_ENOUGH)
     for _ in range(4 * micro_batches + 64):
         dear = int(cost.argmax())

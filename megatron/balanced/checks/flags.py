@@ -60,10 +60,6 @@ def check_layout(args: argparse.Namespace) -> None:
     """
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 is incompatible with --fp16: a run has one precision; drop one of them")
-    if (seconds := args.distributed_timeout_seconds_after_init) is not None and seconds < 1:
-        raise ValueError(f"--distributed-timeout-seconds-after-init {seconds} must be at least 1")
-    if args.distributed_timeout_minutes < 1:
-        raise ValueError(f"--distributed-timeout-minutes {args.distributed_timeout_minutes} must be at least 1")
     tensor = args.tensor_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or tensor
     pipeline = ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size)
@@ -73,9 +69,6 @@ def check_layout(args: argparse.Namespace) -> None:
         [("--tensor-model-parallel-size", tensor), pipeline, context],
         [("--expert-tensor-parallel-size", expert_tensor), pipeline, expert],
     ):
-        for flag, size in flags:
-            if size < 1:
-                raise ValueError(f"{flag} {size} must be at least 1")
         product = math.prod(size for _, size in flags)
         if args.world_size % product:
             factors = " x ".join(f"{flag} {size}" for flag, size in flags)
@@ -135,8 +128,8 @@ def _check_writable(what: str, folder: str) -> None:
 
 
 def check_saves(args: argparse.Namespace) -> None:
-    """Raise ValueError where something is to be saved every so many iterations, and there is no folder or no number,
-    and for a checkpoint that Megatron-LM fails to write after the first iterations."""
+    """Raise ValueError where something is to be saved every so many iterations, and there is no folder, and for a
+    checkpoint that Megatron-LM fails to write after the first iterations."""
     last = str(args.pipeline_model_parallel_layout or "m").split("|")[-1]
     is_tied = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
     if args.save and args.ckpt_format != "torch" and is_tied and args.pipeline_model_parallel_size > 1 and "m" in last:
@@ -147,8 +140,6 @@ def check_saves(args: argparse.Namespace) -> None:
     for kind in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads"):
         flag = f"--save-{kind}-interval"
         interval = getattr(args, flag[2:].replace("-", "_"))
-        if interval is not None and interval < 1:
-            raise ValueError(f"{flag} {interval} must be at least 1")
         if interval and not args.save:
             raise ValueError(f"{flag} {interval} needs a folder; give --save DIR, or drop it")
 
@@ -160,6 +151,10 @@ def check_data(args: argparse.Namespace) -> None:
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
+    if args.dataloader_type == "external":
+        raise ValueError(
+            "--dataloader-type external is for a program that brings its own data loaders; use single or cyclic"
+        )
     blend, per_split = get_blend_and_blend_per_split(args)
     blends = [part for part in (blend, *(per_split or ())) if part]
     if args.mock_data and blends:

@@ -21,7 +21,14 @@ SEQUENCES_OF_STEP = "sequences of a step"
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
 
-_OPTIONS = {"fp8": "fp8_format", "fp4": "fp4_format"}  # arguments whose flag has another name
+# Arguments whose flag has another name.
+_OPTIONS = {
+    "fp4": "fp4_format",
+    "fp8": "fp8_format",
+    "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
+    "nccl_ub": "use_nccl_ub",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,6 @@ _PACKS = "packed documents must not attend to each other, and the scheme ignores
 _MASK = "only the causal mask is supported"
 _DROPS = "it drops tokens by the others on their rank"
 _STEPS = "documents are dealt over steps of one size"
-_ROWS = "it counts on as many rows in every micro-batch"
 _TOKENS = "each rank has only a part of the tokens to choose from"
 _POSITIONS = "it assumes that no token is left out before a given position"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
@@ -124,6 +130,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("balance_experts", _OFF, (PRUNE,), "replicas of experts are made without their masks"),
     # Experts
     Incompatible("use_te_activation_func", _OFF, (EXPERTS,), _MODULES),
+    Incompatible("mlp_chunks_for_training", (1,), (EXPERTS,),
+                 "the tokens of a micro-batch then pass through the experts in several parts", "use 1"),
     Incompatible("use_transformer_engine_op_fuser", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_mlp_glu_interleave_size", _OFF, (OWN_EXPERTS,), _TE_EXPERTS, _USE_TE_EXPERTS),
     Incompatible("moe_single_grouped_weight", _OFF, (EXPERTS,),
@@ -159,8 +167,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("reset_attention_mask", _OFF, (SKIP, SPARSE), _MASK),
     Incompatible("sft", _OFF, (SKIP, SPARSE), _PACKS),
     Incompatible("dataloader_inter_document_masking", _OFF, (SKIP, SPARSE), _PACKS),
-    Incompatible("dataloader_type", ("single", "cyclic", None), (SEQUENCES, RELEASE),
-                 "it need not read Megatron-LM's datasets on every rank", "use --dataloader-type single"),
     Incompatible("hybrid_context_parallel", _OFF, (SEQUENCES,), "it splits batches in its own way",
                  "drop it, or use --sequence-planner hybrid"),
     Incompatible("hybrid_context_parallel", _OFF, (RELEASE,), "its process groups cannot shrink yet"),
@@ -169,10 +175,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("rampup_batch_size", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
     Incompatible("step_batch_size_schedule", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
     Incompatible("decrease_batch_size_if_needed", _OFF, (SEQUENCES_OF_STEP,), _STEPS),
-    Incompatible("tp_comm_overlap", _OFF, (SEQUENCES_OF_STEP,), _ROWS),
-    Incompatible("fp8", _OFF, (SEQUENCES_OF_STEP,), _ROWS),
-    Incompatible("fp4", _OFF, (SEQUENCES_OF_STEP,), _ROWS),
-    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (SEQUENCES_OF_STEP,), _ROWS),
     Incompatible("full_validation", _OFF, (SEQUENCES_OF_DATA,),
                  "data-parallel ranks may have different numbers of validation samples", "use --eval-iters"),
     Incompatible("fim_data", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP),

@@ -1,6 +1,9 @@
 """Checks of flags of the model that Megatron-LM would ignore, or would refuse late and without their names."""
 
 import argparse
+import json
+
+import numpy as np
 
 from balancing.doctor.installed import find_apex
 from megatron.balanced.checks.incompatible import shown
@@ -23,10 +26,11 @@ _HYBRID: dict[str, object] = {
 def check_model(args: argparse.Namespace) -> None:
     """Raise ValueError for a model that cannot be trained as the flags say. Called before Megatron validates `args`."""
     _check_hybrid(args)
+    _check_late_failures(args)
+    _check_dense_layers(args)
+    _check_heterogeneous(args)
     if args.lazy_mpu_init:
         raise ValueError("--lazy-mpu-init leaves process groups to a program around Megatron-LM; drop it")
-    if args.rotary_base is not None and args.rotary_base <= 0:
-        raise ValueError(f"--rotary-base {args.rotary_base} must be above 0, such as 10000")
     for one, other in (("quick_geglu", "swiglu"), ("squared_relu", "swiglu"), ("squared_relu", "quick_geglu")):
         if getattr(args, one) and getattr(args, other):
             raise ValueError(
@@ -71,6 +75,120 @@ def _check_hybrid(args: argparse.Namespace) -> None:
             )
     if not args.use_mamba_mem_eff_path:
         raise ValueError("--disable-mamba-mem-eff-path is for a hybrid model, which cannot be trained yet; drop it")
+
+
+def _check_late_failures(args: argparse.Namespace) -> None:
+    """What Megatron-LM 0.19.2 fails at while it builds the model or in the first step, with a traceback or silently."""
+    if args.num_experts and args.moe_apply_probs_on_input and args.moe_router_topk != 1:
+        raise ValueError(
+            f"--moe-apply-probs-on-input is incompatible with --moe-router-topk {args.moe_router_topk}: a token has "
+            "one input; use 1, or drop the former"
+        )
+    if args.rerun_mode == "report_stats":
+        raise ValueError("--rerun-mode report_stats is a mode that Megatron-LM 0.19.2 does not know; use disabled")
+    tensor = args.tensor_model_parallel_size
+    if args.num_experts and tensor > 1 and not args.sequence_parallel and not args.skip_train:
+        raise ValueError(
+            f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel, "
+            "without which Megatron-LM trains no experts; add it"
+        )
+    ends = {
+        name: getattr(args, name) or 0
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    }
+    if sum(ends.values()) > args.num_layers:
+        most = max(ends, key=lambda name: ends[name])
+        raise ValueError(
+            f"{shown(most, ends[most])} leaves fewer than no layers for other stages of --num-layers "
+            f"{args.num_layers}; lower it"
+        )
+    if args.decoder_seq_length is not None and args.decoder_seq_length != args.seq_length:
+        raise ValueError(
+            f"--decoder-seq-length {args.decoder_seq_length} is for a decoder beside an encoder: messages between "
+            f"pipeline stages would have its length, and layers --seq-length {args.seq_length}; drop it"
+        )
+    if args.phase_transition_iterations and not args.train_samples:
+        raise ValueError(
+            f"--phase-transition-iterations {args.phase_transition_iterations} needs --train-samples, where the "
+            "last phase ends; give it instead of --train-iters, or drop the former"
+        )
+    if args.tokenizer_type in ("MultimodalTokenizer", "NullMultimodalTokenizer"):
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} is for a model of images and text, which another program trains; "
+            "use a tokenizer of text"
+        )
+    if args.checkpoint_activations:
+        raise ValueError("--checkpoint-activations is no longer valid; use --recompute-activations")
+    if args.init_method_xavier_uniform:
+        raise ValueError(
+            "--init-method-xavier-uniform cannot be used: Megatron-LM 0.19.2 passes it on by a name that its config "
+            "does not know; drop it"
+        )
+    if args.config_logger_dir:
+        raise ValueError(
+            f"--config-logger-dir {args.config_logger_dir} cannot be used: Megatron-LM would write process groups "
+            "there, and fails; drop it"
+        )
+    if args.init_model_with_meta_device and not args.use_torch_fsdp2 and not args.use_megatron_fsdp:
+        raise ValueError(
+            "--init-model-with-meta-device leaves weights without values where no FSDP initializes them; drop it"
+        )
+    coefficients = args.moe_aux_loss_coeff
+    if "sinkhorn" in args.moe_router_load_balancing_type and np.any(coefficients):
+        raise ValueError(
+            f"{shown('moe_aux_loss_coeff', coefficients)} is incompatible with --moe-router-load-balancing-type "
+            "sinkhorn, which balances without a loss; drop the former"
+        )
+    for name in ("logits_load_dir", "logits_save_dir"):
+        if getattr(args, name) is not None and args.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                f"{shown(name, getattr(args, name))} is incompatible with --pipeline-model-parallel-size "
+                f"{args.pipeline_model_parallel_size}: Megatron-LM looks for the head on every stage; use 1"
+            )
+    turned = int((args.kv_channels or 0) * args.rotary_percent)
+    if args.position_embedding_type == "rope" and turned % 2:
+        raise ValueError(
+            f"--kv-channels {args.kv_channels} gives rotary embeddings {turned} numbers of a head, which they turn in "
+            "pairs; use an even number"
+        )
+    half = args.bf16 or args.fp16
+    if args.fp32_residual_connection and half and args.transformer_impl == "local" and find_apex()["state"] != "ok":
+        raise ValueError(
+            "--fp32-residual-connection needs norms of Transformer Engine or Apex, which are not installed or not "
+            f"selected, beside {'--bf16' if args.bf16 else '--fp16'}; drop one of them"
+        )
+
+
+def _check_heterogeneous(args: argparse.Namespace) -> None:
+    """Megatron-LM reads the description of layers that differ without looking whether it is one."""
+    from megatron.training.arguments import validate_model_config_args_from_heterogeneous_config
+
+    name = "heterogeneous_layers_config_" + ("path" if args.heterogeneous_layers_config_path else "encoded_json")
+    try:
+        validate_model_config_args_from_heterogeneous_config(argparse.Namespace(**vars(args)))
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{shown(name, getattr(args, name))} does not describe layers as Megatron-LM reads them ({error}); "
+            "give the configuration of a Nemotron model, or drop it"
+        ) from error
+
+
+def _check_dense_layers(args: argparse.Namespace) -> None:
+    """With --swiglu Megatron-LM rounds the default width of dense layers down to a multiple of 64, which may be 0, and
+    halves the part of each tensor-parallel rank while it compiles, even where all layers have experts."""
+    tensor = args.tensor_model_parallel_size
+    if args.swiglu and args.ffn_hidden_size is not None and args.ffn_hidden_size // tensor % 2:
+        raise ValueError(
+            f"--ffn-hidden-size {args.ffn_hidden_size} with --swiglu must be a multiple of {2 * tensor}: each of "
+            f"{tensor} tensor-parallel rank(s) halves its part"
+        )
+    every = args.moe_layer_freq if isinstance(args.moe_layer_freq, list) else [args.moe_layer_freq]
+    has_dense = not args.num_experts or any(number != 1 for number in every)
+    if args.swiglu and has_dense and args.ffn_hidden_size is None and int(4 * args.hidden_size * 2 / 3) < 64:
+        raise ValueError(
+            f"--hidden-size {args.hidden_size} with --swiglu leaves dense layers no hidden units: Megatron-LM makes "
+            "them multiples of 64; give --ffn-hidden-size"
+        )
 
 
 def _check_batch_overlap(args: argparse.Namespace) -> None:

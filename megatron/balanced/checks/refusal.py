@@ -16,6 +16,7 @@ from pathlib import Path
 __all__ = ["explain", "know_flags", "know_values", "refused_by_megatron"]
 
 _flags: dict[str, str] = {}  # name among the arguments -> the flag
+_texts: set[str] = set()  # names of the arguments that take any text, such as a file
 _values: argparse.Namespace | None = None
 
 # A name in a message or a condition, its prefix in Megatron's code, and a mark that a value follows it.
@@ -25,6 +26,8 @@ _NAME = re.compile(r"(?<![\w./-])(args\.|self\.|config\.)?([a-z][a-z0-9_]*)(?![\
 def know_flags(parser: argparse.ArgumentParser) -> None:
     """Record the flag of each argument."""
     for action in parser._actions:
+        if action.choices is None and action.type in (None, str):
+            _texts.add(action.dest)
         for option in action.option_strings:
             if option == "--" + action.dest.replace("_", "-"):
                 _flags[action.dest] = option
@@ -71,7 +74,8 @@ def _flags_of_file(error: BaseException) -> dict[str, None]:
     """The arguments whose value is the file that `error` is about."""
     if not isinstance(error, OSError) or error.filename is None or _values is None:
         return {}
-    return {name: None for name, value in vars(_values).items() if name in _flags and value == error.filename}
+    files = _texts & _flags.keys()
+    return {name: None for name, value in vars(_values).items() if name in files and value == error.filename}
 
 
 def explain(error: BaseException) -> str:

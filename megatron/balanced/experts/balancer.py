@@ -26,13 +26,13 @@ from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
 from megatron.balanced import callbacks
-from megatron.balanced.callbacks import Held, StepCallback, trained
+from megatron.balanced.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.graphs import captures_iterations, graph_of_iterations
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
-from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans
+from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans, expert_share
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import take_known_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
@@ -100,15 +100,15 @@ class ExpertBalancer(StepCallback):
         self.layers_moved()
         self._attached = True
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         if not self._attached:
-            return Held()
+            return HeldBytes()
         chunks = [own for own in self._layers_of_model() if own]
         if self._shared:
-            return Held(buffers=sum(self._slot_bytes(own, True) for own in chunks))
+            return HeldBytes(buffers=sum(self._slot_bytes(own, True) for own in chunks))
         of_layers = {layer.index: self._slot_bytes([layer], False) for own in chunks for layer in own}
         last = self._args.num_layers  # what follows are layers of multi-token prediction, which do not move
-        return Held(
+        return HeldBytes(
             {number: size for number, size in of_layers.items() if number < last},
             sum(size for number, size in of_layers.items() if number >= last),
         )
@@ -147,7 +147,8 @@ class ExpertBalancer(StepCallback):
         before, moved, self._plans, self._chunk_at = self._plans, self._attached, {}, {}
         for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if own:
-                chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared)
+                share = expert_share(self._args, own)
+                chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared, share)
                 for layer in own:
                     if layer not in before:
                         layer.set_topology(self._cluster.ranks_per_node, self._cluster.nics_per_node)

@@ -148,6 +148,8 @@ def _check_grouped(args: argparse.Namespace) -> None:
 
 
 def _nothing_to_balance(args: argparse.Namespace) -> str | None:
+    if args.skip_train:
+        return "--skip-train trains no step"
     if not args.num_experts:
         return "the model has no experts (--num-experts)"
     if args.expert_model_parallel_size == 1:

@@ -38,7 +38,7 @@ def layer_event(
     plan_wait_ms: milliseconds for which the step waited for the layer's plan.
     """
     homes, replicas = layer.num_local_experts, layer.placement.replicas
-    loads, served = _copy(layer.loads), _copy(layer.served)
+    loads, served = _copy(layer.loads), _copy(layer.served) if replicas else None
     known = {
         "plan_ms": plan_ms,
         "apply_ms": exposed_ms,
@@ -55,13 +55,13 @@ def layer_event(
     }
 
     def line() -> dict[str, Any]:
-        before = np.mean([imbalance(load.sum(0).reshape(-1, homes).sum(1)) for load in np.asarray(loads)])
-        tokens = np.asarray(served)  # [micro-batch, rank]
+        at_home = np.asarray(loads).sum(1).reshape(len(loads), -1, homes).sum(2)  # [micro-batch, rank]
+        tokens = at_home if served is None else np.asarray(served)
         return event(
             iteration + 1,
             "experts",
             "layer",
-            imbalance_before=float(before),
+            imbalance_before=float(np.mean([imbalance(each) for each in at_home])),
             imbalance_after=float(np.mean([imbalance(each) for each in tokens])),
             tokens_per_rank=tokens.sum(0),
             **known,

@@ -34,7 +34,7 @@ class ExpertChunk:
     ddp: the model chunk, wrapped for data parallelism.
     layers: its MoE layers, in model order, at least one.
     group: expert-parallel group, used for nothing else at the same time.
-    shared: whether layers share slots, as in `ReplicaSlots`.
+    shared, expert_share: as in `ReplicaSlots`.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class ExpertChunk:
         layers: list[BalancedMoELayer],
         group: dist.ProcessGroup,
         shared: bool,
+        expert_share: float | None,
     ):
         self.layers = layers
         self._waiting: dict[int, dict[torch.nn.Parameter, Callable[[], None]]] = {}
@@ -58,6 +59,8 @@ class ExpertChunk:
             fused=_accumulates_fused(layers[0].experts),
             format=weight_format(homes[0][0]),
             alternating=layers[0].config.overlap_moe_expert_parallel_comm,
+            expert_share=expert_share,
+            first_layer=layers[0].index,  # all chunks of a rank share the group
         )
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position
@@ -139,7 +142,9 @@ class ExpertChunk:
     def _release(self, position: int) -> None:
         """Register the gradients of a layer's experts, now complete, from the last expert to the first: the order
         without replicas, whatever order autograd computed them in."""
-        waiting = self._waiting.pop(position, {})
+        waiting = self._waiting.pop(position, None)
+        if waiting is None:
+            return
         for expert in reversed(self.slots.homes[position]):
             for parameter in reversed(expert):
                 if parameter in waiting:

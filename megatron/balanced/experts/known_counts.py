@@ -1,26 +1,33 @@
-"""Reuse of token counts that were gathered already, in Megatron's dispatcher.
+"""Counts of tokens, gathered once for Megatron's dispatcher and for balanced experts.
 
-Balanced experts gather the load of each micro-batch before they split it; from the split, every rank knows how many
+Balanced experts gather the load of a micro-batch before they split it; from the split, every rank knows how many
 tokens go to which physical expert. Megatron's alltoall dispatcher would gather the same counts again, with one more
-collective in each MoE layer that the host waits for. Inside `known_counts` it gets the known counts instead.
+collective in each MoE layer that the host waits for. Inside `known_counts` it gets the known counts instead. Where
+nothing is to be split, the dispatcher gathers, and balanced experts take what it gathered.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 __all__ = ["known_counts", "with_known_counts"]
 
-_known: list[torch.Tensor] = []
+
+class _Counted(Protocol):
+    counts: torch.Tensor | None
+
+
+_known: list[_Counted] = []
 
 
 @contextmanager
-def known_counts(counts: torch.Tensor) -> Iterator[None]:
-    """Make the dispatcher's next gather of counts return `counts`: int64, flat, rank by rank."""
-    _known.append(counts)
+def known_counts(share: _Counted) -> Iterator[None]:
+    """Make the dispatcher's next gather of counts return `share.counts`: int64, flat, rank by rank; where these are
+    None, make them what it gathers."""
+    _known.append(share)
     try:
         yield
     finally:
@@ -32,6 +39,11 @@ def with_known_counts(gather: Callable) -> Callable:
 
     @functools.wraps(gather)
     def gather_from_sequence_parallel_region(input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return _known.pop() if _known else gather(input_, *args, **kwargs)
+        if not _known:
+            return gather(input_, *args, **kwargs)
+        share = _known.pop()
+        if share.counts is None:
+            share.counts = gather(input_, *args, **kwargs)
+        return share.counts
 
     return gather_from_sequence_parallel_region

@@ -6,10 +6,10 @@ unmodified. Home experts remain Megatron's parameters; replicas are leaves of au
 `balancing.experts.engine.slots` fills and empties, so that they are in no optimizer, checkpoint or gradient norm.
 """
 
-import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,17 +56,19 @@ class _PlacedSplit:
         return (total - total[..., self._group_start])[..., self._back]
 
 
-class _Share(NamedTuple):
+@dataclass(slots=True)
+class _Share:
     """The split of one micro-batch, as one rank needs it.
 
     placed: the placement that the micro-batch is split over.
-    counts: int64 tensor, flat: what each rank sends to each expert, in the order of ranks.
+    counts: int64 tensor, flat: what each rank sends to each expert, in the order of ranks. None until Megatron-LM's
+        dispatcher has gathered them, where there is nothing to split.
     interval: first and last, int64 [physical], or None without replicas. A physical expert serves those tokens of its
         logical expert on this rank, numbered from 1, for which first < number <= last.
     """
 
     placed: _PlacedSplit
-    counts: torch.Tensor
+    counts: torch.Tensor | None = None
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -206,9 +208,15 @@ class BalancedMoELayer(MoELayer):
         )
         if self._fixed_experts:
             self._physical.dispatch_postprocess = self._hides_empty_slots(self._physical.dispatch_postprocess)
+        # Megatron-LM's dispatcher gathers counts of what each rank sends, unless padding comes in between.
+        self._gathers_counts = (
+            isinstance(self._logical, MoEAlltoAllTokenDispatcher)
+            and not self.config.moe_router_padding_for_quantization
+            and self._logical.tp_ep_group.size() > 1
+        )
         # One entry a micro-batch: NumPy arrays on a CPU; tensors on a GPU, so that the host need not wait.
         self.loads: list[Any] = []  # [source_rank, expert]
-        self.served: list[Any] = []  # [rank], tokens after the split
+        self.served: list[Any] = []  # [rank], tokens after the split; none without replicas
         # Called with each load before it is split; returns the placement to split it, and those that follow, over.
         self.choose_placement: Callable[[Any], ReplicaPlacement] | None = None
         self._splits: Replays[_Share] = Replays()
@@ -241,9 +249,19 @@ class BalancedMoELayer(MoELayer):
         self._placed = _PlacedSplit(placement, self._device)
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
-        self.token_dispatcher = self._logical
+        dispatched, *rest = self._preprocess(hidden_states, probs, routing_map)
+        if self.training:
+            # The exchange of tokens comes next; in a backward pass it has just ended.
+            dispatched = _OnBackward.apply(dispatched, self._begin_compute)
+        return dispatched, *rest
+
+    def _begin_compute(self) -> None:
+        if self.experts.slots is not None:
+            self.experts.slots.begin_compute()
+
+    def _preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         if not self.training:
-            self._in_use = None
+            self.token_dispatcher, self._in_use = self._logical, None
             if self._fixed_experts:
                 probs, routing_map = self._with_empty_slots(probs, routing_map)
             return super().preprocess(hidden_states, probs, routing_map)
@@ -251,9 +269,8 @@ class BalancedMoELayer(MoELayer):
             share = self._share(routing_map)
         else:
             share, _ = self._splits.decide(lambda: self._share(routing_map))
-        self._in_use = share
         if share.interval is not None:
-            self.token_dispatcher, (first, last) = self._physical, share.interval
+            self._in_use, self.token_dispatcher, (first, last) = share, self._physical, share.interval
             expert = share.placed.expert
             # Tokens become the inner dimension: along an outer one, a GPU adds sequentially.
             chosen = routing_map.T.contiguous()
@@ -264,13 +281,18 @@ class BalancedMoELayer(MoELayer):
                 # The dispatcher pads the map of physical experts, each to a multiple, in place.
                 routing_map = routing_map.clone()
         elif self._fixed_experts:
+            self._in_use = share
             probs, routing_map = self._with_empty_slots(probs, routing_map)
-        gathers_counts = (  # of what it sends, padding included
-            isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher)
-            and not self.config.moe_router_padding_for_quantization
-        )
-        with known_counts(share.counts) if gathers_counts else contextlib.nullcontext():
+        elif self.token_dispatcher is not self._logical:
+            self.token_dispatcher = self._logical
+        if not self._gathers_counts:
             return super().preprocess(hidden_states, probs, routing_map)
+        is_counted = share.counts is not None
+        with known_counts(share):
+            dispatched = super().preprocess(hidden_states, probs, routing_map)
+        if not is_counted:
+            self._add_load(share.counts)
+        return dispatched
 
     def _with_empty_slots(self, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both for the physical dispatcher, without replicas: [token, expert] -> [token, physical]."""
@@ -294,30 +316,42 @@ class BalancedMoELayer(MoELayer):
         return of_homes
 
     def _share(self, routing_map: torch.Tensor) -> _Share:
-        """Gather the load of all ranks, choose the placement, split the load. routing_map: bool [token, expert]."""
+        """Gather the load of all ranks, choose the placement, split the load. routing_map: bool [token, expert].
+
+        After the first micro-batch of an iteration no replicas are added. Where there are none by then, there is
+        nothing to split, and the counts that Megatron-LM gathers are enough.
+        """
+        if self._gathers_counts and self.loads and not self.placement.replicas:
+            return _Share(self._placed)
         local = routing_map.sum(dim=0, dtype=torch.int64)
         gathered = gather_from_sequence_parallel_region(local, group=self._logical.tp_ep_group)
-        counts = gathered.view(-1, self._logical.tp_size, len(local))
-        counts = counts.numpy() if self._device is None else counts
-        load = counts.sum(1)
+        counts = self._add_load(gathered)
+        if not self.placement.replicas:
+            return _Share(self._placed, gathered)
+        share, served = self._split(self._placed, counts, self.loads[-1])
+        self.served.append(served)
+        return share
+
+    def _add_load(self, gathered: torch.Tensor) -> Any:
+        """Add a micro-batch to `loads` and choose the placement. gathered: int64 tensor, flat, what each rank sends to
+        each expert. Returns it as int64 [source_rank, tensor_rank, expert]."""
+        dispatcher = self._logical
+        counts = gathered.numpy() if self._device is None else gathered
+        counts = counts.reshape(-1, dispatcher.tp_size, self.config.num_moe_experts)
+        load = counts.sum(1) if dispatcher.tp_size > 1 else counts[:, 0]
         if self.choose_placement is not None:
             placement = self.choose_placement(load)
             if placement is not self.placement:
                 self.place(placement)
         self.loads.append(load)
-        share, served = self._split(self._placed, gathered, counts, load)
-        self.served.append(served)
-        return share
+        return counts
 
-    def _split(self, placed: _PlacedSplit, gathered: torch.Tensor, counts: Any, load: Any) -> tuple[_Share, Any]:
+    def _split(self, placed: _PlacedSplit, counts: Any, load: Any) -> tuple[_Share, Any]:
         """Divide a load over the instances of `placed`; also returns the tokens that each rank computes, int [rank].
 
-        gathered: int64 tensor, `counts` flat.
         counts: int64 [source_rank, tensor_rank, expert].
         load: int64 [source_rank, expert], the sum of `counts` over tensor ranks.
         """
-        if not placed.placement.replicas:
-            return _Share(placed, gathered), load.reshape(len(load), len(load), -1).sum((0, 2))
         served = placed.split(load)  # [source_rank, physical]
         by_rank = served.reshape(len(load), len(load), -1).sum((0, 2))
         rank, part = self.ep_group.rank(), self._logical.tp_rank
@@ -354,7 +388,10 @@ class BalancedMoELayer(MoELayer):
             order = torch.argsort(expert * len(routed) + token, stable=True)
             dispatcher.reversed_local_input_permutation_mapping = token[order]
             output = output.index_select(0, order)
-        return super().postprocess(output, shared_expert_output)
+        output = super().postprocess(output, shared_expert_output)
+        if self.training:
+            self._begin_compute()
+        return output
 
 
 def _groups_of(dispatcher: Any) -> Any:

@@ -6,6 +6,7 @@ load, so all ranks of an expert-parallel group make the same ones; `check_same_p
 """
 
 import argparse
+import hashlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from balancing.experts.config import ExpertConfig
 from balancing.experts.planners.repair import repair
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
-__all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans"]
+__all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "expert_share"]
 
 _DRIFT = 0.05  # total variation of the load after which replicas are placed again, with --expert-plan-interval 0
 
@@ -195,10 +196,11 @@ def check_same_plans(plans: list[LayerPlan], hosts: dist.ProcessGroup) -> None:
 
     hosts: the ranks of the group on gloo, so that no host waits for its device.
     """
-    digest = "".join(plan.placed.digest() for plan in plans).encode()
-    digests: list[Any] = [None] * dist.get_world_size(hosts)
-    dist.all_gather_object(digests, digest, group=hosts)
-    if len(set(digests)) > 1:
+    digest = hashlib.sha256("".join(plan.placed.digest() for plan in plans).encode()).digest()
+    own = torch.tensor([int.from_bytes(digest[:7], "little")])
+    digests = torch.empty(dist.get_world_size(hosts), dtype=torch.int64)
+    dist.all_gather_into_tensor(digests, own, group=hosts)
+    if len(set(digests.tolist())) > 1:
         raise RuntimeError("ranks of an expert-parallel group made different plans for the same load")
 
 
@@ -223,7 +225,31 @@ def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
     )
 
 
+def _attention_flops(args: argparse.Namespace) -> float:
+    """Lower bound of a layer's attention for one token, forward: its four projections and the causal half of its
+    scores."""
+    return args.hidden_size * (8 * args.hidden_size + 2 * args.seq_length)
+
+
 def _attention_seconds(args: argparse.Namespace, machine: Cluster) -> float:
-    """Lower bound of a layer's attention, forward: its four projections and the causal half of its scores."""
+    """Seconds of a layer's attention for one micro-batch, forward."""
     tokens = args.micro_batch_size * args.seq_length / args.tensor_model_parallel_size
-    return tokens * args.hidden_size * (8 * args.hidden_size + 2 * args.seq_length) / machine.flops
+    return tokens * _attention_flops(args) / machine.flops
+
+
+def expert_share(args: argparse.Namespace, layers: list[BalancedMoELayer]) -> float | None:
+    """Part of the compute from one MoE layer to the next that is the experts', as `ReplicaSlots` takes it.
+
+    args: Megatron-LM's arguments.
+    layers: the MoE layers of one model chunk, at least one. Dense layers in between count as attention alone.
+
+    None where a micro-batch computes while another exchanges its tokens: transfers have nothing to leave free then.
+    """
+    if args.overlap_moe_expert_parallel_comm:
+        return None
+    first, last = layers[0], layers[-1]
+    ways = first.token_dispatcher.tp_size
+    experts = first.config.moe_router_topk * 2 * _expert_shape(first).parameters * ways
+    between = (last.index - first.index) / (len(layers) - 1) if len(layers) > 1 else 1
+    shared = 6 * args.hidden_size * (args.moe_shared_expert_intermediate_size or 0)
+    return experts / (experts + between * _attention_flops(args) + shared)

@@ -35,14 +35,16 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     flag = "--balance-layers-once" if layers.balance_layers_once else "--balance-layers"
     stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
     why = None
-    if stages == 1:
+    if args.skip_train:
+        why = "--skip-train trains no step"
+    elif stages == 1:
         why = "--pipeline-model-parallel-size 1 has one stage"
     elif args.num_layers == stages * chunks and _even(args) and not layers.repacks:
         why = f"each of the {stages * chunks} pipeline stages has one layer"
     if why is not None:
         off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
-    check_compatible(args, LAYERS, flag, [*_matrices_by_turns(args), *_offloading(args)])
+    check_compatible(args, LAYERS, flag, _offloading(args))
     plan = _layout(args)
     if plan is not None and plan.mtp_chunk and plan.mtp_chunk % stages == 0:  # two chunks would have an embedding each
         raise ValueError(
@@ -99,15 +101,6 @@ def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     if chunks > 1:
         raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")
     check_compatible(args, RELEASE, flag)
-
-
-def _matrices_by_turns(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags by which ranks own matrices in an order of all that are on a stage, and not by their place in a buffer."""
-    layer_wise = args.optimizer not in ("adam", "sgd") and (args.use_distributed_optimizer or "dist" in args.optimizer)
-    if not layer_wise or args.use_layer_wise_param_layout:
-        return []
-    why = "which rank has the state of a matrix then depends on all others of its stage"
-    return [("--no-use-layer-wise-param-layout", why, "drop it")]
 
 
 def _offloading(args: argparse.Namespace) -> list[tuple[str, str, str]]:

@@ -49,7 +49,7 @@ from megatron.balanced.layers.build import change_layers, complete_ends, set_lay
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
 from megatron.balanced.layers.release import Departure
 from megatron.balanced.layers.state import (
-    Held,
+    HeldTensors,
     Inventory,
     Request,
     hold_weights,
@@ -247,7 +247,7 @@ class LayerMover:
         )
 
     def _change(
-        self, plan: StagePlan, ends: list[torch.nn.Module], inventories: list[Inventory], held: Held
+        self, plan: StagePlan, ends: list[torch.nn.Module], inventories: list[Inventory], held: HeldTensors
     ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], list[list[FlatWeights]], Request]:
         """Build the modules of `plan`. Returns new layers with their chunks, layouts of buffers, the buffers of weights
         of each chunk (`place_weights`), and the request. held: of this rank; its weights are now those in buffers.
@@ -256,8 +256,7 @@ class LayerMover:
         in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
         arrived, norms = change_layers(plan, self.models(), self._spec, inventories, without_memory=in_buffers)
         new = [*ends, *norms, *(layer for layer, _ in arrived)]
-        layer_wise = getattr(self._args, "use_layer_wise_distributed_optimizer", False)
-        layouts = [bucket_layout(ddp, chunk, layer_wise=layer_wise) for chunk, ddp in enumerate(self._chunks)]
+        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
         weights = [place_weights(layout, new) for layout in layouts]
         hold_weights(self.models(), new, held)
         ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}

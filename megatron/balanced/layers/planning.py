@@ -21,9 +21,10 @@ from balancing.layers import (
     GateConfig,
     LayerMemory,
     LayerSeconds,
+    ScheduleOptions,
     StagePlan,
     migration_seconds,
-    plan_stages,
+    plan_pipeline,
     stage_memory,
 )
 from balancing.layers.config import LayerConfig
@@ -72,9 +73,13 @@ class LayerPlanner:
         self.costs = CostAverage(window=config.layer_balance_interval)
         self._args, self._config, self._mover = args, config, mover
         self._gate: Gate | None = None
-        self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2]
+        self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
         self._steps: list[tuple[int, float]] = []  # iteration, seconds
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
+        self._schedule: ScheduleOptions = {
+            "group": args.microbatch_group_size_per_vp_stage,
+            "in_parts": args.overlap_moe_expert_parallel_comm,
+        }
 
     def restart(self) -> None:
         """Begin with a new gate: at the start of training, and when the number of stages has changed."""
@@ -85,7 +90,8 @@ class LayerPlanner:
 
     def add(self, iteration: int, record: RankRecord) -> None:
         """Add what this rank measured in `iteration`."""
-        self._seconds.append(layer_seconds(record, self._mover.plan.layers))
+        in_turn = self._args.overlap_moe_expert_parallel_comm
+        self._seconds.append(layer_seconds(record, self._mover.plan.layers, in_turn=in_turn))
         self._steps.append((iteration, record.step_seconds))
 
     def forget(self) -> None:
@@ -115,7 +121,7 @@ class LayerPlanner:
         gate = self._gate
         for measured, seconds in steps:
             gate = gate.measured(measured, seconds)
-        now, then = _step_seconds(weights, plan), _step_seconds(weights, candidate)
+        now, then = self._step_seconds(weights, plan), self._step_seconds(weights, candidate)
         scale = 1.0
         if self._config.layer_cost == "parameters":  # these give the ratio of stages, not seconds
             scale = float(np.median([seconds for _, seconds in steps])) / now
@@ -126,7 +132,7 @@ class LayerPlanner:
             then * scale,
             migration_seconds(plan, candidate, self._layer_bytes(), self._bandwidth, fixed=self._fixed),
             left=self._args.train_iters - iteration,
-            previous_now=_step_seconds(weights, gate.watching) * scale if gate.watching else None,
+            previous_now=self._step_seconds(weights, gate.watching) * scale if gate.watching else None,
         )
         return Choice(
             decision.plan,
@@ -134,7 +140,7 @@ class LayerPlanner:
             decision.reason,
             weights,
             peaks,
-            (now, _step_seconds(weights, decision.plan)),
+            (now, self._step_seconds(weights, decision.plan)),
             profile_ms=(profiled - begin) * 1e3,
             plan_ms=(time.perf_counter() - profiled) * 1e3,
         )
@@ -160,28 +166,28 @@ class LayerPlanner:
 
     def _plan(self, cost: LayerSeconds, peaks: np.ndarray) -> StagePlan:
         plan, micro_batches = self._mover.plan, get_num_microbatches()
+        fewest = min(self._fewest(), *(len(chunk) for chunk in plan.order[: len(plan.order) - plan.behind]))
         limit = min(self._mover.gather(_device_memory()))
-        memory = None
+        memory = room = None
         if limit < np.inf:
             held, others = self._mover.resting_bytes(), self._held_by_others()
             resting = LayerMemory(
                 held[:-3] + others[:-1], embedding=held[-3], head=held[-2], mtp=held[-1], buffers=others[-1]
             )
-            memory = fit_activations(resting, peaks, plan, micro_batches)
+            memory = fit_activations(resting, peaks, plan, micro_batches, **self._schedule)
+            room = np.maximum(limit, stage_memory(plan, memory, micro_batches, **self._schedule))
         try:
-            found = plan_stages(
-                cost.total,
+            found = plan_pipeline(
+                cost,
                 plan.stages,
-                embedding=sum(cost.embedding),
-                head=sum(cost.head),
-                mtp=sum(cost.mtp),
+                micro_batches,
                 memory=memory,
-                memory_limit=None if memory is None else np.maximum(limit, stage_memory(plan, memory, micro_batches)),
+                memory_limit=room,
                 virtual=plan.virtual,
                 current=plan,
                 method=self._config.layer_planner,  # type: ignore[arg-type]
-                micro_batches=micro_batches,
-                min_layers=min(self._fewest(), *(len(chunk) for chunk in plan.order[: len(plan.order) - plan.behind])),
+                min_layers=fewest,
+                **self._schedule,
             )
         except ValueError as error:
             if memory is None:
@@ -195,6 +201,9 @@ class LayerPlanner:
                          "0.19.2 cannot offload")  # fmt: skip
             return plan
         return found
+
+    def _step_seconds(self, cost: LayerSeconds, plan: StagePlan) -> float:
+        return cost.simulate(plan, get_num_microbatches(), **self._schedule).step_time
 
     def _fewest(self) -> int:
         """Layers that a chunk must have; two where the first backward pass needs activations that are offloaded."""
@@ -218,10 +227,6 @@ class LayerPlanner:
 
     def _layer_bytes(self) -> np.ndarray:
         return self._mover.travelling_bytes()[:-3]
-
-
-def _step_seconds(cost: LayerSeconds, plan: StagePlan) -> float:
-    return cost.simulate(plan, get_num_microbatches()).step_time
 
 
 def _device_memory() -> float:

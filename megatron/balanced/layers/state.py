@@ -20,7 +20,7 @@ from megatron.balanced.layers.quantized import Scaling, known_scaling, scaling_o
 from megatron.balanced.optimizer_state import ParameterState, Scaled
 
 __all__ = [
-    "Held",
+    "HeldTensors",
     "Inventory",
     "Request",
     "hold_weights",
@@ -34,7 +34,7 @@ __all__ = [
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _WEIGHT, _BUFFER, _SCALING = "weight", "buffer", "scaling"  # a weight in 8 bits has several kinds: weight.data, ...
 
-Held = dict[str, tuple[int, torch.Tensor]]  # name of a tensor -> first element on this rank, and the elements
+HeldTensors = dict[str, tuple[int, torch.Tensor]]  # name of a tensor -> first element on this rank, and the elements
 
 
 @dataclass
@@ -115,9 +115,9 @@ def layer_of(name: str) -> int:
 
 def take_inventory(
     models: Sequence[torch.nn.Module], states: Mapping[torch.nn.Parameter, ParameterState]
-) -> tuple[Held, Inventory]:
+) -> tuple[HeldTensors, Inventory]:
     """The tensors of this rank, and the inventory of them. states: taken out of the optimizer."""
-    held: Held = {}
+    held: HeldTensors = {}
     inventory = Inventory()
     for name, parameter in named_parameters(models):
         held |= {f"{name}:{kind}": (0, tensor) for kind, tensor in weight_tensors(parameter).items()}
@@ -142,7 +142,7 @@ def take_inventory(
     return held, inventory
 
 
-def hold_weights(models: Sequence[torch.nn.Module], arrived: Iterable[torch.nn.Module], held: Held) -> None:
+def hold_weights(models: Sequence[torch.nn.Module], arrived: Iterable[torch.nn.Module], held: HeldTensors) -> None:
     """Let `held` refer to weights where they are now. arrived: modules whose weights have no content yet."""
     empty = {parameter for module in arrived for parameter in module.parameters()}
     for name, parameter in named_parameters(models):
@@ -159,7 +159,7 @@ class Request(NamedTuple):
     """
 
     pieces: list[Piece]
-    targets: Held
+    targets: HeldTensors
     states: dict[torch.nn.Parameter, ParameterState]
 
 
@@ -219,7 +219,7 @@ def make_request(
 
 def transfer(
     models: Sequence[torch.nn.Module],
-    held: Held,
+    held: HeldTensors,
     request: Request,
     inventories: Sequence[Inventory],
     requests: Sequence[Piece],
@@ -280,7 +280,7 @@ def _is_state(kind: str) -> bool:
     return kind not in (_BUFFER, _SCALING) and kind.partition(".")[0] != _WEIGHT
 
 
-def _memory_for(piece: Piece, held: Held, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+def _memory_for(piece: Piece, held: HeldTensors, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
     """Memory for `piece`: the tensor in `held` if it has exactly these elements, else a new one."""
     start, tensor = held.get(piece.tensor, (0, None))
     if tensor is not None and (start, start + tensor.numel()) == (piece.start, piece.stop):
@@ -288,7 +288,7 @@ def _memory_for(piece: Piece, held: Held, dtype: torch.dtype) -> tuple[int, torc
     return piece.start, torch.empty(piece.stop - piece.start, dtype=dtype, device=torch.cuda.current_device())
 
 
-def _is_in_place(transfer: Transfer, held: Held, targets: Held) -> bool:
+def _is_in_place(transfer: Transfer, held: HeldTensors, targets: HeldTensors) -> bool:
     """Whether a transfer of this rank to itself has one tensor as source and target."""
     if not transfer.source == transfer.target == dist.get_rank():
         return False

@@ -11,8 +11,7 @@ import hashlib
 import math
 import pickle
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -29,47 +28,29 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
 from balancing.messages import connect
-from balancing.report import event, imbalance
-from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, plan_sequences
-from balancing.sequences.ahead import PlanningAhead, zone_shares
+from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, deal_whole, plan_sequences
+from balancing.sequences.ahead import PlanningAhead
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.cost import latents_pay
 from balancing.sequences.engine.kernels import accumulation_dtype
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
-from balancing.sequences.load import causal_area, zigzag_areas
 from balancing.sequences.micro_batch_plan import document_seconds
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
 from balancing.sequences.window import in_window
-from megatron.balanced.callbacks import Held, StepCallback, trained
+from megatron.balanced.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.process_groups import cluster_of, duplicate_group, split_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
-from megatron.balanced.sequences.checks import latent_shape, routes_by_sample, why_of_one_size
+from megatron.balanced.sequences.checks import latent_shape, routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
+from megatron.balanced.sequences.events import MicroBatch, spent, step_event
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
-from megatron.balanced.sequences.steps import Steps, deal_documents
+from megatron.balanced.sequences.steps import Steps, WholeSteps, deal_documents, step_seconds
 
 __all__ = ["SequenceBalancer", "shape_of"]
 
 _KEPT = 64  # plans with their programs
-_LAYOUT_INTERVAL = 100  # iterations
-_LAYOUT_SHARDS = 2000
-
-
-class _Batch(NamedTuple):
-    """A micro-batch of a step in one model chunk: its plan, whether latents travel, the origin of each document and its
-    number among those that were drawn together, attention by the plan of each kind of layers, and milliseconds of
-    planning and of waiting for the plan."""
-
-    chunk: int
-    plan: SequencePlan
-    latents: bool
-    origins: tuple[int, ...]
-    numbers: tuple[int, ...]
-    attentions: list[SequenceAttention]
-    plan_ms: float
-    waited_ms: float
 
 
 class _Programs(NamedTuple):
@@ -122,7 +103,7 @@ class SequenceBalancer(StepCallback):
         self._unpickled = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
         self._config: Any = None  # of the model, which the schedule reads
-        self._step: list[_Batch] | None = None  # of the training step at hand; None outside of one
+        self._step: list[MicroBatch] | None = None  # of the training step at hand; None outside of one
         # Of a step whose documents are dealt over micro-batches: what was read ahead, and tokens with a loss by origin.
         self._ahead: list[list[dict[str, Any]]] = []
         self._counts: torch.Tensor | None = None
@@ -157,7 +138,7 @@ class SequenceBalancer(StepCallback):
     def datasets(self, provider: Callable) -> Callable:
         """Megatron's dataset provider, with its datasets wrapped in planned ones."""
 
-        def planned(dataset: Any, steps: Steps | None = None) -> Any:
+        def planned(dataset: Any, steps: Steps | WholeSteps | None = None) -> Any:
             if dataset is None or isinstance(dataset, list):
                 return dataset and [planned(part, steps) for part in dataset]
             padding = dataset.config.tokenizer.pad if self._args.sft else None
@@ -170,13 +151,13 @@ class SequenceBalancer(StepCallback):
                 token_bytes=self._token_bytes,
                 item_bytes=self._args.params_dtype.itemsize,
             )
-            rows = self._rows if steps is None else replace(self._rows, fixed=False)
+            rows = replace(self._rows, fixed=False) if isinstance(steps, Steps) else self._rows
             ahead = PlanningAhead(self._plan, own)
             return PlannedDataset(dataset, ahead, self.domain, rows, padding, steps, self._shifts)
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
             train, *others = provider(sizes, vp_stage=vp_stage)
-            return planned(train, self._steps), *map(planned, others)
+            return planned(train, self._steps or self._whole_steps), *map(planned, others)
 
         build.is_distributed = True  # type: ignore[attr-defined]
         return build
@@ -215,7 +196,7 @@ class SequenceBalancer(StepCallback):
     def _steps(self) -> Steps | None:
         """How documents are dealt over the micro-batches of training steps; None where they stay."""
         args = self._args
-        if not self.config.sequence_micro_batches:
+        if not self.config.sequence_micro_batches or why_whole(args):
             return None
         ranks, drawn = self.domain.ranks, args.seq_length * args.micro_batch_size * self.domain.origins
         deal = partial(
@@ -224,8 +205,29 @@ class SequenceBalancer(StepCallback):
             cluster=self._cluster,
             shape=self._shape,
             token_capacity=self.config.sequence_token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / ranks),
+            step=self._step_seconds,
         )
         return Steps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, deal)
+
+    @cached_property
+    def _whole_steps(self) -> WholeSteps | None:
+        """How whole micro-batches of Megatron-LM are dealt over those of training steps; None where they stay."""
+        if not self.config.sequence_micro_batches or self._steps is not None:
+            return None
+        args = self._args
+        cost = partial(document_seconds, cluster=self._cluster, shape=self._shape)
+        deal = partial(deal_whole, micro_batches=get_num_microbatches(), step=self._step_seconds)
+        return WholeSteps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, cost, deal)
+
+    @property
+    def _step_seconds(self) -> Callable[[np.ndarray], float]:
+        args = self._args
+        return partial(
+            step_seconds,
+            stages=args.pipeline_model_parallel_size,
+            chunks=args.virtual_pipeline_model_parallel_size or 1,
+            group=args.microbatch_group_size_per_vp_stage,
+        )
 
     @property
     def _routing(self) -> str | int:
@@ -262,14 +264,14 @@ class SequenceBalancer(StepCallback):
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
         return Rows(self.domain.ranks, multiple, fixed=not args.sft or why_of_one_size(args) is not None)
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Keys and values of a micro-batch, and their gradients in the type that they are added up in: of one layer at
         a time. Before the first micro-batch, the most that there can be."""
         rows = self._most_rows or self._args.micro_batch_size * self._args.seq_length
         shape, dtype = self._shape, self._args.params_dtype
         numbers = rows * max(shape.kv_heads // self._args.tensor_model_parallel_size, 1)
         numbers *= shape.head_size + (shape.value_size or shape.head_size)
-        return Held(buffers=float(numbers * (dtype.itemsize + accumulation_dtype(dtype).itemsize)))
+        return HeldBytes(buffers=float(numbers * (dtype.itemsize + accumulation_dtype(dtype).itemsize)))
 
     # Around a step.
 
@@ -307,106 +309,20 @@ class SequenceBalancer(StepCallback):
         batches, self._step = self._step, None
         if not batches or self._report is None:
             return
-        spent = self._gather(_spent(batches))
+        numbers = self._gather(spent(batches))
         if not mpu.get_tensor_model_parallel_rank() and not self.domain.rank:
-            self._report(self._event(batches, spent))
-
-    def _event(self, batches: list[_Batch], spent: np.ndarray) -> dict[str, Any]:
-        exposed, waited, *sent = spent.T
-        kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
-        plan_ms = sum(batch.plan_ms for batch in batches)
-        batches = [batch for batch in batches if batch.chunk == 0]  # every chunk has the same plans
-        plans = [batch.plan for batch in batches]
-        drawn = self._drawn(batches)
-        areas = [self._areas(*pair) for pair in zip(plans, drawn, strict=True)]
-        costs = self._costs([np.concatenate(each) for each in drawn]), self._costs([plan.lengths for plan in plans])
-        # Fullest rank first: it differs between micro-batches, so means by rank would hide it.
-        ordered = np.mean([[np.sort(each)[::-1] / each.mean() for each in pair] for pair in areas], axis=0)
-        return event(
-            self._iteration + 1,
-            "sequences",
-            "micro-batch",
-            imbalance_before=float(np.mean([imbalance(before) for before, _ in areas])),
-            imbalance_after=float(np.mean([imbalance(after) for _, after in areas])),
-            plan_ms=plan_ms,
-            apply_ms=int(exposed.max()) / 1e3,
-            moved_bytes=kv_intra + kv_inter + remap_intra + remap_inter,
-            action="spread",
-            micro_batches=len(plans),
-            methods=dict(Counter(plan.method for plan in plans)),
-            **({"latents": sum(batch.latents for batch in batches)} if self._shape.latent else {}),
-            token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
-            micro_batch_imbalance_before=imbalance(costs[0]),
-            micro_batch_imbalance_after=imbalance(costs[1]),
-            attention_token_imbalance=float(np.mean([imbalance(plan.tokens) for plan in plans])),
-            plan_wait_ms=int(waited.max()) / 1e3,
-            kv_intra_bytes=kv_intra,
-            kv_inter_bytes=kv_inter,
-            remap_intra_bytes=remap_intra,
-            remap_inter_bytes=remap_inter,
-            **zone_shares(plans, self._cluster),
-            ordered_before=ordered[0],
-            ordered_after=ordered[1],
-            stage=mpu.get_pipeline_model_parallel_rank(),
-            replica=mpu.get_data_parallel_rank(),
-            **self._layout(plans[0], *areas[0]),
-        )
-
-    def _layout(self, plan: SequencePlan, before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-        """Every _LAYOUT_INTERVAL iterations a whole layout, for the report to draw."""
-        if self._iteration % _LAYOUT_INTERVAL or len(plan.attention) > _LAYOUT_SHARDS:
-            return {}
-        layout = {
-            "ranks": plan.ranks,
-            "ranks_per_node": self._cluster.ranks_per_node,
-            "shards": [list(shard) for shard in plan.attention],
-            "area": after,
-            "area_before": before,
-        }
-        return {"layout": layout}
-
-    def _drawn(self, batches: list[_Batch]) -> list[list[np.ndarray]]:
-        """Of each micro-batch of Megatron-LM, as many as `batches`: lengths of documents by data-parallel rank."""
-        parts = [np.array([each.numbers, each.origins, each.plan.lengths]) for each in batches]
-        origins = self.domain.origins
-        if self._steps is None:
-            return [[lengths[origin == at] for at in range(origins)] for _, origin, lengths in parts]
-        number, origin, lengths = np.concatenate(parts, axis=1)
-        origin, lengths = origin[np.argsort(number)], lengths[np.argsort(number)]
-        return [
-            [lengths[origin == first + at] for at in range(origins)]
-            for first in range(0, len(batches) * origins, origins)
-        ]
-
-    def _costs(self, micro_batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """[micro-batch], seconds of its documents."""
-        cluster, shape = self._cluster, self._shape
-        return np.array([document_seconds(lengths, cluster, shape).sum() for lengths in micro_batches])
-
-    def _areas(self, plan: SequencePlan, drawn: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """[rank], area if Megatron-LM cut the batch, and area under the plan: of a layer, or where layers are of two
-        kinds, of all layers together. drawn: lengths of Megatron-LM's micro-batch, by data-parallel rank."""
-        shape = self._shape
-        if shape.window is None:
-            return self._upstream_areas(plan.ranks, drawn, None), plan.area
-        whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)
-        kinds = (
-            [self._upstream_areas(plan.ranks, drawn, window) for window in (None, windowed.window)],
-            (plan.area, windowed.area),
-        )
-        before, after = (whole * one + shape.windowed_layers * other for one, other in kinds)
-        return before, after
-
-    def _upstream_areas(self, ranks: int, drawn: list[np.ndarray], window: int | None) -> np.ndarray:
-        """[rank], area if Megatron-LM cut the batch: its micro-batches each on the context-parallel ranks of a
-        data-parallel rank, the packed sequence in a zig-zag; or, where every document is padded to fit, each document
-        over all of these ranks, which is balanced."""
-        ranks //= self.domain.origins
-        padded = not self._args.dataloader_inter_document_masking or self._args.sft
-        areas = []
-        for own in drawn:
-            areas += [causal_area(own, window) / ranks] * ranks if padded else [*zigzag_areas(own, ranks, window)]
-        return np.array(areas)
+            self._report(
+                step_event(
+                    self._iteration,
+                    batches,
+                    numbers,
+                    self._args,
+                    domain=self.domain,
+                    cluster=self._cluster,
+                    shape=self._shape,
+                    step=self._step_seconds if self.config.sequence_micro_batches else None,
+                )
+            )
 
     # A micro-batch.
 
@@ -439,11 +355,14 @@ class SequenceBalancer(StepCallback):
         attentions = [kind for kind in {id(kind): kind for kind in (whole, windowed)}.values() if kind is not None]
         self._most_rows = max(self._most_rows, *(one.program.program.rows for one in attentions))
         if self._step is not None:
-            self._step.append(_Batch(chunk, plan, programs.latents, origins, numbers, attentions, milliseconds, waited))
+            known = plan, programs.latents, origins, numbers, attentions, milliseconds, waited
+            self._step.append(MicroBatch(chunk, *known))
         shifted = {name: values.chunk(1 + self._shifts, dim=1) for name, values in batch.items()}
         batch = {name: values[0] for name, values in shifted.items()}
         rank, rows = self.domain.rank, batch["tokens"].shape[1]
         # Megatron-LM adds up the lengths of documents over data-parallel ranks.
+        if not dealt:  # their places in this micro-batch
+            origins = tuple(np.unique(origins, return_inverse=True)[1].tolist())
         of_ranks = (origin % self.domain.origins for origin in origins)
         own = [length for length, of in zip(plan.lengths, of_ranks, strict=True) if of == self.domain.origin]
         ends = np.cumsum((0, *own))
@@ -529,20 +448,6 @@ class SequenceBalancer(StepCallback):
             group=self._config.microbatch_group_size_per_vp_stage,
             overlap=self._config.overlap_p2p_comm,
         )
-
-
-def _spent(batches: list[_Batch]) -> list[int]:
-    """Microseconds that this rank waited for transfers and for plans in a step, and bytes that it sent: keys and values
-    inside the node and to other nodes, changes of layout likewise."""
-    statistics = [attention.statistics for batch in batches for attention in batch.attentions]
-    return [
-        round(sum(one.exposed_seconds for one in statistics) * 1e6),
-        round(sum(batch.waited_ms for batch in batches) * 1e3),
-        sum(one.intra_bytes for one in statistics),
-        sum(one.inter_bytes for one in statistics),
-        sum(one.remap_intra_bytes for one in statistics),
-        sum(one.remap_inter_bytes for one in statistics),
-    ]
 
 
 def shape_of(args: argparse.Namespace) -> AttentionShape:

@@ -10,7 +10,13 @@ import dataclasses
 
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.sequence_plan import LatentShape
-from megatron.balanced.checks.incompatible import SEQUENCES, SEQUENCES_OF_DATA, SEQUENCES_OF_STEP, check_compatible
+from megatron.balanced.checks.incompatible import (
+    SEQUENCES,
+    SEQUENCES_OF_DATA,
+    SEQUENCES_OF_STEP,
+    check_compatible,
+    shown,
+)
 
 __all__ = [
     "balancing_losses",
@@ -19,6 +25,7 @@ __all__ = [
     "latent_shape",
     "routes_by_sample",
     "why_of_one_size",
+    "why_whole",
 ]
 
 
@@ -45,14 +52,17 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     if getattr(args, "mtp_num_layers", None) and args.overlap_moe_expert_parallel_comm:
         why = "with --overlap-moe-expert-parallel-comm Megatron-LM's layers of prediction take no packed documents"
         found.append((f"--mtp-num-layers {args.mtp_num_layers}", why, "drop one of the two"))
+    if args.num_experts and getattr(args, "mlp_chunks_for_training", 1) > 1:
+        why = "the tokens of a micro-batch then pass through the routers in several parts"
+        found.append((shown("mlp_chunks_for_training", args.mlp_chunks_for_training), why, "use 1"))
     check_compatible(args, SEQUENCES, "--balance-sequences", found)
     if sequences.sequence_domain == "auto" and (args.context_parallel_size == 1 or _data_parallel_size(args) == 1):
         domain = "data" if args.context_parallel_size == 1 else "context"
         sequences = dataclasses.replace(sequences, sequence_domain=domain)
     if sequences.sequence_domain == "data":
         check_data_domain(args)
-    if sequences.sequence_micro_batches:
-        _check_dealt(args)
+    if sequences.sequence_micro_batches and (note := _check_dealt(args)):
+        notes.append(note)
     if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
         raise ValueError(
             "--balance-sequences is incompatible with --moe-router-load-balancing-type sinkhorn: it routes a token by "
@@ -120,29 +130,47 @@ def _why_not_dealt(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _check_dealt(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that look at the tokens of one micro-batch, or make micro-batches or steps of one
-    size."""
+def _check_dealt(args: argparse.Namespace) -> str | None:
+    """Raise ValueError for flags that look at the order of micro-batches, or change the size of steps. Returns a note
+    where whole micro-batches are dealt, not documents."""
     found = _quantiles(args)
-    layout = args.pipeline_model_parallel_layout
-    if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
-        why = "before the last stage its messages have more rows than those of other stages"
-        way_out = "put its layers on the last stage of --pipeline-model-parallel-layout"
-        found.append((f"--mtp-num-layers {args.mtp_num_layers}", why, way_out))
-    if args.num_experts:
-        losses, averaged = balancing_losses(args), "it averages over micro-batches, which differ in tokens"
-        late = "its gradients need the routing of documents whose micro-batches come after the backward pass has begun"
-        for kind in ("aux_loss", "seq_aux_loss"):
-            if kind in losses:
-                found.append((f"--moe-router-load-balancing-type {kind}", late, "use an expert bias"))
-        if "global_aux_loss" in losses:
-            found.append(("--moe-router-load-balancing-type global_aux_loss", averaged, "use an expert bias"))
-        if args.moe_z_loss_coeff:
-            found.append(("--moe-z-loss-coeff", averaged, "drop it"))
-        if args.moe_token_dispatcher_type == "allgather":
-            why = "messages between stages have the sizes of micro-batches, which it does not support"
-            found.append(("--moe-token-dispatcher-type allgather", why, "use alltoall"))
+    if "global_aux_loss" in balancing_losses(args):
+        why = "it counts the tokens of the micro-batches before, whose order changes"
+        found.append(("--moe-router-load-balancing-type global_aux_loss", why, "use aux_loss"))
+    whole = why_whole(args)
+    if whole and args.sft:
+        why = f"only its tokens tell how long its samples are, and documents of samples stay together, since {whole}"
+        found.append(("--sft", why, "drop one of the two"))
     check_compatible(args, SEQUENCES_OF_STEP, "--sequence-micro-batches", found)
+    if whole:
+        return (
+            "--sequence-micro-batches deals Megatron-LM's micro-batches as a whole, not their single documents, since "
+            f"{whole}"
+        )
+    return None
+
+
+def why_whole(args: argparse.Namespace) -> str | None:
+    """Why documents that were drawn for one micro-batch must run in one micro-batch; None where they need not."""
+    for name in ("tp_comm_overlap", "fp8", "fp4", "overlap_moe_expert_parallel_comm"):
+        if getattr(args, name, None):
+            return f"{shown(name, getattr(args, name))} counts on as many rows in every micro-batch"
+    layout = getattr(args.pipeline_model_parallel_layout, "input_data", args.pipeline_model_parallel_layout)
+    if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
+        return (
+            f"--mtp-num-layers {args.mtp_num_layers} before the last stage has messages with more rows than those of "
+            "other stages"
+        )
+    if not args.num_experts:
+        return None
+    if args.moe_token_dispatcher_type == "allgather":
+        return "--moe-token-dispatcher-type allgather counts on as many rows in every micro-batch"
+    for kind in ("aux_loss", "seq_aux_loss"):
+        if kind in balancing_losses(args):
+            return f"--moe-router-load-balancing-type {kind} takes the routing of all of them"
+    if args.moe_z_loss_coeff:
+        return "--moe-z-loss-coeff averages over micro-batches"
+    return None
 
 
 def check_data_domain(args: argparse.Namespace) -> None:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from balancing.sequences.ahead import Planned
 from balancing.sequences.sequence_plan import SequencePlan
 from megatron.balanced.sequences.domain import Domain, Sample
-from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas
-from megatron.balanced.sequences.steps import Steps
+from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas, sample_costs
+from megatron.balanced.sequences.steps import Steps, WholeSteps
 
 __all__ = ["PlannedDataset", "Rows", "positions", "receive", "row_origins"]
 
@@ -77,7 +77,8 @@ class PlannedDataset(torch.utils.data.Dataset):
     domain: the ranks that share micro-batches.
     rows: of each rank.
     padding: the token that samples are padded with at their end; None if they are always full.
-    steps: deals the documents of a step over its micro-batches; None to leave them where they were drawn.
+    steps: deals the documents of a step, or whole micro-batches of Megatron-LM, over its micro-batches; None to leave
+        them where they were drawn.
     shifts: most tokens by which layers of multi-token prediction want rows shifted in their documents.
     """
 
@@ -88,12 +89,13 @@ class PlannedDataset(torch.utils.data.Dataset):
         domain: Domain,
         rows: Rows,
         padding: int | None,
-        steps: Steps | None = None,
+        steps: Steps | WholeSteps | None = None,
         shifts: int = 0,
     ) -> None:
         self._dataset, self._plan, self._domain, self._rows, self._padding = dataset, plan, domain, rows, padding
         self._steps, self._shifts = steps, shifts
         self._latest: tuple[int, _Drawn, np.ndarray] | None = None  # step, by its first sample, with its deal
+        self._latest_whole: tuple[int, list[list[Sample]]] | None = None  # likewise, with samples by micro-batch
         for name in ("split", "index_split"):  # which tell Megatron training from validation
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -137,10 +139,18 @@ class PlannedDataset(torch.utils.data.Dataset):
     def _micro_batch(self, indices: Sequence[int]) -> tuple["_Drawn", tuple[int, ...]]:
         """Samples, and the numbers of the documents that run in the micro-batch in which this rank has `indices`."""
         areas = partial(sample_areas, self._dataset)
-        step = None if self._steps is None else self._steps.of(indices, self._domain, areas)
-        if self._steps is None or step is None:
-            drawn = self._draw(self._domain.samples(indices, areas))
+        if not isinstance(self._steps, Steps):
+            if self._steps is None:
+                samples = self._domain.samples(indices, areas)
+            else:
+                first, micro_batch = self._steps.place(indices)
+                if self._latest_whole is None or self._latest_whole[0] != first:
+                    costs = partial(sample_costs, self._dataset, cost=self._steps.cost)
+                    self._latest_whole = first, self._steps.of(indices, self._domain, costs)
+                samples = self._latest_whole[1][micro_batch]
+            drawn = self._draw(samples)
             return drawn, tuple(range(len(drawn.documents)))
+        step = self._steps.of(indices, self._domain, areas)
         if self._latest is None or self._latest[0] != step.first:
             drawn = self._draw(step.samples)
             of_documents = [drawn.samples[document.sample].origin for document in drawn.documents]

@@ -6,7 +6,7 @@ dataset has the lengths; and its samples are put together from pieces of documen
 nobody on this rank will look at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
-from balancing.sequences.load import area_of_first, causal_area
+from balancing.sequences.load import area_of_first
 
-__all__ = ["document_lengths", "read_tokens", "sample_areas"]
+__all__ = ["document_lengths", "read_tokens", "sample_areas", "sample_costs"]
 
 
 def document_lengths(dataset: Any, index: int) -> list[int] | None:
@@ -52,13 +52,22 @@ def sample_areas(dataset: Any, indices: np.ndarray) -> np.ndarray | None:
 
     indices: int64 [sample].
     """
+    return sample_costs(dataset, indices, area_of_first)
+
+
+def sample_costs(dataset: Any, indices: np.ndarray, cost: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:
+    """[sample], what the documents of many samples cost together; None where the index does not tell.
+
+    indices: int64 [sample].
+    cost: int64 [document], tokens -> [document].
+    """
     if isinstance(dataset, BlendedDataset):
         if dataset.dataset_index is None:
             dataset[int(indices[0])]  # maps the index into memory
         source, place = dataset.dataset_index[indices], dataset.dataset_sample_index[indices]
-        blended = np.zeros(len(indices), dtype=np.int64)
+        blended = np.zeros(len(indices), dtype=cost(np.ones(1, dtype=np.int64)).dtype)
         for number in np.unique(source).tolist():
-            of_part = sample_areas(dataset.datasets[number], place[source == number])
+            of_part = sample_costs(dataset.datasets[number], place[source == number], cost)
             if of_part is None:
                 return None
             blended[source == number] = of_part
@@ -67,7 +76,7 @@ def sample_areas(dataset: Any, indices: np.ndarray) -> np.ndarray | None:
         return None
     config = dataset.config
     if not config.inter_document_masking:
-        return np.full(len(indices), causal_area([config.sequence_length]))
+        return cost(np.full(len(indices), config.sequence_length))
     if dataset.shuffle_index is None:
         dataset[int(indices[0])]
     number = dataset.shuffle_index[indices].astype(np.int64)
@@ -78,11 +87,11 @@ def sample_areas(dataset: Any, indices: np.ndarray) -> np.ndarray | None:
     lengths = dataset.dataset.sequence_lengths[dataset.document_index[at]].astype(np.int64)
     lengths[ends - 1] = end  # the label of a sample's last token is not part of it, see `document_lengths`
     lengths[ends - documents] -= begin
-    areas = np.add.reduceat(area_of_first(lengths), ends - documents)
+    costs = np.add.reduceat(cost(lengths), ends - documents)
     padded = np.add.reduceat(lengths, ends - documents) < config.sequence_length
     for sample in np.flatnonzero(padded).tolist():
-        areas[sample] = causal_area(document_lengths(dataset, int(indices[sample])) or [0])
-    return np.asarray(areas)
+        costs[sample] = cost(np.array(document_lengths(dataset, int(indices[sample])) or [0])).sum()
+    return np.asarray(costs)
 
 
 def read_tokens(dataset: Any, index: int, tokens: np.ndarray) -> dict[str, torch.Tensor]:

@@ -5,6 +5,9 @@ micro-batches, so a rank knows all samples of a step from its own of one micro-b
 micro-batches of the step, by their lengths alone, so all ranks and all workers of data loaders make the same deal. A
 token keeps its origin, the micro-batch and data-parallel rank that Megatron-LM would have it in, and with it what it
 counts in the loss.
+
+Where micro-batches must have one size, or a loss of routers is of Megatron-LM's micro-batches or samples, these stay
+whole: each runs in another order, and beside those of other data-parallel ranks with which it shares a micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.cluster import Cluster
+from balancing.layers import simulate_schedule
 from balancing.sequences import AttentionShape, plan_micro_batches
+from balancing.sequences.planners.groups import deal_areas
+from balancing.sequences.planners.micro_batches import whole_costs
 from megatron.balanced.sequences.domain import Domain, Sample
 
-__all__ = ["Step", "Steps", "deal_documents"]
+__all__ = ["Step", "Steps", "WholeSteps", "deal_documents", "step_seconds"]
+
+_FORWARD = 0.32  # of the seconds of both passes: a third in linear layers, less in attention
 
 
 @dataclass(frozen=True)
@@ -30,18 +38,31 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Steps:
+class _OfOneSize:
     """The steps of a run, which have one size.
 
     micro_batches: of a step.
     samples: of a step, on all data-parallel ranks.
     first: sample with which the first step of this run begins.
-    deal: lengths and drawn micro-batches of documents -> int64 [document], the micro-batch in which each runs.
     """
 
     micro_batches: int
     samples: int
     first: int
+
+    def place(self, own: Sequence[int]) -> tuple[int, int]:
+        """Where this rank has the samples `own`: the first sample of the step, and the micro-batch."""
+        step, place = divmod(own[0] - self.first, self.samples)
+        return self.first + step * self.samples, place // (self.samples // self.micro_batches)
+
+
+@dataclass(frozen=True)
+class Steps(_OfOneSize):
+    """Steps whose documents are dealt.
+
+    deal: lengths and drawn micro-batches of documents -> int64 [document], the micro-batch in which each runs.
+    """
+
     deal: Callable[[Sequence[int], np.ndarray], np.ndarray]
 
     def of(self, own: Sequence[int], domain: Domain, areas: Callable[[np.ndarray], np.ndarray | None]) -> Step:
@@ -49,16 +70,61 @@ class Steps:
 
         areas: as in `Domain.samples`.
         """
-        step, place = divmod(own[0] - self.first, self.samples)
+        first, micro_batch = self.place(own)
         each = self.samples // self.micro_batches
-        micro_batch = place // each
         samples = []
         for number in range(self.micro_batches):
             moved = [index + (number - micro_batch) * each for index in own]
             samples += [
                 Sample(sample.index, number * domain.origins + sample.origin) for sample in domain.samples(moved, areas)
             ]
-        return Step(self.first + step * self.samples, micro_batch, samples)
+        return Step(first, micro_batch, samples)
+
+
+@dataclass(frozen=True)
+class WholeSteps(_OfOneSize):
+    """Steps whose micro-batches of Megatron-LM stay whole.
+
+    cost: tokens of documents, int64 [document] -> seconds, float64 [document].
+    deal: seconds of Megatron-LM's micro-batches, float64 [part] -> int64 [part], the micro-batch in which each runs.
+    """
+
+    cost: Callable[[np.ndarray], np.ndarray]
+    deal: Callable[[np.ndarray], np.ndarray]
+
+    def of(
+        self, own: Sequence[int], domain: Domain, costs: Callable[[np.ndarray], np.ndarray | None]
+    ) -> list[list[Sample]]:
+        """[micro-batch], the samples that run in it, in Megatron-LM's order, of the step in which this rank has the
+        samples `own`.
+
+        costs: float64 [sample], `cost` of the documents of samples int64 [sample] together; None where only their
+            tokens tell. Samples then stay where they were drawn.
+
+        The origin of each sample is that in its micro-batch of Megatron-LM plus the origins of those before; of a
+        domain in groups, the place of that micro-batch among those that the group has in the step.
+        """
+        size, each = len(own), self.samples // self.micro_batches
+        first, micro_batch = self.place(own)
+        place = own[0] - first - micro_batch * each
+        of_ranks = np.array([place]) if domain.origins == domain.groups == 1 else np.arange(0, each, size)
+        starts = (first + np.arange(self.micro_batches)[:, None] * each + of_ranks).reshape(-1)
+        known = costs((starts[:, None] + np.arange(size)).reshape(-1))
+        if known is None:
+            here = domain.samples(own, lambda samples: None)
+            return [
+                [Sample(at.index + (number - micro_batch) * each, number * domain.origins + at.origin) for at in here]
+                for number in range(self.micro_batches)
+            ]
+        seconds = known.reshape(-1, size).sum(1)
+        if domain.groups > 1:
+            held = deal_areas(whole_costs(seconds), domain.groups) == domain.group
+            starts, seconds = starts[held], seconds[held]
+        deal = self.deal(seconds)
+        return [
+            [Sample(int(starts[at]) + place, int(at)) for at in np.flatnonzero(deal == number) for place in range(size)]
+            for number in range(self.micro_batches)
+        ]
 
 
 def deal_documents(
@@ -69,15 +135,29 @@ def deal_documents(
     cluster: Cluster,
     shape: AttentionShape,
     token_capacity: int,
+    step: Callable[[np.ndarray], float],
 ) -> np.ndarray:
     """int64 [document], the micro-batch in which each runs.
 
     lengths: tokens of each document.
     drawn: int64 [document], the micro-batch that Megatron-LM has it in.
     micro_batches: of the step.
-    cluster, shape, token_capacity: as in `plan_micro_batches`.
+    cluster, shape, token_capacity, step: as in `plan_micro_batches`.
     """
-    plan = plan_micro_batches(lengths, micro_batches, cluster, shape=shape, token_capacity=token_capacity, drawn=drawn)
+    plan = plan_micro_batches(
+        lengths, micro_batches, cluster, shape=shape, token_capacity=token_capacity, drawn=drawn, step=step
+    )
     if plan.tokens.min() < cluster.world_size:  # a rank would be without a token
         return drawn
     return np.array(plan.micro_batch, dtype=np.int64)
+
+
+def step_seconds(costs: np.ndarray, *, stages: int, chunks: int, group: int | None) -> float:
+    """Seconds of a step on a pipeline of equal stages.
+
+    costs: float64 [micro-batch], seconds of forward and backward in all layers.
+    stages, chunks, group: as in `balancing.layers.operations`.
+    """
+    passes = (part * costs / (stages * chunks) for part in (_FORWARD, 1 - _FORWARD))
+    forward, backward = (np.broadcast_to(seconds, (stages, chunks, len(costs))) for seconds in passes)
+    return simulate_schedule(forward, backward, len(costs), group=group).step_time

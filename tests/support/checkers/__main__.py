@@ -19,7 +19,7 @@ def _seconds(pool: Pool, name: str, checked: bool) -> float:
     run = RUNS[name]
     begin = time.perf_counter()
     ranks: list[Any] = pool.run(
-        run.ranks, noted_rank, arguments(run), dict(run.plans), run.per_node, checked, timeout=600
+        run.ranks, noted_rank, arguments(run), dict(run.plans), run.per_node, run.queues, checked, timeout=600
     )
     if checked:
         assert replay([rank.operations for rank in ranks]) is None

@@ -28,13 +28,14 @@ _RELEASE = "--balance-layers --repack-throughput-floor 0.5"
 @dataclass(frozen=True)
 class CheckedRun:
     """One run. plans: layers of each chunk from an iteration on. files: where operations must have been started.
-    per_node: ranks of a node, 0 for all of them."""
+    per_node: ranks of a node, 0 for all of them. queues: CUDA_DEVICE_MAX_CONNECTIONS."""
 
     ranks: int
     flags: str
     plans: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     per_node: int = 0
+    queues: int = 1
 
 
 _RELAY, _TRANSPORT, _TRANSFER = "engine/relay.py", "engine/transport.py", "layers/transfer.py"
@@ -46,7 +47,9 @@ RUNS = {
         4,
         f"{_EXPERTS} {_OVERLAPS} --expert-replica-mode shared {_PP2} --num-virtual-stages-per-pipeline-rank 2",
         files=(_RELAY,),
+        queues=8,
     ),
+    "experts, resident slots, several queues": CheckedRun(4, f"{_EXPERTS} {_OVERLAPS}", files=(_RELAY,), queues=8),
     "experts, messages overlapped with compute": CheckedRun(
         4, f"{_EXPERTS} {_OVERLAPS} {_BATCHES} --ddp-bucket-size 2000 --global-batch-size 8", files=(_RELAY,)
     ),
@@ -126,8 +129,9 @@ class Noted:
     races: list[str]
 
 
-def noted_rank(argv: list[str], plans: Any, per_node: int, checked: bool = True) -> Noted:
+def noted_rank(argv: list[str], plans: Any, per_node: int, queues: int = 1, checked: bool = True) -> Noted:
     """The body of one rank. checked: without, nothing is noted."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)
     if per_node:
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     from balancing.experts.engine import relay
@@ -164,5 +168,5 @@ def checked(pool: Any, name: str) -> list[Noted]:
     """What the ranks of a run of `RUNS` tell."""
     if name not in _runs:
         run = RUNS[name]
-        _runs[name] = pool.run(run.ranks, noted_rank, arguments(run), dict(run.plans), run.per_node)
+        _runs[name] = pool.run(run.ranks, noted_rank, arguments(run), dict(run.plans), run.per_node, run.queues)
     return _runs[name]

@@ -1,0 +1,65 @@
+"""Ranges of Megatron-LM's numbers.
+
+Outside of them version 0.19.2 divides by zero, indexes past an end or computes what is not a number, mostly in a step
+and on one rank only.
+"""
+
+import argparse
+
+from megatron.balanced.checks.incompatible import shown
+
+__all__ = ["check_ranges"]
+
+_AT_LEAST_1 = (
+    "check_weight_hash_across_dp_replicas_interval",
+    "context_parallel_size",
+    "distributed_timeout_minutes",
+    "distributed_timeout_seconds_after_init",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "ffn_hidden_size",
+    "kv_channels",
+    "log_memory_interval",
+    "make_vocab_size_divisible_by",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "num_distributed_optimizer_instances",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_size",
+    "rotary_seq_len_interpolation_factor",
+    "save_activations_interval",
+    "save_dgrads_interval",
+    "save_params_interval",
+    "save_tokens_per_expert_interval",
+    "save_wgrads_interval",
+    "tensor_model_parallel_size",
+    "vocab_size",
+)
+_FROM_0_TO_1 = ("attention_dropout", "hidden_dropout")
+_BELOW_1 = ("adam_beta1", "adam_beta2")
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Raise ValueError for a number that Megatron-LM has no use for. Called before it validates `args`."""
+    for name in _AT_LEAST_1:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{shown(name, value)} must be at least 1")
+    for name in _FROM_0_TO_1:
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"{shown(name, getattr(args, name))} must be from 0 to 1")
+    for name in _BELOW_1:
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"{shown(name, getattr(args, name))} must be at least 0 and below 1")
+    if args.rotary_base is not None and args.rotary_base <= 0:
+        raise ValueError(f"--rotary-base {args.rotary_base} must be above 0, such as 10000")
+    if args.window_size is not None and len(args.window_size) != 2:
+        given = ",".join(map(str, args.window_size))
+        raise ValueError(
+            f"--window-size {given} must be the numbers of tokens before and after that a token attends to; use "
+            f"{args.window_size[0]},0"
+        )
+    if args.num_experts and args.num_experts < args.moe_router_topk:
+        raise ValueError(
+            f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}; lower it"
+        )

@@ -1,0 +1,181 @@
+"""Events of the report about the documents of a step: their spread over ranks, and what that took."""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from megatron.core import mpu
+
+from balancing.cluster import Cluster
+from balancing.report import event, imbalance
+from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan
+from balancing.sequences.ahead import zone_shares
+from balancing.sequences.load import causal_area, zigzag_areas
+from balancing.sequences.micro_batch_plan import document_seconds
+from balancing.sequences.window import in_window
+from megatron.balanced.sequences.domain import Domain
+
+__all__ = ["MicroBatch", "spent", "step_event"]
+
+# Every so many iterations the report has a whole layout to draw, if it has no more shards than these.
+_LAYOUT_INTERVAL = 100
+_LAYOUT_SHARDS = 2000
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch of a step in one model chunk: its plan, whether latents travel, the origin of each document and its
+    number among those that were drawn together, attention by the plan of each kind of layers, and milliseconds of
+    planning and of waiting for the plan."""
+
+    chunk: int
+    plan: SequencePlan
+    latents: bool
+    origins: tuple[int, ...]
+    numbers: tuple[int, ...]
+    attentions: list[SequenceAttention]
+    plan_ms: float
+    waited_ms: float
+
+
+def spent(batches: Sequence[MicroBatch]) -> list[int]:
+    """Microseconds that this rank waited for transfers and for plans in a step, and bytes that it sent: keys and values
+    inside the node and to other nodes, changes of layout likewise."""
+    statistics = [attention.statistics for batch in batches for attention in batch.attentions]
+    return [
+        round(sum(one.exposed_seconds for one in statistics) * 1e6),
+        round(sum(batch.waited_ms for batch in batches) * 1e3),
+        sum(one.intra_bytes for one in statistics),
+        sum(one.inter_bytes for one in statistics),
+        sum(one.remap_intra_bytes for one in statistics),
+        sum(one.remap_inter_bytes for one in statistics),
+    ]
+
+
+def step_event(
+    iteration: int,
+    batches: Sequence[MicroBatch],
+    of_ranks: np.ndarray,
+    args: argparse.Namespace,
+    *,
+    domain: Domain,
+    cluster: Cluster,
+    shape: AttentionShape,
+    step: Callable[[np.ndarray], float] | None,
+) -> dict[str, Any]:
+    """The event of one step.
+
+    iteration: from 0.
+    batches: of the step, in all chunks of the rank.
+    of_ranks: int64 [rank, number], `spent` of each rank that shares micro-batches.
+    args: of Megatron.
+    domain, cluster, shape: the ranks that share micro-batches, and the model.
+    step: costs of micro-batches -> seconds of a step, where they were dealt; None where they are as drawn.
+    """
+    exposed, waited, *sent = of_ranks.T
+    kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
+    plan_ms = sum(batch.plan_ms for batch in batches)
+    batches = [batch for batch in batches if batch.chunk == 0]  # every chunk has the same plans
+    plans = [batch.plan for batch in batches]
+    drawn = _drawn(batches, domain.origins, step is not None)
+    padded = not args.dataloader_inter_document_masking or args.sft
+    areas = [_areas(plan, own, shape, padded) for plan, own in zip(plans, drawn, strict=True)]
+    costs = [
+        np.array([document_seconds(lengths, cluster, shape).sum() for lengths in each])
+        for each in ([np.concatenate(own) for own in drawn], [plan.lengths for plan in plans])
+    ]
+    # Fullest rank first: it differs between micro-batches, so means by rank would hide it.
+    ordered = np.mean([[np.sort(each)[::-1] / each.mean() for each in pair] for pair in areas], axis=0)
+    return event(
+        iteration + 1,
+        "sequences",
+        "micro-batch",
+        imbalance_before=float(np.mean([imbalance(before) for before, _ in areas])),
+        imbalance_after=float(np.mean([imbalance(after) for _, after in areas])),
+        plan_ms=plan_ms,
+        apply_ms=int(exposed.max()) / 1e3,
+        moved_bytes=kv_intra + kv_inter + remap_intra + remap_inter,
+        action="spread",
+        micro_batches=len(plans),
+        methods=dict(Counter(plan.method for plan in plans)),
+        **({"latents": sum(batch.latents for batch in batches)} if shape.latent else {}),
+        token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
+        micro_batch_imbalance_before=imbalance(costs[0]),
+        micro_batch_imbalance_after=imbalance(costs[1]),
+        **({} if step is None else _steps_over_equal(costs, step)),
+        attention_token_imbalance=float(np.mean([imbalance(plan.tokens) for plan in plans])),
+        plan_wait_ms=int(waited.max()) / 1e3,
+        kv_intra_bytes=kv_intra,
+        kv_inter_bytes=kv_inter,
+        remap_intra_bytes=remap_intra,
+        remap_inter_bytes=remap_inter,
+        **zone_shares(plans, cluster),
+        ordered_before=ordered[0],
+        ordered_after=ordered[1],
+        stage=mpu.get_pipeline_model_parallel_rank(),
+        replica=mpu.get_data_parallel_rank(),
+        **(_layout(plans[0], cluster, *areas[0]) if iteration % _LAYOUT_INTERVAL == 0 else {}),
+    )
+
+
+def _steps_over_equal(costs: list[np.ndarray], step: Callable[[np.ndarray], float]) -> dict[str, float]:
+    """Seconds of the step over that of equal micro-batches. costs: [micro-batch], as drawn and as run."""
+    equal = step(np.full_like(costs[0], costs[0].mean()))
+    return {f"micro_batch_step_{when}": step(own) / equal for when, own in zip(("before", "after"), costs, strict=True)}
+
+
+def _layout(plan: SequencePlan, cluster: Cluster, before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+    """A whole layout, for the report to draw. before, after: area [rank]."""
+    if len(plan.attention) > _LAYOUT_SHARDS:
+        return {}
+    layout = {
+        "ranks": plan.ranks,
+        "ranks_per_node": cluster.ranks_per_node,
+        "shards": [list(shard) for shard in plan.attention],
+        "area": after,
+        "area_before": before,
+    }
+    return {"layout": layout}
+
+
+def _drawn(batches: Sequence[MicroBatch], origins: int, dealt: bool) -> list[list[np.ndarray]]:
+    """Of each micro-batch of Megatron-LM, as many as `batches`: lengths of documents by data-parallel rank."""
+    parts = [np.array([each.numbers, each.origins, each.plan.lengths]) for each in batches]
+    if not dealt:
+        return [[lengths[origin == at] for at in range(origins)] for _, origin, lengths in parts]
+    number, origin, lengths = np.concatenate(parts, axis=1)
+    origin, lengths = origin[np.argsort(number)], lengths[np.argsort(number)]
+    return [
+        [lengths[origin == first + at] for at in range(origins)] for first in range(0, len(batches) * origins, origins)
+    ]
+
+
+def _areas(
+    plan: SequencePlan, drawn: list[np.ndarray], shape: AttentionShape, padded: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """[rank], area if Megatron-LM cut the batch, and area under the plan: of a layer, or where layers are of two kinds,
+    of all layers together. drawn, padded: as in `_upstream_areas`."""
+    if shape.window is None:
+        return _upstream_areas(plan.ranks, drawn, None, padded), plan.area
+    whole, windowed = shape.layers - shape.windowed_layers, in_window(plan, shape.window)
+    kinds = (
+        [_upstream_areas(plan.ranks, drawn, window, padded) for window in (None, windowed.window)],
+        (plan.area, windowed.area),
+    )
+    before, after = (whole * one + shape.windowed_layers * other for one, other in kinds)
+    return before, after
+
+
+def _upstream_areas(ranks: int, drawn: list[np.ndarray], window: int | None, padded: bool) -> np.ndarray:
+    """[rank], area if Megatron-LM cut the batch: its micro-batches each on the context-parallel ranks of a
+    data-parallel rank, the packed sequence in a zig-zag.
+
+    drawn: lengths of Megatron-LM's micro-batch, by data-parallel rank.
+    padded: every document is padded to fit, and cut over all of these ranks, which is balanced.
+    """
+    ranks //= len(drawn)
+    areas = []
+    for own in drawn:
+        areas += [causal_area(own, window) / ranks] * ranks if padded else [*zigzag_areas(own, ranks, window)]
+    return np.array(areas)
