@@ -12,10 +12,8 @@ layer's weights arrive in the other. Weights are sent for each pass, gradients r
 forward passes alternate with backward passes of another micro-batch, layer by layer, one is in the first half of the
 layers while the other is in the second, and each half has two buffers.
 
-Transfers run while the rank computes and leave the links to the exchanges of tokens (Pro-Prophet, section V): each is
-posted in two parts, one when the experts begin to compute and one when what lies between two MoE layers does
-(`begin_compute`), by their lengths. Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), its
-turns are posted one at a time instead (`advance`), with compute in between.
+Transfers run while the rank computes, in turns that are posted when the links are free (`balancing.experts.engine.
+posting`).
 
 Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches gives.
 `balancing.experts.engine.simulator` computes the resulting overlap from durations.
@@ -30,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
+from balancing.experts.engine.posting import Postings
 from balancing.experts.engine.relay import Hop, Relay, split_pieces
 from balancing.experts.engine.weights import Parameters, WeightFormat, WeightLayout
 from balancing.experts.placement import ReplicaPlacement
@@ -66,27 +65,6 @@ class _Chain:
     ranks: tuple[int, ...]
     place: int | None
     slot: int | None
-
-
-@dataclass
-class _Posting:
-    """A transfer that is posted in parts or turn by turn.
-
-    relay: its hops.
-    shares: the parts of it that are left, the next first.
-    due: the part that was to be posted so far.
-    """
-
-    relay: Relay
-    shares: list[float]
-    due: float = 0.0
-
-    def post_part(self) -> None:
-        """Post the next part, rounded to turns; after the last one, whatever is left."""
-        if not self.shares:
-            return self.relay.post_rest()
-        self.due += self.shares.pop(0)
-        self.relay.post(round(self.due * self.relay.turns) - self.relay.posted)
 
 
 class _Reduction(NamedTuple):
@@ -139,10 +117,9 @@ class ReplicaSlots:
         expert_share: float | None = None,
         first_layer: int = 0,
     ) -> None:
-        assert expert_share is None or 0 <= expert_share <= 1, f"expert_share={expert_share}"
         self.homes, self.slots, self.shared = homes, slots, shared
         self._statistics = TransferStatistics()
-        self._group, self._gradient, self._first_layer = group, gradient, first_layer
+        self._gradient, self._first_layer = gradient, first_layer
         self._final, self._complete = final, complete
         self._rank = dist.get_rank(group)
         self._homes_per_rank = len(homes[0])
@@ -171,10 +148,8 @@ class ReplicaSlots:
         self._chains: list[list[_Chain]] = [[] for _ in homes]
         self._content: list[int | None] = [None] * buffers
         # The variable is the same on all ranks.
-        self.turn_by_turn = self._weights.is_cuda and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        self._expert_share = None if self.turn_by_turn else expert_share
-        # With turns to post, the oldest first; the same relays on all ranks.
-        self._posting: list[_Posting] = []
+        one_queue = self._weights.is_cuda and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        self._postings = Postings(group, turn_by_turn=one_queue, expert_share=expert_share)
         self._fetching: dict[int, list[Relay]] = {}
         self._leaving: list[Relay] = []  # received, and perhaps still sending
         self._reducing: dict[int, _Reduction] = {}
@@ -277,48 +252,30 @@ class ReplicaSlots:
         """Start this rank's hops of `chains`, which are the same on all ranks.
 
         size, dtype: of what is sent of each expert.
-        shares: parts of the transfer to post now and at each `begin_compute` that follows, if it is posted in parts.
+        shares: as `Postings.start` has them.
         """
-        in_parts = self._expert_share is not None and len(shares) > 1
-        if not (chains and (self.turn_by_turn or in_parts)):
-            return Relay(hops, self._group)
         pieces = len(split_pieces(torch.empty(size, dtype=dtype, device="meta")))
-        relay = Relay(hops, self._group, turns=max(len(chain.ranks) for chain in chains) - 1 + pieces - 1)
-        posting = _Posting(relay, list(shares))
-        if in_parts:
-            posting.post_part()
-        else:
-            relay.post()
-        self._posting.append(posting)
-        return relay
+        longest = max((len(chain.ranks) for chain in chains), default=0)
+        return self._postings.start(hops, longest - 1 + pieces - 1 if chains else 0, shares)
+
+    @property
+    def turn_by_turn(self) -> bool:
+        """Whether turns are posted one at a time, by `advance`."""
+        return self._postings.turn_by_turn
 
     def advance(self) -> None:
-        """Post the next turn of the oldest transfer with turns left, where they are posted one at a time.
+        """Post the next turn of the oldest transfer, where they are posted one at a time.
 
         Called on all ranks at the same points, with compute in between. Whoever waits for a transfer posts the rest.
         """
-        self._drop_posted()
-        if self.turn_by_turn and self._posting:
-            self._posting[0].relay.post()
+        self._postings.advance()
 
     def begin_compute(self) -> None:
         """Post the next part of each transfer, where they are posted in parts: a stretch of compute begins.
 
         Called on all ranks at the same points. Whoever waits for a transfer posts the rest.
         """
-        self._drop_posted()
-        if not self.turn_by_turn:
-            for posting in self._posting:
-                posting.post_part()
-
-    def _drop_posted(self) -> None:
-        self._posting = [posting for posting in self._posting if not posting.relay.is_posted]
-
-    def _shares(self, begins_with_experts: bool) -> tuple[float, float]:
-        """Parts of a transfer in two stretches of compute that follow each other."""
-        of_experts = self._expert_share or 0.0
-        first = of_experts if begins_with_experts else 1 - of_experts
-        return first, 1 - first
+        self._postings.begin_compute()
 
     def prefetch(self, layer: int, shares: Sequence[float] = (1.0,)) -> None:
         """Start sending the weights of `layer`'s replicas, unless they are in the slots or in flight.
@@ -394,7 +351,7 @@ class ReplicaSlots:
     def _prefetch_after(self, layer: int, forward: bool) -> None:
         following = self._first_used(range(layer + 1, len(self.homes)) if forward else range(layer - 1, -1, -1))
         if following is not None and self._buffer(following) != self._buffer(layer):
-            self.prefetch(following, self._shares(begins_with_experts=True))
+            self.prefetch(following, self._postings.shares(begins_with_experts=True))
 
     def _first_used(self, layers: range) -> int | None:
         return next((layer for layer in layers if self.is_used(layer)), None)
@@ -497,7 +454,7 @@ class ReplicaSlots:
         self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
         assert layer not in self._reducing, "a layer has two reductions in flight"
         # An exchange of tokens comes first.
-        shares = 0.0, *self._shares(begins_with_experts=False)
+        shares = 0.0, *self._postings.shares(begins_with_experts=False)
         relay = self._relay(hops, self._chains[layer], self._size, self._gradient_dtype, shares)
         self._reducing[layer] = _Reduction(relay, received)
 
