@@ -10,6 +10,7 @@ are compared with it, and taken if they cost less.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -90,10 +91,12 @@ class QuotaPlanner:
         plans: list[ReplicaPlacement] = [spread]
         choices: list[list[tuple[int, int]]] = [[]]
         if self.hidden_under is None or least_costs(plans)[0].exposed:
-            # The 1, 4, 16, ... most useful replicas, all of them, and those that pay even with exposed transfers.
+            # The 1, 2, 4, ... most useful replicas, as many as are hidden, all, and those that pay even when exposed.
             copies, _ = pack((0.0, 0.0))
-            choices += [copies[: 1 << power] for power in range(0, len(copies).bit_length(), 2)]
+            choices += [copies[: 1 << power] for power in range(len(copies).bit_length())]
             choices += [copies, pack(self._break_even(self.shape, 1.0))[0]]
+            if self.hidden_under is not None:
+                choices.append(copies[: self._hidden(copies, least_costs)])
         else:
             plans = self._all_slots(spread, total, moved, pack)
             cost = costs(plans[0])
@@ -109,6 +112,12 @@ class QuotaPlanner:
                 best = min(best, (costs(plans[at]).total, plans[at].replicas > 0, at))
         plan = self._with_free_copies(plans[best[2]], costs(plans[best[2]]), total)
         return plan if self.hidden_under is None else self._or_nearer(plan, counts, picks, costs, least_costs)
+
+    def _hidden(self, copies: list[tuple[int, int]], least_costs: CostLowerBound) -> int:
+        """How many of the first copies have their transfers hidden, if each more takes no less time to send."""
+        return bisect_left(
+            range(1, len(copies) + 1), True, key=lambda n: least_costs([self._place(copies[:n])])[0].exposed > 0
+        )
 
     def _or_nearer(
         self, plan: ReplicaPlacement, counts: np.ndarray, picks: np.ndarray, costs: _Costs, least_costs: CostLowerBound
