@@ -16,6 +16,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.cost import step_cost
 from balancing.sequences.micro_batch_plan import document_seconds
 from balancing.sequences.plan import plan_sequences
+from balancing.sequences.planners.groups import number_of_groups
 from balancing.sequences.sequence_plan import AttentionShape
 
 __all__ = ["WORTH", "DomainChoice", "choose_domain", "planned_ranks"]
@@ -23,7 +24,7 @@ __all__ = ["WORTH", "DomainChoice", "choose_domain", "planned_ranks"]
 # Least share of a step to save by the wider domain, whose exchange crosses more links than the model was checked on.
 WORTH = 0.02
 _PLANNED = {"context": 8, "data": 2}  # micro-batches
-_MOST_RANKS = 512  # of a domain that is planned; a wider one has the same exchange on each rank
+_MOST_RANKS = 512  # of a group that is planned; a wider one has the same exchange on each rank
 _TRIALS = 200  # steps drawn, whose slowest rank is looked for
 _MOST_DRAWN = 1_000_000  # numbers in all trials together
 
@@ -82,8 +83,11 @@ def choose_domain(
             device, host = device + cost.device, host + cost.host
         return (device - float(alone[drawn].sum() / ranks)) / batches, host / batches
 
-    planned = planned_ranks(domain.world_size, domain.ranks_per_node, context.world_size, _MOST_RANKS)
-    narrow = domain.relabel(planned // domain.ranks_per_node, domain.ranks_per_node)
+    planned = planned_ranks(data_ranks, context.world_size, domain.ranks_per_node, _MOST_RANKS)
+    nodes = -(-planned // domain.ranks_per_node)
+    if planned % nodes:  # as `cluster_of` of a run has it
+        nodes = 1
+    narrow = domain.relabel(nodes, planned // nodes)
 
     def of_step(cluster: Cluster, batches: int, work: float) -> float:
         device, host = beside_work(cluster, batches)
@@ -99,10 +103,13 @@ def choose_domain(
     return DomainChoice("data" if worth else "context", context_seconds, data_seconds)
 
 
-def planned_ranks(ranks: int, per_node: int, context: int, most: int) -> int:
-    """Ranks of a domain that are planned for its cost: about `most`, whole nodes and whole context-parallel groups.
+def planned_ranks(data_ranks: int, context: int, per_node: int, most: int) -> int:
+    """Ranks of a domain that are planned for its cost: those of a group, and of a large one about `most`, whole nodes
+    and whole context-parallel groups.
 
-    ranks, per_node, context: of the domain, of a node, and context-parallel ones.
+    data_ranks: data-parallel ranks of the domain.
+    context: context-parallel ranks of each.
+    per_node: ranks of the domain on a node.
     """
-    unit = math.lcm(per_node, context)
-    return min(ranks, max(unit, most // unit * unit))
+    ranks, unit = data_ranks // number_of_groups(data_ranks) * context, math.lcm(per_node, context)
+    return ranks if ranks <= most else max(unit, most // unit * unit)

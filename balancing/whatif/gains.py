@@ -44,7 +44,8 @@ _DRIFT = 0.062
 _SLOTS = 2  # --expert-replica-slots
 _LAYERS = 4  # sampled
 _BATCHES = 4  # of sequences, planned
-_SHARED_BATCHES, _MOST_RANKS = 2, 256  # planned of micro-batches that replicas share, and ranks of such a plan
+_SHARED_BATCHES = 2  # planned of micro-batches that replicas share
+_MOST_RANKS = 256  # of a group that is planned
 _AREAS = 1024  # micro-batches whose attention is drawn
 _TRIALS = 8
 _ATTENTION_ACHIEVED = 0.6  # that `balancing.sequences.cost` takes
@@ -217,7 +218,7 @@ def sequence_loads(
         found["context"] = alone._replace(factor=min(alone.factor, factor), imbalance=level)
     if job.sequence_domain != "context" and job.data_parallel > 1:
         per_node = max(1, model.cluster.ranks_per_node // model.tensor)
-        shared_by = planned_ranks(job.data_parallel * ranks, per_node, ranks, _MOST_RANKS)
+        shared_by = planned_ranks(job.data_parallel, ranks, per_node, _MOST_RANKS)
         wide = [sum((documents() for _ in range(shared_by // ranks)), ()) for _ in range(_SHARED_BATCHES)]
         planned = _planned(model, wide, shared_by, "auto")
         found["data"] = _Spread(float(areas.mean()), float(np.mean(shared)), *planned)

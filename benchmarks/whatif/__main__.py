@@ -10,7 +10,7 @@ python -m benchmarks.whatif --planners   processor seconds of the planners by nu
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -19,7 +19,8 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, plan_replicas
 from balancing.layers.plan import plan_stages
-from balancing.sequences.load import area_of_first, causal_area
+from balancing.sequences.cost import limit_seconds
+from balancing.sequences.load import area_of_first
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.planners.groups import deal_areas, number_of_groups
 from balancing.sequences.sequence_plan import AttentionShape
@@ -56,7 +57,13 @@ GAINS = (
     ("dynamic CP, Llama 13B, PP 8 CP 8", LLAMA13, "h100-8x400g", 64, "even", "web", "sequences", "1.25 to 1.48"),
 )
 
-_SAMPLE, _CONTEXT = 32768, 8  # of domains whose planners are timed: tokens of a sample, and ranks that it is for
+_SEVEN, _SEVENTY = AttentionShape(4096, 32, 8, 32, 14336), AttentionShape(8192, 64, 8, 80, 28672)
+# Jobs whose planners are timed: the model, tokens of a sample, and context-parallel ranks that it is for.
+PLANNED = (
+    ("70 billion parameters, 32,768 tokens, context parallel 8", _SEVENTY, 32768, 8),
+    ("7 billion parameters, 32,768 tokens", _SEVEN, 32768, 1),
+    ("7 billion parameters, 8,192 tokens", _SEVEN, 8192, 1),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -121,45 +128,64 @@ def _emulated() -> None:
 
 
 def _planners() -> None:
-    random = np.random.default_rng(0)
-    shape = AttentionShape(8192, 64, 8, 80, 28672)
-    print(f"{'':>7}{'sequences, one plan':>24}{'in groups':>24}{'area, max / mean':>20}{'experts,':>10}")
-    print(f"{'ranks':>7}" + f"{'chunks':>12}{'auto':>12}" * 2 + f"{'one':>10}{'groups':>10}{'a layer':>10}{'layers':>9}"
+    print(f"{'':7}{'sequences, one plan':>20}{'in groups':>20}   {'of a micro-batch, %':>22}{'area, max / mean':>20}")
+    print(f"{'ranks':>7}" + f"{'chunks':>10}{'auto':>10}" * 2 + f"{'chunks':>14}{'auto':>11}{'one':>10}{'groups':>10}"
           "   milliseconds")  # fmt: skip
+    for name, shape, tokens, context in PLANNED:
+        print(name)
+        for ranks in (64, 256, 1024, 4096, 16384):
+            _sequence_planners(ranks, shape, tokens, context)
+    print(f"\n{'ranks':>7}{'experts':>12}{'layers':>9}   milliseconds")
     for ranks in (64, 256, 1024, 4096, 16384):
-        samples = [draw_batch("prolong", _SAMPLE, random) for _ in range(ranks // _CONTEXT)]
-        lengths = [length for sample in samples for length in sample]
-        cells, fullest = [], [1.0, 1.0]
-        for at, method in enumerate(("chunks", "auto")):
-            cluster = Cluster.from_spec("h100-8x400g", ranks)
-            spent, plan = _timed(
-                partial(plan_sequences, lengths, cluster, shape=shape, method=method), 1 + (ranks < 4096)
-            )
-            cells.insert(at, spent)
-            fullest[0] = max(fullest[0], float(plan.area.max() / plan.area.mean())) if not at else fullest[0]
-            spent, areas = _timed(partial(_of_heaviest_group, samples, ranks, shape, method), 2)
-            cells.append(spent)
-            fullest[1] = float(areas.max() * ranks / causal_area(lengths)) if not at else fullest[1]
-        group = min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
-        load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
-        few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)
-        experts, _ = _timed(partial(plan_replicas, load, few, slots=2, shape=expert, hidden_under=1e-3), 3)
-        layers, _ = _timed(partial(plan_stages, np.linspace(1, 2, 128), 32, micro_batches=128), 3)
-        plans = "".join(f"{cell:12.1f}" for cell in cells)
-        print(f"{ranks:7,}{plans}{fullest[0]:10.3f}{fullest[1]:10.3f}{experts:10.1f}{layers:9.1f}", flush=True)
+        _other_planners(ranks)
+
+
+def _sequence_planners(ranks: int, shape: AttentionShape, tokens: int, context: int) -> None:
+    """Time plans over all data-parallel ranks. tokens: of a sample. context: ranks that it is for."""
+    random = np.random.default_rng(0)
+    samples = [draw_batch("prolong", tokens, random) for _ in range(ranks // context)]
+    ends, cluster = np.cumsum([len(sample) for sample in samples]), Cluster.from_spec("h100-8x400g", ranks)
+    lengths = np.fromiter(chain.from_iterable(samples), np.int64, int(ends[-1]))
+    one, grouped, fullest = [], [], []
+    for method in ("chunks", "auto"):
+        spent, plan = _timed(partial(plan_sequences, lengths, cluster, shape=shape, method=method), 1 + (ranks < 4096))
+        one.append(spent)
+        spent, areas = _timed(partial(_of_heaviest_group, lengths, ends, ranks, shape, method), 3)
+        grouped.append(spent)
+        if method == "chunks":
+            fullest = [
+                float(plan.area.max() / plan.area.mean()),
+                float(areas.max() * ranks / area_of_first(lengths).sum()),
+            ]
+    batch = 1e3 * limit_seconds(lengths.tolist(), cluster, shape)
+    cells = "".join(f"{spent:10.1f}" for spent in (*one, *grouped))
+    shares = "".join(f"{spent / batch:11.2%}" for spent in grouped)
+    print(f"{ranks:7,}{cells}   {shares}" + "".join(f"{each:10.3f}" for each in fullest), flush=True)
+
+
+def _other_planners(ranks: int) -> None:
+    """Time plans of experts for one layer, whose group has at most as many ranks as experts, and plans of layers."""
+    random, group = np.random.default_rng(0), min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
+    load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
+    few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)
+    experts, _ = _timed(partial(plan_replicas, load, few, slots=2, shape=expert, hidden_under=1e-3), 3)
+    layers, _ = _timed(partial(plan_stages, np.linspace(1, 2, 128), 32, micro_batches=128), 3)
+    print(f"{ranks:7,}{experts:12.1f}{layers:9.1f}", flush=True)
 
 
 def _of_heaviest_group(
-    samples: Sequence[tuple[int, ...]], ranks: int, shape: AttentionShape, method: str
+    lengths: np.ndarray, ends: np.ndarray, ranks: int, shape: AttentionShape, method: str
 ) -> np.ndarray:
-    """Area of each rank of the group that has most, planned as a rank of it plans: groups first, then its own."""
-    groups = number_of_groups(ranks, len(samples))
-    ends = np.cumsum([len(sample) for sample in samples])
-    lengths = np.fromiter(chain.from_iterable(samples), np.int64, int(ends[-1]))
-    area = np.add.reduceat(area_of_first(lengths), np.append(0, ends[:-1]))
+    """Area of each rank of the group that has most, planned as a rank of it plans: groups first, then its own.
+
+    lengths: int64 [document], of all samples. ends: int64 [sample], documents of the samples up to this one.
+    """
+    groups, starts = number_of_groups(len(ends)), np.append(0, ends[:-1])
+    area = np.add.reduceat(area_of_first(lengths), starts)
     dealt = deal_areas(area, groups)
     heaviest = int(np.bincount(dealt, area).argmax())
-    own = [length for at in np.flatnonzero(dealt == heaviest).tolist() for length in samples[at]]
+    held = np.flatnonzero(dealt == heaviest)
+    own = np.concatenate([lengths[start:end] for start, end in zip(starts[held], ends[held], strict=True)])
     cluster = Cluster.from_spec("h100-8x400g", ranks // groups)
     return plan_sequences(own, cluster, shape=shape, method=method).area
 

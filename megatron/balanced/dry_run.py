@@ -161,7 +161,7 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
         kind, axes = shared[config.sequences.sequence_domain]
         groups = groups_along(args, axes)
         if kind == "data-parallel":  # of a large domain, its groups
-            each = len(groups[0]) // number_of_groups(len(groups[0]), args.data_parallel_size)
+            each = len(groups[0]) // number_of_groups(args.data_parallel_size)
             groups = [ranks[at : at + each] for ranks in groups for at in range(0, len(ranks), each)]
         lines.append(_scope("--balance-sequences", kind, groups))
     if config.layers.enabled:

@@ -63,34 +63,34 @@ def test_shared_micro_batches_equal_one_rank(packed, layout, loss):
     assert_close(packed.train(ranks, f"{SHARED} {flags} {loss}"), packed.alone(f"{ENDS} {loss}"))
 
 
-def _have_groups() -> None:
-    """Have a domain consist of groups of two ranks."""
+def _have_groups(members: int = 2) -> None:
+    """Have a domain consist of groups with so few data-parallel ranks."""
     from balancing.sequences.planners import groups
 
-    groups._RANKS, groups._MEMBERS = 2, 1
+    groups._MEMBERS = members
 
 
-def _train_in_groups(argv: list[str]) -> RankRun:
-    _have_groups()
+def _train_in_groups(argv: list[str], members: int) -> RankRun:
+    _have_groups(members)
     return train_rank(argv, True)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
+    ("ranks", "flags", "members"),
     [
-        (4, ""),
-        pytest.param(4, f"--micro-batch-size 2 {PER_TOKEN} --global-batch-size 8", marks=pytest.mark.exhaustive),
-        pytest.param(8, f"{CP} 2 {PP} 2 --num-workers 1", marks=pytest.mark.exhaustive),
-        pytest.param(8, f"{PP} 2 --sequence-micro-batches --global-batch-size 16", marks=pytest.mark.exhaustive),
-        pytest.param(8, f"{CP} 2 {OVERLAPS} --balance-report {{}}", marks=pytest.mark.exhaustive),
+        (4, "", 2),
+        pytest.param(4, f"--micro-batch-size 2 {PER_TOKEN} --global-batch-size 8", 2, marks=pytest.mark.exhaustive),
+        pytest.param(8, f"{CP} 2 {PP} 2 --num-workers 1", 1, marks=pytest.mark.exhaustive),
+        pytest.param(8, f"{PP} 2 --sequence-micro-batches --global-batch-size 16", 2, marks=pytest.mark.exhaustive),
+        pytest.param(8, f"{CP} 2 {OVERLAPS} --balance-report {{}}", 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_groups_of_a_large_domain_equal_one_rank(packed, tmp_path, ranks, flags):
+def test_groups_of_a_large_domain_equal_one_rank(packed, tmp_path, ranks, flags, members):
     """Each group has micro-batches that are drawn anywhere in the domain."""
     flags = flags.format(tmp_path)
     loss = " ".join(flag for flag in (PER_TOKEN, "--micro-batch-size 2") if flag in flags)
     batch = next((f"--global-batch-size {size}" for size in (8, 16) if f"--global-batch-size {size}" in flags), "")
-    run = join(packed.pool.run(ranks, _train_in_groups, packed.from_start(f"{SHARED} {flags}")))
+    run = join(packed.pool.run(ranks, _train_in_groups, packed.from_start(f"{SHARED} {flags}"), members))
     assert_close(run, packed.alone(f"{ENDS} {loss} {batch}"))
 
 

@@ -81,6 +81,13 @@ def test_very_wide_domains_are_chosen_by_a_part_of_them():
     assert found.data_seconds == pytest.approx(narrower.data_seconds, rel=0.05)
 
 
+def test_groups_smaller_than_a_node_are_planned():
+    """A rack of 72 GPUs is one node; a domain of two racks consists of groups of 36."""
+    machine = Cluster.preset("h200-8x400g").relabel(2, 72)
+    found = choose_domain(_samples("packed", LONG), machine.relabel(1, 1), machine, shape=SHAPE, micro_batches=4)
+    assert found.domain == "data" and found.data_seconds < 0.9 * found.context_seconds
+
+
 def test_what_cannot_be_chosen_by():
     with pytest.raises(ValueError, match="no samples"):
         _choice([], 2, 4)

@@ -42,8 +42,8 @@ def test_groups_are_as_even_as_one_plan(context, distribution):
     """At most 5 % over the mean, or within 1 % of one plan over all ranks."""
     random, ranks = np.random.default_rng(0), 256 * context
     samples = [draw_batch(distribution, 8192 * context, random) for _ in range(ranks // context)]
-    groups = number_of_groups(ranks, len(samples))
-    assert groups == ranks // 128
+    groups = number_of_groups(len(samples))
+    assert groups == 8
     fullest = {}
     for number in (1, groups):
         area = area_of_ranks(samples, ranks, number, "chunks")
@@ -57,7 +57,7 @@ def test_long_samples_are_dealt_evenly(distribution):
     """A sample may be one document of 128k tokens, with many times the area of others."""
     random = np.random.default_rng(1)
     area = np.array([causal_area(draw_batch(distribution, 131072, random)) for _ in range(512)])
-    groups = number_of_groups(512 * 8, 512)
+    groups = number_of_groups(512)
     total = np.bincount(deal_areas(area, groups), area, groups)
     assert groups == 16 and total.max() / total.mean() <= 1.01
 
@@ -94,12 +94,9 @@ def test_what_does_not_divide_is_one_line():
 
 
 def test_numbers_of_groups():
-    """Equal groups of about 128 ranks with 32 micro-batches at least, in domains of at least two of them."""
-    assert [number_of_groups(ranks, ranks) for ranks in (1, 64, 128, 255, 256, 1024, 16384)] == [1, 1, 1, 1, 2, 8, 128]
-    assert number_of_groups(16384, 2048) == 64
-    assert number_of_groups(16384, 128) == 4 and number_of_groups(16384, 32) == 1
-    assert number_of_groups(1031, 1031) == 1, "a prime number of micro-batches is not cut into single ones"
-    for context in (1, 4):
-        for members in range(1, 3000):
-            number = number_of_groups(members * context, members)
-            assert members % number == 0 and (number == 1 or members // number >= 32)
+    """Equal groups of 32 micro-batches, or somewhat more."""
+    assert [number_of_groups(members) for members in (1, 32, 63, 64, 96, 100, 1024)] == [1, 1, 1, 2, 3, 2, 32]
+    assert number_of_groups(1031) == 1, "a prime number of micro-batches is not cut into single ones"
+    for members in range(1, 3000):
+        number = number_of_groups(members)
+        assert members % number == 0 and (number == 1 or members // number >= 32)

@@ -54,7 +54,7 @@ class Domain:
         rank = mpu.get_data_parallel_rank(with_context_parallel=True)
         ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
         origin, origins = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        groups = number_of_groups(ranks, origins)
+        groups = number_of_groups(origins)
         ranks, origins = ranks // groups, origins // groups
         return cls(rank % ranks, ranks, origin % origins, origins, rank // ranks, groups)
 
