@@ -191,7 +191,7 @@ class Splitter(Arrays):
         """
         xp, place = self._xp, self.placement
         load = self._zeros(totals, place.num_ranks + 1)
-        load[-1] = _FULL
+        load[-1:] = _FULL
         alone = self._zeros(totals, len(place.phys2log))
         alone[self._home_only] = totals[self._expert_home_only]
         load[:-1] = alone.reshape(place.num_ranks, -1).sum(1)
