@@ -15,7 +15,7 @@ from tests.layers.test_optimizers import _beside_a_host
 from tests.support.moving import Plans, moving_rank, train_moving
 from tests.support.training import join, train, train_rank
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
-from tests.transformer_engine.test_layers import OVERLAPS, PP2, THERE_AND_BACK, _assert_same, _assert_same_state
+from tests.transformer_engine.test_layers import OVERLAPS, PP2, THERE_AND_BACK
 from tests.transformer_engine.test_sequences import CP2, PACKED
 
 OFFLOAD = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules"
@@ -53,14 +53,17 @@ def _offloading(argv: list[str], plans: Any) -> Any:
 
 @pytest.mark.parametrize("case", cases(MOVES, *(name for name in MOVES if name != DENSE)))
 def test_activations_of_layers_that_moved_are_offloaded(model_of, case):
+    """To rounding: which activations are copies follows from their order, and the products of some processors round
+    copies, with other strides, in another way."""
     model, ranks, layout, offload, plans = MOVES[case]
     model = model_of(model)
     base = model.argv(f"{layout} {offload}")
     moved, state = train_moving(model.pool, ranks, "", plans, base=base, body=_offloading)
     stayed, expected = train_moving(model.pool, ranks, "", {}, base=base, body=_offloading)
-    _assert_same(moved, stayed)
-    assert state.keys() == expected.keys()
-    _assert_same_state(state, expected)
+    assert_close(moved, stayed, 1e-5, 1e-4)
+    assert state.keys() == expected.keys() and any(name.endswith(":exp_avg_sq") for name in state)
+    for name, whole in state.items():
+        np.testing.assert_allclose(whole, expected[name], 1e-4, 1e-4 * np.abs(expected[name]).max(), err_msg=name)
     assert_close(stayed, train(model.pool, ranks, base=model.argv(layout), parameters=True), 1e-5, 1e-4)
 
 
