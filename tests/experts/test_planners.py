@@ -141,25 +141,6 @@ class TestCosts:
         _, source, rank = placement.hops.T
         assert placement.replicas == 16 and (source // 4 == rank // 4).sum() >= 14
 
-    def test_as_many_copies_as_are_hidden_are_taken(self):
-        """With one micro-batch all copies together take too long to send: how many do not must be found."""
-        scale, home = Scale(16, 32, 0.24), contiguous_homes(32, 16)
-        seen = made_up_loads(scale, 4, 1, 3).before.mean(3)  # [step, source rank, layer, expert]
-        for number, load in enumerate(np.rint(seen * scale.tokens).astype(np.int64).swapaxes(1, 2).reshape(12, 16, 32)):
-            costs = {"shape": EMULATED, "hidden_under": scale.attention_seconds, "first": not number % 4}
-
-            def seconds(placement, load=load, costs=costs):
-                return layer_cost(traffic(load, placement), placement, scale.cluster, **costs).total
-
-            copies, _ = pack_replicas(load.sum(0).astype(float), home, 16, 2, ranks_per_node=8, least=(0.0, 0.0))
-            fewer = []
-            for end in range(len(copies) + 1):
-                slots = [[expert for expert, at in copies[:end] if at == rank] for rank in range(16)]
-                full = np.array([[*held, -1, -1][:2] for held in slots])
-                fewer.append(seconds(ReplicaPlacement(home, full, "level", 8, scale.cluster.nics_per_node)))
-            found = plan_replicas(load, scale.cluster, slots=2, **costs)
-            assert seconds(found) <= 1.03 * min(fewer), number
-
     @quick
     @given(st.data())
     def test_filled_from_the_node(self, data):
@@ -257,3 +238,23 @@ class TestRepair:
         load = np.full((4, 4), 9)
         with pytest.raises(ValueError, match="split='own'"):
             repair(load, plan_replicas(load, machine(4), slots=1, method="prophet"), machine(4))
+
+
+def test_as_many_copies_as_are_hidden_are_taken():
+    """With one micro-batch all copies together take too long to send: how many do not must be found."""
+    scale, home = Scale(16, 32, 0.24), contiguous_homes(32, 16)
+    seen = made_up_loads(scale, 4, 1, 3).before.mean(3)  # [step, source rank, layer, expert]
+    for number, load in enumerate(np.rint(seen * scale.tokens).astype(np.int64).swapaxes(1, 2).reshape(12, 16, 32)):
+        costs = {"shape": EMULATED, "hidden_under": scale.attention_seconds, "first": not number % 4}
+
+        def seconds(placement, load=load, costs=costs):
+            return layer_cost(traffic(load, placement), placement, scale.cluster, **costs).total
+
+        copies, _ = pack_replicas(load.sum(0).astype(float), home, 16, 2, ranks_per_node=8, least=(0.0, 0.0))
+        fewer = []
+        for end in range(len(copies) + 1):
+            slots = [[expert for expert, at in copies[:end] if at == rank] for rank in range(16)]
+            full = np.array([[*held, -1, -1][:2] for held in slots])
+            fewer.append(seconds(ReplicaPlacement(home, full, "level", 8, scale.cluster.nics_per_node)))
+        found = plan_replicas(load, scale.cluster, slots=2, **costs)
+        assert seconds(found) <= 1.03 * min(fewer), number
