@@ -32,8 +32,8 @@ def test_turns_are_posted_between_modules(pool):
     """One queue serves all streams of these runs (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
     name = "experts, resident slots, many buckets, both overlaps"
     calls = {operation.where for rank in checked(pool, name) for operation in rank.operations}
-    lines = {where[2] for where in calls if where[0][0].endswith("engine/relay.py")}
-    directions = {line for file, line in lines if file.endswith("experts/gradients.py")}
+    posted = [where for where in calls if where[1][0].endswith("engine/posting.py")]
+    directions = {line for where in posted for file, line in where[2:] if file.endswith("experts/gradients.py")}
     assert len(directions) == 2, "forward and backward"
 
 

@@ -136,7 +136,7 @@ def _plan_of(flags: list[str], environment: dict[str, str]) -> list[str]:
 
 @pytest.mark.exhaustive
 def test_a_large_domain_has_groups(pool):
-    """16,384 ranks, tensor parallel 2 and context parallel 2: two domains of 4096 x 2 ranks, in 64 groups each."""
+    """16,384 ranks, tensor parallel 2 and context parallel 2: two domains of 4096 x 2 ranks, in 128 groups each."""
     flags = (
         "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
         "--micro-batch-size 1 --train-iters 10 --lr 1e-3 --eval-interval 100 --eval-iters 0 --bf16 --swiglu "
@@ -146,8 +146,8 @@ def test_a_large_domain_has_groups(pool):
     ).split()
     ((plan, *_),) = pool.run(1, _plan_of, [*MOCK_DATA, *flags], {"WORLD_SIZE": "16384"})
     assert plan == (
-        "plan   --balance-sequences: 128 data-parallel groups of 128 ranks on 32 nodes, each with plans of its own; "
-        "the first of ranks 0-254 in steps of 2"
+        "plan   --balance-sequences: 256 data-parallel groups of 64 ranks on 16 nodes, each with plans of its own; "
+        "the first of ranks 0-126 in steps of 2"
     )
 
 

@@ -42,7 +42,7 @@ _BETWEEN = (
 _is_between: dict[str, bool] = {}
 
 
-def site(frames: int = 3) -> Site:
+def site(frames: int = 4) -> Site:
     """The innermost lines that are not torch's nor of what watches it."""
     found: list[tuple[str, int]] = []
     frame: Any = sys._getframe(1)
