@@ -112,4 +112,4 @@ def planned_ranks(data_ranks: int, context: int, per_node: int, most: int) -> in
     per_node: ranks of the domain on a node.
     """
     ranks, unit = data_ranks // number_of_groups(data_ranks) * context, math.lcm(per_node, context)
-    return ranks if ranks <= most else max(unit, most // unit * unit)
+    return min(ranks, max(unit, most // unit * unit))

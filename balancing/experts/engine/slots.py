@@ -254,9 +254,11 @@ class ReplicaSlots:
         size, dtype: of what is sent of each expert.
         shares: as `Postings.start` has them.
         """
-        pieces = len(split_pieces(torch.empty(size, dtype=dtype, device="meta")))
-        longest = max((len(chain.ranks) for chain in chains), default=0)
-        return self._postings.start(hops, longest - 1 + pieces - 1 if chains else 0, shares)
+        turns = 0
+        if chains:
+            pieces = len(split_pieces(torch.empty(size, dtype=dtype, device="meta")))
+            turns = max(len(chain.ranks) for chain in chains) - 1 + pieces - 1
+        return self._postings.start(hops, turns, shares)
 
     @property
     def turn_by_turn(self) -> bool:
