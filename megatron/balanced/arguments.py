@@ -187,10 +187,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError(
             "--use-ring-exchange-p2p needs torch.distributed.ring_exchange, which this build of PyTorch lacks; drop it"
         )
-    if args.fake_process_group and (config.balances or config.balance_report is not None):
+    exchanges = config.balances or config.dynamics.enabled or config.balance_report is not None
+    if args.fake_process_group and (exchanges or device == "cpu"):
         raise ValueError(
-            "--fake-process-group is incompatible with balancers and --balance-report, whose ranks exchange what they "
-            "measured; drop it"
+            "--fake-process-group is incompatible with balancers, dynamic models, --balance-report and --device cpu: "
+            "messages of its groups never arrive, and ranks would go different ways; drop it"
         )
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")

@@ -31,7 +31,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from balancing.sequences.sequence_plan import SequencePlan
-from megatron.balanced.sequences.checks import balancing_losses
+from megatron.balanced.sequences.checks import packs_samples_of_losses
 
 if TYPE_CHECKING:
     from megatron.balanced.sequences.balancer import SequenceBalancer
@@ -200,10 +200,9 @@ def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
     if batch.get("cu_seqlens") is None:
         return None
     args = get_args()
-    # With these, MoE layers take the samples of a packed micro-batch apart again. They cannot where a rank has parts of
-    # samples, and there Megatron-LM's loss is of the micro-batch.
-    parts = args.context_parallel_size > 1 or args.sequence_parallel
-    of_samples = args.micro_batch_size > 1 and "seq_aux_loss" in balancing_losses(args)
+    # With these, MoE layers take the samples of a packed micro-batch apart again. Under sequence parallelism a rank has
+    # no whole samples, and `PackedRouter` knows them.
+    takes_apart = packs_samples_of_losses(args) and not args.sequence_parallel
     bounds = batch["cu_seqlens"].squeeze(0)
     padded = batch.get("cu_seqlens_padded")
     padded = None if padded is None else padded.squeeze(0)
@@ -217,7 +216,7 @@ def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        tokens_per_sample=args.seq_length if of_samples and not parts else None,
+        tokens_per_sample=args.seq_length if takes_apart else None,
     )
 
 

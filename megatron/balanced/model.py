@@ -40,9 +40,9 @@ from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequ
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
-from megatron.balanced.sequences.checks import routes_by_sample
+from megatron.balanced.sequences.checks import packs_samples_of_losses, routes_by_sample
 from megatron.balanced.sequences.prediction import PredictionLayer
-from megatron.balanced.sequences.router import SampleRouter
+from megatron.balanced.sequences.router import PackedRouter, SampleRouter
 
 __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 
@@ -178,6 +178,8 @@ def _replacements(
         fitting[SequentialMLP] = GroupedMLP
     if routes_by_sample(args, sequences) or (sequences.sequence_micro_batches and args.moe_router_enable_expert_bias):
         fitting[TopKRouter] = SampleRouter
+    elif packs_samples_of_losses(args) and args.sequence_parallel and not sequences.balance_sequences:
+        fitting[TopKRouter] = partial(PackedRouter, tokens_per_sample=args.seq_length)
     replicated: dict[Any, Any] = {}
     if experts.balance_experts:
         replicated[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)

@@ -245,6 +245,13 @@ def test_losses_of_routers_are_those_of_samples(routed, layout, loss):
     assert_alike((run, figures), (reference, expected))
 
 
+@pytest.mark.parametrize("loss", ["", pytest.param(PER_TOKEN, marks=pytest.mark.exhaustive)])
+def test_losses_of_samples_that_ranks_have_parts_of(routed, loss):
+    """Without balancing, and as they are logged."""
+    flags = f"{ENDS} {loss} --micro-batch-size 2"
+    assert_alike(routed.logged(4, f"{flags} {SP}"), routed.logged(1, flags))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "flags"), [(4, f"{EP} 2"), (8, f"{SP} {EP} 2 --expert-tensor-parallel-size 1")])
 def test_losses_of_routers_in_groups(routed, ranks, flags):

@@ -15,9 +15,19 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["AXES", "REAL", "flags_of", "moves_of", "rows", "world_size"]
+__all__ = ["AXES", "REAL", "ROUTERS", "batch_of", "flags_of", "has_parts_of_micro_batches", "moves_of", "rows", "world_size"]
 
 Row = Mapping[str, Any]
+
+# Flags of what routers add to the loss, or correct. Every run has a bias, which stays 0 unless it has a rate.
+ROUTERS = {
+    "a loss of micro-batches": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+    "a loss of samples": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1",
+    "losses of both and of logits": "--moe-router-load-balancing-type aux_loss seq_aux_loss "
+    "--moe-aux-loss-coeff 1e-2 1e-1 --moe-z-loss-coeff 1e-2",
+    "a loss of all micro-batches": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
+    "a bias": "--moe-router-load-balancing-type none --moe-router-bias-update-rate 1e-2",
+}
 
 AXES: dict[str, tuple[Any, ...]] = {
     "pipeline": ("1", "2", "2 interleaved"),
@@ -35,6 +45,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "head": ("tied", "untied", "multi-token prediction"),
     "recompute": ("none", "experts", "layers"),
     "balancers": ("off", "on"),
+    "samples": (1, 2),  # of a micro-batch
+    "router": tuple(ROUTERS),
 }
 
 
@@ -66,9 +78,19 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Any], ...] = (
     ),
     (("optimizer", "overlap"), lambda row: row["optimizer"] != "whole" or row["overlap"] != "gradients and parameters"),
     (("pipeline", "micro-batches"), lambda row: row["pipeline"] != "2 interleaved" or row["micro-batches"] > 1),
+    # It adds up the micro-batches so far, which are others where data-parallel ranks have them at the same time.
+    (("router", "data"), lambda row: row["router"] != "a loss of all micro-batches" or row["data"] == 1),
 )
 
-_BALANCED = {"slots": "resident", "dispatcher": "alltoall", "recompute": "none", "head": "untied", "balancers": "on"}
+_BALANCED = {
+    "slots": "resident",
+    "dispatcher": "alltoall",
+    "recompute": "none",
+    "head": "untied",
+    "balancers": "on",
+    "samples": 1,
+    "router": "a loss of micro-batches",
+}
 # What a job looks like that somebody trains: rows of the table whatever the library chooses.
 REAL: dict[str, Row] = {
     "experts' buckets reduced while groups plan apart": _BALANCED
@@ -110,6 +132,22 @@ REAL: dict[str, Row] = {
         "buckets": "one",
         "micro-batches": 2,
         "experts": "grouped",
+    },
+    "a loss of samples, of which tensor-parallel ranks have parts": _BALANCED
+    | {
+        "pipeline": "1",
+        "tensor": "2",
+        "context": 1,
+        "data": 2,
+        "expert data": 1,
+        "optimizer": "sharded",
+        "overlap": "gradients",
+        "buckets": "many",
+        "micro-batches": 2,
+        "experts": "sequential",
+        "balancers": "off",
+        "samples": 2,
+        "router": "a loss of samples",
     },
 }
 
@@ -164,13 +202,25 @@ def moves_of(row: Row) -> dict[int, tuple[tuple[int, ...], ...]]:
     return {2: _MOVES[row["pipeline"]]} if movable else {}
 
 
+def has_parts_of_micro_batches(row: Row) -> bool:
+    """Whether the loss has a part that depends on which samples are in one micro-batch."""
+    routers = "a loss of micro-batches", "losses of both and of logits", "a loss of all micro-batches"
+    return row["router"] in routers or row["head"] == "multi-token prediction"
+
+
+def batch_of(row: Row) -> int:
+    """Samples of a step."""
+    return row["micro-batches"] * row["data"] * row["samples"]
+
+
 def flags_of(row: Row) -> str:
     _, expert_ranks = _expert_ranks(row)
     tensor, is_mtp = row["tensor"], row["head"] == "multi-token prediction"
     many = row["micro-batches"]
     flags = [
         f"--num-layers 5 --expert-model-parallel-size {expert_ranks} --context-parallel-size {row['context']}",
-        f"--global-batch-size {many * row['data']} --moe-token-dispatcher-type {row['dispatcher']}",
+        f"--micro-batch-size {row['samples']} --global-batch-size {batch_of(row)}",
+        f"--moe-token-dispatcher-type {row['dispatcher']} {ROUTERS[row['router']]}",
     ]
     if row["pipeline"] != "1":
         layout = _LAYOUT[row["pipeline"]].format("m" if is_mtp else "")

@@ -11,12 +11,26 @@ import numpy as np
 import pytest
 
 from tests.sequences.test_packed_documents import PACKED, Packed
-from tests.support.structures import AXES, REAL, Row, flags_of, head_of, moves_of, rows, world_size
+from tests.support.structures import (
+    AXES,
+    REAL,
+    ROUTERS,
+    Row,
+    batch_of,
+    flags_of,
+    has_parts_of_micro_batches,
+    head_of,
+    moves_of,
+    rows,
+    world_size,
+)
 from tests.support.training import MOE, RankRun, Run, differences, join, train_rank
 
 TOLERANCE = 1e-12
 STEPS = "--train-iters 5 --lr 1e-3"
-MODEL = f"{' '.join(MOE)} --moe-aux-loss-coeff 1e-2 --num-layers 5 {STEPS}"
+# By sigmoid, since Megatron-LM takes the softmax of scores in float32 always.
+ROUTER = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0"
+MODEL = f"{' '.join(MOE)} {ROUTER} --num-layers 5 {STEPS}"
 LOSS = f"{PACKED} --eod-mask-loss --calculate-per-token-loss"
 MODELS = {head_of({"head": head}): head for head in AXES["head"]}
 
@@ -76,7 +90,7 @@ def _rank(argv: list[str], moves: dict[int, Any]) -> tuple[RankRun, Planned]:
 
 
 class References:
-    """Runs on one rank, without replicas, one for each model and size of the global batch."""
+    """Runs on one rank, without replicas, one for each model, loss of its routers, and sizes of batches."""
 
     def __init__(self, pool: Any, folder: Any) -> None:
         self._pool, self._folder = pool, folder
@@ -88,9 +102,15 @@ class References:
         folder.mkdir()
         return Packed(self._pool, folder, f"{MODEL} {model}")
 
-    def _run(self, model: str, batch: int) -> Run:
-        argv = self.start(model).from_start(f"{LOSS} --global-batch-size {batch}")
+    def _run(self, model: str, router: str, samples: int, batch: int) -> Run:
+        sizes = f"--micro-batch-size {samples} --global-batch-size {batch}"
+        argv = self.start(model).from_start(f"{LOSS} {ROUTERS[router]} {sizes}")
         return join(self._pool.run(1, train_rank, argv, True, True))
+
+    def of(self, row: Row) -> Run:
+        """What a run of the row must equal: one sample is a micro-batch, where that makes no other loss."""
+        samples = row["samples"] if has_parts_of_micro_batches(row) else 1
+        return self.run(head_of(row), row["router"], samples, batch_of(row))
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +134,9 @@ def _assert_groups_differ(row: Row, ranks: list[Planned]) -> None:
 
 
 def _check(pool: Any, references: References, row: Row) -> None:
-    model, batch = head_of(row), row["micro-batches"] * row["data"]
-    argv = references.start(model).from_start(f"{LOSS} {flags_of(row)}")
+    argv = references.start(head_of(row)).from_start(f"{LOSS} {flags_of(row)}")
     ranks = pool.run(world_size(row), _rank, argv, moves_of(row))
-    losses, tensors = differences(join([run for run, _ in ranks]), references.run(model, batch))
+    losses, tensors = differences(join([run for run, _ in ranks]), references.of(row))
     assert losses <= TOLERANCE
     assert tensors <= TOLERANCE
     if row["balancers"] == "on":

@@ -7,6 +7,7 @@ import numpy as np
 
 from balancing.doctor.installed import find_apex
 from megatron.balanced.checks.incompatible import shown
+from megatron.balanced.sequences.checks import balancing_losses
 
 __all__ = ["check_model"]
 
@@ -56,6 +57,8 @@ def check_model(args: argparse.Namespace) -> None:
         )
     if args.overlap_moe_expert_parallel_comm:
         _check_batch_overlap(args)
+    if args.sft or args.dataloader_inter_document_masking:
+        _check_packed(args)
     graphs = args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph
     if graphs and args.transformer_impl == "local" and args.pipeline_model_parallel_size > 1:
         # Stages without data have no mask, for which Megatron-LM replays attention with an empty one.
@@ -202,4 +205,22 @@ def _check_batch_overlap(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{flag} is incompatible with --moe-token-dispatcher-type {args.moe_token_dispatcher_type}: it overlaps "
             "all-to-all messages; use alltoall, or drop it"
+        )
+
+
+def _check_packed(args: argparse.Namespace) -> None:
+    """What Megatron-LM cannot do with documents that are packed, and fails at late or does wrong."""
+    packs = "--sft" if args.sft else "--dataloader-inter-document-masking"
+    if args.mtp_num_layers and args.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            f"--mtp-num-layers {args.mtp_num_layers} with {packs} is incompatible with "
+            "--overlap-moe-expert-parallel-comm, whose layers of prediction take no packed documents; drop one of them"
+        )
+    several = (args.micro_batch_size or 1) > 1 and args.context_parallel_size > 1
+    if several and "seq_aux_loss" in balancing_losses(args) and not args.balance_sequences:
+        raise ValueError(
+            f"--micro-batch-size {args.micro_batch_size} with {packs} and --context-parallel-size "
+            f"{args.context_parallel_size} is incompatible with --moe-router-load-balancing-type seq_aux_loss: ranks "
+            "have pieces of samples, and Megatron-LM would mix these; use --micro-batch-size 1, or add "
+            "--balance-sequences"
         )

@@ -23,6 +23,7 @@ __all__ = [
     "check_data_domain",
     "check_sequences",
     "latent_shape",
+    "packs_samples_of_losses",
     "routes_by_sample",
     "why_of_one_size",
     "why_whole",
@@ -272,6 +273,12 @@ def balancing_losses(args: argparse.Namespace) -> list[str]:
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
     return [kind for kind, coefficient in zip(kinds, coefficients, strict=False) if coefficient]
+
+
+def packs_samples_of_losses(args: argparse.Namespace) -> bool:
+    """Whether routers have a loss of each sample, and several samples are packed into one micro-batch."""
+    packs = args.sft or args.dataloader_inter_document_masking
+    return packs and (args.micro_batch_size or 1) > 1 and "seq_aux_loss" in balancing_losses(args)
 
 
 def routes_by_sample(args: argparse.Namespace, sequences: SequenceConfig) -> bool:

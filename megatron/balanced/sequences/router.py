@@ -9,6 +9,9 @@ Megatron-LM's, and rows of a packed micro-batch have no dimension of samples.
 Here a token belongs to the sample that it was drawn in, wherever it is. Tokens of each expert are counted by sample and
 added up over the ranks of the domain, int32 [samples, experts]; scores stay where they are, since each rank's part of
 the loss is the product of its own scores with the counts of all. Sum, scaling and log are Megatron-LM's.
+
+Without balanced sequences only `seq_aux_loss` needs this, for packed micro-batches of several samples under sequence
+parallelism: Megatron-LM takes the samples apart by the length of a whole one, and a rank has only a part of each.
 """
 
 from collections.abc import Iterable
@@ -21,7 +24,38 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.balanced.recompute import Replays
 from megatron.balanced.sequences.attention import PlannedSequences, SequenceCoreAttention
 
-__all__ = ["SampleRouter", "loss_of_parts", "tokens_of_parts"]
+__all__ = ["PackedRouter", "SampleRouter", "loss_of_parts", "tokens_of_parts"]
+
+
+class PackedRouter(TopKRouter):
+    """Megatron-LM's router with `seq_aux_loss` of each sample of a packed micro-batch under sequence parallelism.
+
+    The rows of the tensor-parallel ranks, one rank after the other, are the samples of the micro-batch.
+    """
+
+    def __init__(self, *args: Any, tokens_per_sample: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tokens_per_sample = tokens_per_sample
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        rows = len(routing_map)
+        samples, rest = divmod(rows * self.tp_group.size(), self._tokens_per_sample)
+        assert bsz == 1 and not rest, f"{rows} rows are no samples of {self._tokens_per_sample} tokens"
+        first = self.tp_group.rank() * rows
+        sample = torch.arange(first, first + rows, device=routing_map.device) // self._tokens_per_sample
+        found = scores_for_aux_loss, routing_map
+        return _with_loss(
+            self, "seq_aux_loss", "seq_load_balancing_loss", probs, *found, part=sample, parts=samples,
+            groups=[self.tp_group],
+        )  # fmt: skip
 
 
 class SampleRouter(TopKRouter):
@@ -50,7 +84,7 @@ class SampleRouter(TopKRouter):
         assert planned is not None
         each = planned.samples // planned.origins
         found = scores_for_aux_loss, routing_map
-        return self._with_loss("aux_loss", "load_balancing_loss", probs, *found, samples_of_part=each)
+        return self._of_parts("aux_loss", "load_balancing_loss", probs, *found, samples_of_part=each)
 
     def _apply_seq_aux_loss(
         self,
@@ -62,7 +96,7 @@ class SampleRouter(TopKRouter):
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
         found = scores_for_aux_loss, routing_map
-        return self._with_loss("seq_aux_loss", "seq_load_balancing_loss", probs, *found, samples_of_part=1)
+        return self._of_parts("seq_aux_loss", "seq_load_balancing_loss", probs, *found, samples_of_part=1)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Count the tokens of each expert for its bias, without the rows that make micro-batches equally long."""
@@ -75,7 +109,7 @@ class SampleRouter(TopKRouter):
                 routing_map = routing_map & (place < planned.tokens)[:, None]
         super()._apply_expert_bias(routing_map, padding_mask=padding_mask)
 
-    def _with_loss(
+    def _of_parts(
         self,
         kind: str,
         name: str,
@@ -84,33 +118,53 @@ class SampleRouter(TopKRouter):
         routing_map: torch.Tensor,
         samples_of_part: int,
     ) -> torch.Tensor:
-        """`probs` with a loss attached that adds up over the ranks of the domain to those of Megatron-LM's
-        micro-batches, each the mean of its parts.
-
-        kind: of `--moe-router-load-balancing-type`.
-        name: of the loss in Megatron-LM's log.
-        probs, scores: float [row, expert].
-        routing_map: bool [row, expert].
-        samples_of_part: how many samples a product of sums is over.
-        """
-        coefficient, planned = self.get_aux_loss_coeff(kind), self._planned
-        if not coefficient:
-            return probs
+        """`_with_loss` of a part for each `samples_of_part` samples, the loss of a micro-batch the mean of its parts."""
+        planned, rows = self._planned, len(routing_map)
         assert planned is not None and planned.sample is not None
-        parts, rows = planned.samples // samples_of_part, len(routing_map)
         own = planned.sample
         if rows < len(own):  # under sequence parallelism
             own = own[self.tp_group.rank() * rows :][:rows]
-        part = own // samples_of_part
         if planned.sharing is None:
             groups = [self.tp_dp_cp_group if planned.origins > 1 else self.tp_cp_group]
         else:
             groups = [planned.sharing, self.tp_group]
-        tokens = tokens_of_parts(routing_map, part, parts, groups)
-        loss = loss_of_parts(scores, tokens, part, self.topk) * (coefficient * planned.origins / parts)
-        return self.attach_and_log_load_balancing_loss(
-            probs, coefficient, loss, name, self.tp_cp_group, valid_token_count=rows
-        )
+        return _with_loss(
+            self, kind, name, probs, scores, routing_map, part=own // samples_of_part,
+            parts=planned.samples // samples_of_part, groups=groups, micro_batches=planned.origins,
+        )  # fmt: skip
+
+
+def _with_loss(
+    router: TopKRouter,
+    kind: str,
+    name: str,
+    probs: torch.Tensor,
+    scores: torch.Tensor,
+    routing_map: torch.Tensor,
+    *,
+    part: torch.Tensor,
+    parts: int,
+    groups: Iterable[dist.ProcessGroup],
+    micro_batches: int = 1,
+) -> torch.Tensor:
+    """`probs` with a loss attached that adds up over the ranks of `groups` to the sum over Megatron-LM's micro-batches
+    of the mean over the parts of each.
+
+    kind: of `--moe-router-load-balancing-type`.
+    name: of the loss in Megatron-LM's log.
+    probs, scores: float [row, expert].
+    routing_map: bool [row, expert].
+    part, parts, groups: as `tokens_of_parts` takes them.
+    micro_batches: Megatron-LM's, that the parts are of.
+    """
+    coefficient = router.get_aux_loss_coeff(kind)
+    if not coefficient:
+        return probs
+    tokens = tokens_of_parts(routing_map, part, parts, groups)
+    loss = loss_of_parts(scores, tokens, part, router.topk) * (coefficient * micro_batches / parts)
+    return router.attach_and_log_load_balancing_loss(
+        probs, coefficient, loss, name, router.tp_cp_group, valid_token_count=len(routing_map)
+    )
 
 
 def tokens_of_parts(
