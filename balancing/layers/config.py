@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from balancing.layers.gate import GateConfig
+
 __all__ = ["LayerConfig"]
 
 
@@ -89,6 +91,11 @@ class LayerConfig:
     def enabled(self) -> bool:
         """Whether layers are balanced."""
         return self.balance_layers or self.balance_layers_once
+
+    @property
+    def gate(self) -> GateConfig:
+        """The gate of a training run: one decision an interval, and no two moves within one."""
+        return GateConfig(min_gain=self.layer_min_gain, interval=self.layer_balance_interval)
 
     @property
     def repacks(self) -> bool:

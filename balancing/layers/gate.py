@@ -2,8 +2,7 @@
 
 A move stops training while layers are transferred, and its gain is only predicted. So a plan passes if
 
-- it saves at least the fraction `min_gain` of the predicted step in `confirm` checks in a row (hysteresis, so that
-  noise of costs does not move layers back and forth),
+- it saves at least the fraction `min_gain` of the predicted step, by costs that are averages over an interval,
 - its gain until the horizon exceeds the cost of the move: (old - new) x horizon > migration,
 - the last move is at least `interval` iterations ago.
 
@@ -34,17 +33,15 @@ class GateConfig:
     min_gain: least fraction of the step that a move must save, 0 to 1.
     interval: fewest iterations between moves.
     horizon: iterations over which the gain counts; later, costs will have changed again.
-    confirm: checks in a row that must find the gain.
     watch: iterations measured before and after a move, without the first one, which allocates buffers.
     slower: fraction by which steps may be slower than the old plan's before the move is taken back.
 
     Raises ValueError for a value out of range.
     """
 
-    min_gain: float = 0.02
-    interval: int = 10
+    min_gain: float
+    interval: int
     horizon: int = 200
-    confirm: int = 2
     watch: int = 5
     slower: float = 0.02
 
@@ -52,7 +49,7 @@ class GateConfig:
         for name, least, most in (("min_gain", 0.0, 1.0), ("slower", 0.0, float("inf"))):
             if not least <= getattr(self, name) < most:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least:g} and below {most:g}")
-        for name in ("interval", "horizon", "confirm", "watch"):
+        for name in ("interval", "horizon", "watch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
@@ -72,7 +69,6 @@ class Gate:
     plan: in force.
     moved_at: iteration of the last move.
     patience: factor on the interval, doubled by each rollback.
-    agreed: checks in a row that found a gain.
     steps: seconds of the last measured steps under `plan`.
     fresh: how many of them were measured since the last check, as the costs of the next one are.
     ratios: of these steps up to the last check, over the prediction of that check. While costs drift, a step belongs to
@@ -85,7 +81,6 @@ class Gate:
     plan: StagePlan
     moved_at: int | None = None
     patience: int = 1
-    agreed: int = 0
     steps: tuple[float, ...] = ()
     fresh: int = 0
     ratios: tuple[float, ...] = ()
@@ -133,14 +128,15 @@ class Gate:
             expected = before * (previous_now / predicted if previous_now is not None and predicted > 0 else 1.0)
             after = median(ratios or (0.0,)) * now
             if before > 0 and after > (1 + config.slower) * expected:
-                back = replace(self, plan=plan, moved_at=iteration, patience=2 * self.patience, agreed=0, steps=(),
-                               ratios=(), previous=None)  # fmt: skip
+                back = replace(
+                    self, plan=plan, moved_at=iteration, patience=2 * self.patience, steps=(), ratios=(), previous=None
+                )
                 why = f"steps take {after:.4g} s, the plan before would take {expected:.4g} s"
                 return back, Decision("rollback", plan, why)
             self = replace(self, previous=None, patience=1)
 
-        def keep(why: str, agreed: int = 0) -> tuple["Gate", Decision]:
-            return replace(self, agreed=agreed), Decision("keep", self.plan, why)
+        def keep(why: str) -> tuple["Gate", Decision]:
+            return self, Decision("keep", self.plan, why)
 
         gain = now - then
         if candidate.chunks == self.plan.chunks:
@@ -150,14 +146,11 @@ class Gate:
         horizon = config.horizon if left is None else min(config.horizon, left)
         if gain * horizon <= migration:
             return keep(f"gains {gain * horizon:.4g} s in {horizon} iterations, the move takes {migration:.4g} s")
-        agreed = self.agreed + 1
-        if agreed < config.confirm:
-            return keep(f"gains {gain / now:.1%} of a step, seen {agreed} of {config.confirm} times", agreed)
         wait = config.interval * self.patience
         if self.moved_at is not None and iteration - self.moved_at < wait:
-            return keep(f"the last move is {iteration - self.moved_at} of {wait} iterations ago", agreed)
+            return keep(f"the last move is {iteration - self.moved_at} of {wait} iterations ago")
         watched = (self.plan, median(ratios) * now, now) if ratios else None
-        moved = replace(self, plan=candidate, moved_at=iteration, agreed=0, steps=(), ratios=(), previous=watched)
+        moved = replace(self, plan=candidate, moved_at=iteration, steps=(), ratios=(), previous=watched)
         return moved, Decision("move", candidate, f"gains {gain / now:.1%} of a step for {migration:.4g} s")
 
 

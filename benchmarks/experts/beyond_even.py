@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from balancing.experts import ReplicaPlacement, plan_replicas, read_load_trace, traffic
+from balancing.experts.config import ExpertConfig
 from balancing.experts.cost import layer_cost
 from benchmarks.experts.emulated_workload import SHAPE, Loads, Scale, made_up_loads, recorded_loads
 
@@ -37,6 +38,7 @@ def of_forced_balance(loads: Loads, scale: Scale, method: Any, micro_batches: in
     micro_batches: of an iteration.
     """
     cluster, hidden = scale.cluster, scale.attention_seconds
+    slots = ExpertConfig().expert_replica_slots
     even = own = 0.0
     for now, before, level in zip(loads.now, loads.before, loads.even.now, strict=True):
         for layer in range(now.shape[1]):
@@ -49,8 +51,8 @@ def of_forced_balance(loads: Loads, scale: Scale, method: Any, micro_batches: in
                 return np.rint(load * scale.tokens).astype(np.int64)
 
             planned = tokens(before[:, layer].mean(1))
-            alone = plan_replicas(planned, cluster, slots=2, method="none")
-            plan = plan_replicas(planned, cluster, slots=2, shape=SHAPE, method=method, **options)
+            alone = plan_replicas(planned, cluster, slots=slots, method="none")
+            plan = plan_replicas(planned, cluster, slots=slots, shape=SHAPE, method=method, **options)
             for batch in range(now.shape[2]):
                 even += seconds(tokens(level[:, layer, batch]), alone)
                 own += seconds(tokens(now[:, layer, batch]), plan)

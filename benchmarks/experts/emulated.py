@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from balancing.experts import ReplicaPlacement, contiguous_homes, plan_replicas, read_load_trace, traffic
+from balancing.experts.config import ExpertConfig
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
 from benchmarks.experts.emulated_rank import Variant
@@ -49,7 +50,6 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
 _EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by number of ranks, which share two cores
-_MIN_GAIN = 0.02  # of --expert-min-gain
 _PIECES = 16  # of an expert's weights; a real one has 21
 
 CEILING = "forced balance"
@@ -64,7 +64,7 @@ class _Plan:
     """
 
     method: Any
-    slots: int = 2
+    slots: int = ExpertConfig().expert_replica_slots
     knows: str = "hidden"
     micro_batches: int | None = None
     even: bool = False
@@ -156,8 +156,8 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
             first = not placed
             each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, first=first, **costs)
             split = each.split
-            gains = traffic(load, each).sum(0).max() <= (1 - _MIN_GAIN) * traffic(load, alone).sum(0).max()
-            placed.append(each.slot_expert if gains else alone.slot_expert)
+            kept = traffic(load, each).sum(0).max() / traffic(load, alone).sum(0).max()
+            placed.append(each.slot_expert if kept <= 1 - ExpertConfig().expert_min_gain else alone.slot_expert)
         seconds.append(time.thread_time() - begin)
         slots.append(placed)
     return np.array(slots), np.array(seconds), split

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from balancing.experts.config import ExpertConfig
 from benchmarks.emulated.device import Device
 
 __all__ = ["Variant", "routing_map"]
@@ -48,7 +49,7 @@ class Variant:
     name: str
     planned: str | None = None
     even: bool = False
-    slots: int = 2
+    slots: int = ExpertConfig().expert_replica_slots
     overlap: bool = True
     shared: bool = False
     in_parts: bool = True

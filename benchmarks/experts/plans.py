@@ -6,6 +6,9 @@
   next one is split over them, at several expert-parallel sizes. Then the same from the last micro-batch of the record
   before.
 - Grid: synthetic loads of known imbalance, which drift by a known part after replicas are placed.
+
+  "quota, --cluster" knows what transfers cost and hide, and "late replicas" adds some for the present load, both as
+  training does with `--cluster`.
 - Time: one placement and one split, CPU time of one thread, the best of several; with a GPU, also the split there.
 
 The figure is the load of the busiest rank over the mean. Each row has its ratio to no balancing (none) and to the lower
@@ -49,8 +52,7 @@ __all__ = ["Row", "grid", "replay", "times"]
 
 _CLUSTER = "h200-8x400g"
 _IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
-_REPAIR = "quota, repaired"
-_COPIES = 4  # late replicas at most
+_CLUSTERED, _LATE = "quota, --cluster", "quota, --cluster, late replicas"
 _SHAPE = ExpertShape(hidden=2048, ffn_hidden=1408, bytes_per_parameter=2)
 _COSTS: dict[str, dict[str, Any]] = {  # arguments of the cost model besides the shape
     "costs, hidden": {"hidden_under": 1e-3, "micro_batches": 4},
@@ -172,10 +174,18 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
                 for method in ("none", "prophet", "eplb", "quota"):
                     placement = plan_replicas(before, cluster, slots=slots, method=method)
                     found.setdefault(method, _Balance()).add(now, placement, layer)
-                repaired = repair(now, placement, cluster, copies=_COPIES)
-                found.setdefault(_REPAIR, _Balance()).add(now, repaired, layer)
+                for name, placement in _clustered(before, now, cluster, slots).items():
+                    found.setdefault(name, _Balance()).add(now, placement, layer)
             rows += _rows("replay, last record", case, found, None) if chosen else ()
     return rows
+
+
+def _clustered(before: np.ndarray, now: np.ndarray, cluster: Cluster, slots: int) -> dict[str, ReplicaPlacement]:
+    """The placement of training with `--cluster` for one load, and with late replicas for the one that comes."""
+    costs = _COSTS["costs, hidden"]
+    placed = plan_replicas(before, cluster, slots=slots, shape=_SHAPE, **costs)
+    late = repair(now, placed, cluster, shape=_SHAPE, evict=False, micro_batches=costs["micro_batches"])
+    return {_CLUSTERED: placed, _LATE: late}
 
 
 def grid(draws: int, progress: Progress) -> list[Row]:
@@ -192,9 +202,8 @@ def grid(draws: int, progress: Progress) -> list[Row]:
             plans = {method: plan_replicas(before, cluster, slots=slots, method=method) for method in methods}
             for drift in _DRIFT:
                 now = sampled_load(drifted(popularity, drift, generator), ranks, tokens, generator)
-                late = {
-                    _REPAIR: repair(now, plans["quota"], cluster, copies=_COPIES),
-                    "quota, load known": plan_replicas(now, cluster, slots=slots),
+                late = _clustered(before, now, cluster, slots) | {
+                    "quota, load known": plan_replicas(now, cluster, slots=slots)
                 }
                 for method, placement in (plans | late).items():
                     found[drift].setdefault(method, _Balance()).add(now, placement)

@@ -3,9 +3,10 @@
     python -m benchmarks.layers.plans [--quick] [--json FILE] [--figure FILE.svg]
     python -m benchmarks.layers.plans --trace benchmarks/traces/*.npz
 
-- Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches. Costs of layers are
-  modelled (sources in `benchmarks.layers.traces`); every step is simulated with Megatron's own 1F1B schedule, and a
-  move costs its bytes at 50 GB/s and 0.25 s for new buffers and optimizer. Methods:
+- Training: a run of each of DynMo's six cases on 8 stages, 32 and 48 layers, 32 micro-batches, 4000 iterations of which
+  each tenth stands for ten. Costs of layers are modelled (sources in `benchmarks.layers.traces`); steps are simulated
+  with Megatron's own 1F1B schedule, and a move costs its bytes at 50 GB/s and 0.25 s for new buffers and optimizer.
+  Balancers have the settings of a training run without flags of its own (`LayerConfig`). Methods:
     uniform             equal numbers of layers, for the whole run
     deepspeed           DeepSpeed's partition by parameters, for the whole run
     static              the best single plan for the whole run, by trial; unknown in advance
@@ -15,7 +16,7 @@
     uniform, 2 chunks   equal numbers of layers in chunks of Megatron's interleaved schedule, 2, 3 and 4 a stage, which
                         fills and drains in less time; for the whole run
     optimal, 2 chunks, gate    plans of such chunks, 2, 3 and 4 a stage, refined by simulation, also from the plan in
-                        force; a chunk may be empty
+                        force
     whole layers        a bound: the least slowest stage of any plan, and a pipeline that never fills or drains
 - Reach: costs under which the best plan is as far ahead of the uniform one as DynMo's "up to" figure.
 - Re-pack: 6, 4 and 2 stages instead of 8, against DynMo's published rule, first fit by memory.
@@ -45,16 +46,17 @@ from rich.table import Table
 from balancing.layers import (
     CostAverage,
     Gate,
-    GateConfig,
     LayerSeconds,
     StagePlan,
     first_fit,
     migration_seconds,
+    plan_pipeline,
     plan_stages,
     refine_plan,
     repack_options,
     simulate_schedule,
 )
+from balancing.layers.config import LayerConfig
 from balancing.layers.plan import METHODS, ONE_CHUNK, Method
 from benchmarks.layers.record import replay
 from benchmarks.layers.traces import TRACES, Trace, trace
@@ -63,8 +65,8 @@ __all__ = ["Row", "reach", "recorded", "repack", "times", "training"]
 
 _STAGES, _MICRO_BATCHES = 8, 32
 _BANDWIDTH, _REBUILD = 50e9, 0.25
-_CHECK = 4  # iterations between checks of the gate; a jump in the costs is looked at at once
-_GATE = GateConfig(min_gain=0.01, interval=8, horizon=40, confirm=2, watch=3)
+_EVERY = 10  # iterations, of which one is simulated
+_CONFIG = LayerConfig(balance_layers=True)
 _CHUNKS = (2, 3, 4)  # a stage, beside one
 _OF_ORACLE, _OF_BOUND, _PLAN_MS = 0.97, 0.90, 50.0
 
@@ -88,58 +90,61 @@ class Row:
 
 
 class _Run:
-    """One training run: its costs, and the simulated seconds of every iteration under any plan."""
+    """One training run: its costs, and the simulated seconds of each `_EVERY`th iteration under any plan."""
 
     def __init__(self, costs: Trace) -> None:
         self.trace, self.layers = costs, costs.costs[0].layers
+        self.simulated = range(0, len(costs.costs), _EVERY)
         self.transfer = costs.message_bytes / _BANDWIDTH
         self._known: dict[tuple[int, StagePlan], float] = {}
-
-    def predict(self, cost: LayerSeconds, plan: StagePlan) -> float:
-        return cost.simulate(plan, _MICRO_BATCHES, transfer=self.transfer).step_time
 
     def seconds(self, iteration: int, plan: StagePlan) -> float:
         key = iteration, plan
         if key not in self._known:
-            self._known[key] = self.predict(self.trace.costs[iteration], plan)
+            cost = self.trace.costs[iteration]
+            self._known[key] = cost.simulate(plan, _MICRO_BATCHES, transfer=self.transfer).step_time
         return self._known[key]
 
     def fixed(self, plan: StagePlan, every: int = 1) -> np.ndarray:
-        return np.array([self.seconds(at, plan) for at in range(0, len(self.trace.costs), every)])
+        return np.array([self.seconds(at, plan) for at in self.simulated[::every]])
 
-    def plan(self, cost: LayerSeconds, method: Method, current: StagePlan | None = None, chunks: int = 1) -> StagePlan:
-        least = 1 if chunks == 1 or method == "uniform" else 0  # with 4 chunks a stage layers are few
-        plan = plan_stages(
-            cost.total, _STAGES, embedding=sum(cost.embedding), head=sum(cost.head), current=current, method=method,
-            virtual=chunks, min_layers=least,
-        )  # fmt: skip
-        if method != "optimal":
-            return plan
-        return refine_plan(plan, cost, _MICRO_BATCHES, current=current, transfer=self.transfer, min_layers=least)
+    def best(self, cost: LayerSeconds) -> StagePlan:
+        """The best known plan of one chunk a stage, with messages counted."""
+        plan = plan_stages(cost.total, _STAGES, embedding=sum(cost.embedding), head=sum(cost.head))
+        return refine_plan(plan, cost, _MICRO_BATCHES, transfer=self.transfer)
 
     def static(self) -> StagePlan:
         """The best of many plans over the whole run."""
         costs, parts = self.trace.costs, ("forward", "input_gradient", "weight_gradient", "embedding", "head")
         mean = LayerSeconds(*(np.mean([getattr(cost, part) for cost in costs], axis=0) for part in parts))
-        tried = {self.plan(cost, "optimal") for cost in [mean, *costs[:: max(len(costs) // 16, 1)]]}
-        tried.add(self.plan(mean, "uniform"))
+        tried = {self.best(cost) for cost in [mean, *costs[:: max(len(costs) // 16, 1)]]}
+        tried.add(plan_stages(mean.total, _STAGES, method="uniform"))
         return min(tried, key=lambda plan: self.fixed(plan, every=5).sum())
 
     def gated(self, method: Method, start: StagePlan) -> tuple[np.ndarray, list[StagePlan], dict[str, float]]:
-        """Seconds and plan of every iteration, and what the balancer itself took."""
-        average, gate, jumped = CostAverage(window=8), Gate(_GATE, start), False
-        seconds, plans = np.zeros(len(self.trace.costs)), []
+        """Seconds and plan of every simulated iteration, and what the balancer itself took. The settings, the planner,
+        the predictions, which know nothing of messages, and the fewest layers of a chunk are those of training."""
+        interval = _CONFIG.layer_balance_interval
+        average, gate = CostAverage(window=interval), Gate(_CONFIG.gate, start)
+        seconds, plans = np.zeros(len(self.simulated)), []
         spent = {"moves": 0.0, "rollbacks": 0.0, "plan_s": 0.0, "move_s": 0.0, "rebuild_s": 0.0}
+
+        def predict(cost: LayerSeconds, plan: StagePlan) -> float:
+            return cost.simulate(plan, _MICRO_BATCHES).step_time
+
         for iteration, cost in enumerate(self.trace.costs):
-            if iteration and (jumped or iteration % _CHECK == 0):
+            if iteration and iteration % interval == 0:
                 begin = time.thread_time()
                 before, known = gate.plan, average.cost
-                candidate = self.plan(known, method, before, start.virtual)
+                candidate = plan_pipeline(
+                    known, _STAGES, _MICRO_BATCHES, virtual=start.virtual, current=before, method=method,
+                    min_layers=min(1, *(len(chunk) for chunk in before.order)),
+                )  # fmt: skip
                 price = migration_seconds(before, candidate, self.trace.layer_bytes, _BANDWIDTH, fixed=_REBUILD)
                 gate, decision = gate.check(
-                    iteration, candidate, self.predict(known, before), self.predict(known, candidate), price,
+                    iteration, candidate, predict(known, before), predict(known, candidate), price,
                     left=len(self.trace.costs) - iteration,
-                    previous_now=self.predict(known, gate.watching) if gate.watching else None,
+                    previous_now=predict(known, gate.watching) if gate.watching else None,
                 )  # fmt: skip
                 spent["plan_s"] += time.thread_time() - begin
                 if decision.action != "keep":
@@ -148,10 +153,11 @@ class _Run:
                     spent["rollbacks"] += decision.action == "rollback"
                     spent["move_s"] += price - _REBUILD
                     spent["rebuild_s"] += _REBUILD
-            seconds[iteration] = self.seconds(iteration, gate.plan)
-            plans.append(gate.plan)
-            gate = gate.measured(iteration, seconds[iteration])
-            jumped = average.add(cost)
+            if iteration % _EVERY == 0:
+                seconds[iteration // _EVERY] = self.seconds(iteration, gate.plan)
+                plans.append(gate.plan)
+                gate = gate.measured(iteration, seconds[iteration // _EVERY])
+            average.add(cost)
         return seconds, plans, spent
 
 
@@ -169,7 +175,7 @@ def recorded(traces: Sequence[Trace], progress: Progress) -> Iterator[Row]:
 
 
 def _train(run: _Run, case: str, paper: float) -> Iterator[Row]:
-    costs = run.trace.costs
+    costs = [run.trace.costs[at] for at in run.simulated]
     uniform = plan_stages(costs[0].total, _STAGES, method="uniform")
     ends = run.trace.end_parameters
     deepspeed = plan_stages(run.trace.parameters, _STAGES, embedding=ends, head=ends, method="deepspeed")
@@ -180,15 +186,15 @@ def _train(run: _Run, case: str, paper: float) -> Iterator[Row]:
             seconds[f"{method}, gate"], _, spent[f"{method}, gate"] = run.gated(method, uniform)
     for chunks in _CHUNKS:
         if run.layers >= chunks * _STAGES:
-            interleaved = run.plan(costs[0], "uniform", chunks=chunks)
+            interleaved = plan_stages(costs[0].total, _STAGES, method="uniform", virtual=chunks)
             name = f"optimal, {chunks} chunks, gate"
             seconds[f"uniform, {chunks} chunks"] = run.fixed(interleaved)
             seconds[name], _, spent[name] = run.gated("optimal", interleaved)
-    best = [run.plan(cost, "optimal") for cost in costs]
+    best = [run.best(cost) for cost in costs]
     seconds["oracle"] = np.minimum.reduce(
         [
             *(own for method, own in seconds.items() if "chunks" not in method),
-            np.array([run.seconds(at, plan) for at, plan in enumerate(best)]),
+            np.array([run.seconds(at, plan) for at, plan in zip(run.simulated, best, strict=True)]),
         ]
     )
     slowest = [plan_stages(cost.total, _STAGES, embedding=sum(cost.embedding), head=sum(cost.head)) for cost in costs]
@@ -197,16 +203,17 @@ def _train(run: _Run, case: str, paper: float) -> Iterator[Row]:
     )
     for method, own in seconds.items():
         more = {"paper": paper, "best_iteration": float((seconds["uniform"] / own).max())}
-        total = float(own.sum())
+        total = _EVERY * float(own.sum())
         if method in spent:
             overhead = sum(value for name, value in spent[method].items() if name.endswith("_s"))
             total += overhead
             more |= spent[method] | {"overhead": overhead / total}
-        of_oracle, of_bound = (float(seconds[best].sum()) / total for best in ("oracle", "whole layers"))
+        of_oracle, of_bound = (_EVERY * float(seconds[best].sum()) / total for best in ("oracle", "whole layers"))
         more |= {"of_oracle": of_oracle, "of_bound": of_bound}
         reached = of_bound if "chunks" in method else of_oracle
         target = {"optimal, gate": _OF_ORACLE}.get(method, _OF_BOUND if method.endswith("chunks, gate") else None)
-        yield Row("training", case, method, total, "s", float(seconds["uniform"].sum()) / total, reached, target,
+        yield Row("training", case, method, total, "s", 
+                  _EVERY * float(seconds["uniform"].sum()) / total, reached, target,
                   target is None or reached >= target, more)  # fmt: skip
 
 
@@ -259,7 +266,7 @@ def repack(iterations: int) -> Iterator[Row]:
     for name in ("early exit", "layer freezing", "gradual pruning"):
         run = _Run(trace(name, 48, iterations))
         cost, now = run.trace.costs[-1], plan_stages(np.ones(48), _STAGES, method="uniform")
-        before = run.predict(cost, now)
+        before = cost.simulate(now, _MICRO_BATCHES, transfer=run.transfer).step_time
         held = np.array([run.trace.layer_bytes[list(chunk)].sum() for (chunk,) in now.chunks])
         for size in repack_options(cost, now, _MICRO_BATCHES, min_stages=2, transfer=run.transfer):
             if size.stages % 2:
@@ -361,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--figure", metavar="FILE", help="draw the speedups there; the ending says the format")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
-    iterations = 80 if options.quick else 400
+    iterations = 800 if options.quick else 4000
     sizes = options.layers or ([32] if options.quick else [32, 48])
     try:
         traces = [replay(path, count, iterations) for path in options.trace or () for count in sizes]

@@ -1,7 +1,7 @@
 """Costs of layers during the training of six kinds of dynamic models, modelled from published schedules, not measured.
 
-Each trace is a training run of some hundred iterations with the whole published schedule compressed into it, so plans
-are outdated 25 to 100 times sooner than in a real run, and moves have that much less time to pay off. Compute is
+Each trace is a training run of some thousand iterations with the whole published schedule compressed into it, so plans
+are outdated 2.5 to 10 times sooner than in a real run, and moves have that much less time to pay off. Compute is
 FLOPs at 400 TFLOP/s: a layer of hidden size h takes 24 h^2 per token for its matrices and 2 s h for causal attention
 over s tokens; the backward takes as much for the inputs (twice for attention) and as much for the weights. The head of
 32000 words takes 2 h 32000. One micro-batch is one sequence.

@@ -152,7 +152,8 @@ def main() -> int:
         rows += own
         wrong += complaints
     after = os.getloadavg()[0]
-    print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {after:.1f} at the end; seconds of a step, medians\n")
+    print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {after:.1f} at the end; seconds of a step, medians")
+    print(f"layers may move every {_INTERVAL} steps\n")
     print(
         f"{'':>10} {'':>9} {'before':>7} {'changed':>8} {'moved':>7} {'speedup':>8} {'quickest':>9} {'speedup':>8} "
         f"{'bound':>6} {'move, s':>8} {'losses apart':>13} {'steps':>6}"

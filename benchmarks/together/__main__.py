@@ -99,7 +99,8 @@ def _bench(options: argparse.Namespace) -> int:
     rows = rows_of(steps)
     network = f"network not limited: {reason}" if reason else f"NICs of {_NIC}"
     cores = f"{os.cpu_count()} cores, load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
-    print(f"emulated: {_NODES} nodes x {_RANKS_PER_NODE} ranks, PP 2, CP 4, EP 8; {network}; {cores}\n")
+    print(f"emulated: {_NODES} nodes x {_RANKS_PER_NODE} ranks, PP 2, CP 4, EP 8; {network}; {cores}")
+    print("sequences planned with chunks, of none with hybrid; layers may move in each step\n")
     print(f"{'':20}  s/step    gain  of the limit  product of gains alone  steps")
     for row in rows:
         alone = "" if row.alone is None else f"{row.alone:.3f}"

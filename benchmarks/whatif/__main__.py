@@ -18,6 +18,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, plan_replicas
+from balancing.experts.config import ExpertConfig
 from balancing.layers.plan import plan_stages
 from balancing.sequences.cost import limit_seconds
 from balancing.sequences.load import area_of_first
@@ -165,10 +166,11 @@ def _sequence_planners(ranks: int, shape: AttentionShape, tokens: int, context: 
 
 def _other_planners(ranks: int) -> None:
     """Time plans of experts for one layer, whose group has at most as many ranks as experts, and plans of layers."""
+    slots = ExpertConfig().expert_replica_slots
     random, group = np.random.default_rng(0), min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
     load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
     few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)
-    experts, _ = _timed(partial(plan_replicas, load, few, slots=2, shape=expert, hidden_under=1e-3), 3)
+    experts, _ = _timed(partial(plan_replicas, load, few, slots=slots, shape=expert, hidden_under=1e-3), 3)
     layers, _ = _timed(partial(plan_stages, np.linspace(1, 2, 128), 32, micro_batches=128), 3)
     print(f"{ranks:7,}{experts:12.1f}{layers:9.1f}", flush=True)
 

@@ -136,11 +136,27 @@ FLAGS = {
     "written configs": ("--config-logger-dir configs", "--config-logger-dir configs", "drop it"),
     "weights without values": ("--init-model-with-meta-device", "--init-model-with-meta-device", "drop it"),
     "fewer tokens than the tokenizer's": ("--padded-vocab-size 64", "--padded-vocab-size 64", "127 tokens", "drop it"),
-    "groups without messages": (
-        "--fake-process-group --balance-report report",
+    "groups without messages": ("--fake-process-group", "--fake-process-group", "--device cpu", "drop it"),
+    "groups without messages, balanced": (
+        "--fake-process-group --balance-layers --pipeline-model-parallel-size 2",
         "--fake-process-group",
-        "--balance-report",
+        "balancers",
         "drop it",
+    ),
+    "prediction from packed documents in overlapped batches": (
+        "--dataloader-inter-document-masking --mtp-num-layers 1 --num-experts 4 --expert-model-parallel-size 2 "
+        "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall",
+        "--mtp-num-layers 1",
+        "--overlap-moe-expert-parallel-comm",
+        "drop one",
+    ),
+    "losses of samples in pieces": (
+        "--dataloader-inter-document-masking --num-experts 4 --moe-router-load-balancing-type seq_aux_loss "
+        "--moe-aux-loss-coeff 0.01 --context-parallel-size 2 --micro-batch-size 2",
+        "--micro-batch-size 2",
+        "--context-parallel-size 2",
+        "use --micro-batch-size 1",
+        "add --balance-sequences",
     ),
     "sinkhorn with a loss": (
         "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1e-2",

@@ -15,7 +15,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["AXES", "REAL", "ROUTERS", "batch_of", "flags_of", "has_parts_of_micro_batches", "moves_of", "rows", "world_size"]
+__all__ = [
+    "AXES",
+    "REAL",
+    "ROUTERS",
+    "batch_of",
+    "flags_of",
+    "has_parts_of_micro_batches",
+    "moves_of",
+    "rows",
+    "world_size",
+]
 
 Row = Mapping[str, Any]
 

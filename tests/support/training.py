@@ -210,10 +210,15 @@ def differences(run: Run, reference: Run) -> tuple[float, float]:
     """The largest relative difference of a loss, and of a parameter tensor in norm."""
     assert len(run.losses) == len(reference.losses) > 0
     assert run.parameters.keys() == reference.parameters.keys()
-    losses = max(abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True))
-    norm = np.linalg.norm
-    tensors = [norm(run.parameters[name] - whole) / norm(whole) for name, whole in reference.parameters.items()]
+    losses = max(_difference(*map(np.asarray, pair)) for pair in zip(run.losses, reference.losses, strict=True))
+    tensors = [_difference(run.parameters[name], whole) for name, whole in reference.parameters.items()]
     return losses, max(tensors, default=0.0)
+
+
+def _difference(one: np.ndarray, whole: np.ndarray) -> float:
+    """In norm, relative to `whole`; of a `whole` of zeros absolute. Infinite where either is not finite."""
+    difference = float(np.linalg.norm(one - whole) / (np.linalg.norm(whole) or 1.0))
+    return difference if np.isfinite(difference) else np.inf
 
 
 def assert_close(run: Run, reference: Run, tolerance: float = 1e-12) -> None:

@@ -18,7 +18,6 @@ from megatron.training.utils import print_rank_0
 from balancing.layers import (
     CostAverage,
     Gate,
-    GateConfig,
     LayerMemory,
     LayerSeconds,
     ScheduleOptions,
@@ -83,7 +82,7 @@ class LayerPlanner:
 
     def restart(self) -> None:
         """Begin with a new gate: at the start of training, and when the number of stages has changed."""
-        gate = GateConfig(min_gain=self._config.layer_min_gain, interval=self._config.layer_balance_interval, confirm=1)
+        gate = self._config.gate
         if self._config.balance_layers_once:  # the one move pays off until training ends
             gate = replace(gate, horizon=self._args.train_iters or gate.horizon)
         self._gate = Gate(gate, self._mover.plan)

@@ -118,7 +118,7 @@ class SampleRouter(TopKRouter):
         routing_map: torch.Tensor,
         samples_of_part: int,
     ) -> torch.Tensor:
-        """`_with_loss` of a part for each `samples_of_part` samples, the loss of a micro-batch the mean of its parts."""
+        """`_with_loss` of a part for each `samples_of_part` samples; a micro-batch has the mean of its parts."""
         planned, rows = self._planned, len(routing_map)
         assert planned is not None and planned.sample is not None
         own = planned.sample
