@@ -33,7 +33,6 @@ Example: 3 ranks, 3 experts, one slot a rank. Expert 0 is hot.
 """
 
 from balancing.experts.cost import ExpertShape, MoELayerCost, break_even_tokens, layer_cost
-from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
 from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
@@ -49,7 +48,6 @@ from balancing.experts.trace import (
 
 __all__ = [
     "METHODS",
-    "BlockSeconds",
     "Copy",
     "ExpertShape",
     "LoadHistory",
@@ -59,16 +57,13 @@ __all__ = [
     "Splitter",
     "break_even_tokens",
     "contiguous_homes",
-    "exposed_seconds",
     "layer_cost",
     "plan_replicas",
     "plan_replicas_layers",
     "read_load_trace",
     "read_reported_loads",
     "read_routing_trace",
-    "render_schedule",
     "repair",
-    "simulate_iteration",
     "split_tokens",
     "total_variation",
     "traffic",

@@ -2,7 +2,7 @@
 
 Replays the loads of a run, from the directory of --balance-report, the directory of --moe-routing-trace-path, or an
 .npz file. Every planner places replicas from each record for the next one, as in training. With --cluster and the size
-of an expert, the cost model's time of a layer is shown, too; with --schedule, which transfer overlaps which compute.
+of an expert, the cost model's time of a layer is shown, too.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from rich.table import Table
 from balancing.cluster import Cluster
 from balancing.command_line import Parser
 from balancing.experts.cost import ExpertShape, MoELayerCost, layer_cost
-from balancing.experts.engine.simulator import BlockSeconds, exposed_seconds, render_schedule, simulate_iteration
 from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
 from balancing.experts.split.split import traffic
@@ -60,7 +59,7 @@ def _parser() -> Parser:
         "--planner",
         choices=METHODS,
         default="quota",
-        help="planner whose layers, costs and schedule are shown (default: quota)",
+        help="planner whose layers and costs are shown (default: quota)",
     )
     parser.add_argument("--cluster", metavar="NAME|FILE", help="preset, or file of python -m balancing.cluster")
     parser.add_argument("--hidden-size", type=int, metavar="H", help="hidden size of the model; with --cluster")
@@ -69,7 +68,6 @@ def _parser() -> Parser:
         "--non-expert-ms", type=float, default=0.0, metavar="X",
         help="forward compute of a layer outside its experts, such as attention, that overlaps transfers (default: 0)",
     )  # fmt: skip
-    parser.add_argument("--schedule", action="store_true", help="print one iteration's operations in order")
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the loads to a compact .npz file")
     return parser
 
@@ -119,7 +117,7 @@ class _Replay:
 def _show(trace: LoadTrace, options: argparse.Namespace) -> None:
     ranks = trace.counts.shape[1] if options.ranks is None else options.ranks
     counts = trace.on_ranks(ranks)
-    records, _, layers, micro_batches, experts = counts.shape
+    records, _, layers, _, experts = counts.shape
     if records < 2:
         raise ValueError("one record tells nothing of the next; record at least two iterations")
     shape, cluster = _machine(options, ranks)
@@ -139,16 +137,14 @@ def _show(trace: LoadTrace, options: argparse.Namespace) -> None:
     )
     console.print(_planners(replays, with_costs=shape is not None))
     console.print(_layers(trace.layer, replays["none"], replays[options.planner], options.planner))
-    if options.schedule:
-        _print_schedule(replays[options.planner], micro_batches, options.non_expert_ms / 1e3)
 
 
 def _machine(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | None, Cluster]:
     """The size of an expert, None without --cluster, and a cluster of `ranks` ranks."""
     sizes = options.hidden_size, options.moe_ffn_hidden_size
     if options.cluster is None:
-        if options.schedule or any(sizes):
-            raise ValueError("costs and schedules need --cluster, for instance h200-8x400g")
+        if any(sizes):
+            raise ValueError("costs need --cluster, for instance h200-8x400g")
         return None, replace(_ANY, ranks_per_node=ranks)
     if None in sizes:
         raise ValueError(f"--cluster {options.cluster} needs --hidden-size and --moe-ffn-hidden-size for costs")
@@ -228,16 +224,6 @@ def _layers(numbers: np.ndarray, none: _Replay, chosen: _Replay, name: str) -> T
     for number, old, new in zip(numbers.tolist(), before, after, strict=True):
         table.add_row(str(number), f"{old:.3f}", f"{new:.3f}")
     return table
-
-
-def _print_schedule(replay: _Replay, micro_batches: int, non_expert: float) -> None:
-    blocks = [
-        BlockSeconds(non_expert, cost.forward, cost.trans, cost.agg, all_to_all=cost.all_to_all)
-        for cost in replay.costs
-    ]
-    schedule = simulate_iteration(blocks, mode="resident", micro_batches=micro_batches)
-    print(render_schedule(schedule))
-    print(f"{exposed_seconds(schedule) * 1e3:.3f} ms of transfers that nothing hides, in an iteration of these layers")
 
 
 if __name__ == "__main__":

@@ -34,14 +34,10 @@ def test_planners_and_layers_of_a_trace(trace, capsys):
     assert _cells(text, "1") == ["1", "2.286", "1.000"] and _cells(text, "3") == ["3", "1.000", "1.000"]
 
 
-def test_costs_and_schedule(trace, capsys):
-    assert main(["--trace", str(trace), *COSTS, "--non-expert-ms", "2", "--schedule", "--planner", "eplb"]) == 0
+def test_costs(trace, capsys):
+    assert main(["--trace", str(trace), *COSTS, "--non-expert-ms", "2", "--planner", "eplb"]) == 0
     text = capsys.readouterr().out
     assert float(_cells(text, "eplb")[-1]) > 1 == float(_cells(text, "none")[-1])
-    lines = text.splitlines()
-    assert any(line.startswith("FNEC 0 mb 0") and "Trans 0 mb 0" in line for line in lines)
-    assert sum(line.startswith("FEC") for line in lines) == 4
-    assert "ms of transfers that nothing hides" in lines[-1]
 
 
 def test_a_report_is_replayed_and_saved(tmp_path, capsys):
@@ -55,7 +51,7 @@ def test_a_report_is_replayed_and_saved(tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, says",
     [
-        (["--schedule"], "need --cluster"),
+        (["--hidden-size", "64"], "need --cluster"),
         (["--ranks", "3"], "4 source ranks, not a multiple or a part of 3"),
         (["--slots", "-1"], "slots=-1"),
         (["--cluster", "h200-8x400g"], "needs --hidden-size"),

@@ -16,7 +16,6 @@ Transfers run while the rank computes, in turns that are posted when the links a
 posting`).
 
 Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches gives.
-`balancing.experts.engine.simulator` computes the resulting overlap from durations.
 """
 
 import os
