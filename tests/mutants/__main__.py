@@ -102,9 +102,8 @@ def main() -> int:
         for mutant in chosen:
             print(f"{find(mutant).relative_to(REPOSITORY)}: {mutant.name}: {mutant.why[:_SHORT]}")
         return 0
-    killable = [mutant for mutant in chosen if mutant.killed_by]
-    tests = sorted({node_id(test) for mutant in killable for test in mutant.killed_by})
-    print(f"{len(killable)} mutants, {len(tests)} tests, which must pass without any", flush=True)
+    tests = sorted({node_id(test) for mutant in chosen for test in mutant.killed_by})
+    print(f"{len(chosen)} mutants, {len(tests)} tests, which must pass without any", flush=True)
     for first in range(0, len(tests), 20):
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
             code, output = _run(_copy(Path(folder)), tests[first : first + 20])
@@ -112,13 +111,10 @@ def main() -> int:
             print(f"{_killer(output)} fails without a mutant:\n{output[-3000:]}", file=sys.stderr)
             return 2
     with ThreadPoolExecutor(max(1, asked.jobs)) as workers:
-        verdicts = list(workers.map(_judge, killable))
-    print(f"\n{_table(killable, verdicts)}")
-    for mutant in chosen:
-        if not mutant.killed_by:
-            print(f"\nchanges no number: {mutant.name} ({find(mutant).relative_to(REPOSITORY)}): {mutant.why}")
-    survivors = [mutant.name for mutant, (killer, _) in zip(killable, verdicts, strict=True) if not killer]
-    print(f"\n{len(killable) - len(survivors)} of {len(killable)} killed", *survivors, sep="\nsurvived: ")
+        verdicts = list(workers.map(_judge, chosen))
+    print(f"\n{_table(chosen, verdicts)}")
+    survivors = [mutant.name for mutant, (killer, _) in zip(chosen, verdicts, strict=True) if not killer]
+    print(f"\n{len(chosen) - len(survivors)} of {len(chosen)} killed", *survivors, sep="\nsurvived: ")
     return 1 if survivors else 0
 
 
