@@ -5,7 +5,7 @@ plan apart, micro-batches, model chunks. A tiny model has one of each, and what 
 show.
 
 The table is a greedy set cover over all rows that can be. Of libraries, allpairspy leaves out 35 possible pairs where
-values exclude each other as they do here, and covertable takes minutes for triples.
+values exclude each other as they do here.
 """
 
 import itertools

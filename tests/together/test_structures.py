@@ -144,13 +144,9 @@ def _check(pool: Any, references: References, row: Row) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    # Triples take seconds to find, so only who asks for them does.
-    tables = {"pair": rows(2)} | ({"triple": rows(3)} if metafunc.config.getoption("--triples") else {})
     cases = [pytest.param(row, id=name) for name, row in REAL.items()]
-    for kind, table in tables.items():
-        for number, row in enumerate(table):  # a sixth of the pairs always
-            marks = pytest.mark.exhaustive if kind == "pair" and number % 6 else ()
-            cases.append(pytest.param(row, id=f"{kind} {number}", marks=marks))
+    for number, row in enumerate(rows(2)):  # a sixth of the pairs always
+        cases.append(pytest.param(row, id=f"pair {number}", marks=pytest.mark.exhaustive if number % 6 else ()))
     metafunc.parametrize("row", cases)
 
 
