@@ -214,7 +214,8 @@ def _check_packed(args: argparse.Namespace) -> None:
     if args.mtp_num_layers and args.overlap_moe_expert_parallel_comm:
         raise ValueError(
             f"--mtp-num-layers {args.mtp_num_layers} with {packs} is incompatible with "
-            "--overlap-moe-expert-parallel-comm, whose layers of prediction take no packed documents; drop one of them"
+            "--overlap-moe-expert-parallel-comm, whose layers of prediction take no packed documents; "
+            "drop one of the two"
         )
     several = (args.micro_batch_size or 1) > 1 and args.context_parallel_size > 1
     if several and "seq_aux_loss" in balancing_losses(args) and not args.balance_sequences:

@@ -50,9 +50,6 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         off = dataclasses.replace(sequences, balance_sequences=False, sequence_domain="auto")
         return off, [*notes, f"--balance-sequences has nothing to balance: {idle}"]
     found = _routers_that_see_padding(args)
-    if getattr(args, "mtp_num_layers", None) and args.overlap_moe_expert_parallel_comm:
-        why = "with --overlap-moe-expert-parallel-comm Megatron-LM's layers of prediction take no packed documents"
-        found.append((f"--mtp-num-layers {args.mtp_num_layers}", why, "drop one of the two"))
     if args.num_experts and getattr(args, "mlp_chunks_for_training", 1) > 1:
         why = "the tokens of a micro-batch then pass through the routers in several parts"
         found.append((shown("mlp_chunks_for_training", args.mlp_chunks_for_training), why, "use 1"))
