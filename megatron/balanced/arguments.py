@@ -33,7 +33,7 @@ from megatron.balanced.checks.flags import check_data, check_folders, check_layo
 from megatron.balanced.checks.incompatible import REPORT, check_compatible, shown
 from megatron.balanced.checks.model import check_model
 from megatron.balanced.checks.ranges import check_ranges
-from megatron.balanced.checks.refusal import know_flags, know_values
+from megatron.balanced.checks.refusal import refused_by_megatron
 from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.agreement import agree_on_device
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
@@ -69,7 +69,6 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     for action in parser._actions:
         if inspect.isfunction(action.type):
             action.type = _refusing(action.type)
-    know_flags(parser)
     parser.error = lambda message: _refuse_flags(parser, message)  # type: ignore[method-assign]
     return parser
 
@@ -225,11 +224,9 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
 # Flags of Megatron-LM that need a GPU, and what they do with it; --profile needs none with the profiler of torch.
 _OF_GPUS = {
     "gpu_sniff_test_interval": "measures the speed of GPUs",
-    "record_memory_history": "records the memory of a GPU",
     "log_straggler": "logs temperature and clock of GPUs",
     "optimizer_cuda_graph": "captures the step of an optimizer on a GPU",
     "profile": "starts CUDA's profiler",
-    "nccl_ub": "registers buffers with NCCL",
 }
 
 
@@ -311,7 +308,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
 
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
-        know_values(args)
         check_ranges(args)
         check_layout(args)
         check_model(args)
@@ -347,4 +343,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             _check_vocabulary(args)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
         stop(error)
+    except Exception as error:
+        if refused_by_megatron(error):
+            stop(error)
+        raise
     return args, config

@@ -6,7 +6,6 @@ group. Here each is a ValueError of one line with the value and the way out.
 
 import argparse
 import importlib.util
-import math
 import os
 import re
 import struct
@@ -54,58 +53,13 @@ def check_megatron() -> None:
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Raise ValueError when ranks or batch do not divide into the groups that the flags ask for, or for two precisions.
-
-    Called before Megatron validates `args`, whose errors do not name the values.
-    """
-    if args.bf16 and args.fp16:
-        raise ValueError("--bf16 is incompatible with --fp16: a run has one precision; drop one of them")
-    tensor = args.tensor_model_parallel_size
-    expert_tensor = args.expert_tensor_parallel_size or tensor
-    pipeline = ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size)
-    context = ("--context-parallel-size", args.context_parallel_size)
-    expert = ("--expert-model-parallel-size", args.expert_model_parallel_size)
-    for flags in (
-        [("--tensor-model-parallel-size", tensor), pipeline, context],
-        [("--expert-tensor-parallel-size", expert_tensor), pipeline, expert],
-    ):
-        product = math.prod(size for _, size in flags)
-        if args.world_size % product:
-            factors = " x ".join(f"{flag} {size}" for flag, size in flags)
-            raise ValueError(
-                f"{factors} = {product} does not divide the {args.world_size} rank(s); start a multiple of {product} "
-                "(torchrun --nproc-per-node, times nodes) or change the sizes"
-            )
-    ranks, of_experts = tensor * context[1], expert_tensor * expert[1]
-    if args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1 and ranks != of_experts:
+    """Raise ValueError for a layout with which Megatron-LM trains wrongly. Called before it validates `args`."""
+    instances, stages = args.num_distributed_optimizer_instances, args.pipeline_model_parallel_size
+    if instances > 1 and args.overlap_grad_reduce and stages > 1 and args.align_grad_reduce:
         raise ValueError(
-            "--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts as for the rest of the model, but "
-            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context[1]} = {ranks} and "
-            f"--expert-tensor-parallel-size {expert_tensor} x --expert-model-parallel-size {expert[1]} = {of_experts}; "
-            "make these equal, or drop --use-tp-pp-dp-mapping"
-        )
-    instances = args.num_distributed_optimizer_instances
-    if instances > 1 and args.overlap_grad_reduce and pipeline[1] > 1 and args.align_grad_reduce:
-        raise ValueError(
-            f"--num-distributed-optimizer-instances {instances} with --overlap-grad-reduce and {pipeline[0]} "
-            f"{pipeline[1]}: Megatron-LM reduces gradients twice, so that they are {instances} times too large; add "
-            "--no-align-grad-reduce or drop --overlap-grad-reduce"
-        )
-    # The optimizer shards over context-parallel ranks as well.
-    for kind, along in (("data-parallel", tensor), ("expert-data-parallel", of_experts)):
-        copies = args.world_size // (along * pipeline[1])
-        if copies % instances:
-            raise ValueError(
-                f"--num-distributed-optimizer-instances {instances} does not divide the {copies} {kind} rank(s); use a "
-                "number that does"
-            )
-    replicas = args.world_size // (tensor * args.pipeline_model_parallel_size * args.context_parallel_size)
-    batch, micro_batch = args.global_batch_size, args.micro_batch_size
-    adapts = args.decrease_batch_size_if_needed or args.step_batch_size_schedule
-    if batch and micro_batch and not adapts and batch % (micro_batch * replicas):
-        raise ValueError(
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro_batch} x {replicas} "
-            f"data-parallel rank(s); use one of {micro_batch * replicas}"
+            f"--num-distributed-optimizer-instances {instances} with --overlap-grad-reduce and "
+            f"--pipeline-model-parallel-size {stages}: Megatron-LM reduces gradients twice, so that they are "
+            f"{instances} times too large; add --no-align-grad-reduce or drop --overlap-grad-reduce"
         )
 
 

@@ -1,9 +1,6 @@
-"""Checks of flags of the model that Megatron-LM would ignore, or would refuse late and without their names."""
+"""Checks of flags of the model that Megatron-LM would ignore, train wrongly with, or fail with after the start."""
 
 import argparse
-import json
-
-import numpy as np
 
 from balancing.doctor.installed import find_apex
 from megatron.balanced.checks.incompatible import shown
@@ -29,34 +26,13 @@ def check_model(args: argparse.Namespace) -> None:
     _check_hybrid(args)
     _check_late_failures(args)
     _check_dense_layers(args)
-    _check_heterogeneous(args)
     if args.lazy_mpu_init:
         raise ValueError("--lazy-mpu-init leaves process groups to a program around Megatron-LM; drop it")
-    for one, other in (("quick_geglu", "swiglu"), ("squared_relu", "swiglu"), ("squared_relu", "quick_geglu")):
-        if getattr(args, one) and getattr(args, other):
-            raise ValueError(
-                f"{shown(one, True)} is incompatible with {shown(other, True)}: a model has one activation; "
-                "drop one of them"
-            )
-    if args.experimental_attention_variant is not None and args.transformer_impl != "transformer_engine":
-        raise ValueError(
-            f"{shown('experimental_attention_variant', args.experimental_attention_variant)} needs Transformer Engine, "
-            "which is not installed or not selected; drop it"
-        )
-    if not args.train_iters and not args.train_samples and not args.skip_train:
-        raise ValueError("nothing says how long to train; give --train-iters or --train-samples")
-    if args.layernorm_zero_centered_gamma and args.transformer_impl == "local" and find_apex()["state"] != "ok":
-        raise ValueError(
-            "--apply-layernorm-1p needs Transformer Engine's or Apex's norm, which is not installed or not selected; "
-            "drop it"
-        )
     if args.train_iters and not args.eval_interval and not args.full_validation and not args.skip_train:
         raise ValueError(
             f"--train-iters {args.train_iters} needs an interval of validation, and --eval-interval is not given; add "
             "--eval-interval 1000, with --eval-iters 0 to leave validation out"
         )
-    if args.overlap_moe_expert_parallel_comm:
-        _check_batch_overlap(args)
     if args.sft or args.dataloader_inter_document_masking:
         _check_packed(args)
     graphs = args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph
@@ -82,19 +58,6 @@ def _check_hybrid(args: argparse.Namespace) -> None:
 
 def _check_late_failures(args: argparse.Namespace) -> None:
     """What Megatron-LM 0.19.2 fails at while it builds the model or in the first step, with a traceback or silently."""
-    if args.num_experts and args.moe_apply_probs_on_input and args.moe_router_topk != 1:
-        raise ValueError(
-            f"--moe-apply-probs-on-input is incompatible with --moe-router-topk {args.moe_router_topk}: a token has "
-            "one input; use 1, or drop the former"
-        )
-    if args.rerun_mode == "report_stats":
-        raise ValueError("--rerun-mode report_stats is a mode that Megatron-LM 0.19.2 does not know; use disabled")
-    tensor = args.tensor_model_parallel_size
-    if args.num_experts and tensor > 1 and not args.sequence_parallel and not args.skip_train:
-        raise ValueError(
-            f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel, "
-            "without which Megatron-LM trains no experts; add it"
-        )
     ends = {
         name: getattr(args, name) or 0
         for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
@@ -110,11 +73,6 @@ def _check_late_failures(args: argparse.Namespace) -> None:
             f"--decoder-seq-length {args.decoder_seq_length} is for a decoder beside an encoder: messages between "
             f"pipeline stages would have its length, and layers --seq-length {args.seq_length}; drop it"
         )
-    if args.phase_transition_iterations and not args.train_samples:
-        raise ValueError(
-            f"--phase-transition-iterations {args.phase_transition_iterations} needs --train-samples, where the "
-            "last phase ends; give it instead of --train-iters, or drop the former"
-        )
     if args.tokenizer_type in ("MultimodalTokenizer", "NullMultimodalTokenizer"):
         raise ValueError(
             f"--tokenizer-type {args.tokenizer_type} is for a model of images and text, which another program trains; "
@@ -122,25 +80,9 @@ def _check_late_failures(args: argparse.Namespace) -> None:
         )
     if args.checkpoint_activations:
         raise ValueError("--checkpoint-activations is no longer valid; use --recompute-activations")
-    if args.init_method_xavier_uniform:
-        raise ValueError(
-            "--init-method-xavier-uniform cannot be used: Megatron-LM 0.19.2 passes it on by a name that its config "
-            "does not know; drop it"
-        )
-    if args.config_logger_dir:
-        raise ValueError(
-            f"--config-logger-dir {args.config_logger_dir} cannot be used: Megatron-LM would write process groups "
-            "there, and fails; drop it"
-        )
     if args.init_model_with_meta_device and not args.use_torch_fsdp2 and not args.use_megatron_fsdp:
         raise ValueError(
             "--init-model-with-meta-device leaves weights without values where no FSDP initializes them; drop it"
-        )
-    coefficients = args.moe_aux_loss_coeff
-    if "sinkhorn" in args.moe_router_load_balancing_type and np.any(coefficients):
-        raise ValueError(
-            f"{shown('moe_aux_loss_coeff', coefficients)} is incompatible with --moe-router-load-balancing-type "
-            "sinkhorn, which balances without a loss; drop the former"
         )
     for name in ("logits_load_dir", "logits_save_dir"):
         if getattr(args, name) is not None and args.pipeline_model_parallel_size > 1:
@@ -162,20 +104,6 @@ def _check_late_failures(args: argparse.Namespace) -> None:
         )
 
 
-def _check_heterogeneous(args: argparse.Namespace) -> None:
-    """Megatron-LM reads the description of layers that differ without looking whether it is one."""
-    from megatron.training.arguments import validate_model_config_args_from_heterogeneous_config
-
-    name = "heterogeneous_layers_config_" + ("path" if args.heterogeneous_layers_config_path else "encoded_json")
-    try:
-        validate_model_config_args_from_heterogeneous_config(argparse.Namespace(**vars(args)))
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{shown(name, getattr(args, name))} does not describe layers as Megatron-LM reads them ({error}); "
-            "give the configuration of a Nemotron model, or drop it"
-        ) from error
-
-
 def _check_dense_layers(args: argparse.Namespace) -> None:
     """With --swiglu Megatron-LM rounds the default width of dense layers down to a multiple of 64, which may be 0, and
     halves the part of each tensor-parallel rank while it compiles, even where all layers have experts."""
@@ -191,20 +119,6 @@ def _check_dense_layers(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--hidden-size {args.hidden_size} with --swiglu leaves dense layers no hidden units: Megatron-LM makes "
             "them multiples of 64; give --ffn-hidden-size"
-        )
-
-
-def _check_batch_overlap(args: argparse.Namespace) -> None:
-    flag = "--overlap-moe-expert-parallel-comm"
-    if args.expert_model_parallel_size == 1:
-        raise ValueError(
-            f"{flag} hides messages between expert-parallel ranks, and --expert-model-parallel-size 1 has none; use a "
-            "larger size, or drop it"
-        )
-    if args.moe_token_dispatcher_type not in ("alltoall", "flex"):
-        raise ValueError(
-            f"{flag} is incompatible with --moe-token-dispatcher-type {args.moe_token_dispatcher_type}: it overlaps "
-            "all-to-all messages; use alltoall, or drop it"
         )
 
 
