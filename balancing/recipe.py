@@ -1,20 +1,12 @@
-"""Recipe files: the flags of a training job as JSON or YAML, and whether a balancer accepts them.
+"""Recipe files: the flags of a training job as JSON or YAML.
 
-    python -m balancing.recipe FILE... [--markdown] [FLAGS]
-
-FLAGS are those of pretrain_gpt.py, added to each recipe; without a balancer among them, the answer is given for each.
 A file has one recipe, flag to value, or several, name to recipe. Megatron-LM's own files keep the flags under ARGS or
 MODEL_ARGS and the environment under ENV_VARS. The number of ranks is WORLD_SIZE, or what the name says, as in
 "h100/bf16_256GPU_TP2PP8EP32".
-
-This module reads the files. What Megatron-LM and the balancers say of them is found by `megatron.balanced.recipe`,
-which the command starts.
 """
 
 import json
-import os
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,8 +85,3 @@ def _recipe(path: Path, name: str, content: dict[str, Any]) -> Recipe:
             raise ValueError(f"{where} of {name}: {flag} is a mapping; a flag has a value or a list of values")
         known[str(flag).strip().lstrip("-").replace("-", "_")] = value
     return Recipe(name, known, {str(variable): str(value) for variable, value in environment.items()})
-
-
-if __name__ == "__main__":
-    # Megatron-LM validates the flags, and what imports it is above this package.
-    os.execv(sys.executable, [sys.executable, "-m", "megatron.balanced.recipe", *sys.argv[1:]])

@@ -31,9 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--exhaustive", action="store_true", help="every combination, where usually a sample that covers all pairs runs"
     )
     parser.addoption(
-        "--pauses", type=int, metavar="SEED", help="ranks stand still at random, as on a machine that is busy elsewhere"
-    )
-    parser.addoption(
         "--sample",
         metavar="SEED",
         help="of what --exhaustive adds the third that SEED draws, as CI does with a new one",
@@ -88,31 +85,31 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _ranks(request: pytest.FixtureRequest, before: str | None = None) -> Iterator[Pool]:
-    workers = Pool(pauses=request.config.getoption("--pauses"), before=before)
+def _ranks(before: str | None = None) -> Iterator[Pool]:
+    workers = Pool(before=before)
     yield workers
     workers.stop()
 
 
 @pytest.fixture(scope="session")
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    yield from _ranks(request)
+def pool() -> Iterator[Pool]:
+    yield from _ranks()
 
 
 @pytest.fixture(scope="session")
-def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
+def engine() -> Iterator[Pool]:
     """As `pool`, where Megatron-LM finds Transformer Engine's own Python over a stand-in for its C++ module."""
     if why := why_missing("transformer_engine", "Transformer Engine"):
         pytest.skip(why)
-    yield from _ranks(request, "tests.support.transformer_engine")
+    yield from _ranks("tests.support.transformer_engine")
 
 
 @pytest.fixture(scope="session")
-def muon(request: pytest.FixtureRequest) -> Iterator[Pool]:
+def muon() -> Iterator[Pool]:
     """As `pool`, where Megatron-LM finds NVIDIA's emerging optimizers."""
     if why := why_missing("emerging_optimizers", "emerging-optimizers"):
         pytest.skip(why)
-    yield from _ranks(request, "tests.support.stand_ins.muon")
+    yield from _ranks("tests.support.stand_ins.muon")
 
 
 @pytest.fixture(scope="session")

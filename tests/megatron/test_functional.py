@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from balancing.recipe import Recipe, read_recipes
-from megatron.balanced.recipe import BALANCERS, Verdict, command_line, verdicts
 from tests.support.claims import SUPPORT
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
+from tests.support.recipes import BALANCERS, Verdict, command_line, verdicts
 from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
 from tests.support.stand_ins import offloaded_activations
 from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, train_rank

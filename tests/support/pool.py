@@ -49,13 +49,12 @@ def single_threaded() -> dict[str, str]:
 class Pool:
     """Starts its server at the first job, and again after a job that had to be abandoned.
 
-    Without `preload` it starts at once, for jobs that need neither torch nor Megatron. pauses: the seed
-    of random pauses, in which ranks stand still as on a busy machine. before: a module whose `install` is called before
-    Megatron is imported.
+    Without `preload` it starts at once, for jobs that need neither torch nor Megatron. before: a module whose `install`
+    is called before Megatron is imported.
     """
 
-    def __init__(self, preload: bool = True, pauses: int | None = None, before: str | None = None) -> None:
-        self._preload, self._pauses, self._before = preload, pauses, before
+    def __init__(self, preload: bool = True, before: str | None = None) -> None:
+        self._preload, self._before = preload, before
         self._server: subprocess.Popen | None = None
         self.output: list[str] = []  # what each rank of the last job printed
 
@@ -79,7 +78,7 @@ class Pool:
         }
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         try:
-            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout, self._pauses)
+            job = Job(pickle.dumps((function, args, kwargs)), world_size, environment, folder, timeout)
             ended = self._ask(job)
             self.output = [_read(output_file(folder, rank)) for rank in range(world_size)]
             outcomes = {

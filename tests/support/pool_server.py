@@ -18,7 +18,6 @@ import importlib
 import importlib.metadata
 import os
 import pickle
-import random
 import select
 import signal
 import sys
@@ -56,7 +55,6 @@ PRELOAD = (
     "megatron.balanced.patches",
     "megatron.balanced.train",
 )
-PAUSE_SECONDS = 0.1  # of a rank that stands still, and between two such, where ranks do; the mean
 GRACE_SECONDS = 3.0  # after one rank failed, the others may say why they did
 
 
@@ -69,7 +67,6 @@ class Job:
     environment: dict[str, str]
     folder: Path
     timeout: float  # seconds
-    pauses: int | None = None  # seed of random pauses of the ranks, None for none
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,6 @@ def _run_rank(job: Job, rank: int, server: int) -> None:
         os.dup2(output, stream)
     faulthandler.enable()  # a rank that crashes says where
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    if seed := os.environ.get("CHAOS_SEED"):  # any test, under chaos
-        importlib.import_module("tests.support.chaos").install(int(seed), rank)
     outcome = _call(job)
     try:
         data = pickle.dumps(outcome)
@@ -171,28 +166,6 @@ def _start_store(server: int) -> tuple[int, int]:
         return pid, int(pipe.read())
 
 
-class _Pauses:
-    """Ranks stand still at random, one at a time, as they do on a busy machine: what holds only as long as all of them
-    run alike, fails."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._paused: int | None = None
-        self._until = 0.0
-
-    def choose(self, ranks: list[int]) -> None:
-        """To be called often, with the processes that run."""
-        if time.monotonic() < self._until:
-            return
-        if self._paused is not None:
-            _signal(self._paused, signal.SIGCONT)
-            self._paused = None
-        elif ranks:
-            self._paused = self._random.choice(ranks)
-            _signal(self._paused, signal.SIGSTOP)
-        self._until = time.monotonic() + self._random.expovariate(1 / PAUSE_SECONDS)
-
-
 def _run(job: Job, server: int) -> dict[int, int]:
     """Run a job to its end or its timeout. Returns the exit status of each rank that ended by itself."""
     others = []
@@ -207,7 +180,6 @@ def _run(job: Job, server: int) -> dict[int, int]:
             _run_rank(job, rank, server)
         ranks[pid] = rank
     started, ended = list(ranks), {}
-    pauses = None if job.pauses is None else _Pauses(job.pauses)
     deadline = time.monotonic() + job.timeout
     while ranks and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -216,8 +188,6 @@ def _run(job: Job, server: int) -> dict[int, int]:
             ended[ranks.pop(pid)] = code
             if code:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        elif pid == 0 and pauses is not None:
-            pauses.choose(list(ranks))
         if pid == 0 and select.select([sys.stdin], [], [], 0.01)[0]:
             break  # nothing is sent while a job runs: the test run went away
     _end([*started, *others])

@@ -64,7 +64,11 @@ def flags():
     assert done.returncode == 0, done.stderr
     own = set(re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", done.stdout, re.M))
     assert {"--balance-experts", "--num-layers"} <= own
-    sources = [path for part in ("balancing", "benchmarks", "megatron") for path in REPOSITORY.glob(f"{part}/**/*.py")]
+    sources = [
+        path
+        for part in ("balancing", "benchmarks", "megatron", "tests/support")
+        for path in REPOSITORY.glob(f"{part}/**/*.py")
+    ]
     sources += [REPOSITORY / "tests/conftest.py", *(path for path in REPOSITORY.glob("scripts/**/*") if path.is_file())]
     return own | {flag for path in sources for flag in re.findall(r"--[a-z0-9-]+", path.read_text())}
 
@@ -82,7 +86,7 @@ def test_flags_exist(page, flags):
 @pytest.mark.parametrize("page", [*GUIDES, REPOSITORY / "benchmarks/README.md"], ids=_name)
 def test_commands_name_what_is_there(page):
     text = page.read_text()
-    for module in re.findall(r"python -m ((?:balancing|benchmarks)[\w.]*)", text):
+    for module in re.findall(r"python -m ((?:balancing|benchmarks|tests)[\w.]*)", text):
         name = module.rstrip(".").replace(".NAME", "")
         assert importlib.util.find_spec(name) is not None, module
     created = re.findall(r"^```python file=(\S+)", text, re.M)

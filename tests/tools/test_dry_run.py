@@ -77,11 +77,11 @@ def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
     "flags, ranks, words",
     [
         ("--fp8-format e4m3", "1024", ("--fp8-recipe delayed", "--balance-experts", "use --fp8-recipe tensorwise")),
-        ("--pipeline-model-parallel-size 3", "1024", ("multiple of 24", "1024 rank(s)")),
-        ("", "1000", ("multiple of 32", "1000 rank(s)")),
+        ("--pipeline-model-parallel-size 3", "1024", ("world size (1024) is not divisible", "=24)")),
+        ("", "1000", ("world size (1000) is not divisible", "=32)")),
         ("", "many", ("WORLD_SIZE many",)),
         ("", "0", ("WORLD_SIZE 0",)),
-        ("--hidden-size 4100", "1024", ("--hidden-size 4100",)),
+        ("--hidden-size 4100", "1024", ("args.hidden_size % args.num_attention_heads == 0",)),
         ("--cluster b9000", "1024", ("--cluster", "b9000")),
         ("--device tpu", "1024", ("--device", "tpu", "'cuda', 'cpu'")),
         (

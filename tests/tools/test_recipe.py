@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from balancing.recipe import Recipe, read_recipes
-from megatron.balanced.recipe import BALANCERS, Verdict, command_line, main, markdown, verdicts
 from tests.support.claims import SUPPORT
+from tests.support.recipes import BALANCERS, Verdict, command_line, main, markdown, verdicts
 from tests.support.training import MOCK_DATA, MODEL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ def _found(path: Path, *choices: list[str], ranks: int | None = None) -> dict[st
 
 @pytest.mark.exhaustive
 def test_the_table_of_the_support_page_is_current(pool):
-    """To write it anew: python -m balancing.recipe benchmarks/recipes/moe_recipes.json --markdown"""
+    """To write it anew: python -m tests.support.recipes benchmarks/recipes/moe_recipes.json --markdown"""
     (found,) = pool.run(1, _found, RECIPES, [], *([balancer] for balancer in BALANCERS))
     assert len(found) == 18
     table = markdown(found, ["Megatron-LM alone", *map("`{}`".format, BALANCERS)])
@@ -134,7 +134,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, monkeypatch, capsys, name, 
     assert main([str(tmp_path / name), "--balance-experts"]) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
-    assert not said.out and line.startswith("python -m balancing.recipe: error: ")
+    assert not said.out and line.startswith("python -m tests.support.recipes: error: ")
     for word in words:
         assert word in line
 
@@ -184,8 +184,8 @@ def test_answers(pool, tmp_path, more, flags, code, words):
 
 def test_the_command_answers(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "balancing.recipe", str(tmp_path / "absent.yaml"), "--balance-experts"],
+        [sys.executable, "-m", "tests.support.recipes", str(tmp_path / "absent.yaml"), "--balance-experts"],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("python -m balancing.recipe: error: ") and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("python -m tests.support.recipes: error: ") and len(done.stderr.splitlines()) == 1

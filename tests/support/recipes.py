@@ -1,4 +1,8 @@
-"""Whether Megatron-LM and the balancers accept recipes: `python -m balancing.recipe FILE... [FLAGS]`.
+"""Whether Megatron-LM and the balancers accept recipes, as the table of docs/support.md says.
+
+    python -m tests.support.recipes FILE... [--markdown] [FLAGS]
+
+FLAGS are those of pretrain_gpt.py, added to each recipe; without a balancer among them, the answer is given for each.
 
 Each recipe is a dry run (`megatron.balanced.dry_run`) in a process of its own, forked from one that has imported
 Megatron-LM. Recipes are written for Megatron-LM's development branch, so some flags are translated for the version
@@ -279,7 +283,7 @@ def _cell(verdict: Verdict) -> str:
 
 def _flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
-        prog="python -m balancing.recipe",
+        prog="python -m tests.support.recipes",
         description="Whether Megatron-LM and the balancers accept recipes: a dry run of each, on no GPU.",
         epilog="All other flags are those of pretrain_gpt.py, and are added to each recipe. Without --balance-... the "
         "answer is given for each balancer.",
@@ -306,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices = [[], flags] if asked else [flags, *([*flags, balancer] for balancer in BALANCERS)]
         found = verdicts(recipes, choices, None if ranks is None else int(ranks))
     except ValueError as error:
-        print(f"python -m balancing.recipe: error: {error}", file=sys.stderr)
+        print(f"python -m tests.support.recipes: error: {error}", file=sys.stderr)
         return 2
     if given.markdown:
         columns = [f"`{' '.join(choice)}`" for choice in choices[1:]]
