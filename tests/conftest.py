@@ -1,4 +1,4 @@
-"""Fixtures, options and limits of all tests: the pool of gloo ranks, a corpus, a time limit for each, the claims."""
+"""Fixtures, options and limits of all tests: the pool of gloo ranks, a corpus, a time limit for each."""
 
 import faulthandler
 import signal
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.claims import watch
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.packages_apart import why_missing
 from tests.support.patience import PATIENCE
@@ -41,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): the time limit of a test, {DEFAULT_SECONDS:.0f} s by default")
     config.addinivalue_line("markers", "exhaustive: runs with --exhaustive, and by chance with --sample")
     config.addinivalue_line("markers", "gpu: runs where torch finds a CUDA device only")
-    watch(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from balancing.recipe import Recipe, read_recipes
-from tests.support.claims import SUPPORT
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
 from tests.support.recipes import BALANCERS, Verdict, command_line, verdicts
@@ -25,6 +24,7 @@ from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, t
 from tests.together.test_structures import _place_at_random
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SUPPORT = REPOSITORY / "docs/support.md"
 RECIPES = REPOSITORY / "benchmarks/recipes/functional.json"
 EXPERTS, LAYERS, SEQUENCES = BALANCERS
 TOLERANCE = 1e-12  # in float64

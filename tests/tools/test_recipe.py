@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from balancing.recipe import Recipe, read_recipes
-from tests.support.claims import SUPPORT
 from tests.support.recipes import BALANCERS, Verdict, command_line, main, markdown, verdicts
 from tests.support.training import MOCK_DATA, MODEL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SUPPORT = REPOSITORY / "docs/support.md"
 RECIPES = REPOSITORY / "benchmarks/recipes/moe_recipes.json"
 
 
