@@ -21,9 +21,9 @@ class ExpertConfig:
     expert_planner: str = field(
         default="quota",
         metadata={
-            "choices": ["quota", "prophet", "shadow", "eplb", "none"],
-            "help": "quota: replicas placed from the last load, tokens divided exactly on the current one. prophet, "
-            "shadow, eplb: the planners of Pro-Prophet, FasterMoE and DeepSeek's EPLB. none: no replicas.",
+            "choices": ["quota", "prophet", "none"],
+            "help": "quota: replicas placed from the last load, tokens divided exactly on the current one. "
+            "prophet: the planner of Pro-Prophet. none: no replicas.",
         },
     )
     expert_replica_mode: str = field(

@@ -1,9 +1,8 @@
 """Placement of replicas from a load, with any of the planners.
 
 Planning is pure and deterministic: all ranks call it with the same load and get the same placement. The planners are
-"quota" (this project's, `balancing.experts.planners.quota`), "prophet" (Pro-Prophet), "shadow" (FasterMoE), "eplb"
-(DeepSeek) and "none". The placement carries its planner's rule for dividing tokens over instances, so `split_tokens`
-works with all of them.
+"quota" (this project's, `balancing.experts.planners.quota`), "prophet" (Pro-Prophet) and "none". The placement carries
+its planner's rule for dividing tokens over instances, so `split_tokens` works with all of them.
 """
 
 from typing import Any, Literal, get_args
@@ -14,17 +13,15 @@ from numpy.typing import ArrayLike
 from balancing.cluster import Cluster
 from balancing.experts.cost import ExpertShape
 from balancing.experts.placement import ReplicaPlacement, SplitRule, contiguous_homes
-from balancing.experts.planners.eplb import eplb_slots
 from balancing.experts.planners.prophet import prophet_slots
 from balancing.experts.planners.quota import QuotaPlanner
-from balancing.experts.planners.shadow import shadow_slots
 
 __all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers"]
 
-Method = Literal["none", "quota", "prophet", "shadow", "eplb"]
+Method = Literal["none", "quota", "prophet"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
-_SPLIT: dict[str, SplitRule] = {"none": "level", "quota": "level", "prophet": "own", "shadow": "own", "eplb": "even"}
+_SPLIT: dict[str, SplitRule] = {"none": "level", "quota": "level", "prophet": "own"}
 
 
 def plan_replicas(
@@ -136,11 +133,5 @@ def _plan(
         return [placement(nothing) for _ in loads]
     if method == "quota":
         return QuotaPlanner(cluster, home, slots, shape, hidden_under, first, micro_batches)(loads)
-    if method == "prophet":
-        options = {**options, "shape": shape, "hidden_under": hidden_under}
-        plans = [prophet_slots(load, home, cluster, slots, **options) for load in loads]
-    elif method == "shadow":
-        plans = [shadow_slots(load, home, cluster, slots, shape=shape) for load in loads]
-    else:
-        plans = [eplb_slots(load, home, slots) for load in loads]
-    return [placement(plan) for plan in plans]
+    options = {**options, "shape": shape, "hidden_under": hidden_under}
+    return [placement(prophet_slots(load, home, cluster, slots, **options)) for load in loads]

@@ -37,8 +37,9 @@ from typing import Any
 
 import numpy as np
 
-from balancing.experts import ReplicaPlacement, contiguous_homes, plan_replicas, read_load_trace, traffic
+from balancing.experts import ReplicaPlacement, contiguous_homes, read_load_trace, traffic
 from balancing.experts.config import ExpertConfig
+from benchmarks.baselines.experts import plan_replicas
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
 from benchmarks.experts.emulated_rank import Variant

@@ -38,13 +38,13 @@ from balancing.experts import (
     LoadTrace,
     ReplicaPlacement,
     Splitter,
-    plan_replicas,
     plan_replicas_layers,
     read_load_trace,
     read_routing_trace,
     traffic,
 )
 from balancing.experts.planners.repair import repair
+from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 from benchmarks.processor_time import milliseconds
 

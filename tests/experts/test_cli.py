@@ -35,9 +35,9 @@ def test_planners_and_layers_of_a_trace(trace, capsys):
 
 
 def test_costs(trace, capsys):
-    assert main(["--trace", str(trace), *COSTS, "--non-expert-ms", "2", "--planner", "eplb"]) == 0
+    assert main(["--trace", str(trace), *COSTS, "--non-expert-ms", "2", "--planner", "prophet"]) == 0
     text = capsys.readouterr().out
-    assert float(_cells(text, "eplb")[-1]) > 1 == float(_cells(text, "none")[-1])
+    assert float(_cells(text, "prophet")[-1]) > 1 == float(_cells(text, "none")[-1])
 
 
 def test_a_report_is_replayed_and_saved(tmp_path, capsys):

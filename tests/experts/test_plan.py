@@ -1,6 +1,7 @@
 """Placements of all planners: properties that hold for any load, and the balance they reach."""
 
 from itertools import combinations, groupby
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,15 +10,15 @@ from hypothesis import strategies as st
 
 from balancing.cluster import Cluster
 from balancing.experts import (
-    METHODS,
     ExpertShape,
     ReplicaPlacement,
     contiguous_homes,
-    plan_replicas,
     plan_replicas_layers,
     split_tokens,
     traffic,
 )
+from balancing.experts.plan import Method
+from benchmarks.baselines.experts import METHODS, plan_replicas
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 
 quick = settings(max_examples=60)
@@ -173,7 +174,7 @@ def test_layers_at_once_are_the_layers_one_by_one():
     load = np.stack(
         [sampled_load(zipf_popularity(32, 8, 1 + layer, generator), 8, 999, generator) for layer in range(6)]
     )
-    for method in METHODS:
+    for method in get_args(Method):
         together = plan_replicas_layers(load, machine(8), slots=2, method=method)
         assert together == tuple(plan_replicas(each, machine(8), slots=2, method=method) for each in load)
 

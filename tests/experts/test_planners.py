@@ -10,7 +10,6 @@ from balancing.experts import (
     ReplicaPlacement,
     contiguous_homes,
     layer_cost,
-    plan_replicas,
     plan_replicas_layers,
     split_tokens,
     traffic,
@@ -18,6 +17,7 @@ from balancing.experts import (
 from balancing.experts.planners.pack import pack_replicas
 from balancing.experts.planners.repair import repair
 from balancing.experts.planners.spread import fill_slots
+from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.emulated_workload import SHAPE as EMULATED
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity

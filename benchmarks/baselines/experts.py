@@ -1,0 +1,36 @@
+"""Planners of replicas that benchmarks compare: those of training, FasterMoE's shadowing and DeepSeek's EPLB."""
+
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.cluster import Cluster
+from balancing.experts import plan
+from balancing.experts.placement import ReplicaPlacement
+from benchmarks.baselines.eplb import eplb_slots
+from benchmarks.baselines.shadow import shadow_slots
+
+__all__ = ["METHODS", "plan_replicas"]
+
+METHODS = (*get_args(plan.Method), "shadow", "eplb")
+
+
+def plan_replicas(
+    load: ArrayLike, cluster: Cluster, *, slots: int, method: Any = "quota", **options: Any
+) -> ReplicaPlacement:
+    """As `balancing.experts.plan_replicas`, with "shadow" and "eplb" among the methods.
+
+    These know no schedule: of the options they take `home`, and "shadow" also `shape`; the others change nothing.
+    """
+    if method not in ("shadow", "eplb"):
+        return plan.plan_replicas(load, cluster, slots=slots, method=method, **options)
+    none = plan.plan_replicas(load, cluster, slots=slots, method="none", **options)
+    counts = np.asarray(load, dtype=np.float64)
+    if slots == 0 or len(counts) == 1:
+        return none
+    if method == "shadow":
+        placed, split = shadow_slots(counts, none.home, cluster, slots, shape=options.get("shape")), "own"
+    else:
+        placed, split = eplb_slots(counts, none.home, slots), "even"
+    return ReplicaPlacement(none.home, placed, split, none.ranks_per_node, none.nics_per_node)
