@@ -21,7 +21,7 @@ from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.plan import plan_pipeline, plan_stages
 from balancing.layers.planners.refine import refine_plan
-from balancing.layers.repack import Release, Repack, choose_repack, first_fit, release_of, repack_options
+from balancing.layers.repack import Release, Repack, choose_repack, release_of, repack_options
 from balancing.layers.simulator.schedule import Operation, ScheduleOptions, operations
 from balancing.layers.simulator.timeline import Span, Timeline, simulate_schedule, simulate_steps
 from balancing.layers.stage_plan import StagePlan
@@ -42,7 +42,6 @@ __all__ = [
     "StagePlan",
     "Timeline",
     "choose_repack",
-    "first_fit",
     "from_layout",
     "in_flight",
     "layer_moves",

@@ -28,9 +28,9 @@ class LayerConfig:
     layer_planner: str = field(
         default="optimal",
         metadata={
-            "choices": ["optimal", "diffusion", "deepspeed", "uniform"],
+            "choices": ["optimal", "diffusion", "uniform"],
             "help": "optimal: minimize the time of the slowest stage, exactly. diffusion: neighbouring stages exchange "
-            "single layers. deepspeed: the partition of DeepSpeed. uniform: equal numbers of layers.",
+            "single layers. uniform: equal numbers of layers.",
         },
     )
     layer_cost: str = field(

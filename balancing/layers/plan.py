@@ -13,18 +13,17 @@ from numpy.typing import ArrayLike
 
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, as_memory, stage_memory
-from balancing.layers.planners.baselines import deepspeed_bounds, uniform_bounds
 from balancing.layers.planners.diffusion import diffuse
 from balancing.layers.planners.optimal import Problem, memory_shortfall, optimal_bounds, room_of
 from balancing.layers.planners.refine import refine_plan
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["METHODS", "ONE_CHUNK", "Method", "plan_pipeline", "plan_stages"]
+__all__ = ["METHODS", "ONE_CHUNK", "Method", "plan_pipeline", "plan_stages", "uniform_bounds"]
 
-Method = Literal["uniform", "optimal", "diffusion", "deepspeed"]
+Method = Literal["uniform", "optimal", "diffusion"]
 METHODS: tuple[Method, ...] = get_args(Method)
 # Methods for stages of one chunk only.
-ONE_CHUNK: tuple[Method, ...] = ("diffusion", "deepspeed")
+ONE_CHUNK: tuple[Method, ...] = ("diffusion",)
 _GROUPS = 4  # groups of micro-batches of the steps that a search simulates: more of them take longer, and tell no more
 
 
@@ -57,8 +56,8 @@ def plan_stages(
     current: the plan in force. Of equally good plans the one that moves the fewest bytes from it is taken (the fewest
         layers, without memory), and "diffusion" starts from it, or from equal numbers without it.
     method: "optimal" minimizes the time of the slowest stage, exactly if virtual is 1; "diffusion" exchanges boundary
-        layers between neighbours (`balancing.layers.planners.diffusion`); "deepspeed" minimizes max - min of the
-        stages; "uniform" gives equal numbers. Only "optimal" and "diffusion" search for a plan that fits the memory.
+        layers between neighbours (`balancing.layers.planners.diffusion`); "uniform" gives equal numbers. Only "optimal"
+        and "diffusion" search for a plan that fits the memory.
     micro_batches: of a step, for activations in flight; None if there are enough to fill the pipeline.
     min_layers: fewest layers of a chunk; 0 allows a stage with only the embedding or the head.
     group, in_parts: of the interleaved schedule, for activations in flight, as in `balancing.layers.in_flight`.
@@ -78,8 +77,6 @@ def plan_stages(
             raise _does_not_fit(problem)
     elif method == "diffusion":
         bounds = diffuse(problem.cost, start, problem.fixed(), least=min_layers, fits=_fits(problem))
-    elif method == "deepspeed":
-        bounds = deepspeed_bounds(problem.cost, problem.fixed().tolist())
     else:
         bounds = start
     plan = StagePlan.from_bounds(bounds, stages, method)
@@ -97,6 +94,15 @@ def plan_stages(
         # Sums in another order may differ in the last digit.
         assert over <= 1e-9 * problem.limit.max(), f"the plan is {over} bytes over the limit"
     return plan
+
+
+def uniform_bounds(layers: int, chunks: int) -> list[int]:
+    """Boundaries [chunks + 1] of chunks with equal numbers of layers.
+
+    If the numbers do not divide, which Megatron refuses, the first chunks have one layer more.
+    """
+    size, more = divmod(layers, chunks)
+    return [chunk * size + min(chunk, more) for chunk in range(chunks + 1)]
 
 
 def plan_pipeline(

@@ -18,7 +18,7 @@ from balancing.layers.plan import plan_stages
 from balancing.layers.simulator.schedule import ScheduleOptions
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["Release", "Repack", "choose_repack", "first_fit", "release_of", "repack_options"]
+__all__ = ["Release", "Repack", "choose_repack", "release_of", "repack_options"]
 
 
 @dataclass(frozen=True)
@@ -153,31 +153,3 @@ def release_of(world_size: int, stages_before: int, stages: int, ranks_per_node:
     stay = world_size // stages_before * stages
     left = _nodes(stay, ranks_per_node)
     return Release(stages, range(stay, world_size), range(left, _nodes(world_size, ranks_per_node)), left)
-
-
-def first_fit(current: StagePlan, bytes_of_stage: ArrayLike, limit: float, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Merge stages as DynMo's published code does. Returns the layers of each stage that remains.
-
-    current: the plan in force, of one chunk a stage.
-    bytes_of_stage: float array [stage].
-    limit: bytes of a rank.
-    stages: number to reach.
-
-    The layers of each stage, in order, go to the first later stage with which they fit into `limit`, until `stages`
-    remain. More remain if nothing else fits. Raises ValueError for several chunks a stage.
-    """
-    if current.virtual > 1:
-        raise ValueError(f"first fit merges stages of one chunk, not of {current.virtual}")
-    held = np.asarray(bytes_of_stage, dtype=float).tolist()
-    layers = [list(chunk) for (chunk,) in current.chunks]
-    active = list(range(current.stages))
-    for source in range(current.stages):
-        for target in range(source + 1, current.stages):
-            if len(active) <= stages:
-                break
-            if target in active and held[source] + held[target] < limit:
-                layers[target] = sorted(layers[source] + layers[target])
-                held[target] += held[source]
-                active.remove(source)
-                break
-    return tuple(tuple(layers[stage]) for stage in active)

@@ -48,7 +48,6 @@ from balancing.layers import (
     Gate,
     LayerSeconds,
     StagePlan,
-    first_fit,
     migration_seconds,
     plan_pipeline,
     plan_stages,
@@ -58,6 +57,7 @@ from balancing.layers import (
 )
 from balancing.layers.config import LayerConfig
 from balancing.layers.plan import METHODS, ONE_CHUNK, Method
+from benchmarks.baselines.layers import deepspeed_plan, first_fit
 from benchmarks.layers.record import replay
 from benchmarks.layers.traces import TRACES, Trace, trace
 
@@ -178,11 +178,11 @@ def _train(run: _Run, case: str, paper: float) -> Iterator[Row]:
     costs = [run.trace.costs[at] for at in run.simulated]
     uniform = plan_stages(costs[0].total, _STAGES, method="uniform")
     ends = run.trace.end_parameters
-    deepspeed = plan_stages(run.trace.parameters, _STAGES, embedding=ends, head=ends, method="deepspeed")
+    deepspeed = deepspeed_plan(run.trace.parameters, _STAGES, embedding=ends, head=ends)
     seconds = {"uniform": run.fixed(uniform), "deepspeed": run.fixed(deepspeed), "static": run.fixed(run.static())}
     spent: dict[str, dict[str, float]] = {}
     for method in METHODS:
-        if method not in ("uniform", "deepspeed"):  # which never move
+        if method != "uniform":  # which never moves
             seconds[f"{method}, gate"], _, spent[f"{method}, gate"] = run.gated(method, uniform)
     for chunks in _CHUNKS:
         if run.layers >= chunks * _STAGES:

@@ -76,7 +76,7 @@ def test_incompatible_flags(case):
     "given, layers, words",
     [
         ({"num_virtual_stages_per_pipeline_rank": 2}, LayerConfig(True, layer_planner="diffusion"), "diffusion"),
-        ({"pipeline_model_parallel_layout": "Et|t|t|tL"}, LayerConfig(True, layer_planner="deepspeed"), "deepspeed"),
+        ({"pipeline_model_parallel_layout": "Et|t|t|tL"}, LayerConfig(True, layer_planner="diffusion"), "diffusion"),
         ({"pipeline_model_parallel_layout": "Et*8m|L"}, LayerConfig(True, layer_planner="diffusion"), "multi-token"),
         ({}, LayerConfig(balance_layers=True, balance_layers_once=True), "--balance-layers-once"),
     ],

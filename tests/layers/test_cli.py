@@ -13,7 +13,6 @@ from balancing.layers import (
     LayerSeconds,
     StagePlan,
     choose_repack,
-    first_fit,
     from_layout,
     plan_stages,
     repack_options,
@@ -23,6 +22,7 @@ from balancing.layers import (
 from balancing.layers.__main__ import main
 from balancing.layers.from_report import estimate_memory, read_run
 from balancing.report import EventLog, observe
+from benchmarks.baselines.layers import first_fit
 from tests.support.made_up_run import Job, write_run
 
 # ---- layout strings

@@ -150,7 +150,7 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
     planning.get_num_microbatches = lambda: 4
     seconds = np.array([1.0, 1, 1, 1, 1, 5])
     found = []
-    for method in ("optimal", "diffusion", "deepspeed"):
+    for method in ("optimal", "diffusion"):
         planner = object.__new__(planning.LayerPlanner)
         planner._args = argparse.Namespace(fine_grained_activation_offloading=offloads)
         planner._config = SimpleNamespace(layer_planner=method)
@@ -163,5 +163,5 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
 
 def test_no_plan_leaves_one_layer_where_activations_are_offloaded(pool):
     """The first backward pass would look for activations of such a chunk in the wrong micro-batch."""
-    assert pool.run(1, _planned, ((3,), (3,)), False) == [[[5, 1]] * 3]
-    assert pool.run(1, _planned, ((3,), (3,)), True) == [[[4, 2], [4, 2], [3, 3]]]
+    assert pool.run(1, _planned, ((3,), (3,)), False) == [[[5, 1]] * 2]
+    assert pool.run(1, _planned, ((3,), (3,)), True) == [[[4, 2]] * 2]

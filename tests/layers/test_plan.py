@@ -21,6 +21,7 @@ from balancing.layers import (
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.plan import METHODS
 from balancing.layers.planners.diffusion import neighbour_flows
+from benchmarks.baselines.layers import deepspeed_plan
 from benchmarks.layers.traces import trace
 
 
@@ -209,7 +210,7 @@ def test_hand_made_cases():
     assert plan_stages([1, 1], 3, head=9, min_layers=0).counts[2] == (0,), "the head alone"
     assert plan_stages(np.ones(10), 4, method="uniform").counts == ((3,), (3,), (2,), (2,))
     assert plan_stages([1e-6] * 24, 8).counts == ((3,),) * 8, "precision is relative"
-    assert plan_stages([1, 2, 3, 4, 5, 6], 3, method="deepspeed").counts == ((3,), (2,), (1,))
+    assert deepspeed_plan([1, 2, 3, 4, 5, 6], 3).counts == ((3,), (2,), (1,))
 
 
 def test_in_flight_is_what_the_schedule_holds():

@@ -15,7 +15,7 @@ from balancing.layers import (
     simulate_steps,
     stage_memory,
 )
-from balancing.layers.planners.baselines import uniform_bounds
+from balancing.layers.plan import uniform_bounds
 from balancing.layers.planners.refine import _least_seconds
 
 
