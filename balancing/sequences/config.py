@@ -7,7 +7,7 @@ __all__ = ["SequenceConfig"]
 
 @dataclass(frozen=True)
 class SequenceConfig:
-    """Raises ValueError for a value out of range. The planner "dynamic" becomes "hybrid", its name in Megatron-LM."""
+    """Raises ValueError for a value out of range."""
 
     balance_sequences: bool = field(
         default=False,
@@ -37,10 +37,10 @@ class SequenceConfig:
     sequence_planner: str = field(
         default="auto",
         metadata={
-            "choices": ["auto", "chunks", "zones", "ring", "gather", "hybrid", "dynamic"],
+            "choices": ["auto", "chunks", "zones", "ring", "gather", "hybrid"],
             "help": "chunks: equal tokens and equal attention in one layout. zones: as in Zeppelin. ring, gather, "
-            "hybrid: as in Transformer Engine, Llama 3 and Megatron-LM's hybrid context parallelism. dynamic: an alias "
-            "of hybrid. auto: the planner with the least predicted time for each batch on the --cluster.",
+            "hybrid: as in Transformer Engine, Llama 3 and Megatron-LM's hybrid context parallelism. "
+            "auto: the planner with the least predicted time for each batch on the --cluster.",
         },
     )
     sequence_chunk: int = field(
@@ -59,8 +59,6 @@ class SequenceConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.sequence_planner == "dynamic":
-            object.__setattr__(self, "sequence_planner", "hybrid")
         if self.sequence_chunk < 0:
             raise ValueError(f"--sequence-chunk {self.sequence_chunk} must be at least 1, or 0 to leave it open")
         if self.sequence_token_capacity < 0:

@@ -4,27 +4,21 @@ Like a plan of sequences (`plan`) it follows from the lengths, the cluster and t
 the same one without communication, ahead of the step.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
 
 import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.micro_batch_plan import MicroBatchPlan, document_seconds
 from balancing.sequences.plan import checked_lengths
-from balancing.sequences.planners.baselines import Scheduler
 from balancing.sequences.planners.groups import deal_areas
-from balancing.sequences.planners.micro_batch_baselines import differencing_deal, hybrid_deal, sorted_deal
 from balancing.sequences.planners.micro_batches import balanced_deal, hill_order, whole_costs
 from balancing.sequences.planners.slopes import slope_targets
 from balancing.sequences.sequence_plan import AttentionShape
 
-__all__ = ["MICRO_BATCH_METHODS", "MICRO_BATCH_ROOM", "deal_whole", "plan_micro_batches"]
+__all__ = ["MICRO_BATCH_ROOM", "deal_whole", "plan_micro_batches"]
 
-Method = Literal["balanced", "sorted", "differencing", "hybrid"]
-MICRO_BATCH_METHODS: tuple[str, ...] = get_args(Method)
 MICRO_BATCH_ROOM = 1.25  # tokens of the fullest micro-batch over the mean, without a capacity
 
 
@@ -35,12 +29,13 @@ def plan_micro_batches(
     *,
     shape: AttentionShape,
     token_capacity: int | None = None,
-    method: str = "balanced",
     drawn: Sequence[int] | np.ndarray | None = None,
-    scheduler: Scheduler | None = None,
     step: Callable[[np.ndarray], float] | None = None,
 ) -> MicroBatchPlan:
-    """The micro-batch of every document of a step.
+    """The micro-batch of every document of a step: equal cost within a capacity.
+
+    Micro-batches are numbered so that cheap ones run first and last. With `step`, the plan is the quickest of that
+    deal, of one whose costs rise to a level and fall (`planners.slopes`), and of the drawn one in the first's order.
 
     lengths: tokens of each document, at least one.
     micro_batches: of the step, at most as many as documents.
@@ -49,58 +44,36 @@ def plan_micro_batches(
     token_capacity: most tokens of a micro-batch on each of these ranks; None for 1.25 times the mean, or what the
         longest document or the fullest drawn micro-batch takes, or for the mean and the longest document where few
         documents do not fit otherwise.
-    method: see below.
     drawn: micro-batch of each document as it was drawn, within the capacity; it stays if no deal costs less.
-    scheduler: for "hybrid", as in `baselines.hybrid_groups`.
-    step: costs of micro-batches, float64 [micro-batch], -> seconds of a step, for "balanced".
+    step: costs of micro-batches, float64 [micro-batch], -> seconds of a step.
 
-    Methods:
-    - "balanced": equal cost within the capacity. Micro-batches are numbered so that cheap ones run first and last. With
-      `step`, the quickest of that deal, of one whose costs rise to a level and fall (`planners.slopes`), and of the
-      drawn one in the order of the first.
-    - "sorted", "differencing", "hybrid": what others do, as baselines, without a capacity; see
-      `planners.micro_batch_baselines`.
-
-    Raises ValueError for an unknown method, fewer documents than micro-batches, lengths below 1, a capacity below 1,
-    below the mean or below the longest document, and documents for which no deal within the capacity is found.
+    Raises ValueError for fewer documents than micro-batches, lengths below 1, a capacity below 1, below the mean
+    or below the longest document, and documents for which no deal within the capacity is found.
     """
-    if method not in MICRO_BATCH_METHODS:
-        close = difflib.get_close_matches(method, MICRO_BATCH_METHODS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"unknown method {method!r}{hint}; known: {', '.join(MICRO_BATCH_METHODS)}")
     checked = checked_lengths(lengths)
     if not 1 <= micro_batches <= len(checked):
         raise ValueError(f"{len(checked)} documents do not fill {micro_batches} micro-batches; each takes one at least")
     tokens = np.array(checked, dtype=np.int64)
     seconds = document_seconds(tokens, cluster, shape)
     start = None if drawn is None else np.asarray(drawn, dtype=np.int64)
-    limit: int | None = None
-    if method == "balanced":
-        costs = whole_costs(seconds)
-        limit = _capacity(tokens, micro_batches, cluster.world_size, token_capacity, start)
-        try:
-            deal = balanced_deal(costs, tokens, micro_batches, limit, start)
-        except ValueError:
-            if token_capacity is not None:
-                raise
-            # The least full micro-batch has at most the mean, so it always has room for one more document.
-            limit = -(-int(tokens.sum()) // micro_batches) + int(tokens.max())
-            deal = balanced_deal(costs, tokens, micro_batches, limit, start)
-        deal = _as_hill(deal, costs, micro_batches)
-        if step is not None:
-            able = [deal] if start is None else [deal, _as_hill(start, costs, micro_batches)]
-            most = limit * micro_batches / int(tokens.sum())
-            sloped = _on_slopes(costs, tokens, micro_batches, limit, most, step)
-            able += [] if sloped is None else [sloped]
-            deal = min(able, key=lambda each: step(np.bincount(each, seconds, micro_batches)))
-    else:
-        if method == "sorted":
-            deal = sorted_deal(checked, micro_batches)
-        elif method == "differencing":
-            deal = differencing_deal([length**2 for length in checked], micro_batches)
-        else:
-            deal = hybrid_deal(checked, micro_batches, scheduler)
-    return MicroBatchPlan(checked, tuple(seconds.tolist()), tuple(deal.tolist()), micro_batches, method, limit)
+    costs = whole_costs(seconds)
+    limit = _capacity(tokens, micro_batches, cluster.world_size, token_capacity, start)
+    try:
+        deal = balanced_deal(costs, tokens, micro_batches, limit, start)
+    except ValueError:
+        if token_capacity is not None:
+            raise
+        # The least full micro-batch has at most the mean, so it always has room for one more document.
+        limit = -(-int(tokens.sum()) // micro_batches) + int(tokens.max())
+        deal = balanced_deal(costs, tokens, micro_batches, limit, start)
+    deal = _as_hill(deal, costs, micro_batches)
+    if step is not None:
+        able = [deal] if start is None else [deal, _as_hill(start, costs, micro_batches)]
+        most = limit * micro_batches / int(tokens.sum())
+        sloped = _on_slopes(costs, tokens, micro_batches, limit, most, step)
+        able += [] if sloped is None else [sloped]
+        deal = min(able, key=lambda each: step(np.bincount(each, seconds, micro_batches)))
+    return MicroBatchPlan(checked, tuple(seconds.tolist()), tuple(deal.tolist()), micro_batches, "balanced", limit)
 
 
 def deal_whole(

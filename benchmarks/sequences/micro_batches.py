@@ -49,6 +49,7 @@ from balancing.sequences import (
 )
 from balancing.sequences.cost import linear_seconds
 from balancing.sequences.micro_batch_plan import document_seconds
+from benchmarks.baselines import micro_batches as baselines
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.processor_time import milliseconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
@@ -116,9 +117,11 @@ class _Step:
         quickest = partial(_of_costs, chunks=chunks)
         if method == "slopes":
             return own(drawn=self.drawn, step=quickest)
-        if method not in ("drawn", "whole"):
-            return own(method=method, drawn=self.drawn)
+        if method == "balanced":
+            return own(drawn=self.drawn)
         seconds, deal = tuple(document_seconds(self.lengths, self.cluster, _SHAPE).tolist()), self.drawn
+        if method in ("sorted", "differencing", "hybrid"):
+            deal = tuple(baselines.deal(self.lengths, self.micro_batches, method).tolist())
         if method == "whole":
             of_samples = np.bincount(self.sample, seconds)
             deal = tuple(deal_whole(of_samples, self.micro_batches, quickest)[list(self.sample)].tolist())

@@ -173,12 +173,6 @@ def test_domains(pool, case):
     assert expected in found and (expected in ("data", "context")) == (expected == found)
 
 
-def test_dynamic_is_an_alias_of_hybrid(pool):
-    assert SequenceConfig(balance_sequences=True, sequence_planner="dynamic").sequence_planner == "hybrid"
-    results = pool.run(2, _parse, [*BASE, BALANCE, "--sequence-planner", "dynamic"])
-    assert [code for code, _ in results] == ["none", "none"]
-
-
 def test_rows_over_tensor_parallel_ranks():
     """With sequence parallelism each context-parallel rank's part is cut once more."""
     args = argparse.Namespace(

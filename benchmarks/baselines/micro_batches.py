@@ -17,7 +17,14 @@ import numpy as np
 
 from balancing.sequences.planners.baselines import Scheduler, hybrid_groups
 
-__all__ = ["differencing_deal", "hybrid_deal", "sorted_deal"]
+__all__ = ["deal", "differencing_deal", "hybrid_deal", "sorted_deal"]
+
+
+def deal(lengths: Sequence[int], micro_batches: int, method: str) -> np.ndarray:
+    """int64 [document], the micro-batch of each. method: "sorted", "differencing" or "hybrid"."""
+    if method == "differencing":
+        return differencing_deal([length**2 for length in lengths], micro_batches)
+    return {"sorted": sorted_deal, "hybrid": hybrid_deal}[method](lengths, micro_batches)
 
 
 def sorted_deal(lengths: Sequence[int], micro_batches: int) -> np.ndarray:
