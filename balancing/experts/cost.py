@@ -159,15 +159,14 @@ def with_transfers(
     )
 
 
-def copy_seconds(placement: ReplicaPlacement, cluster: Cluster, *, relayed: bool = True) -> float:
+def copy_seconds(placement: ReplicaPlacement, cluster: Cluster) -> float:
     """Seconds that all copies take for each byte of an expert: out or back, since links are as fast in both directions.
 
-    relayed: ranks hand weights on along `ReplicaPlacement.hops`, in pieces, so that a home sends each expert once
-    however many replicas it has; `balancing.experts.engine.slots` does so. Otherwise the home sends every replica
-    itself.
+    Ranks hand weights on along `ReplicaPlacement.hops`, in pieces, so that a home sends each expert once however many
+    replicas it has (`balancing.experts.engine.slots`).
     """
-    expert, source, rank = placement.hops.T
-    source, ranks = source if relayed else placement.home[expert], placement.num_ranks
+    _, source, rank = placement.hops.T
+    ranks = placement.num_ranks
     _, outside = node_masks(cluster, ranks)
     ends = np.concatenate([source, ranks + rank])
     crosses = outside[source, rank]

@@ -5,7 +5,7 @@ Planning is pure and deterministic: all ranks call it with the same load and get
 its planner's rule for dividing tokens over instances, so `split_tokens` works with all of them.
 """
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -35,7 +35,6 @@ def plan_replicas(
     hidden_under: float | None = None,
     first: bool = False,
     micro_batches: int = 1,
-    **options: Any,
 ) -> ReplicaPlacement:
     """Plan the replicas of one layer.
 
@@ -50,13 +49,12 @@ def plan_replicas(
         their exposed part; None for transfers that are exposed altogether.
     first: whether this is the first MoE layer, whose transfers no expert compute overlaps.
     micro_batches: number of micro-batches that one transfer serves.
-    options: for "prophet", `excluded` and `alpha` (`balancing.experts.planners.prophet`).
 
     Raises ValueError for a load that is not two-dimensional, negative or not finite, for experts that do not divide by
-    the ranks, more ranks than the cluster has, negative slots, and an unknown method or option.
+    the ranks, more ranks than the cluster has, negative slots, and an unknown method.
     """
     loads, homes = _checked(np.asarray(load)[None], cluster, slots, home, method)
-    return _plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches, options)[0]
+    return _plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches)[0]
 
 
 def plan_replicas_layers(
@@ -70,7 +68,6 @@ def plan_replicas_layers(
     hidden_under: float | None = None,
     first: bool = False,
     micro_batches: int = 1,
-    **options: Any,
 ) -> tuple[ReplicaPlacement, ...]:
     """`plan_replicas` for several layers at once; returns one placement a layer.
 
@@ -79,7 +76,7 @@ def plan_replicas_layers(
     The other parameters are those of `plan_replicas`.
     """
     loads, homes = _checked(np.asarray(load), cluster, slots, home, method)
-    return tuple(_plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches, options))
+    return tuple(_plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches))
 
 
 def _checked(
@@ -118,10 +115,7 @@ def _plan(
     hidden_under: float | None,
     first: bool,
     micro_batches: int,
-    options: dict[str, Any],
 ) -> list[ReplicaPlacement]:
-    if unknown := set(options) - ({"excluded", "alpha"} if method == "prophet" else set()):
-        raise ValueError(f"method {method!r} has no option {', '.join(sorted(unknown))}")
     ranks = loads.shape[1]
     per_node = min(ranks, cluster.ranks_per_node)
 
@@ -133,5 +127,6 @@ def _plan(
         return [placement(nothing) for _ in loads]
     if method == "quota":
         return QuotaPlanner(cluster, home, slots, shape, hidden_under, first, micro_batches)(loads)
-    options = {**options, "shape": shape, "hidden_under": hidden_under}
-    return [placement(prophet_slots(load, home, cluster, slots, **options)) for load in loads]
+    return [
+        placement(prophet_slots(load, home, cluster, slots, shape=shape, hidden_under=hidden_under)) for load in loads
+    ]

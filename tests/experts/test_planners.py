@@ -15,6 +15,7 @@ from balancing.experts import (
     traffic,
 )
 from balancing.experts.planners.pack import pack_replicas
+from balancing.experts.planners.prophet import prophet_slots
 from balancing.experts.planners.repair import repair
 from balancing.experts.planners.spread import fill_slots
 from benchmarks.baselines.experts import plan_replicas
@@ -22,6 +23,12 @@ from benchmarks.experts.emulated_workload import SHAPE as EMULATED
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 from tests.experts.test_plan import SHAPE, largest_over_mean, loads, machine, quick
+
+
+def prophet(load: np.ndarray, **options: float) -> ReplicaPlacement:
+    """Pro-Prophet's placement with one expert and one slot a rank."""
+    home = np.arange(len(load))
+    return ReplicaPlacement(home, prophet_slots(load, home, machine(len(load)), 1, **options), "own", len(load))
 
 
 class TestProphet:
@@ -42,11 +49,11 @@ class TestProphet:
         3 and device 0 has 2, so device 2 gets it and keeps those 3: 35, 37, 18. Device 1's expert is used, so it ends.
         """
         load = np.array([[25, 2, 3], [25, 10, 2], [10, 3, 10]])
-        placement = plan_replicas(load, machine(3), slots=1, method="prophet", excluded=1, alpha=0.1)
+        placement = prophet(load, excluded=1, alpha=0.1)
         assert placement.ranks(0) == (0, 1)
         assert placement.ranks(1) == (1, 2)
         assert traffic(load, placement).sum(0).tolist() == [35, 37, 18]
-        everywhere = plan_replicas(load, machine(3), slots=1, method="prophet", excluded=0, alpha=0.1)
+        everywhere = prophet(load, excluded=0, alpha=0.1)
         assert everywhere.ranks(0) == (0, 1, 2)
         assert everywhere.ranks(1) == (1, 0), "device 2's only slot is taken"
         assert traffic(load, everywhere).sum(0).tolist() == [27, 38, 25]
@@ -55,7 +62,7 @@ class TestProphet:
         """Loads 40 and 10; with expert 0 on both 20 and 30; with expert 1 on both too 25 and 25."""
         load = np.array([[20, 5], [20, 5]])
         for alpha, replicas in ((1.3, 0), (0.5, 1), (0.1, 2)):
-            assert plan_replicas(load, machine(2), slots=1, method="prophet", alpha=alpha).replicas == replicas
+            assert prophet(load, alpha=alpha).replicas == replicas
 
     def test_a_planner_that_knows_the_scheduler_replicates_more(self):
         """Eq. 8 against Eq. 6: where transfers are as long as the compute they can hide under, only the first pays."""
@@ -68,11 +75,9 @@ class TestProphet:
     def test_bad_options(self):
         load = np.ones((4, 4), dtype=int)
         with pytest.raises(ValueError, match="excluded=3 must lie between 0 and 2"):
-            plan_replicas(load, machine(4), slots=1, method="prophet", excluded=3)
+            prophet(load, excluded=3)
         with pytest.raises(ValueError, match="alpha=-1"):
-            plan_replicas(load, machine(4), slots=1, method="prophet", alpha=-1)
-        with pytest.raises(ValueError, match="'quota' has no option alpha"):
-            plan_replicas(load, machine(4), slots=1, alpha=1)
+            prophet(load, alpha=-1)
 
 
 class TestShadow:

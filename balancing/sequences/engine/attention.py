@@ -7,7 +7,7 @@ order, so that a run repeats bit for bit. No query-key pair that the mask hides 
 (Zeppelin, arXiv 2509.21841, section 4). An attention sink is merged once for each query, after its last keys. With
 multi-latent attention, latents may travel in the place of keys and values (`latents`).
 
-Attention dropout is refused: its masks would have to be the same under every plan.
+There is no dropout: its masks would have to be the same under every plan.
 """
 
 from typing import Any
@@ -38,11 +38,10 @@ class SequenceAttention:
     group: plan.ranks processes, where this one has rank program.rank; all processes by default. They call attention the
         same number of times in the same order, and use the group for nothing else meanwhile.
     kernel: computes attention of pieces; by default the fastest for the device and type of q.
-    dropout: of attention; must be 0.
     timed: as in `Statistics`.
 
-    `statistics` counts what has been sent. Raises ValueError for the program of another plan, a group that the plan
-    does not fit, and dropout.
+    `statistics` counts what has been sent. Raises ValueError for the program of another plan, and a group that the plan
+    does not fit.
     """
 
     def __init__(
@@ -52,11 +51,8 @@ class SequenceAttention:
         program: RankProgram,
         group: dist.ProcessGroup | None = None,
         kernel: Kernel | None = None,
-        dropout: float = 0.0,
         timed: bool = True,
     ) -> None:
-        if dropout:
-            raise ValueError(f"attention dropout {dropout} is not supported with balanced sequences; use 0")
         self.transport = Transport(group)
         size, rank = dist.get_world_size(group), program.rank
         if (size, self.transport.rank) != (plan.ranks, rank):
