@@ -1,8 +1,8 @@
 """The GPT model as Megatron-LM builds it, with our modules in its layer spec.
 
 Megatron's local spec (its own modules, no Transformer Engine) has no norm for sequence parallelism and no attention for
-packed documents, and runs the experts of `--moe-grouped-gemm` one after the other. The layer spec fills in the missing
-modules, and those of the balancers and dynamic schemes; nothing is patched.
+packed documents. The layer spec fills in the missing modules, and those of the balancers and dynamic schemes; nothing
+is patched.
 """
 
 import argparse
@@ -35,7 +35,6 @@ from balancing.experts.config import ExpertConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.dynamics.layer import dynamic_layer
 from megatron.balanced.dynamics.sparse_attention import sparse_attention
-from megatron.balanced.experts.grouped_mlp import GroupedMLP
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
@@ -174,8 +173,6 @@ def _replacements(
             fitting[attention] = of_documents(fitting.get(attention, attention))
     if args.transformer_impl == "local" and args.sequence_parallel:
         fitting[WrappedTorchNorm] = SequenceParallelNorm
-    if args.transformer_impl == "local" and args.num_experts is not None and args.moe_grouped_gemm:
-        fitting[SequentialMLP] = GroupedMLP
     if routes_by_sample(args, sequences) or (sequences.sequence_micro_batches and args.moe_router_enable_expert_bias):
         fitting[TopKRouter] = SampleRouter
     elif packs_samples_of_losses(args) and args.sequence_parallel and not sequences.balance_sequences:
@@ -183,7 +180,7 @@ def _replacements(
     replicated: dict[Any, Any] = {}
     if experts.balance_experts:
         replicated[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)
-        replicated[SequentialMLP] = fitting.get(SequentialMLP, ReplicatedSequentialMLP)
+        replicated[SequentialMLP] = ReplicatedSequentialMLP
         if args.transformer_impl != "local":
             replicated[SequentialMLP] = _on_own_linears
             replicated[TEGroupedMLP] = ReplicatedTEGroupedMLP

@@ -22,7 +22,6 @@ COMBINATIONS = {
     "prediction": (FREEZE, UNTIED | {"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
     "replicas": (PRUNE, {"balance_experts": True}, "--balance-experts", "--prune-sparsity 0.5", "drop it"),
     "optimizer": (PRUNE, {"optimizer": "sgd"}, "--optimizer sgd", "--prune-sparsity 0.5", "use --optimizer adam"),
-    "grouped": (PRUNE, {"num_experts": 4, "moe_grouped_gemm": True}, "--moe-grouped-gemm", "drop"),
     "exit at the end": ({"early_exit_layers": "2,4"}, {}, "--early-exit-layers 2,4", "up to 3"),
     "two choosers": (EXIT, DEPTH, "--mixture-of-depths 0.25", "--early-exit-layers 1,2", "one of the two"),
     "exit and chunks": (

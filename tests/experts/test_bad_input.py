@@ -1,4 +1,4 @@
-"""Rejected flags of balanced and grouped experts: one line with the value and the way out, on all ranks."""
+"""Rejected flags of balanced experts: one line with the value and the way out, on all ranks."""
 
 import argparse
 import contextlib
@@ -64,20 +64,10 @@ REFUSED = {
     "mode": (f"{BALANCE} --expert-replica-mode mixed", "mixed", "resident"),
     "plan interval": (f"{BALANCE} --expert-plan-interval -1", "--expert-plan-interval -1", "at least 1"),
     "gain": (f"{BALANCE} --expert-min-gain 1.5", "--expert-min-gain 1.5", "below 1"),
-    "grouped with odd rows": (
-        "--moe-grouped-gemm --bf16 --moe-ffn-hidden-size 36",
-        "a multiple of 8",
-        "--moe-ffn-hidden-size 36",
-    ),
-    "grouped, recomputed activation": (
-        "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act",
-        "--recompute-modules moe_act",
-        "use --recompute-modules moe",
-    ),
-    "grouped, probabilities on the input": (
-        "--moe-grouped-gemm --moe-apply-probs-on-input --moe-router-topk 1",
-        "--moe-apply-probs-on-input",
-        "drop --moe-grouped-gemm",
+    "grouped without Transformer Engine": (
+        f"{BALANCE} --moe-grouped-gemm",
+        "--moe-grouped-gemm: it needs Transformer Engine's grouped experts",
+        "use --transformer-impl transformer_engine, or drop it",
     ),
     "latent attention with a norm of queries alone": (
         "--multi-latent-attention --qk-layernorm",
@@ -238,13 +228,8 @@ def test_quantized_experts(case):
         assert word in str(refused.value)
 
 
-def test_grouped_experts_with_biases(pool):
-    argv = [flag for flag in BASE if flag != "--disable-bias-linear"]
-    _assert_refused(pool, [*argv, "--moe-grouped-gemm"], "biases", "add --disable-bias-linear")
-
-
 def test_the_same_flags_without_the_fault_are_accepted(pool):
-    for flags in (BALANCE, "--moe-grouped-gemm", f"{BALANCE} --moe-grouped-gemm --bf16"):
+    for flags in (BALANCE, "--moe-grouped-gemm", f"{BALANCE} --bf16"):
         assert [code for code, _ in pool.run(2, _parse, [*BASE, *flags.split()])] == ["none", "none"]
 
 

@@ -31,7 +31,6 @@ CASES = {
     "EP 2, DP 2, gradients and parameters overlapped": (4, GRADIENTS),
     "interleaved": (4, f"{INTERLEAVED} {GRADIENTS}"),
     "top-3, shared expert": (2, "--moe-router-topk 3 --moe-shared-expert-intermediate-size 32"),
-    "grouped": (2, "--moe-grouped-gemm"),
     "slots shared": (2, "--expert-replica-mode shared"),
     "one home expert": (2, "--num-experts 2"),
     "more tokens": (2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights"),

@@ -94,3 +94,29 @@ def test_layer_with_slots_that_are_all_empty(pool):
     """Nothing is replicated: then the layer is Megatron's, bit for bit, gradients too."""
     plain = Layer(EXPERTS, skewed(2, TOKENS, EXPERTS, 3))
     assert_alike(run_layer(pool, replace(plain, slot_expert=[[-1], [-1]])), run_layer(pool, plain), tolerance=None)
+
+
+def _in_the_place_of_transformer_engines() -> list[str]:
+    """Experts of a spec with Transformer Engine's linear layers, built as balancing builds them: their kind and their
+    parameters."""
+    from functools import partial
+
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoESubmodules
+
+    from megatron.balanced import model
+    from tests.support.one_layer import tiny_config
+
+    theirs = MLPSubmodules(linear_fc1=None, linear_fc2=None)
+    spec = MoESubmodules(experts=partial(SequentialMLP, submodules=theirs))
+    filled = model._fill_in(spec, {SequentialMLP: model._on_own_linears})
+    config, groups = tiny_config()
+    built = filled.experts(2, config, pg_collection=groups)
+    return [type(built).__name__, *(name for name, _ in built.named_parameters())]
+
+
+def test_they_stand_in_for_transformer_engines(pool):
+    (built,) = pool.run(1, _in_the_place_of_transformer_engines)
+    linears = [f"local_experts.{n}.linear_fc{m}.weight" for n in range(2) for m in (1, 2)]
+    assert built == ["ReplicatedSequentialMLP", *linears]

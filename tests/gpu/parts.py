@@ -33,7 +33,6 @@ PARTS = (
     Part(
         "attention kernels", "test_attention.py::test_kernel_parity", 120, 1, "kernels against float64, merged pieces"
     ),
-    Part("grouped GEMM", "test_expert_kernels.py::test_groups_without_rows", 60, 1, "empty groups give zero, not NaN"),
     Part("split kernels", "test_expert_kernels.py::test_kernels_split_like_numpy", 60, 1, "splits equal to the token"),
     Part(_TWO, "test_collectives.py::test_two_ranks_talk", 60, 2, "every collective that training uses"),
     Part(_FOUR, "test_collectives.py::test_four_ranks_talk", 60, 4, "the same, in groups of two as well", _TWO),

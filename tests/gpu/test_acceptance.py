@@ -223,14 +223,14 @@ def test_entries_of_the_log_are_new_files_and_listed_newest_first(tmp_path):
     (tmp_path / "README.md").write_text("# Log\n\nText.\n\n## 2026-11-20\n\n- [Old](2026-11-20-old.md)\n")
     verdicts = [
         Verdict(PARTS[0], "passed", 12.3, "2e-3"),
-        Verdict(PARTS[1], "failed", 1.0, "NaN"),
-        Verdict(PARTS[2], "not run", 0.0, "no C compiler"),
+        Verdict(PARTS[1], "not run", 0.0, "no C compiler"),
+        Verdict(PARTS[2], "failed", 1.0, "timeout"),
     ]
     about = ["- Commit: abc"]
     first, second = (write_entry(verdicts, tmp_path, "2026-11-22", "1 x NVIDIA H100", about) for _ in range(2))
     assert (first.name, second.name) == ("2026-11-22-gpu.md", "2026-11-22-gpu-2.md")
     title = (
-        "Acceptance on 1 x NVIDIA H100: 1 of the 2 parts that ran pass, failed: grouped GEMM; not run: split kernels"
+        "Acceptance on 1 x NVIDIA H100: 1 of the 2 parts that ran pass, failed: NCCL, 2 ranks; not run: split kernels"
     )
     text = first.read_text()
     assert text.startswith(f"# {title}\n\n- Commit: abc\n\n| part | verdict |")

@@ -32,7 +32,7 @@ RUNS = {
     "experts": (2, f"{EP2} {OVERLAPS} {EXPERTS}"),
     "experts, shared slots, late replicas, report": (
         2,
-        f"{EP2} {EXPERTS} --moe-grouped-gemm --bf16 --expert-replica-mode shared --cluster a800-4x200g {REPORT}",
+        f"{EP2} {EXPERTS} --bf16 --expert-replica-mode shared --cluster a800-4x200g {REPORT}",
     ),
     "sequences": (2, f"--context-parallel-size 2 --balance-sequences {DOCUMENTS} {OVERLAPS}"),
     "sequences, tensor-parallel, report": (

@@ -67,7 +67,7 @@ COMMON = (
     "--sparse-attention blocks --sparse-attention-block 8", "--ckpt-format torch_dist", "--mtp-num-layers 1",
 )  # fmt: skip
 COMMON_MOE = (
-    "--moe-aux-loss-coeff 1e-2", "--moe-grouped-gemm", "--moe-z-loss-coeff 1e-3", "--moe-router-topk 1",
+    "--moe-aux-loss-coeff 1e-2", "--moe-z-loss-coeff 1e-3", "--moe-router-topk 1",
     "--moe-shared-expert-intermediate-size 32", "--moe-router-score-function sigmoid", "--moe-permute-fusion",
     "--moe-router-load-balancing-type seq_aux_loss", "--moe-router-enable-expert-bias",
     "--moe-layer-freq 2 --ffn-hidden-size 64",

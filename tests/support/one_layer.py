@@ -22,7 +22,6 @@ class Layer:
     dispatcher: value of --moe-token-dispatcher-type.
     dtype: of weights and activations.
     shared: whether slots are shared.
-    grouped: whether experts are grouped GEMMs.
     split_on_device: whether the split runs as on a GPU, where no operation of ours may wait for the device.
     options: of Megatron's TransformerConfig.
     """
@@ -33,7 +32,6 @@ class Layer:
     dispatcher: str = "alltoall"
     dtype: str = "float32"
     shared: bool = False
-    grouped: bool = False
     split_on_device: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -51,7 +49,6 @@ class Pass:
 
 def _build(layer: Layer) -> Any:
     import torch
-    from megatron.core.activations import squared_relu
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -59,7 +56,6 @@ def _build(layer: Layer) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.balanced.experts import moe_layer
-    from megatron.balanced.experts.grouped_mlp import GroupedMLP
     from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 
     options: dict[str, Any] = {
@@ -82,13 +78,9 @@ def _build(layer: Layer) -> Any:
         "bf16": layer.dtype == "bfloat16",
     }
     options |= layer.options
-    if isinstance(options["activation_func"], str):
-        options["activation_func"] = {"gelu": torch.nn.functional.gelu, "squared_relu": squared_relu}[
-            options["activation_func"]
-        ]
     config = TransformerConfig(**options)
     balanced = layer.slot_expert is not None
-    experts = GroupedMLP if layer.grouped else ReplicatedSequentialMLP if balanced else SequentialMLP
+    experts = ReplicatedSequentialMLP if balanced else SequentialMLP
     moe = partial(BalancedMoELayer, slots=len(layer.slot_expert[0])) if balanced else MoELayer
     if layer.split_on_device:
         moe_layer.is_cpu = lambda: False

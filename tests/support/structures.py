@@ -49,7 +49,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "overlap": ("none", "gradients", "gradients and parameters"),
     "buckets": ("one", "many"),
     "micro-batches": (1, 2, 5),  # of a rank; five come in groups of three and two where chunks are interleaved
-    "experts": ("sequential", "grouped"),
     "slots": ("resident", "shared"),
     "dispatcher": ("alltoall", "allgather"),
     "head": ("tied", "untied", "multi-token prediction"),
@@ -114,9 +113,8 @@ REAL: dict[str, Row] = {
         "overlap": "gradients",
         "buckets": "many",
         "micro-batches": 2,
-        "experts": "sequential",
     },
-    "grouped experts, parameters gathered as they are needed": _BALANCED
+    "parameters gathered as they are needed": _BALANCED
     | {
         "pipeline": "1",
         "tensor": "1",
@@ -127,7 +125,6 @@ REAL: dict[str, Row] = {
         "overlap": "gradients and parameters",
         "buckets": "one",
         "micro-batches": 2,
-        "experts": "grouped",
         "balancers": "off",
     },
     "the same, interleaved": _BALANCED
@@ -141,7 +138,6 @@ REAL: dict[str, Row] = {
         "overlap": "gradients and parameters",
         "buckets": "one",
         "micro-batches": 2,
-        "experts": "grouped",
     },
     "a loss of samples, of which tensor-parallel ranks have parts": _BALANCED
     | {
@@ -154,7 +150,6 @@ REAL: dict[str, Row] = {
         "overlap": "gradients",
         "buckets": "many",
         "micro-batches": 2,
-        "experts": "sequential",
         "balancers": "off",
         "samples": 2,
         "router": "a loss of samples",
@@ -253,8 +248,6 @@ def flags_of(row: Row) -> str:
         flags.append("--overlap-param-gather")
     if row["buckets"] == "many":
         flags.append("--ddp-bucket-size 2000")
-    if row["experts"] == "grouped":
-        flags.append("--moe-grouped-gemm")
     if row["recompute"] == "experts":
         flags.append("--recompute-granularity selective --recompute-modules moe")
     elif row["recompute"] == "layers":

@@ -28,8 +28,6 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
     if config.prune_sparsity:
         scheme = f"--prune-sparsity {config.prune_sparsity}"
         check_compatible(args, PRUNE, scheme)
-        if args.num_experts and args.moe_grouped_gemm:
-            raise ValueError(f"--moe-grouped-gemm holds experts that {scheme} does not reach; drop --moe-grouped-gemm")
     if config.exits():
         scheme = f"--early-exit-layers {config.early_exit_layers}"
         if config.exits()[-1] >= args.num_layers:

@@ -1,4 +1,4 @@
-"""Checks of the flags of expert balancing and of grouped experts, at start-up.
+"""Checks of the flags of expert balancing, at start-up.
 
 Megatron-LM's own modules and dispatchers run the replicas. Flags that replace these, or that reduce an expert's
 gradient before those of its replicas were added, would give wrong numbers or a hang, so they are refused
@@ -31,8 +31,6 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     _check_fusions(args)
     _check_flex(args)
     _check_latent(args)
-    if args.transformer_impl == "local" and args.num_experts and args.moe_grouped_gemm:
-        _check_grouped(args)
     if not experts.balance_experts:
         return experts, []
     if why := _nothing_to_balance(args):
@@ -117,34 +115,6 @@ def _check_flex(args: argparse.Namespace) -> None:
 
 def _flex_backend(args: argparse.Namespace) -> str:
     return f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend}"
-
-
-def _check_grouped(args: argparse.Namespace) -> None:
-    """Check the limits of grouped GEMM experts without Transformer Engine."""
-    alone = "drop --moe-grouped-gemm"
-    if args.add_bias_linear:
-        raise ValueError(
-            f"--moe-grouped-gemm on torch's grouped GEMM has no biases; add --disable-bias-linear or {alone}"
-        )
-    if args.moe_apply_probs_on_input:
-        raise ValueError(
-            f"--moe-apply-probs-on-input needs Transformer Engine's experts for --moe-grouped-gemm; {alone}"
-        )
-    if "moe_act" in (args.recompute_modules or []):
-        raise ValueError(
-            f"--recompute-modules moe_act needs Transformer Engine's experts; use --recompute-modules moe or {alone}"
-        )
-    unit = 8 if args.bf16 or args.fp16 else 4  # numbers in 16 bytes, which each row must be a multiple of
-    tensor_ranks = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    ffn = ("--moe-ffn-hidden-size", args.moe_ffn_hidden_size)
-    if ffn[1] is None:
-        ffn = ("--ffn-hidden-size", args.ffn_hidden_size)
-    for (flag, size), ranks in ((("--hidden-size", args.hidden_size), 1), (ffn, tensor_ranks)):
-        if size is not None and size % (unit * ranks):
-            over = f" over {ranks} tensor-parallel ranks" if ranks > 1 else ""
-            raise ValueError(
-                f"--moe-grouped-gemm needs a multiple of {unit * ranks}, not {flag} {size}{over}; or {alone}"
-            )
 
 
 def _nothing_to_balance(args: argparse.Namespace) -> str | None:

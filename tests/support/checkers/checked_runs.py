@@ -58,9 +58,9 @@ RUNS = {
         f"{_EXPERTS} {_OVERLAPS} {_BATCHES} {_PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8",
         files=(_RELAY,),
     ),
-    "experts, grouped, tensor-parallel": CheckedRun(
+    "experts, tensor-parallel": CheckedRun(
         4,
-        f"{_EXPERTS} --moe-grouped-gemm --tensor-model-parallel-size 2 --sequence-parallel "
+        f"{_EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
         "--expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
         files=(_RELAY,),
