@@ -1,11 +1,11 @@
 """Balances sequences of very different length over context-parallel ranks, and computes exact attention over them.
 
     from balancing.cluster import Cluster
-    from balancing.sequences import AttentionShape, plan_sequences, render
+    from balancing.sequences import AttentionShape, plan_sequences
 
     shape = AttentionShape(hidden=4096, heads=32, kv_heads=8, layers=32, ffn_hidden=14336)
     plan = plan_sequences([30000, 1200, 500, 833], Cluster.preset("h200-8x400g"), shape=shape)
-    print(render(plan))
+    print(plan.exchange, plan.area / plan.area.mean())
 
 Planning:
 
@@ -43,7 +43,6 @@ from balancing.sequences.micro_batch_plan import MicroBatchPlan, least_imbalance
 from balancing.sequences.micro_batches import deal_whole, plan_micro_batches
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
 from balancing.sequences.planners.linear_layout import linear_layout
-from balancing.sequences.render import render
 from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard
 from balancing.sequences.traffic import TokenTraffic, kv_traffic, remap_traffic
 
@@ -73,7 +72,6 @@ __all__ = [
     "plan_micro_batches",
     "plan_sequences",
     "remap_traffic",
-    "render",
     "route",
     "step_cost",
     "zigzag_area",

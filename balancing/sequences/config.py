@@ -37,10 +37,10 @@ class SequenceConfig:
     sequence_planner: str = field(
         default="auto",
         metadata={
-            "choices": ["auto", "chunks", "zones", "ring", "gather", "hybrid"],
-            "help": "chunks: equal tokens and equal attention in one layout. zones: as in Zeppelin. ring, gather, "
-            "hybrid: as in Transformer Engine, Llama 3 and Megatron-LM's hybrid context parallelism. "
-            "auto: the planner with the least predicted time for each batch on the --cluster.",
+            "choices": ["auto", "chunks", "zones", "ring", "gather"],
+            "help": "chunks: equal tokens and equal attention in one layout. zones: as in Zeppelin. ring, gather: as "
+            "in Transformer Engine and Llama 3. auto: the planner with the least predicted time for each batch on the "
+            "--cluster.",
         },
     )
     sequence_chunk: int = field(

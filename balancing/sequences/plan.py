@@ -14,17 +14,15 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import step_cost
-from balancing.sequences.planners.baselines import Scheduler, even_layout, hybrid_layout
 from balancing.sequences.planners.chunks import balanced_chunks
 from balancing.sequences.planners.kv_exchange import choose_exchange
 from balancing.sequences.planners.linear_layout import linear_layout
-from balancing.sequences.planners.zigzag import token_quotas
-from balancing.sequences.planners.zones import zone_layout
+from balancing.sequences.planners.zones import even_counts, even_layout, zone_layout
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard, same_exchange
 
 __all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "plan_sequences"]
 
-Method = Literal["auto", "chunks", "zones", "ring", "gather", "hybrid"]
+Method = Literal["auto", "chunks", "zones", "ring", "gather"]
 METHODS: tuple[str, ...] = get_args(Method)
 DEFAULT_CHUNK = 512
 
@@ -46,7 +44,6 @@ def plan_sequences(
     token_capacity: int | None = None,
     chunk: int | None = None,
     routed: bool | None = None,
-    scheduler: Scheduler | None = None,
 ) -> SequencePlan:
     """The rank of every token of a batch, in attention and in linear layers.
 
@@ -57,7 +54,6 @@ def plan_sequences(
     token_capacity: most tokens of a rank in attention; None for no limit.
     chunk: granularity at which "chunks" cuts long sequences, in tokens; 512 by default, less where balance needs it.
     routed: for costs, whether what leaves a node is spread over its NICs; None for whichever is quicker.
-    scheduler: for "hybrid", as in `baselines.hybrid_groups`.
 
     Methods:
     - "chunks": one layout, balanced in tokens and in area; in that of windows, if all layers have one. Keys and values
@@ -65,8 +61,6 @@ def plan_sequences(
     - "zones": Zeppelin's, balanced in area, with tokens remapped for linear layers. Without a capacity a rank holds at
       most 1.5 times the mean in attention. If sequences do not pack into a tight capacity, all are cut over all ranks.
     - "ring", "gather": every sequence over all ranks.
-    - "hybrid": the layout of Megatron-LM's scheduler. Its groups run one after another there, so the capacity holds for
-      each group, not for the plan.
     - "auto": the cheapest of chunks, zones and, for few sequences, ring and gather, by `cost.step_cost`, or one within
       2 % of it if that has at most 40 launches a layer. Planning takes as long as all of them together; in training a
       data loader's worker does it ahead of the step.
@@ -75,7 +69,7 @@ def plan_sequences(
     some ranks are empty. On one rank everything is local.
 
     Raises ValueError for an unknown method, no lengths, lengths below 1, a capacity below 1, below the mean or too
-    small for the longest sequence over all ranks, a chunk below 1, and whatever keeps hybrid from planning.
+    small for the longest sequence over all ranks, and a chunk below 1.
     """
     if method not in METHODS:
         close = difflib.get_close_matches(method, METHODS, n=1)
@@ -92,7 +86,7 @@ def plan_sequences(
         whole = tuple(Shard(sequence, 0, length, 0) for sequence, length in enumerate(checked))
         name = "chunks" if method == "auto" else method
         return SequencePlan(checked, 1, name, whole, whole, same_exchange(whole, checked, "gather"), token_capacity)
-    planner = _Planner(checked, cluster, shape, token_capacity, chunk, routed, scheduler)
+    planner = _Planner(checked, cluster, shape, token_capacity, chunk, routed)
     return planner.auto() if method == "auto" else planner.plan(method)
 
 
@@ -107,11 +101,10 @@ class _Planner:
         capacity: int | None,
         chunk: int,
         routed: bool | None,
-        scheduler: Scheduler | None,
     ) -> None:
         self.lengths, self.cluster, self.shape = lengths, cluster, shape
-        self.capacity, self.chunk, self.routed, self.scheduler = capacity, chunk, routed, scheduler
-        self.quotas = token_quotas(sum(lengths), cluster.world_size)
+        self.capacity, self.chunk, self.routed = capacity, chunk, routed
+        self.quotas = even_counts(sum(lengths), cluster.world_size, 0)
 
     def auto(self) -> SequencePlan:
         methods = ["chunks", "zones"]
@@ -135,14 +128,11 @@ class _Planner:
             room = int(max(self.quotas) * _ZONES_ROOM) if capacity is None else capacity
             zones = zone_layout(self.lengths, self.cluster, self.shape, room)
             attention = even_layout(self.lengths, ranks) if zones is None else zones
-        elif method == "hybrid":
-            most = max(self.quotas) if capacity is None else capacity
-            attention, capacity = hybrid_layout(self.lengths, ranks, most, self.scheduler), None
         else:
             attention = even_layout(self.lengths, ranks)
         layout = tuple(sorted(attention, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
         linear = layout
-        if method in ("zones", "hybrid"):
+        if method == "zones":
             linear = linear_layout(layout, self.cluster)
         if method == "chunks":
             exchange = choose_exchange(layout, self.lengths, self.cluster, self.shape, routed=self.routed)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from balancing.sequences.planners.baselines import Scheduler, hybrid_groups
+from benchmarks.baselines.sequences import Scheduler, hybrid_groups
 
 __all__ = ["deal", "differencing_deal", "hybrid_deal", "sorted_deal"]
 
@@ -69,7 +69,7 @@ def differencing_deal(weights: Sequence[int], micro_batches: int) -> np.ndarray:
 
 
 def hybrid_deal(lengths: Sequence[int], micro_batches: int, scheduler: Scheduler | None = None) -> np.ndarray:
-    """int64 [document], the micro-batch of each. scheduler: as in `baselines.hybrid_groups`, which see for errors.
+    """int64 [document], the micro-batch of each. scheduler: as in `sequences.hybrid_groups`, which see for errors.
 
     A micro-batch may hold the longest document alone, so each document is on one "rank"; what a rank holds in all of
     the scheduler's groups is a micro-batch.

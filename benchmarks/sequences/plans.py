@@ -40,14 +40,13 @@ from balancing.sequences import (
     causal_area,
     kv_traffic,
     limit_seconds,
-    plan_sequences,
     step_cost,
 )
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.program import LAYOUT_CHANGES
 from balancing.sequences.engine.rank_program import TokenBytes
 from balancing.sequences.engine.routing import routes
-from balancing.sequences.planners.baselines import hybrid_groups
+from benchmarks.baselines.sequences import hybrid_groups, plan_sequences
 from benchmarks.processor_time import milliseconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 

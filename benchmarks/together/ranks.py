@@ -7,7 +7,8 @@ optimizer, the balancers, their messages and moves are real. What takes time is 
 - linear parts of a layer, and experts, wait (`benchmarks.emulated.device`): experts for their tokens, twice that in the
   backward pass;
 - attention occupies the device for its query-key pairs (`benchmarks.sequences.emulated_rank.ZeroScores`);
-- routers return the workload's assignments, and micro-batches have the workload's documents.
+- routers return the workload's assignments, and micro-batches have the workload's documents;
+- without balanced sequences, Megatron-LM's scheduler spreads documents (`benchmarks.baselines.sequences`).
 """
 
 import json
@@ -30,7 +31,7 @@ from benchmarks.together.workload import FLAGS, TOP_K, Pace, Variant, Work, leng
 __all__ = ["prepare", "train"]
 
 _PATIENCE = 600.0  # seconds of a run
-REPLACED = {"choose_kernel", "routing", "document_lengths"}
+REPLACED = {"choose_kernel", "routing", "document_lengths", "plan_sequences"}
 
 
 def prepare() -> None:
@@ -73,7 +74,7 @@ def train(
     for rank, place in enumerate(cluster.places()):
         child = os.fork()
         if not child:
-            _be_rank(rank, place, flags, folder, Pace(seconds, variant.even))
+            _be_rank(rank, place, flags, folder, Pace(seconds, variant.even, variant.hybrid))
         children[child] = rank
     return _wait(children, folder, on_step)
 
@@ -199,10 +200,11 @@ def _pace(pace: Pace) -> set[str]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from balancing.sequences.engine import attention
+    from benchmarks.baselines import sequences as baselines
     from benchmarks.experts.emulated_rank import routing_map
     from benchmarks.sequences import emulated_rank
     from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
-    from megatron.balanced.sequences import dataset
+    from megatron.balanced.sequences import balancer, dataset
 
     work = Work()
 
@@ -239,12 +241,16 @@ def _pace(pace: Pace) -> set[str]:
         # Every micro-batch has the same documents, in another order.
         return [int(length) for length in np.random.default_rng(index).permutation(lengths_of(pace.even))]
 
+    def planned(lengths: Sequence[int], **options: Any) -> Any:
+        return baselines.plan_sequences(lengths, **options | ({"method": "hybrid"} if pace.hybrid else {}))
+
     # A name that is used no more could be replaced as well, and nothing would tell.
     called: set[str] = set()
     for owner, name, replacement in (
         (attention, "choose_kernel", lambda *unused: kernel),
         (router.TopKRouter, "routing", routing),
         (dataset, "document_lengths", documents),
+        (balancer, "plan_sequences", planned),
     ):
         assert hasattr(owner, name), f"{owner.__name__} has no {name}"
         setattr(owner, name, _noted(replacement, name, called))

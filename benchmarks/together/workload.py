@@ -51,10 +51,14 @@ class Variant:
     even: bool = False
 
     @property
+    def hybrid(self) -> bool:
+        """Whether documents are spread by Megatron-LM's scheduler of packed documents: without balanced sequences."""
+        return not (self.sequences or self.even)
+
+    @property
     def flags(self) -> list[str]:
-        """Balancers of pretrain_gpt.py. Without balanced sequences, documents are spread by Megatron-LM's scheduler of
-        packed documents."""
-        flags = ["--sequence-planner", "chunks" if self.sequences or self.even else "hybrid"]
+        """Balancers of pretrain_gpt.py."""
+        flags = ["--sequence-planner", "chunks"]
         flags += ["--balance-layers", "--layer-balance-interval", "1"] if self.layers else []
         return flags + (["--balance-experts"] if self.experts else [])
 
@@ -95,10 +99,12 @@ class Pace:
     seconds: forward, of a rank's mean share of attention, of experts, and of linear parts of a light layer, each, in
         one layer and micro-batch.
     even: whether layers and documents are even, which changes the seconds of a layer and of a pair, not their totals.
+    hybrid: whether Megatron-LM's scheduler spreads the documents.
     """
 
     seconds: float
     even: bool
+    hybrid: bool = False
 
     @property
     def pair(self) -> float:

@@ -14,7 +14,7 @@ BATCHES = {
     "cuda": (8, (32768, 8192, 8192, 4096, 4096, *(1024,) * 8), 32, 8, 128),
     "cpu": (8, (1024, 256, 256, 128, 128, *(32,) * 8), 4, 2, 16),
 }
-PLANNERS = ("auto", "chunks", "zones", "ring", "gather", "hybrid")
+PLANNERS = ("auto", "chunks", "zones", "ring", "gather")
 LAYERS = 5  # timed
 # Operations of torch that start no kernel.
 _VIEWS = ("view", "slice", "select", "split", "unbind", "transpose", "expand", "squeeze", "permute", "detach", "alias")

@@ -23,7 +23,7 @@ from tests.support.corpus import heavy_tailed, write_documents
 
 CP2 = "--context-parallel-size 2"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss"
-PLANNERS = ("chunks", "zones", "ring", "gather", "hybrid")
+PLANNERS = ("chunks", "zones", "ring", "gather")
 
 
 class Differences:

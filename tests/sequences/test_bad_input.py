@@ -34,7 +34,7 @@ REFUSED = {
     "upstream's own": (
         f"{BALANCE} --hybrid-context-parallel",
         "--hybrid-context-parallel",
-        "--sequence-planner hybrid",
+        "splits batches in its own way; drop it",
     ),
     "positions": (f"{BALANCE} --position-embedding-type mrope", "mrope", "--position-embedding-type rope"),
     "attention backend": (f"{BALANCE} --attention-backend fused", "--attention-backend fused", "use auto or flash"),

@@ -1,6 +1,5 @@
 """Plans of sequences: no token is lost, ranks are balanced, costs are right, bad input is refused."""
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,17 +22,16 @@ from balancing.sequences import (
     limit_seconds,
     plan_sequences,
     remap_traffic,
-    render,
     step_cost,
 )
 from balancing.sequences.cost import TILE, attention_seconds, hidden_tokens, kv_bytes, tile_area
 from balancing.sequences.engine.program import Compute, Wait
-from balancing.sequences.planners.baselines import hybrid_groups
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.rounds import plan_rounds, what_is_asked
 from balancing.sequences.traffic import TokenTraffic, layout_traffic, traffic_seconds
 from balancing.sequences.turns import SMALLEST_TURNS, number_of_turns, turn_tokens
 from balancing.sequences.window import in_window
+from benchmarks.baselines import sequences as baselines
 from benchmarks.sequences.launches import launches
 from benchmarks.sequences.launches import main as launches_main
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch, draw_lengths
@@ -96,7 +94,6 @@ def test_every_plan_of_ragged_batches(lengths, cluster, method, shape, chunk, ti
     cost = step_cost(plan, cluster, shape)
     assert cost.total >= limit_seconds(lengths, cluster, shape) * (1 - 1e-9)
     assert cost.total <= step_cost(plan, cluster, shape, routed=False).total
-    assert render(plan).count("\n") == plan.ranks
 
 
 @settings(max_examples=60)
@@ -426,9 +423,9 @@ class HalfScheduler:
 
 def test_hybrid_takes_what_the_scheduler_says():
     lengths, cluster = [8000, 500, 300, 200, 900], nodes_of(1, 4)
-    groups = hybrid_groups(lengths, 4, 2500, HalfScheduler)
+    groups = baselines.hybrid_groups(lengths, 4, 2500, HalfScheduler)
     assert groups == [{0: (0, 1, 2, 3)}, {4: (0,), 1: (1,), 2: (2,), 3: (3,)}]
-    plan = plan_sequences(lengths, cluster, shape=MHA, method="hybrid", scheduler=HalfScheduler)
+    plan = baselines.plan_sequences(lengths, cluster, shape=MHA, method="hybrid", scheduler=HalfScheduler)
     assert plan.exchange == ("ring", *["local"] * 4) and np.ptp(plan.linear_tokens) <= 1
     assert [plan.ring(sequence) for sequence in range(5)] == [(0, 1, 2, 3), (1,), (2,), (3,), (0,)]
 
@@ -436,11 +433,11 @@ def test_hybrid_takes_what_the_scheduler_says():
 def test_hybrid_says_why_it_cannot():
     cluster = nodes_of(1, 3)
     with pytest.raises(ValueError, match=r"wants 4 ranks for a sequence of 3000 .* raise the token capacity to 1500"):
-        plan_sequences([3000], cluster, shape=MHA, method="hybrid", scheduler=HalfScheduler)
+        baselines.plan_sequences([3000], cluster, shape=MHA, method="hybrid", scheduler=HalfScheduler)
     with pytest.raises(ValueError, match=r"fails on 2 sequences over 3 ranks \(TypeError"):
-        plan_sequences([3, 3], cluster, shape=MHA, method="hybrid", scheduler=lambda *_: _Broken())
+        baselines.plan_sequences([3, 3], cluster, shape=MHA, method="hybrid", scheduler=lambda *_: _Broken())
     with pytest.raises(ValueError, match="lost some of 2 sequences"):
-        plan_sequences([3, 3], cluster, shape=MHA, method="hybrid", scheduler=lambda *_: _Forgetful())
+        baselines.plan_sequences([3, 3], cluster, shape=MHA, method="hybrid", scheduler=lambda *_: _Forgetful())
 
 
 class _Broken:
@@ -456,14 +453,14 @@ class _Forgetful:
 def test_hybrid_of_the_installed_megatron():
     pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule")
     batch = draw_batch("prolong", 4096 * 16, np.random.default_rng(0))
-    plan = plan_sequences(batch, a800(16), shape=MHA, method="hybrid")
+    plan = baselines.plan_sequences(batch, a800(16), shape=MHA, method="hybrid")
     sizes = {len(plan.ring(sequence)) for sequence in range(len(batch))}
     assert sizes <= {1, 2, 4, 8, 16} and len(sizes) > 1
     assert np.ptp(plan.linear_tokens) == 0
 
 
 def test_one_rank_is_local():
-    for method in ("auto", "chunks", "zones", "ring", "gather", "hybrid"):
+    for method in OWN:
         plan = plan_sequences([5, 1, 900], nodes_of(1, 1), shape=MHA, method=method)
         assert plan.exchange == ("local",) * 3 and not plan.remapped
         assert plan.shards(0) == (Shard(0, 0, 5, 0), Shard(1, 0, 1, 0), Shard(2, 0, 900, 0))
@@ -505,13 +502,6 @@ def test_published_percentiles_come_back():
     assert np.percentile(drawn, [25, 50, 75, 99]) == pytest.approx([1237, 1914, 3467, 16273], rel=0.05)
     mix = draw_lengths("mix", 40000, np.random.default_rng(0))
     assert mix[mix == 65536].sum() / mix.sum() == pytest.approx(0.6, abs=0.08)
-
-
-def test_render_says_who_holds_what():
-    text = render(plan_sequences([600, 20, 20], nodes_of(1, 2), shape=MHA, method="ring"))
-    first, *ranks = text.splitlines()
-    assert first.startswith("ring: 3 sequences, 640 tokens on 2 ranks") and "remapped" not in first
-    assert re.fullmatch(r"rank +0 +320 tokens  area 1\.\d+  ~0\[0:150\] ~0\[450:600\] .*", ranks[0])
 
 
 def test_benchmark_of_plans(tmp_path, capsys):

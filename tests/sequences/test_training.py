@@ -55,7 +55,7 @@ LAYOUTS = {
         f"{CP} 2 --recompute-granularity selective --recompute-modules core_attn --micro-batch-size 2",
     ),
 }
-PLANNERS = ("chunks", "zones", "ring", "gather", "hybrid")
+PLANNERS = ("chunks", "zones", "ring", "gather")
 
 
 @pytest.fixture(scope="module")

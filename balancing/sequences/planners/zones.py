@@ -12,6 +12,14 @@ tokens and area. The paper's pseudo code was not available when this was written
 - Tokens that fit no bucket. The sequence at hand, which is the longest left, is split as well.
 
 The layout is balanced in area only; for linear layers tokens are remapped (`linear_layout`).
+
+A ring is cut in a zig-zag: rank i of G holds pieces i and 2G - 1 - i, so that each has the same area. Megatron-LM and
+Transformer Engine cut this way after padding to a multiple of 2G. Nothing is padded here: pieces differ by a token
+where the length does not divide.
+
+The methods "ring" and "gather" cut every sequence so over all ranks: "ring" is Transformer Engine's p2p context
+parallelism, "gather" that of Llama 3 (arXiv 2407.21783, section 3.3.2), which cuts the whole pack rather than each
+document and is less balanced.
 """
 
 from collections.abc import Sequence
@@ -21,10 +29,9 @@ from typing import NamedTuple
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_tokens
-from balancing.sequences.planners.zigzag import zigzag
 from balancing.sequences.sequence_plan import AttentionShape, Shard
 
-__all__ = ["zone_layout"]
+__all__ = ["even_counts", "even_layout", "zigzag", "zone_layout"]
 
 # A piece has at most a bucket's share of the area, divided by a grain. Finer pieces balance better and cause more
 # traffic, so the first grain is taken that keeps the fullest rank below _BALANCED times the mean.
@@ -209,3 +216,36 @@ def _ring(sequence: _Sequence, members: list[int], rooms: list[int]) -> list[Sha
     for rank, count in zip(members, counts, strict=True):
         rooms[rank] -= count
     return zigzag(sequence.number, members, counts)
+
+
+def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
+    """Every sequence over all ranks. Remainders go to ranks in turn, so that ranks differ by one token at most."""
+    shards: list[Shard] = []
+    first, members = 0, range(ranks)
+    for sequence in sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence)):
+        shards += zigzag(sequence, members, even_counts(lengths[sequence], ranks, first))
+        first = (first + lengths[sequence]) % ranks
+    return shards
+
+
+def even_counts(tokens: int, ranks: int, first: int) -> list[int]:
+    """Tokens of each rank; the remainder goes to rank `first` and the ranks after it, one each, cyclically."""
+    base, more = divmod(tokens, ranks)
+    return [base + ((rank - first) % ranks < more) for rank in range(ranks)]
+
+
+def zigzag(sequence: int, ranks: Sequence[int], counts: Sequence[int]) -> list[Shard]:
+    """Shards of one sequence, by position: counts[i] tokens on ranks[i], half of them in either half of the zig-zag."""
+    shards: list[Shard] = []
+    start = 0
+    fronts = [(rank, count // 2) for rank, count in zip(ranks, counts, strict=True)]
+    backs = [(rank, count - count // 2) for rank, count in zip(ranks, counts, strict=True)]
+    for rank, count in fronts + backs[::-1]:
+        if not count:
+            continue
+        if shards and shards[-1].rank == rank:  # the two pieces of the last rank meet
+            shards[-1] = shards[-1]._replace(stop=start + count)
+        else:
+            shards.append(Shard(sequence, start, start + count, rank))
+        start += count
+    return shards

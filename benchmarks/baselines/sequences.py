@@ -1,45 +1,60 @@
-"""Layouts of other systems, as baselines.
+"""Plans of sequences that benchmarks compare: those of training, and Megatron-LM's hybrid context parallelism.
 
-- ring: every sequence is cut zig-zag over all ranks, and keys and values go round, as in Transformer Engine's p2p
-  context parallelism. gather: the same layout, but ranks gather keys and values, as Llama 3 does with an all-gather
-  (arXiv 2407.21783, section 3.3.2; it cuts the whole pack rather than each document, which is less balanced).
-- hybrid: Megatron-LM's hybrid context parallelism, planned by its own scheduler. It runs groups of sequences one after
-  another, each sequence on a power of two ranks.
+Megatron-LM's own scheduler plans the latter. It runs groups of sequences one after another, each sequence on a power of
+two ranks.
 """
 
 import importlib
 from collections.abc import Callable, Sequence
 from math import ceil, log2
-from typing import Any
+from operator import itemgetter
+from typing import Any, get_args
 
-from balancing.sequences.planners.zigzag import even_counts, zigzag
-from balancing.sequences.sequence_plan import Shard
+from balancing.cluster import Cluster
+from balancing.sequences import plan
+from balancing.sequences.planners.linear_layout import linear_layout
+from balancing.sequences.planners.zones import even_counts, zigzag
+from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, same_exchange
 
-__all__ = ["Scheduler", "even_layout", "hybrid_groups", "hybrid_layout"]
+__all__ = ["METHODS", "Scheduler", "hybrid_groups", "plan_sequences"]
+
+METHODS = (*get_args(plan.Method), "hybrid")
 
 # Takes the most tokens of a rank and an object whose size() is the number of ranks, as BalancedCPScheduler does.
 Scheduler = Callable[[int, Any], Any]
 
 
-def even_layout(lengths: Sequence[int], ranks: int) -> list[Shard]:
-    """Every sequence over all ranks. Remainders go to ranks in turn, so that ranks differ by one token at most."""
-    shards: list[Shard] = []
-    first, members = 0, range(ranks)
-    for sequence in sorted(range(len(lengths)), key=lambda sequence: (-lengths[sequence], sequence)):
-        shards += zigzag(sequence, members, even_counts(lengths[sequence], ranks, first))
-        first = (first + lengths[sequence]) % ranks
-    return shards
+def plan_sequences(
+    lengths: Sequence[int],
+    cluster: Cluster,
+    *,
+    shape: AttentionShape,
+    method: str = "auto",
+    token_capacity: int | None = None,
+    scheduler: Scheduler | None = None,
+    **options: Any,
+) -> SequencePlan:
+    """As `balancing.sequences.plan_sequences`, with "hybrid" among the methods.
 
-
-def hybrid_layout(
-    lengths: Sequence[int], ranks: int, max_tokens: int, scheduler: Scheduler | None = None
-) -> list[Shard]:
-    """All groups of `hybrid_groups` in one layout; raises what that raises."""
-    shards: list[Shard] = []
-    for group in hybrid_groups(lengths, ranks, max_tokens, scheduler):
-        for sequence, members in sorted(group.items()):
-            shards += zigzag(sequence, members, even_counts(lengths[sequence], len(members), 0))
-    return shards
+    token_capacity: for "hybrid" it holds for each of the groups, not for the plan; the mean by default.
+    scheduler: for "hybrid", as in `hybrid_groups`, which see for errors.
+    options: of the other methods.
+    """
+    if method != "hybrid":
+        return plan.plan_sequences(
+            lengths, cluster, shape=shape, method=method, token_capacity=token_capacity, **options
+        )
+    checked, ranks = plan.checked_lengths(lengths), cluster.world_size
+    most = -(-sum(checked) // ranks) if token_capacity is None else token_capacity
+    shards = [
+        shard
+        for group in hybrid_groups(checked, ranks, most, scheduler)
+        for sequence, members in sorted(group.items())
+        for shard in zigzag(sequence, members, even_counts(checked[sequence], len(members), 0))
+    ]
+    layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))  # by rank, sequence and start
+    exchange = same_exchange(layout, checked, "ring")
+    return SequencePlan(checked, ranks, "hybrid", layout, linear_layout(layout, cluster), exchange)
 
 
 def hybrid_groups(
