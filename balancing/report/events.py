@@ -26,8 +26,7 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
         intra_node_share, inter_node_share: of tokens whose document is on one rank, in one node, or in several.
         micro_batch_imbalance_before, micro_batch_imbalance_after: of modelled seconds of micro-batches, as drawn and as
         run; micro_batch_step_before, micro_batch_step_after: where they were dealt, modelled seconds of a step over
-        that of equal micro-batches. latents: micro-batches in which latents of multi-latent attention travelled, where
-        they may.
+        that of equal micro-batches.
         ordered_before, ordered_after [rank of the domain]: attention area over the mean of its micro-batch, from the
         fullest rank to the emptiest. Now and then `layout`: ranks, ranks_per_node, shards [[document, start, stop,
         rank]] in attention, area and area_before [rank] of the first micro-batch.

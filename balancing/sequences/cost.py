@@ -9,9 +9,9 @@ Times are of forward and backward of one micro-batch, without recomputation. Bac
 (flash attention recomputes scores) and linear layers twice; keys and values travel again, and their gradients travel
 back, on a ring inside a node as float32 sums.
 
-With multi-latent attention a token's latent may travel in the place of its keys and values, wherever that is quicker.
-Every rank that receives it projects it, forward and once more backward, where the projection's gradients are twice as
-much again.
+With multi-latent attention a token's latent travels in the place of its keys and values, except in a window. Every
+rank that receives it projects it, forward and once more backward, where the projection's gradients are twice as much
+again.
 
 Layers with a sliding window cost what their own plan does (`window`): tiles outside of the window are neither computed
 nor sent.
@@ -42,7 +42,6 @@ __all__ = [
     "kv_bytes",
     "kv_seconds",
     "latent_bytes",
-    "latents_pay",
     "limit_seconds",
     "linear_seconds",
     "pair_flops",
@@ -127,33 +126,12 @@ def step_cost(
     if shape.window is not None:
         kinds.append((in_window(plan, shape.window), shape.windowed_layers))
     parts = [
-        min(
-            (
-                _layers_cost(one, layers, cluster, shape, routed, remapped, gradient_width, latents)
-                for latents in _may_travel(one, shape)
-            ),
-            key=lambda cost: cost.total,
-        )
-        for one, layers in kinds
-        if layers
+        _layers_cost(one, layers, cluster, shape, routed, remapped, gradient_width) for one, layers in kinds if layers
     ]
     tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
     sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
     linear = linear_seconds(int(tokens), cluster, shape)
     return StepCost(**sums, linear=linear, launches=max(part.launches for part in parts))
-
-
-def latents_pay(plan: SequencePlan, cluster: Cluster, shape: AttentionShape) -> bool:
-    """Whether it takes less time to send latents than keys and values. Parameters as in `step_cost`."""
-    if len(_may_travel(plan, shape)) == 1:
-        return False
-    kept, sent = (_layers_cost(plan, 1, cluster, shape, None, False, None, latents).total for latents in (False, True))
-    return sent < kept
-
-
-def _may_travel(plan: SequencePlan, shape: AttentionShape) -> tuple[bool, ...]:
-    """Whether latents travel: the possible answers."""
-    return (False, True) if shape.latent is not None and plan.window is None else (False,)
 
 
 def _projection_seconds(moved: TokenTraffic, ranks: int, cluster: Cluster, shape: AttentionShape) -> float:
@@ -172,12 +150,10 @@ def _layers_cost(
     routed: bool | None,
     remapped: bool,
     gradient_width: float | None,
-    latents: bool,
 ) -> StepCost:
-    """The cost of attention in `layers` layers of one kind, with the host's operations for their other modules.
-
-    latents: whether they travel in the place of keys and values. The others are as in `step_cost`.
-    """
+    """The cost of attention in `layers` layers of one kind, with the host's operations for their other modules. The
+    other parameters are as in `step_cost`."""
+    latents = shape.latent is not None and plan.window is None
     moved = plan_traffic(plan, in_step=True)
     token_bytes = latent_bytes(shape) if latents else kv_bytes(shape)
     forward, backward = kv_seconds(moved, plan.exchange, token_bytes, cluster, routed, gradient_width)

@@ -80,7 +80,7 @@ class AttentionShape:
     value_size: numbers of a head of values; head_size unless given. Multi-latent attention has smaller values.
     window: tokens before itself that a token sees in layers with a sliding window; None without such layers.
     windowed_layers: of the layers, those with the window.
-    latent: from which keys and values are projected, if it may travel in their place.
+    latent: from which keys and values are projected, if it travels in their place.
 
     Raises ValueError for sizes below 1, heads that kv_heads does not divide, hidden that heads does not divide, and
     windowed layers without a window or more of them than layers.

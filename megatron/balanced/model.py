@@ -39,7 +39,7 @@ from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequ
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
-from megatron.balanced.sequences.checks import packs_samples_of_losses, routes_by_sample
+from megatron.balanced.sequences.checks import latent_shape, packs_samples_of_losses, routes_by_sample
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, SampleRouter
 
@@ -170,7 +170,8 @@ def _replacements(
         fitting[MLASelfAttention] = LatentSelfAttention
     if sequences.balance_sequences and args.multi_latent_attention:
         for attention in (MLASelfAttention, FusedMLASelfAttention):
-            fitting[attention] = of_documents(fitting.get(attention, attention))
+            latents = latent_shape(args) is not None
+            fitting[attention] = of_documents(fitting.get(attention, attention), latents=latents)
     if args.transformer_impl == "local" and args.sequence_parallel:
         fitting[WrappedTorchNorm] = SequenceParallelNorm
     if routes_by_sample(args, sequences) or (sequences.sequence_micro_batches and args.moe_router_enable_expert_bias):

@@ -10,7 +10,6 @@ import pytest
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, compile_rank, plan_sequences, step_cost
-from balancing.sequences.cost import latents_pay
 from balancing.sequences.sequence_plan import LatentShape, SequencePlan
 from balancing.sequences.window import in_window
 from tests.sequences.test_engine import SCALE, SIZE, Case, _cases, _token_bytes, _tokens
@@ -182,87 +181,83 @@ def test_a_weight_takes_gradients_beside_a_fused_linear_layer(pool: Pool) -> Non
 # The cost model.
 
 DEEPSEEK = AttentionShape(7168, 128, 128, 61, 18432, head_size=192, value_size=128, latent=LatentShape(512, 64))
-LONG = [65536, 20000, 3000, 500]
 
 
-def test_latents_travel_where_that_is_quicker() -> None:
-    """Between nodes, and not where links are so quick that only their projection is seen."""
+def test_the_cost_model_counts_latents() -> None:
+    """They are less to send than keys and values, and every rank that receives them projects them."""
     nodes = Cluster.preset("h200-8x400g").relabel(4, 8)
-    plan = plan_sequences(LONG, nodes, shape=DEEPSEEK)
-    assert latents_pay(plan, nodes, DEEPSEEK)
-    assert step_cost(plan, nodes, DEEPSEEK).total < step_cost(plan, nodes, replace(DEEPSEEK, latent=None)).total
-    quick = replace(nodes, intra_node_bandwidth=1e15, nic_bandwidth=1e15)
-    plan = plan_sequences(LONG, quick, shape=DEEPSEEK)
-    assert not latents_pay(plan, quick, DEEPSEEK)
-    assert not latents_pay(plan, nodes, replace(DEEPSEEK, latent=None))
-
-
-def test_copies_make_latents_dear() -> None:
-    """Tensor-parallel ranks share the heads, and each of them receives whole latents."""
-    nodes = Cluster.preset("h200-8x400g").relabel(4, 8)
-    plan = plan_sequences(LONG, nodes, shape=DEEPSEEK)
-    assert not latents_pay(plan, nodes, replace(DEEPSEEK, latent=LatentShape(512, 64, copies=128)))
+    plan = plan_sequences([65536, 20000, 3000, 500], nodes, shape=DEEPSEEK)
+    latents, keys = (step_cost(plan, nodes, shape) for shape in (DEEPSEEK, replace(DEEPSEEK, latent=None)))
+    assert latents.exchange < keys.exchange / 10 and latents.attention > keys.attention
+    copied = step_cost(plan, nodes, replace(DEEPSEEK, latent=LatentShape(512, 64, copies=4)))
+    assert latents.exchange < copied.exchange < keys.exchange, "each tensor-parallel rank receives whole latents"
+    windowed = in_window(plan, 128), nodes, replace(DEEPSEEK, window=128, windowed_layers=61)
+    assert step_cost(*windowed) == step_cost(*windowed[:2], replace(windowed[2], latent=None)), (
+        "in a window keys travel"
+    )
 
 
 # Training.
 
-
-def cluster_file(folder: Path, ranks: int, bandwidth: float) -> str:
-    """A file of a cluster whose links decide what travels."""
-    base = Cluster.preset("h200-8x400g").relabel(1, ranks)
-    cluster = replace(base, intra_node_bandwidth=bandwidth, nic_bandwidth=bandwidth, flops=1e18)
-    cluster.to_json(folder / "cluster.json")
-    return f"--cluster {folder / 'cluster.json'}"
-
-
-SLOW, QUICK = 1e3, 1e18  # bytes/s
 NORMED = "--q-lora-rank 16 --qk-layernorm --rotary-scaling-factor 4"
+KEYS_TRAVEL = "--recompute-granularity selective --recompute-modules core_attn"
+# model, layout
 TRAINING = {
-    "TP 2, sequence parallel": (NORMED, f"{CP} 2 {SP} --sequence-planner zones", SLOW),
-    "TP 2": ("--q-lora-rank 16", f"{CP} 2 --tensor-model-parallel-size 2", SLOW),
-    "rings": ("--rope-type rope", f"{CP} 4 --sequence-planner ring", SLOW),
+    "TP 2, sequence parallel": (NORMED, f"{CP} 2 {SP} --sequence-planner zones"),
+    "TP 2": ("--q-lora-rank 16", f"{CP} 2 --tensor-model-parallel-size 2"),
+    "rings": ("--rope-type rope", f"{CP} 4 --sequence-planner ring"),
     "PP 2, recomputed projections": (
         f"{NORMED} --softmax-type learnable",
         f"{CP} 2 {PP} 2 --recompute-granularity selective --recompute-modules mla_up_proj",
-        SLOW,
     ),
     "full recompute": (
         NORMED,
         f"{CP} 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-        SLOW,
     ),
     "data-parallel ranks, both overlaps": (
         NORMED,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
-        SLOW,
     ),
     "experts, predicted tokens": (
         f"{NORMED} {' '.join(MOE)} --moe-token-dispatcher-type alltoall --mtp-num-layers 1 "
         "--untie-embeddings-and-output-weights",
         f"{CP} 2 {PP} 2 --expert-model-parallel-size 2 --balance-experts --expert-min-gain 0",
-        SLOW,
     ),
-    "quick links": (NORMED, f"{CP} 4", QUICK),
-    "recomputed attention": (NORMED, f"{CP} 4 --recompute-granularity selective --recompute-modules core_attn", SLOW),
+    "windows": (
+        "--q-lora-rank 16 --window-size 5,0 --softmax-type learnable",
+        f"{CP} 2 {PP} 2 --recompute-granularity selective --recompute-modules mla_up_proj",
+    ),
 }
 FIRST = "TP 2, sequence parallel"
+
+
+def _packed(pool: Pool, folder: Path, model: str) -> Packed:
+    return Packed(pool, folder, f"{LATENT} {model} --normalization RMSNorm --disable-bias-linear {SHORT}")
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case == FIRST else pytest.mark.exhaustive) for case in TRAINING]
 )
-def test_models_train_alike_whatever_travels(pool, tmp_path, case):
-    """Latents on slow links, keys and values on quick ones and where latents cannot. The report says which."""
-    model, layout, bandwidth = TRAINING[case]
-    packed = Packed(pool, tmp_path, f"{LATENT} {model} --normalization RMSNorm --disable-bias-linear {SHORT}")
-    cluster = cluster_file(tmp_path, 4, bandwidth)
-    run = packed.train(4, f"{BALANCED} {layout} {cluster} --balance-report {tmp_path}")
-    assert_close(run, packed.train(1, LOSS))
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    spread = [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
-    assert spread
-    if case == "recomputed attention":
-        assert not any("latents" in line for line in spread)
-        return
-    travelled = [line["latents"] for line in spread]
-    assert travelled == [line["micro_batches"] if bandwidth == SLOW else 0 for line in spread]
+def test_models_with_latents_train_alike(pool: Pool, tmp_path: Path, case: str) -> None:
+    """As DeepSeek-V3's: values smaller than keys, YaRN from each document's first token, norms of the latents."""
+    model, layout = TRAINING[case]
+    packed = _packed(pool, tmp_path, model)
+    assert_close(packed.train(4, f"{BALANCED} {layout}"), packed.train(1, LOSS))
+
+
+def test_what_travels_in_training(pool: Pool, tmp_path: Path) -> None:
+    """Latents, which are fewer bytes; keys and values where core attention is recomputed alone."""
+    packed, sent = _packed(pool, tmp_path, NORMED), []
+    runs = [
+        packed.train(2, f"{BALANCED} {CP} 2 --sequence-planner chunks {more} --balance-report {tmp_path / name}")
+        for name, more in (("latents", ""), ("keys", KEYS_TRAVEL))
+    ]
+    assert_close(*runs)
+    for name in ("latents", "keys"):
+        lines = map(json.loads, (tmp_path / name / "events.jsonl").read_text().splitlines())
+        sent.append([line["kv_intra_bytes"] for line in lines if line.get("action") == "spread"])
+    latents, keys = np.array(sent)
+    heads, of_head, of_latent = 4, 8 + 4 + 6, 12 + 4
+    assert keys.min() > 0
+    # Forward, again backward, and gradients; recomputation sends once more.
+    assert (latents / 3 * heads * of_head == keys / 4 * of_latent).all()

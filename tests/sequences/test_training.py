@@ -162,24 +162,6 @@ def test_sliding_windows(pool, tmp_path, every, layout):
 LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
 
 
-@pytest.mark.parametrize(
-    ("rope", "layout"),
-    [
-        ("--q-lora-rank 16 --qk-layernorm --rotary-scaling-factor 4", f"{CP} 2 {SP} --sequence-planner zones"),
-        ("--rope-type rope", f"{CP} 4 --sequence-planner ring"),
-        (
-            "--q-lora-rank 16 --window-size 5,0 --softmax-type learnable",
-            f"{CP} 2 {PP} 2 --recompute-granularity selective --recompute-modules mla_up_proj",
-        ),
-    ],
-)
-@pytest.mark.exhaustive
-def test_latent_attention_over_ranks(pool, tmp_path, rope, layout):
-    """As DeepSeek-V3's: values smaller than keys, YaRN from each document's first token, norms of the latents."""
-    latent = Packed(pool, tmp_path, f"{LATENT} {rope} --normalization RMSNorm --disable-bias-linear {SHORT}")
-    assert_close(latent.train(4, f"{BALANCED} {layout}"), latent.train(1, LOSS))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "model",

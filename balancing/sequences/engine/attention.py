@@ -5,7 +5,7 @@ the call changes it, with q, k and v in one message to each peer. In between it 
 keys and values travel while the rank computes. Partial results are merged in float32 (float64 stays float64) in a fixed
 order, so that a run repeats bit for bit. No query-key pair that the mask hides is computed, except inside tiles
 (Zeppelin, arXiv 2509.21841, section 4). An attention sink is merged once for each query, after its last keys. With
-multi-latent attention, latents may travel in the place of keys and values (`latents`).
+multi-latent attention, latents can travel in the place of keys and values (`latents`).
 
 There is no dropout: its masks would have to be the same under every plan.
 """

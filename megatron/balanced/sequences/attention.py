@@ -29,7 +29,6 @@ class PlannedSequences(PackedSeqParams):
 
     attention: query, key, value [tokens, heads, head_dim], softmax_scale, sink, and, where latents travel, latent and
         projection -> [tokens, heads, head_dim].
-    latents: whether latents travel in the place of keys and values.
     windowed: the same for layers with a sliding window.
     longest: positions of the longest possible document.
     positions: int32 [rows], of each row in its document.
@@ -45,7 +44,6 @@ class PlannedSequences(PackedSeqParams):
 
     attention: Callable[..., torch.Tensor] | None = None
     windowed: Callable[..., torch.Tensor] | None = None
-    latents: bool = False
     longest: int = 0
     positions: torch.Tensor | None = None
     tokens: int = 0
@@ -159,8 +157,11 @@ class _LatentRotaryEmbedding(DocumentRotaryEmbedding):
         return planned.angles
 
 
-def of_documents(attention: type) -> type:
-    """A class of multi-latent attention, whose layers have rotary embeddings of their own, with document positions."""
+def of_documents(attention: type, *, latents: bool) -> type:
+    """A class of multi-latent attention, whose layers have rotary embeddings of their own, with document positions.
+
+    latents: whether latents travel in the place of keys and values.
+    """
 
     class OfDocuments(attention):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -170,9 +171,9 @@ def of_documents(attention: type) -> type:
         def get_query_key_value_tensors(
             self, hidden_states: torch.Tensor, states: Any, positions: Any, packed_seq_params: Any, **rest: Any
         ) -> tuple[torch.Tensor, ...]:
-            """Queries, keys and values; where latents travel, core attention gets those of the keys and values."""
+            """Queries, keys and values; if latents travel, core attention gets those of the keys and values."""
             found = super().get_query_key_value_tensors(hidden_states, states, positions, packed_seq_params, **rest)
-            if packed_seq_params.latents:
+            if latents:
                 self.core_attention.latents = latents_of(self, found[4])
             return found
 

@@ -31,7 +31,6 @@ from balancing.messages import connect
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, deal_whole, plan_sequences
 from balancing.sequences.ahead import PlanningAhead
 from balancing.sequences.config import SequenceConfig
-from balancing.sequences.cost import latents_pay
 from balancing.sequences.engine.kernels import accumulation_dtype
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.micro_batch_plan import document_seconds
@@ -55,30 +54,21 @@ _KEPT = 64  # plans with their programs
 
 class _Programs(NamedTuple):
     """Plans and this rank's programs for layers whose tokens see all before them, and for those with a sliding window;
-    the same objects where the window hides nothing, None where the model has no such layers. latents: whether they
-    travel in the place of keys and values."""
+    the same objects where the window hides nothing, None where the model has no such layers."""
 
     whole: tuple[SequencePlan, RankProgram] | None
     windowed: tuple[SequencePlan, RankProgram] | None
-    latents: bool
 
 
-def _compiled(
-    plan: SequencePlan, shape: AttentionShape, cluster: Cluster, token_bytes: TokenBytes, item_bytes: int, **own: Any
-) -> _Programs:
-    """The programs for a plan. cluster, token_bytes, own: as in `compile_rank`. item_bytes: of a number."""
-    latents = latents_pay(plan, cluster, shape)
-    if latents:
-        assert shape.latent is not None
-        token_bytes = token_bytes._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes)
-    own |= {"cluster": cluster, "token_bytes": token_bytes}
+def _compiled(plan: SequencePlan, shape: AttentionShape, **own: Any) -> _Programs:
+    """The programs for a plan. own: as in `compile_rank`."""
     of_window = plan if shape.window is None else in_window(plan, shape.window)
     whole = windowed = None
     if shape.windowed_layers < shape.layers or of_window is plan:
         whole = plan, compile_rank(plan, **own)
     if shape.windowed_layers:
         windowed = whole if of_window is plan else (of_window, compile_rank(of_window, **own))
-    return _Programs(whole, windowed, latents)
+    return _Programs(whole, windowed)
 
 
 class SequenceBalancer(StepCallback):
@@ -149,7 +139,6 @@ class SequenceBalancer(StepCallback):
                 cluster=self._cluster,
                 routing=self._routing,
                 token_bytes=self._token_bytes,
-                item_bytes=self._args.params_dtype.itemsize,
             )
             rows = replace(self._rows, fixed=False) if isinstance(steps, Steps) else self._rows
             ahead = PlanningAhead(self._plan, own)
@@ -235,19 +224,22 @@ class SequenceBalancer(StepCallback):
 
     @property
     def _token_bytes(self) -> TokenBytes:
-        """Bytes of a token in the attention of this rank, for routes."""
+        """Bytes of a token in the attention of this rank, for routes; of keys and values those that travel."""
         args, shape = self._args, self._shape
         heads, kv_heads = (
             max(number // args.tensor_model_parallel_size, 1) for number in (shape.heads, shape.kv_heads)
         )
         item_bytes = args.params_dtype.itemsize
-        return TokenBytes.of(
+        found = TokenBytes.of(
             heads=heads,
             kv_heads=kv_heads,
             head_size=shape.head_size,
             item_bytes=item_bytes,
             value_size=shape.value_size,
         )
+        if shape.latent is None:
+            return found
+        return found._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes)
 
     @cached_property
     def _shape(self) -> AttentionShape:
@@ -348,14 +340,14 @@ class SequenceBalancer(StepCallback):
         timed = self._report is not None  # nobody else reads the times
         group = self._sharing if self._data is None else self._data
         whole, windowed = (
-            kind and SequenceAttention(kind[0], program=kind[1], group=group, timed=timed) for kind in programs[:2]
+            kind and SequenceAttention(kind[0], program=kind[1], group=group, timed=timed) for kind in programs
         )
         if programs.windowed is programs.whole:
             windowed = whole
         attentions = [kind for kind in {id(kind): kind for kind in (whole, windowed)}.values() if kind is not None]
         self._most_rows = max(self._most_rows, *(one.program.program.rows for one in attentions))
         if self._step is not None:
-            known = plan, programs.latents, origins, numbers, attentions, milliseconds, waited
+            known = plan, origins, numbers, attentions, milliseconds, waited
             self._step.append(MicroBatch(chunk, *known))
         shifted = {name: values.chunk(1 + self._shifts, dim=1) for name, values in batch.items()}
         batch = {name: values[0] for name, values in shifted.items()}
@@ -394,7 +386,6 @@ class SequenceBalancer(StepCallback):
             max_seqlen_kv=max(plan.lengths),
             attention=whole,
             windowed=windowed,
-            latents=programs.latents,
             longest=self._args.seq_length,
             positions=there[:rows],
             tokens=int(plan.linear_tokens[rank]),

@@ -90,7 +90,7 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         args.apply_rope_fusion = False
         notes.append("--balance-sequences sets --no-rope-fusion: the fused kernel of latent attention knows one layout")
     if latent_shape(args) is not None:
-        notes.append("--balance-sequences sends latents in the place of keys and values where that takes less time")
+        notes.append("--balance-sequences sends latents in the place of keys and values")
     args.create_attention_mask_in_dataloader = False
     return sequences, notes
 
@@ -248,7 +248,7 @@ def why_of_one_size(args: argparse.Namespace) -> str | None:
 
 
 def latent_shape(args: argparse.Namespace) -> LatentShape | None:
-    """The latent of multi-latent attention that may travel; None where keys and values always do.
+    """The latent of multi-latent attention, which travels; None where keys and values do.
 
     That is with 8-bit or 4-bit projections, whose weights the engine does not read; with sliding windows, whose calls
     have own and received keys; where core attention is recomputed alone, apart from what it is projected from; and

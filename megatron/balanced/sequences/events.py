@@ -25,13 +25,12 @@ _LAYOUT_SHARDS = 2000
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch of a step in one model chunk: its plan, whether latents travel, the origin of each document and its
-    number among those that were drawn together, attention by the plan of each kind of layers, and milliseconds of
-    planning and of waiting for the plan."""
+    """A micro-batch of a step in one model chunk: its plan, the origin of each document and its number among those that
+    were drawn together, attention by the plan of each kind of layers, and milliseconds of planning and of waiting for
+    the plan."""
 
     chunk: int
     plan: SequencePlan
-    latents: bool
     origins: tuple[int, ...]
     numbers: tuple[int, ...]
     attentions: list[SequenceAttention]
@@ -99,7 +98,6 @@ def step_event(
         action="spread",
         micro_batches=len(plans),
         methods=dict(Counter(plan.method for plan in plans)),
-        **({"latents": sum(batch.latents for batch in batches)} if shape.latent else {}),
         token_imbalance=float(np.mean([imbalance(plan.linear_tokens) for plan in plans])),
         micro_batch_imbalance_before=imbalance(costs[0]),
         micro_batch_imbalance_after=imbalance(costs[1]),

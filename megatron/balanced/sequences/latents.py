@@ -1,8 +1,8 @@
-"""Latents of multi-latent attention, which may travel between ranks in the place of keys and values.
+"""Latents of multi-latent attention, which travel between ranks in the place of keys and values.
 
-Megatron-LM projects the keys and values of a rank's own tokens as always. Where a plan says so, the engine sends what
-they were projected from, after its norm, and projects what it receives with the same weight (`engine.latents`). The
-weight's gradient thus has two parts on each rank. Neither is counted twice: data and context parallelism add up all.
+Megatron-LM projects the keys and values of a rank's own tokens as always. The engine sends what they were projected
+from, after its norm, and projects what it receives with the same weight (`engine.latents`). The weight's gradient thus
+has two parts on each rank. Neither is counted twice: data and context parallelism add up all.
 """
 
 from typing import Any, NamedTuple
