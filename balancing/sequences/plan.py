@@ -56,8 +56,8 @@ def plan_sequences(
     routed: for costs, whether what leaves a node is spread over its NICs; None for whichever is quicker.
 
     Methods:
-    - "chunks": one layout, balanced in tokens and in area; in that of windows, if all layers have one. Keys and values
-      of a cut sequence are gathered, or go round a ring between nodes where gathering is not hidden and takes longer.
+    - "chunks": one layout, balanced in tokens and in area, that of layers without a window. Keys and values of a cut
+      sequence are gathered, or go round a ring between nodes where gathering is not hidden and takes longer.
     - "zones": Zeppelin's, balanced in area, with tokens remapped for linear layers. Without a capacity a rank holds at
       most 1.5 times the mean in attention. If sequences do not pack into a tight capacity, all are cut over all ranks.
     - "ring", "gather": every sequence over all ranks.
@@ -122,8 +122,7 @@ class _Planner:
     def plan(self, method: str) -> SequencePlan:
         ranks, capacity = self.cluster.world_size, self.capacity
         if method == "chunks":
-            window = self.shape.window if self.shape.windowed_layers == self.shape.layers else None
-            attention = balanced_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk, window=window)
+            attention = balanced_chunks(self.lengths, self.quotas, self.cluster, chunk=self.chunk)
         elif method == "zones":
             room = int(max(self.quotas) * _ZONES_ROOM) if capacity is None else capacity
             zones = zone_layout(self.lengths, self.cluster, self.shape, room)

@@ -238,15 +238,6 @@ def test_windowed_layers_are_level_and_send_little(ranks):
     assert in_window(plan, max(batch) - 1) is plan, "such a window hides nothing"
 
 
-@pytest.mark.parametrize("window", [128, 4096])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_models_of_windows_alone_are_level_in_them(distribution, window):
-    shape = replace(ALL_WINDOWED, window=window)
-    batch = draw_batch(distribution, 4096 * 16, np.random.default_rng(0))
-    plan = plan_sequences(batch, a800(16), shape=shape, method="chunks")
-    assert np.ptp(plan.tokens) == 0 and fullest(in_window(plan, window).area) <= 1.01
-
-
 def test_cost_of_windowed_layers_is_in_plans():
     """Half of the layers cost what their windows do, and auto takes what is cheapest for both kinds together."""
     cluster = a800(16)

@@ -6,14 +6,12 @@ query-key pairs, so a rank that must hold t tokens and an area a mixes late toke
 with early ones (whole short sequences, or the beginning of a long one) in the one proportion that gives both. What is
 left for the other ranks then has the right mean as well, so the last rank comes out balanced by itself.
 
-In a sliding window no token costs more than the window. Where all layers have one, areas are those of windows.
-
 A rank that needs the keys before its piece causes traffic. The fewest ranks need those of the longest sequences if the
 ends of these are mixed with the earliest tokens, so the longest goes with the shortest. A cut sequence is used up on
 consecutive ranks, which mostly share a node.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -35,7 +33,6 @@ def balanced_chunks(
     cluster: Cluster,
     *,
     chunk: int,
-    window: int | None = None,
 ) -> list[Shard]:
     """Shards with exactly quotas[rank] tokens on each rank, and areas in proportion to them.
 
@@ -44,29 +41,32 @@ def balanced_chunks(
     cluster: its nodes are filled first, then the ranks of each, so that few sequences lie on several nodes.
     chunk: tokens; a rank takes a multiple of it from the end of a sequence where the areas allow it, else a multiple of
         half of it, and so on.
-    window: tokens before itself that a token sees; None for all.
     """
     size = cluster.ranks_per_node
     nodes = [range(first, min(first + size, len(quotas))) for first in range(0, len(quotas), size)]
     whole = [(sequence, 0, length) for sequence, length in enumerate(lengths)]
-    by_node = _deal(whole, [sum(quotas[rank] for rank in node) for node in nodes], chunk, window)
+    by_node = _deal(whole, [sum(quotas[rank] for rank in node) for node in nodes], chunk)
     shards = []
     for node, pieces in zip(nodes, by_node, strict=True):
-        for rank, own in zip(node, _deal(pieces, [quotas[rank] for rank in node], chunk, window), strict=True):
-            shards += [Shard(*piece, rank) for piece in own]
+        for rank, pieces_of_rank in zip(node, _deal(pieces, [quotas[rank] for rank in node], chunk), strict=True):
+            shards += [Shard(*piece, rank) for piece in pieces_of_rank]
     return shards
 
 
-def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int, window: int | None) -> list[list[_Piece]]:
-    """Pieces of each bucket: quotas[i] tokens in bucket i, and the same share of the area as of the tokens."""
-    pool = _Pool(pieces, window)
-    tokens, area = sum(quotas), sum(_area(start, stop, window) for _, start, stop in pieces)
+def _deal(pieces: Sequence[_Piece], quotas: Sequence[int], chunk: int) -> list[list[_Piece]]:
+    """Pieces of each bucket: quotas[i] tokens in bucket i, and the same share of the area as of the tokens.
+
+    What a bucket misses or has too much of its area is left to those after it, whose share then follows from what is
+    left. So the last bucket, which takes all that is left, has the mean area, up to its own rounding.
+    """
+    pool = _Pool(pieces)
+    tokens, area = sum(quotas), sum(_area(start, stop) for _, start, stop in pieces)
     dealt: list[list[_Piece]] = []
     for quota in quotas:
-        own = _joined(_fill(pool, quota, area * quota / tokens, chunk)) if quota else []
+        filled = _joined(_fill(pool, quota, area * quota / tokens, chunk)) if quota else []
         tokens -= quota
-        area -= sum(_area(start, stop, window) for _, start, stop in own)
-        dealt.append(own)
+        area -= sum(_area(start, stop) for _, start, stop in filled)
+        dealt.append(filled)
     assert not pool.cut and pool.low == pool.high, "pieces are left over"
     return dealt
 
@@ -89,7 +89,6 @@ class _Rest:
     sequence: int
     start: int
     stop: int
-    window: int | None
 
     @property
     def tokens(self) -> int:
@@ -97,25 +96,23 @@ class _Rest:
 
     @property
     def area(self) -> int:
-        return _area(self.start, self.stop, self.window)
+        return _area(self.start, self.stop)
 
     def first(self, tokens: int) -> int:
         """Area of its first tokens."""
-        return _area(self.start, self.start + tokens, self.window)
+        return _area(self.start, self.start + tokens)
 
     def last(self, tokens: int) -> int:
         """Area of its last tokens."""
-        return _area(self.stop - tokens, self.stop, self.window)
+        return _area(self.stop - tokens, self.stop)
 
-    def price(self, tokens: int) -> float:
+    def price(self, tokens: int) -> int:
         """Twice the mean area of one of its first `tokens` tokens, less a constant."""
-        some = min(tokens, self.tokens)
-        return 2 * self.start + some if self.window is None else 2 * self.first(some) / max(some, 1)
+        return 2 * self.start + min(tokens, self.tokens)
 
-    def worth(self, tokens: int) -> float:
+    def worth(self, tokens: int) -> int:
         """The same of its last `tokens` tokens."""
-        some = min(tokens, self.tokens)
-        return 2 * self.stop - some if self.window is None else 2 * self.last(some) / max(some, 1)
+        return 2 * self.stop - min(tokens, self.tokens)
 
     def take(self, first: int, last: int) -> list[_Piece]:
         """Remove `first` and `last` tokens from its ends; returns them as pieces."""
@@ -132,15 +129,14 @@ class _Pool:
     cut.
     """
 
-    def __init__(self, pieces: Sequence[_Piece], window: int | None) -> None:
-        self.window = window
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
         whole = sorted((stop, sequence) for sequence, start, stop in pieces if not start)
         self.order = [sequence for _, sequence in whole]
         self.lengths = [length for length, _ in whole]
         self.tokens_to = [0, *accumulate(self.lengths)]
-        self.area_to = [0, *accumulate(_area(0, length, window) for length in self.lengths)]
+        self.area_to = [0, *accumulate(_area(0, length) for length in self.lengths)]
         self.low, self.high = 0, len(whole)
-        self.cut = [_Rest(*piece, window) for piece in pieces if piece[1]]
+        self.cut = [_Rest(*piece) for piece in pieces if piece[1]]
 
     def shortest(self) -> _Rest:
         """Open the shortest whole sequence."""
@@ -166,7 +162,7 @@ class _Pool:
             return rest
         missing = max(0, tokens - rest.tokens)
         others = [other.last(missing) for other in self.cut if other is not rest and other.tokens >= missing]
-        more = max([_area(longest - missing, longest, self.window) if missing <= longest else area, *others])
+        more = max([_area(longest - missing, longest) if missing <= longest else area, *others])
         return self.longest() if rest.last(tokens - missing) + more < area else rest
 
     def earliest(self, but: _Rest, tokens: int, area: float) -> _Rest | None:
@@ -186,7 +182,7 @@ class _Pool:
         end = min(bisect_right(self.tokens_to, most) - 1, self.high)
         area, missing = self.area_to[end] - self.area_to[self.low], most - self.tokens_to[end]
         if end < self.high:
-            area, missing = area + _area(0, missing, self.window), 0
+            area, missing = area + _area(0, missing), 0
         for rest in sorted((rest for rest in self.cut if rest is not but), key=lambda rest: rest.price(tokens)):
             if rest.tokens >= tokens:
                 area = min(area, rest.first(tokens)) if not missing else area
@@ -200,7 +196,7 @@ class _Pool:
         taken: list[_Piece] = []
         while self.low < self.high:
             length = self.lengths[self.low]
-            tokens, area = tokens - length, area - _area(0, length, self.window)
+            tokens, area = tokens - length, area - _area(0, length)
             if tokens < 0 or (tokens <= late.tokens and late.last(tokens) < area):
                 break
             taken.append((self.order[self.low], 0, length))
@@ -212,46 +208,62 @@ class _Pool:
             self.cut.remove(rest)
 
     def _opened(self, at: int) -> _Rest:
-        rest = _Rest(self.order[at], 0, self.lengths[at], self.window)
+        rest = _Rest(self.order[at], 0, self.lengths[at])
         self.cut.append(rest)
         return rest
 
 
 def _fill(pool: _Pool, tokens: int, area: float, chunk: int) -> list[_Piece]:
-    """Pieces of one bucket with `tokens` tokens and about `area` query-key pairs, taken out of the pool."""
-    own: list[_Piece] = []
+    """Pieces of one bucket with `tokens` tokens and about `area` query-key pairs, taken out of the pool.
+
+    Invariant: what the bucket still misses can be filled, with as many tokens and as much area. The earliest tokens of
+    the pool have at most that area (`least_area`), and its latest ones, the end of `late`, at least that. It holds at
+    the beginning, since the bucket and the pool have the same mean, and every case keeps it:
+
+    - all of `late`, if the earliest tokens are cheap enough for what is missing then;
+    - short sequences as a whole, as long as the end of `late` makes up the area that they lack;
+    - the beginning and the end of `late`, in the proportion that gives the area: the bucket is full;
+    - the beginning of `early` and the end of `late`, likewise;
+    - all of `early`, if it has too few tokens or too little area for that.
+
+    Where nothing is left but `late`, the bucket gets its beginning.
+    """
+    filled: list[_Piece] = []
     tolerance = _TOLERANCE * area
     while tokens:
         late = pool.latest(tokens, area)
-        taken: list[_Piece] = []
+        early: _Rest | None = None
         if late.tokens <= tokens and area - late.area >= pool.least_area(tokens - late.tokens, late):
             taken = late.take(0, late.tokens)
-        elif early_ones := pool.take_shortest(late, tokens, area):
-            taken = early_ones
+        elif short := pool.take_shortest(late, tokens, area):
+            taken = short
         elif late.tokens >= tokens and late.first(tokens) <= area:
             taken = late.take(*_ends(late, late, tokens, area, chunk, tolerance))
         elif (early := pool.earliest(late, tokens, area)) is None:
             taken = late.take(min(tokens, late.tokens), 0)
+        elif _suffice(early, late, tokens, area):
+            first, last = _ends(early, late, tokens, area, chunk, tolerance)
+            taken = early.take(first, 0) + late.take(0, last)
         else:
-            missing = max(0, tokens - early.tokens)
-            if missing > late.tokens or (missing and late.last(missing) + early.area > area):
-                taken = early.take(early.tokens, 0)
-            else:
-                first, last = _ends(early, late, tokens, area, chunk, tolerance)
-                taken = early.take(first, 0) + late.take(0, last)
-            pool.drop(early)
-        pool.drop(late)
+            taken = early.take(early.tokens, 0)
+        for rest in (early, late):
+            if rest is not None:
+                pool.drop(rest)
         for _, start, stop in taken:
-            tokens, area = tokens - (stop - start), area - _area(start, stop, pool.window)
-        own += taken
-    return own
+            tokens, area = tokens - (stop - start), area - _area(start, stop)
+        filled += taken
+    return filled
+
+
+def _suffice(early: _Rest, late: _Rest, tokens: int, area: float) -> bool:
+    """Whether the beginning of `early` and the end of `late` have `tokens` tokens together without exceeding `area`."""
+    missing = max(0, tokens - early.tokens)  # if all of `early` is taken
+    return missing <= late.tokens and (not missing or late.last(missing) + early.area <= area)
 
 
 def _ends(early: _Rest, late: _Rest, tokens: int, area: float, chunk: int, tolerance: float) -> tuple[int, int]:
     """Tokens to take from the beginning of `early` and from the end of `late`: `tokens` together, of about `area`."""
     least, most = (0 if early is late else max(0, tokens - early.tokens)), min(tokens, late.tokens)
-    if late.window is not None:
-        return _windowed_ends(early, late, tokens, area, chunk, tolerance, range(least, most + 1))
     # The area is linear in the tokens from the end: one more there and one less at the beginning adds `step`.
     step = late.stop - early.start - tokens
     exact = (area - early.first(tokens)) / step if step > 0 else least
@@ -264,27 +276,6 @@ def _ends(early: _Rest, late: _Rest, tokens: int, area: float, chunk: int, toler
     return tokens - round(exact), round(exact)
 
 
-def _windowed_ends(
-    early: _Rest, late: _Rest, tokens: int, area: float, chunk: int, tolerance: float, choices: range
-) -> tuple[int, int]:
-    """As `_ends`, in a window, where the area is not linear, but grows with the tokens from the end all the same.
-    choices: of these."""
-
-    def taken(last: int) -> int:
-        return early.first(tokens - last) + late.last(last)
-
-    exact = choices[min(bisect_left(choices, area, key=taken), len(choices) - 1)]
-    while chunk > 1:
-        last = round(exact / chunk) * chunk
-        if last in choices and abs(taken(last) - area) <= tolerance:
-            return tokens - last, last
-        chunk //= 2
-    return tokens - exact, exact
-
-
-def _area(start: int, stop: int, window: int | None) -> int:
+def _area(start: int, stop: int) -> int:
     """Query-key pairs of tokens [start, stop) of a sequence."""
-    if window is None:
-        return (stop * (stop + 1) - start * (start + 1)) // 2
-    few, some = min(stop, window + 1), min(start, window + 1)
-    return (few * (few + 1) - some * (some + 1)) // 2 + (stop - few - start + some) * (window + 1)
+    return (stop * (stop + 1) - start * (start + 1)) // 2
