@@ -83,7 +83,7 @@ def _fused() -> Merge:
     rows = torch.tensor([6, 0, 3, 7], dtype=torch.int32).cuda()
     calls = [(*parts, which) for which in (rows, slice(2, 6))]
     what = "partial results of attention are merged"
-    return _if_right("merge_kernel", "merge_rows_fused", merge_rows, calls, what)
+    return _if_right("merge_rows_fused", merge_rows, calls, what)
 
 
 @functools.cache
@@ -98,13 +98,13 @@ def _fused_add() -> Add:
         (total, rows[:2], (part, more), some),
         (total, rows, (part,)),
     ]
-    return _if_right("add_kernel", "add_rows_fused", add_rows, calls, "gradients of keys are added")
+    return _if_right("add_rows_fused", add_rows, calls, "gradients of keys are added")
 
 
-def _if_right(module: str, name: str, plain: Any, calls: Sequence[tuple[Any, ...]], what: str) -> Any:
+def _if_right(name: str, plain: Any, calls: Sequence[tuple[Any, ...]], what: str) -> Any:
     """A kernel of this package if it changes its first tensors as `plain` does in these calls; else `plain`."""
     try:
-        fused = getattr(importlib.import_module(f"balancing.sequences.engine.{module}"), name)
+        fused = getattr(importlib.import_module("balancing.sequences.engine.row_kernels"), name)
         for arguments in calls:
             found = []
             for one in (plain, fused):

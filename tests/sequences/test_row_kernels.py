@@ -8,11 +8,17 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from balancing.sequences.engine import merging
+from balancing.cluster import Cluster
+from balancing.sequences import AttentionShape, Statistics, compile_rank, plan_sequences
+from balancing.sequences.engine import attention, merging
+from balancing.sequences.engine.attention_call import AttentionCall
+from balancing.sequences.engine.call_rows import rows_on_device
 from balancing.sequences.engine.merging import add_rows, merge_rows
+from benchmarks.sequences import launches
 from tests.support.patience import PATIENCE
 from tests.support.pool import single_threaded
 
@@ -21,7 +27,7 @@ pytest.importorskip("triton")
 
 def test_the_kernels_merge_and_add_like_torch() -> None:
     """In a process of its own: Triton decides when it is imported whether kernels are interpreted."""
-    code = "from tests.sequences.test_merge_kernel import compare, compare_sums; "
+    code = "from tests.sequences.test_row_kernels import compare, compare_sums; "
     code += "print(compare(), 'merges and', compare_sums(), 'sums agree')"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -36,7 +42,7 @@ def test_the_kernels_merge_and_add_like_torch() -> None:
 
 def compare() -> int:
     """Merge with the kernel and with operations of torch, on the CPU, twice the same. How many merges there were."""
-    from balancing.sequences.engine.merge_kernel import merge_rows_fused
+    from balancing.sequences.engine.row_kernels import merge_rows_fused
 
     draw = torch.Generator().manual_seed(0)
     merges = 0
@@ -57,7 +63,7 @@ def compare() -> int:
 
 def compare_sums() -> int:
     """Add with the kernel and with operations of torch, on the CPU: the same bits. How many sums there were."""
-    from balancing.sequences.engine.add_kernel import add_rows_fused
+    from balancing.sequences.engine.row_kernels import add_rows_fused
 
     draw = torch.Generator().manual_seed(0)
     sums = 0
@@ -96,19 +102,87 @@ def test_operations_of_torch_take_over_where_the_kernel_does_not_run(monkeypatch
     assert merging.choose_add(torch.device("cpu")) is add_rows
 
 
+class _Gpu:
+    """A GPU of Triton's driver, on which nothing runs."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_nothing_is_compiled_after_the_first_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine runs programs of random plans, and Triton says what it would compile for each launch."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    from balancing.sequences.engine import row_kernels
+
+    asked: list[tuple[str, bool]] = []
+
+    def compiled(*, key: Any, fn: Any, is_manual_warmup: bool, **rest: Any) -> bool:
+        asked.append((f"{fn.name} {key}", is_manual_warmup))
+        return True  # do not
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", compiled)
+    monkeypatch.setattr(attention, "choose_merge", lambda device: row_kernels.merge_rows_fused)
+    monkeypatch.setattr(attention, "choose_add", lambda device: row_kernels.add_rows_fused)
+    kernels = row_kernels.merge_kernel, row_kernels.add_kernel
+    monkeypatch.setattr(driver, "_active", _Gpu())
+    try:
+        draw = np.random.default_rng(0)
+        for _ in range(12):
+            lengths = draw.integers(1, 3000, draw.integers(1, 9)).tolist()
+            for method in ("chunks", "zones", "ring"):
+                _run_engine(lengths, method, int(draw.integers(4)))
+    finally:
+        row_kernels._launched.clear()
+        for kernel in kernels:
+            kernel.device_caches.clear()
+    launched, warm = ({key for key, manual in asked if manual is way} for way in (False, True))
+    # Merges list rows or not; sums do, and choose tokens or not, of queries and of keys with values.
+    assert len(warm) == 2 + 2 * 4
+    assert launched <= warm
+    first_launch = next(number for number, (_, manual) in enumerate(asked) if not manual)
+    assert len(asked) > 200 and first_launch < 4
+    assert max(number for number, (_, manual) in enumerate(asked) if manual) < 40, "later than in the first programs"
+
+
+def _run_engine(lengths: list[int], method: str, rank: int) -> None:
+    """Forward and backward pass of one rank of four, without messages, with a kernel that computes nothing."""
+    cluster = Cluster.preset("h200-8x400g").relabel(2, 2)
+    shape = AttentionShape(64, 4, 2, 2, 64)
+    plan = plan_sequences(lengths, cluster, shape=shape, method=method)
+    program = compile_rank(plan, rank, cluster)
+    rows = rows_on_device(program.program.calls, program.table, torch.device("cpu"))[0]
+    counted = launches.Counted()
+    transport, kernel = launches._Unsent(rank, counted), launches._Unlaunched(counted)
+    call = AttentionCall(program, transport, Statistics(), kernel, 1.0, rows)
+    tokens = int(plan.linear_tokens[rank])
+    inputs = [torch.zeros(tokens, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    out = attention._Attention.apply(*inputs, None, None, None, call)
+    torch.autograd.grad(out, inputs, torch.zeros_like(out))
+
+
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_the_kernel_compiles_for_gpus_without_spills(
     architecture: int, listed: bool, capsys: pytest.CaptureFixture[str], record_property: object
 ) -> None:
     pytest.importorskip("triton")
-    from balancing.sequences.engine import add_kernel, merge_kernel
+    from balancing.sequences.engine import row_kernels
 
     merged = {"out": "*fp32", "logsumexp": "*fp32", "more_out": "*bf16", "more_logsumexp": "*fp32", "rows": "*i32"}
     added = {"total": "*fp32", "part": "*bf16", "more": "*bf16", "rows": "*i32", "which": "*i32"}
     kernels = {
-        "merge": (merge_kernel.merge_kernel, merged, merge_kernel.launch_options(128)),
-        "add": (add_kernel.add_kernel, added, add_kernel.launch_options(192, 128) | {"CHOSEN": listed}),
+        "merge": (row_kernels.merge_kernel, merged, row_kernels.merge_options(128)),
+        "add": (row_kernels.add_kernel, added, row_kernels.add_options(192, 128) | {"CHOSEN": listed}),
     }
     for name, (kernel, pointers, options) in kernels.items():
         registers, spills = _compiled(kernel, pointers, options | {"LISTED": listed}, architecture)

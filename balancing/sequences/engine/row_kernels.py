@@ -1,0 +1,189 @@
+"""Merging partial results of attention, and adding gradients to rows that a rank has, as one Triton kernel each.
+
+With operations of torch a merge is about twelve launches and moves each number several times; the kernel reads both
+results once and writes one: 4 bytes and 2 in, 4 out for each number in bfloat16. Gradients of keys and of values would
+each be chosen, converted to the type of sums and added, up to six launches and twice the bytes; the kernel reads both
+and adds them to their rows.
+
+Triton compiles a kernel anew for numbers that are 1 or multiples of 16, and for each combination of constants, for up
+to a second, while all other ranks wait. Plans change numbers of tokens and rows in every micro-batch, so these are not
+told apart, and the first launch for heads of some sizes compiles the kernel for all ways in which rows may be named.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["add_kernel", "add_options", "add_rows_fused", "merge_kernel", "merge_options", "merge_rows_fused"]
+
+_NUMBERS = 1024  # of one program: tokens x head size
+_launched: set[tuple[Any, ...]] = set()  # kernels with the types, strides and options that they are compiled for
+
+
+@triton.jit(do_not_specialize=["first", "tokens", "logsumexp_head", "more_logsumexp_head"])
+def merge_kernel(  # type: ignore[no-untyped-def]
+    out,
+    logsumexp,
+    more_out,
+    more_logsumexp,
+    rows,  # of each token; not read without LISTED
+    first,  # row of the first token without LISTED
+    tokens,
+    logsumexp_head,  # strides, from here on
+    more_logsumexp_head,
+    out_row,
+    out_head,
+    more_row,
+    more_head,
+    SIZE: tl.constexpr,  # of a head
+    WIDTH: tl.constexpr,  # SIZE, rounded up to a power of two
+    TOKENS: tl.constexpr,  # of a program
+    LISTED: tl.constexpr,
+):
+    """One head of TOKENS tokens: out and logsumexp of attention to the keys of both."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1).to(tl.int64)
+    real = token < tokens
+    row = tl.load(rows + token, mask=real, other=0) if LISTED else first + token
+    row, token = row.to(tl.int64), token.to(tl.int64)
+    at = logsumexp + head * logsumexp_head + row
+    own = tl.load(at, mask=real, other=0.0)
+    more = tl.load(more_logsumexp + head * more_logsumexp_head + token, mask=real, other=0.0)
+    largest = tl.maximum(own, more)
+    both = largest + tl.log(tl.exp(own - largest) + tl.exp(more - largest))
+    weight, more_weight = tl.exp(own - both), tl.exp(more - both)
+    column = tl.arange(0, WIDTH)
+    inside = real[:, None] & (column < SIZE)[None, :]
+    target = out + row[:, None] * out_row + head * out_head + column[None, :]
+    source = more_out + token[:, None] * more_row + head * more_head + column[None, :]
+    kept = tl.load(target, mask=inside, other=0.0)
+    added = tl.load(source, mask=inside, other=0.0).to(kept.dtype)
+    tl.store(target, kept * weight[:, None] + added * more_weight[:, None], mask=inside)
+    tl.store(at, both, mask=real)
+
+
+def merge_options(head_size: int) -> dict[str, int]:
+    """Constants of the kernel for heads of this size, and warps of a program."""
+    width = triton.next_power_of_2(head_size)
+    return {"SIZE": head_size, "WIDTH": width, "TOKENS": max(1, _NUMBERS // width), "num_warps": 4}
+
+
+def merge_rows_fused(
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    more_out: torch.Tensor,
+    more_logsumexp: torch.Tensor,
+    rows: Any,
+) -> None:
+    """As `merging.merge_rows`, in one launch. Numbers of a head, and logsumexps of a head's tokens, are adjacent."""
+    tokens, heads, size = more_out.shape
+    assert out.stride(2) == more_out.stride(2) == logsumexp.stride(1) == more_logsumexp.stride(1) == 1
+    listed = isinstance(rows, torch.Tensor)
+    options = merge_options(size)
+    _launch(
+        merge_kernel,
+        (triton.cdiv(tokens, options["TOKENS"]), heads),
+        (out, logsumexp, more_out, more_logsumexp, rows if listed else _whole_numbers(logsumexp)),
+        (0 if listed else rows.start, tokens, logsumexp.stride(0), more_logsumexp.stride(0)),
+        (*out.stride()[:2], *more_out.stride()[:2]),
+        options,
+        LISTED=listed,
+    )
+
+
+@triton.jit(do_not_specialize=["first", "tokens"])
+def add_kernel(  # type: ignore[no-untyped-def]
+    total,
+    part,
+    more,  # whose numbers follow those of `part` in a row; not read where MORE is 0
+    rows,  # of each token; not read without LISTED
+    which,  # tokens of `part` and `more` that are added; not read without CHOSEN
+    first,  # row of the first token without LISTED
+    tokens,
+    total_row,  # strides
+    total_head,
+    part_row,
+    part_head,
+    more_row,
+    more_head,
+    SIZE: tl.constexpr,  # of a head of `part`
+    MORE: tl.constexpr,  # of a head of `more`
+    WIDTH: tl.constexpr,  # the larger of both, rounded up to a power of two
+    TOKENS: tl.constexpr,  # of a program
+    LISTED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    """One head of TOKENS tokens."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1).to(tl.int64)
+    real = token < tokens
+    row = tl.load(rows + token, mask=real, other=0) if LISTED else first + token
+    source = tl.load(which + token, mask=real, other=0) if CHOSEN else token
+    row, source = row.to(tl.int64), source.to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    target = total + row[:, None] * total_row + head * total_head + column[None, :]
+    inside = real[:, None] & (column < SIZE)[None, :]
+    kept = tl.load(target, mask=inside, other=0.0)
+    given = tl.load(part + source[:, None] * part_row + head * part_head + column[None, :], mask=inside, other=0.0)
+    tl.store(target, kept + given.to(kept.dtype), mask=inside)
+    if MORE:
+        inside = real[:, None] & (column < MORE)[None, :]
+        kept = tl.load(target + SIZE, mask=inside, other=0.0)
+        given = tl.load(more + source[:, None] * more_row + head * more_head + column[None, :], mask=inside, other=0.0)
+        tl.store(target + SIZE, kept + given.to(kept.dtype), mask=inside)
+
+
+def add_options(head_size: int, more_size: int) -> dict[str, int]:
+    """Constants of the kernel for heads of these sizes, and warps of a program. more_size: 0 for one part."""
+    width = triton.next_power_of_2(max(head_size, more_size))
+    tokens = max(1, _NUMBERS // width)
+    return {"SIZE": head_size, "MORE": more_size, "WIDTH": width, "TOKENS": tokens, "num_warps": 4}
+
+
+def add_rows_fused(total: torch.Tensor, rows: Any, parts: tuple[torch.Tensor, ...], which: Any = None) -> None:
+    """As `merging.add_rows`, in one launch, of one part or two. Numbers of a head are adjacent in all of them."""
+    part, more = parts if len(parts) > 1 else (*parts, parts[0])
+    assert total.stride(2) == part.stride(2) == more.stride(2) == 1
+    listed = isinstance(rows, torch.Tensor)
+    tokens = len(rows) if listed else rows.stop - rows.start
+    options, unread = add_options(part.shape[2], more.shape[2] if len(parts) > 1 else 0), _whole_numbers(total)
+    _launch(
+        add_kernel,
+        (triton.cdiv(tokens, options["TOKENS"]), part.shape[1]),
+        (total, part, more, rows if listed else unread, unread if which is None else which),
+        (0 if listed else rows.start, tokens),
+        (*total.stride()[:2], *part.stride()[:2], *more.stride()[:2]),
+        options,
+        LISTED=listed,
+        CHOSEN=which is not None,
+    )
+
+
+def _whole_numbers(unread: torch.Tensor) -> torch.Tensor:
+    """A pointer of the type of lists of rows, in the place of one that is not read."""
+    return unread.view(torch.int32)
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    pointers: tuple[torch.Tensor, ...],
+    planned: tuple[int, ...],
+    strides: tuple[int, ...],
+    options: dict[str, int],
+    **ways: bool,
+) -> None:
+    """Launch a kernel; before its first launch with these types, strides and options, compile it for all ways.
+
+    planned: arguments that change with every plan. ways: constants that do.
+    """
+    shape = kernel.__name__, pointers[0].device, *(x.dtype for x in pointers), *strides, *options.values()
+    if shape not in _launched:
+        _launched.add(shape)
+        for other in itertools.product((False, True), repeat=len(ways)):
+            chosen = dict(zip(ways, other, strict=True))
+            kernel.warmup(*pointers, *planned, *strides, grid=grid, **chosen, **options)
+    kernel[grid](*pointers, *planned, *strides, **ways, **options)
