@@ -39,6 +39,7 @@ RUNS = {
         4,
         f"--context-parallel-size 2 {TP2} --balance-sequences {DOCUMENTS} {REPORT}",
     ),
+    "sequences, micro-batches": (2, f"{PP2} --balance-sequences --sequence-micro-batches {DOCUMENTS}"),
     "layers": (2, f"{PP2} --balance-layers --layer-balance-interval 100 {OVERLAPS}"),
     "layers, experts, report": (4, f"{PP2} --balance-layers --layer-balance-interval 100 {EP2} {EXPERTS} {REPORT}"),
     "early exit": (2, f"{PP2} --early-exit-layers 1,2 --early-exit-threshold 0.5 --early-exit-loss-weight 0.5"),
@@ -121,7 +122,13 @@ def _of_megatron(waits: Counter[tuple[str, str]]) -> set[tuple[str, str]]:
     return {key for key in waits if key[0].startswith("Megatron-LM ")}
 
 
-RUNS_ALWAYS = ("experts, shared slots, late replicas, report", "sequences", "layers", "early exit")
+RUNS_ALWAYS = (
+    "experts, shared slots, late replicas, report",
+    "sequences",
+    "sequences, micro-batches",
+    "layers",
+    "early exit",
+)
 
 
 @pytest.mark.parametrize(

@@ -306,3 +306,27 @@ def test_steps_with_nothing_to_deal(said, pool):
         assert any(f"--sequence-micro-batches has nothing to balance: {why}" in output for output in pool.output)
     assert [code for code, _ in said["--sequence-domain context"]] == ["none", "none"]
     assert [code for code, _ in said["alone"]] == [2, 2]
+
+
+def _examples() -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+    """Places of rank 0's tokens, and samples with their origins by micro-batch, as `_places` and `WholeSteps` say."""
+    from balancing.sequences.sequence_plan import SequencePlan, Shard
+    from megatron.balanced.sequences.dataset import _Document, _packed_tokens, _places
+    from megatron.balanced.sequences.domain import Domain
+    from megatron.balanced.sequences.steps import WholeSteps
+
+    documents = [_Document(0, 0, 3), _Document(0, 3, 1), _Document(1, 0, 4)]
+    shards = Shard(0, 0, 3, 0), Shard(2, 0, 1, 0), Shard(1, 0, 1, 1), Shard(2, 1, 4, 1)
+    plan = SequencePlan((3, 1, 4), 2, "example", shards, shards, ("local", "local", "gather"))
+    packed = _packed_tokens(plan, 0)
+    places = [part.tolist() for part in (packed, *_places(documents, packed))]
+    deal = np.array([0, 1, 0, 1])
+    steps = WholeSteps(2, 8, 0, lambda tokens: tokens, lambda seconds: deal)
+    of = steps.of([6, 7], Domain(1, 2, 1, 2), lambda samples: np.ones(len(samples)))
+    return places, [[(sample.index, sample.origin) for sample in samples] for samples in of]
+
+
+def test_examples_of_index_maps(pool):
+    ((places, samples),) = pool.run(1, _examples)
+    assert places == [[0, 1, 2, 4], [0, 0, 0, 1], [0, 1, 2, 0], [3, 3, 3, 4]]
+    assert samples == [[(0, 0), (1, 0), (4, 2), (5, 2)], [(2, 1), (3, 1), (6, 3), (7, 3)]]

@@ -10,6 +10,7 @@ multi-latent attention, latents can travel in the place of keys and values (`lat
 There is no dropout: its masks would have to be the same under every plan.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,14 +69,14 @@ class SequenceAttention:
         self._device: torch.device | None = None
         self._rows = DeviceRows([], {})
 
-    def upload(self, device: torch.device, more: np.ndarray | None = None) -> torch.Tensor:
+    def upload(self, device: torch.device, more: Sequence[np.ndarray] = ()) -> list[torch.Tensor]:
         """Bring everything that the program needs to the device in one copy, which the host does not wait for.
 
-        more: whole numbers below 2^31 that go along. Returns them, int32 on the device.
+        more: arrays of whole numbers below 2^31 that go along. Returns them, int32 on the device.
         """
-        self._rows, there = rows_on_device(self.program.program.calls, self.program.table, device, more)
+        self._rows, uploaded = rows_on_device(self.program.program.calls, self.program.table, device, more)
         self._device = device
-        return there
+        return uploaded
 
     def __call__(
         self,

@@ -62,124 +62,155 @@ class DeviceRows(NamedTuple):
     messages: dict[TransferGroup, MessageRows]
 
 
-class _MessageParts(NamedTuple):
-    """Places of a `MessageRows` in the array. adjacent: whether `added` is a range of rows itself."""
+class Place(NamedTuple):
+    """Rows [start, stop), or if `listed`, the rows that numbers [start, stop) of a table list."""
 
-    sends: Rows | None
-    receives: Rows | None
-    added: Rows | None
-    adjacent: bool
-    terms: Rows | None
+    start: int
+    stop: int
+    listed: bool
+
+
+class CallPlaces(NamedTuple):
+    """Places of a `CallRows`, and of the ends of its pieces. Of `added`, None is all of the call's keys."""
+
+    query_ends: Place
+    key_ends: Place
+    queries: Place
+    keys: Place
+    added: tuple[tuple[Place | None, Place], ...]
+
+
+class MessagePlaces(NamedTuple):
+    """Places of a `MessageRows`; None where that has none."""
+
+    sends: Place | None
+    receives: Place | None
+    added: Place | None
+    terms: Place | None
 
 
 class RowTable(NamedTuple):
     """Tables of all calls and messages in one array. It can be pickled and compared.
 
     numbers: int32 [number], as bytes.
-    parts: of each call, (start, stop) in `numbers` of its ends of queries and of keys, then of rows of queries, rows of
-        keys and, in pairs, what is added; None where rows are adjacent or all.
+    calls: of each call.
     messages: of each transfer group with rows that are not adjacent.
     """
 
     numbers: bytes
-    parts: tuple[tuple[Rows | None, ...], ...]
-    messages: dict[TransferGroup, _MessageParts]
+    calls: tuple[CallPlaces, ...]
+    messages: dict[TransferGroup, MessagePlaces]
+
+
+class _Numbers:
+    """The numbers of a table, while it is made. Equal ranges of rows are listed once."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._known: dict[tuple[Rows, ...], Place] = {}
+        self._size = 0
+
+    def add(self, array: np.ndarray) -> Place:
+        place = Place(self._size, self._size + len(array), True)
+        self._arrays.append(np.pad(array, (0, -len(array) % _ALIGNED)))
+        self._size += len(self._arrays[-1])
+        return place
+
+    def add_rows(self, ranges: tuple[Rows, ...]) -> Place:
+        """The place of rows, which are listed if they are several ranges."""
+        if len(ranges) == 1:
+            return Place(*ranges[0], False)
+        if ranges not in self._known:
+            self._known[ranges] = self.add(_rows(ranges))
+        return self._known[ranges]
+
+    def to_bytes(self) -> bytes:
+        return np.concatenate([np.zeros(0, np.int32), *self._arrays]).astype(np.int32).tobytes()
 
 
 def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]) -> RowTable:
-    """The table of a program's calls and of its messages, changes of layout included. Equal rows are there once."""
-    arrays: list[np.ndarray] = []
-    known: dict[tuple[Rows, ...], Rows] = {}
-    size = 0
+    """The table of a program's calls and of its messages, changes of layout included."""
+    numbers = _Numbers()
+    of_calls = tuple(_call_places(call, numbers) for call in calls)
+    of_messages = {group: found for group, one in messages.items() if (found := _message_places(one, numbers))}
+    return RowTable(numbers.to_bytes(), of_calls, of_messages)
 
-    def add(array: np.ndarray) -> Rows:
-        nonlocal size
-        start = size
-        arrays.append(np.pad(array, (0, -len(array) % _ALIGNED)))
-        size += len(arrays[-1])
-        return start, start + len(array)
 
-    def add_rows(ranges: tuple[Rows, ...]) -> Rows | None:
-        if len(ranges) == 1:
-            return None
-        if ranges not in known:
-            known[ranges] = add(_rows(ranges))
-        return known[ranges]
+def _call_places(call: Call, numbers: _Numbers) -> CallPlaces:
+    query_ends, key_ends = (numbers.add(np.cumsum((0, *part))) for part in (call.pieces.queries, call.pieces.keys))
+    queries, keys = numbers.add_rows(call.queries), numbers.add_rows(call.keys)
+    if not keys.listed:
+        return CallPlaces(query_ends, key_ends, queries, keys, ((None, keys),))
+    rows = _rows(call.keys)
+    added = tuple(
+        (None, keys) if len(which) == len(rows) else (numbers.add(which), numbers.add(rows[which]))
+        for which in _without_repeats(rows)
+    )
+    return CallPlaces(query_ends, key_ends, queries, keys, added)
 
-    parts: list[tuple[Rows | None, ...]] = []
-    for call in calls:
-        ends = [add(np.cumsum((0, *lengths))) for lengths in (call.pieces.queries, call.pieces.keys)]
-        own: list[Rows | None] = [*ends, add_rows(call.queries), add_rows(call.keys)]
-        if len(call.keys) > 1:
-            rows = _rows(call.keys)
-            for which in _without_repeats(rows):
-                all_keys = len(which) == len(rows)
-                own += [None, own[3]] if all_keys else [add(which), add(rows[which])]
-        parts.append(tuple(own))
-    of_messages = {}
-    for group, one in messages.items():
-        sends, receives = (
-            tuple(rows for message in packed for rows in message.rows)
-            for packed in (one.packed_sends, one.packed_receives)
-        )
-        copied = added = terms = None
-        if receives and not one.adds:
-            copied = add(_rows(receives))
-        elif len(receives) == 1:
-            added = receives[0]
-        elif receives:
-            rows = _rows(receives)
-            unique, where = np.unique(rows, return_inverse=True)
-            parts_of_sums = list(_without_repeats(rows))
-            table = np.full((len(parts_of_sums), len(unique)), len(rows))
-            for term, which in enumerate(parts_of_sums):
-                table[term, where[which]] = which
-            if len(table) == 1:
-                added = add(rows)
-            else:
-                added, terms = add(unique), add(table.ravel())
-        if sends or receives:
-            packed = add(_rows(sends)) if sends else None
-            of_messages[group] = _MessageParts(packed, copied, added, len(receives) == 1, terms)
-    numbers = np.concatenate([np.zeros(0, np.int32), *arrays]).astype(np.int32)
-    return RowTable(numbers.tobytes(), tuple(parts), of_messages)
+
+def _message_places(messages: Messages, numbers: _Numbers) -> MessagePlaces | None:
+    sends, receives = (
+        tuple(rows for message in packed for rows in message.rows)
+        for packed in (messages.packed_sends, messages.packed_receives)
+    )
+    if not sends and not receives:
+        return None
+    copied = added = terms = None
+    if receives and not messages.adds:
+        copied = numbers.add(_rows(receives))
+    elif len(receives) == 1:
+        added = Place(*receives[0], False)
+    elif receives:
+        rows = _rows(receives)
+        unique, where = np.unique(rows, return_inverse=True)
+        parts_of_sums = list(_without_repeats(rows))
+        table = np.full((len(parts_of_sums), len(unique)), len(rows))
+        for term, which in enumerate(parts_of_sums):
+            table[term, where[which]] = which
+        if len(table) == 1:
+            added = numbers.add(rows)
+        else:
+            added, terms = numbers.add(unique), numbers.add(table.ravel())
+    return MessagePlaces(numbers.add(_rows(sends)) if sends else None, copied, added, terms)
 
 
 def rows_on_device(
-    calls: Sequence[Call], table: RowTable, device: torch.device, more: np.ndarray | None = None
-) -> tuple[DeviceRows, torch.Tensor]:
-    """Calls and messages with their rows on `device`, and the numbers `more`, int32, which travel in the same copy."""
-    own = np.frombuffer(table.numbers, np.int32)
-    numbers = np.concatenate((own, np.zeros(0, np.int32) if more is None else more.astype(np.int32)))
-    there = upload(numbers, device) if device.type == "cuda" else torch.as_tensor(numbers).to(device)
-    views: dict[Rows, torch.Tensor] = {}
+    calls: Sequence[Call], table: RowTable, device: torch.device, more: Sequence[np.ndarray] = ()
+) -> tuple[DeviceRows, list[torch.Tensor]]:
+    """Calls and messages with their rows on `device`, and the arrays `more`, int32 [number] each.
 
-    def view(part: Rows) -> torch.Tensor:
-        if part not in views:
-            views[part] = there[part[0] : part[1]]
-        return views[part]
+    more: of whole numbers below 2^31. They travel in the same copy.
+    """
+    of_table = np.frombuffer(table.numbers, np.int32)
+    numbers = np.concatenate((of_table, *more)).astype(np.int32, copy=False)
+    on_device = upload(numbers, device) if device.type == "cuda" else torch.as_tensor(numbers).to(device)
+    of_table, *others = on_device.split([len(of_table), *map(len, more)])
+    views: dict[Place, torch.Tensor] = {}
 
-    def rows(part: Rows | None, ranges: tuple[Rows, ...]) -> Index:
-        return slice(*ranges[0]) if part is None else view(part)
+    def listed(place: Place) -> torch.Tensor:
+        if place not in views:
+            views[place] = of_table[place.start : place.stop]
+        return views[place]
+
+    def rows(place: Place) -> Index:
+        return listed(place) if place.listed else slice(place.start, place.stop)
 
     found = []
-    for call, (query_ends, key_ends, queries, keys, *adds) in zip(calls, table.parts, strict=True):
-        assert query_ends is not None and key_ends is not None
-        pairs = [adds[at : at + 2] for at in range(0, len(adds), 2)] or [[None, None]]
-        added = tuple((None if which is None else view(which), rows(into, call.keys)) for which, into in pairs)
-        pieces = call.pieces._replace(ends=(view(query_ends), view(key_ends)))
-        found.append(CallRows(rows(queries, call.queries), rows(keys, call.keys), added, pieces, call.merges))
+    for call, places in zip(calls, table.calls, strict=True):
+        pieces = call.pieces._replace(ends=(listed(places.query_ends), listed(places.key_ends)))
+        added = tuple((None if which is None else rows(which), rows(into)) for which, into in places.added)
+        found.append(CallRows(rows(places.queries), rows(places.keys), added, pieces, call.merges))
     messages = {}
-    for group, part in table.messages.items():
-        sends, receives, listed, terms = (
-            None if place is None else view(place)
-            for place in (part.sends, part.receives, None if part.adjacent else part.added, part.terms)
+    for group, of_group in table.messages.items():
+        sends, receives, terms = (
+            None if place is None else listed(place) for place in (of_group.sends, of_group.receives, of_group.terms)
         )
-        into: Index | None = slice(*part.added) if part.adjacent and part.added is not None else listed
-        if terms is not None and listed is not None:
-            terms = terms.view(-1, len(listed))
+        into = None if of_group.added is None else rows(of_group.added)
+        if terms is not None and isinstance(into, torch.Tensor):
+            terms = terms.view(-1, len(into))
         messages[group] = MessageRows(sends, receives, into, terms)
-    return DeviceRows(found, messages), there[len(own) :]
+    return DeviceRows(found, messages), others
 
 
 def _rows(ranges: Sequence[Rows]) -> np.ndarray:

@@ -36,11 +36,12 @@ from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, com
 from balancing.sequences.micro_batch_plan import document_seconds
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
 from balancing.sequences.window import in_window
+from balancing.upload import upload
 from megatron.balanced.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.process_groups import cluster_of, duplicate_group, split_group
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
 from megatron.balanced.sequences.checks import latent_shape, routes_by_sample, why_of_one_size, why_whole
-from megatron.balanced.sequences.dataset import PlannedDataset, Rows, positions, receive, row_origins
+from megatron.balanced.sequences.dataset import PlannedBatch, PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
 from megatron.balanced.sequences.events import MicroBatch, spent, step_event
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
@@ -58,6 +59,21 @@ class _Programs(NamedTuple):
 
     whole: tuple[SequencePlan, RankProgram] | None
     windowed: tuple[SequencePlan, RankProgram] | None
+
+
+class _Columns(NamedTuple):
+    """Whole numbers of a micro-batch: NumPy arrays, then int32 on the device, where one copy brings all.
+
+    positions: [row], of the row's token in its document; 0 in padding.
+    origins: [row], of the row's token; 0 in padding.
+    samples: [row], the sample that the row's token is of; none where no router asks.
+    document_ends: [document + 1], of the documents of this data-parallel rank, packed one behind another, from 0.
+    """
+
+    positions: Any
+    origins: Any
+    samples: Any
+    document_ends: Any
 
 
 def _compiled(plan: SequencePlan, shape: AttentionShape, **own: Any) -> _Programs:
@@ -89,12 +105,12 @@ class SequenceBalancer(StepCallback):
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
         # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
-        self._unpickled: Callable[[bytes], tuple[SequencePlan, _Programs, tuple[int, ...], tuple[int, ...]]]
-        self._unpickled = lru_cache(_KEPT)(pickle.loads)
+        self._unpickled: Callable[[bytes], PlannedBatch] = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
         self._config: Any = None  # of the model, which the schedule reads
         self._step: list[MicroBatch] | None = None  # of the training step at hand; None outside of one
-        # Of a step whose documents are dealt over micro-batches: what was read ahead, and tokens with a loss by origin.
+        # Of a step whose documents are dealt over micro-batches: what was read ahead, and tokens with a loss by origin,
+        # on the device.
         self._ahead: list[list[dict[str, Any]]] = []
         self._counts: torch.Tensor | None = None
         # Of the domain "data", a group for attention alone: Megatron-LM reduces gradients in its own meanwhile.
@@ -325,61 +341,36 @@ class SequenceBalancer(StepCallback):
 
         data_iterator: of the data loader; None on tensor-parallel ranks without one. chunk: number of the model chunk.
         """
-        sample, waited = None, 0.0
         dealt = self._steps is not None and self._step is not None
-        if mpu.get_tensor_model_parallel_rank() == 0:
-            assert data_iterator is not None, "a stage has no data iterator"
-            begin = time.perf_counter()
-            sample = self._ahead[chunk].pop(0) if dealt else next(data_iterator)
-            waited = (time.perf_counter() - begin) * 1e3
-        group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
-        batch, pickled, milliseconds = receive(sample, group, self._tensor_hosts, source, torch.cuda.current_device())
-        begin = time.perf_counter()
-        plan, programs, origins, numbers = self._unpickled(pickled)
-        waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
-        timed = self._report is not None  # nobody else reads the times
-        group = self._sharing if self._data is None else self._data
-        whole, windowed = (
-            kind and SequenceAttention(kind[0], program=kind[1], group=group, timed=timed) for kind in programs
-        )
-        if programs.windowed is programs.whole:
-            windowed = whole
-        attentions = [kind for kind in {id(kind): kind for kind in (whole, windowed)}.values() if kind is not None]
+        tensors, read, planning_ms, waited_ms = self._receive(data_iterator, chunk, dealt)
+        plan = read.plan
+        whole, windowed = self._attention(read.programs)
+        attentions = [one for one in (whole, None if windowed is whole else windowed) if one is not None]
         self._most_rows = max(self._most_rows, *(one.program.program.rows for one in attentions))
         if self._step is not None:
-            known = plan, origins, numbers, attentions, milliseconds, waited
+            known = plan, read.origins, read.numbers, attentions, planning_ms, waited_ms
             self._step.append(MicroBatch(chunk, *known))
-        shifted = {name: values.chunk(1 + self._shifts, dim=1) for name, values in batch.items()}
+        shifted = {name: values.chunk(1 + self._shifts, dim=1) for name, values in tensors.items()}
         batch = {name: values[0] for name, values in shifted.items()}
-        rank, rows = self.domain.rank, batch["tokens"].shape[1]
-        # Megatron-LM adds up the lengths of documents over data-parallel ranks.
-        if not dealt:  # their places in this micro-batch
-            origins = tuple(np.unique(origins, return_inverse=True)[1].tolist())
-        of_ranks = (origin % self.domain.origins for origin in origins)
-        own = [length for length, of in zip(plan.lengths, of_ranks, strict=True) if of == self.domain.origin]
-        ends = np.cumsum((0, *own))
-        of_rows = [positions(plan, rank, rows), row_origins(plan, rank, rows, origins)]
-        if self._routes_by_sample:
-            of_rows.append(row_origins(plan, rank, rows, self._samples(plan)))
         device = batch["tokens"].device
-        there = attentions[0].upload(device, np.concatenate((*of_rows, ends)))
+        columns = self._columns(plan, read.origins, batch["tokens"].shape[1], dealt)
+        columns = _Columns(*attentions[0].upload(device, columns))
         for attention in attentions[1:]:
             attention.upload(device)
-        update_seqlen_stats_from_cu_seqlens(there[len(of_rows) * rows :])
-        origin = there[rows : 2 * rows]
+        update_seqlen_stats_from_cu_seqlens(columns.document_ends)
         weigh: Callable[[torch.Tensor], torch.Tensor]
         count: Callable[[torch.Tensor], torch.Tensor]
         if dealt:
-            assert self._counts is not None
-            counts = self._counts.to(device)
-            weigh, count = partial(weights_of_counts, origin=origin, tokens=counts[0]), lambda masks: counts
+            counts = self._counts
+            assert counts is not None
+            weigh, count = partial(weights_of_counts, origin=columns.origins, tokens=counts[0]), lambda masks: counts
         else:
-            own_domain = {"origin": origin, "origins": self.domain.origins, "group": self._sharing}
-            weigh, count = partial(token_weights, **own_domain), partial(count_tokens, **own_domain)
+            sharing = {"origin": columns.origins, "origins": self.domain.origins, "group": self._sharing}
+            weigh, count = partial(token_weights, **sharing), partial(count_tokens, **sharing)
         prediction = None
         if self._shifts:
             names = ("tokens", "labels", "position_ids", "loss_mask")
-            prediction = Prediction(*(shifted[name] for name in names), origin=origin, count=count)
+            prediction = Prediction(*(shifted[name] for name in names), origin=columns.origins, count=count)
         planned = PlannedSequences(
             qkv_format="sbhd",  # rows in sequence; document boundaries are in the plan
             max_seqlen_q=max(plan.lengths),
@@ -387,16 +378,61 @@ class SequenceBalancer(StepCallback):
             attention=whole,
             windowed=windowed,
             longest=self._args.seq_length,
-            positions=there[:rows],
-            tokens=int(plan.linear_tokens[rank]),
+            positions=columns.positions,
+            tokens=int(plan.linear_tokens[self.domain.rank]),
             weigh=weigh,
             prediction=prediction,
-            sample=there[2 * rows : 3 * rows] if self._routes_by_sample else None,
+            sample=columns.samples if self._routes_by_sample else None,
             samples=sum(plan.lengths) // self._args.seq_length,
             origins=self.domain.origins,
             sharing=self._sharing if self.domain.groups > 1 else None,
         )
         return batch | {"attention_mask": None}, planned, plan
+
+    def _receive(
+        self, data_iterator: Iterator | None, chunk: int, dealt: bool
+    ) -> tuple[dict[str, torch.Tensor], PlannedBatch, float, float]:
+        """Rows of the next micro-batch, its plan, and milliseconds of planning and of waiting for the plan.
+
+        data_iterator, chunk: as in `next_batch`. dealt: whether `_read_step` has read it.
+        """
+        sample, waited = None, 0.0
+        if mpu.get_tensor_model_parallel_rank() == 0:
+            assert data_iterator is not None, "a stage has no data iterator"
+            begin = time.perf_counter()
+            sample = self._ahead[chunk].pop(0) if dealt else next(data_iterator)
+            waited = (time.perf_counter() - begin) * 1e3
+        tensor_parallel, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
+        device = torch.cuda.current_device()
+        tensors, pickled, milliseconds = receive(sample, tensor_parallel, self._tensor_hosts, source, device)
+        begin = time.perf_counter()
+        read = self._unpickled(pickled)
+        waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
+        return tensors, read, milliseconds, waited
+
+    def _attention(self, programs: _Programs) -> tuple[SequenceAttention | None, SequenceAttention | None]:
+        """Attention of layers without and with a window; None where the model has no such layers."""
+        process_group = self._sharing if self._data is None else self._data
+        timed = self._report is not None  # nobody else reads the times
+        whole, windowed = (
+            kind and SequenceAttention(kind[0], program=kind[1], group=process_group, timed=timed) for kind in programs
+        )
+        return whole, whole if programs.windowed is programs.whole else windowed
+
+    def _columns(self, plan: SequencePlan, origins: tuple[int, ...], rows: int, dealt: bool) -> "_Columns":
+        """On the host. origins: [document]. rows: of the micro-batch on this rank. dealt: as in `_receive`."""
+        rank = self.domain.rank
+        if not dealt:  # their places in this micro-batch
+            origins = tuple(np.unique(origins, return_inverse=True)[1].tolist())
+        # Megatron-LM adds up the lengths of documents over data-parallel ranks.
+        of_ranks = (origin % self.domain.origins for origin in origins)
+        lengths = [length for length, of in zip(plan.lengths, of_ranks, strict=True) if of == self.domain.origin]
+        return _Columns(
+            positions(plan, rank, rows),
+            row_origins(plan, rank, rows, origins),
+            row_origins(plan, rank, rows, self._samples(plan)) if self._routes_by_sample else np.zeros(0, np.int64),
+            np.cumsum((0, *lengths)),
+        )
 
     def _samples(self, plan: SequencePlan) -> list[int]:
         """[document], the sample of the micro-batch that it is of. Samples are full and in order, where losses of
@@ -419,17 +455,17 @@ class SequenceBalancer(StepCallback):
             iterators = iterators if isinstance(iterators, list) else [iterators]
             self._ahead = [[next(iterator) for _ in range(number)] for iterator in iterators]
             for at, sample in enumerate(self._ahead[0]):
-                plan, _, origins, _ = self._unpickled(*sample["plan"])
+                read = self._unpickled(*sample["plan"])
                 masks = sample["loss_mask"].view(1 + self._shifts, -1)
                 rows[at] = masks.shape[1]
-                origin = row_origins(plan, self.domain.rank, masks.shape[1], origins)
-                counts.index_add_(1, torch.from_numpy(origin), masks.double())
+                origins = row_origins(read.plan, self.domain.rank, masks.shape[1], read.origins)
+                counts.index_add_(1, torch.from_numpy(origins), masks.double())
             if self._shifts or not self._args.calculate_per_token_loss:
                 dist.all_reduce(counts, group=self._hosts)
         if self._tensor_hosts is not None:
             for numbers in (counts, rows):
                 dist.broadcast(numbers, mpu.get_tensor_model_parallel_src_rank(), group=self._tensor_hosts)
-        self._counts = counts
+        self._counts = upload(counts, torch.device("cuda", torch.cuda.current_device()))
         expect(
             (rows // self._rows.multiple).tolist(),
             self._config.hidden_size,

@@ -25,7 +25,7 @@ from megatron.balanced.sequences.domain import Domain, Sample
 from megatron.balanced.sequences.reading import document_lengths, read_tokens, sample_areas, sample_costs
 from megatron.balanced.sequences.steps import Steps, WholeSteps
 
-__all__ = ["PlannedDataset", "Rows", "positions", "receive", "row_origins"]
+__all__ = ["PlannedBatch", "PlannedDataset", "Rows", "positions", "receive", "row_origins"]
 
 _INTEGERS = ("tokens", "labels", "position_ids")
 
@@ -67,6 +67,33 @@ class _Drawn(NamedTuple):
     documents: list[_Document]
     read: dict[int, dict[str, torch.Tensor]]
     size: int
+
+
+class PlannedBatch(NamedTuple):
+    """What a micro-batch's plan is. It is pickled.
+
+    plan: of its documents.
+    programs: what was compiled of the plan for this rank.
+    origins, numbers: of each document, the origin, and its number among those that were drawn together.
+    """
+
+    plan: SequencePlan
+    programs: Any
+    origins: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+
+class _Places(NamedTuple):
+    """Where the tokens of a rank come from, int64 [token] each, in the order in which the rank holds them.
+
+    samples: place of the sample among those that were drawn.
+    tokens: in the sample.
+    ends: of the token's document, in the sample; a shift goes no further.
+    """
+
+    samples: np.ndarray
+    tokens: np.ndarray
+    ends: np.ndarray
 
 
 class PlannedDataset(torch.utils.data.Dataset):
@@ -115,26 +142,25 @@ class PlannedDataset(torch.utils.data.Dataset):
         spent = (time.perf_counter() - begin) * 1e3
         documents = [drawn.documents[number] for number in chosen]
         plan, program, milliseconds = self._plan([document.tokens for document in documents])
-        own = _own_tokens(plan, self._domain.rank)
         rows = self._rows.of(plan, drawn.size)
         size = rows * (1 + self._shifts)
         batch = {name: torch.zeros(size, dtype=torch.int64) for name in _INTEGERS}
         batch["loss_mask"] = torch.zeros(size, dtype=torch.float32)
-        begins = np.array([0, *accumulate(document.tokens for document in documents)])
-        of_document = np.searchsorted(begins, own, side="right") - 1
-        there = own - begins[of_document] + np.array([document.start for document in documents])[of_document]
-        ends = np.array([document.start + document.tokens for document in documents])[of_document]
-        of_sample = np.array([document.sample for document in documents])[of_document]
-        for at in np.unique(of_sample).tolist():
-            (where,) = np.nonzero(of_sample == at)
-            shifted = [(shift, where[there[where] + shift < ends[where]]) for shift in range(1 + self._shifts)]
-            tokens = np.unique(np.concatenate([there[inside] + shift for shift, inside in shifted]))
-            sample = drawn.read.get(at) or read_tokens(self._dataset, drawn.samples[at].index, tokens)
+        places = _places(documents, _packed_tokens(plan, self._domain.rank))
+        for at in np.unique(places.samples).tolist():
+            (of_sample,) = np.nonzero(places.samples == at)  # rows
+            wanted = []  # for each shift, rows and the tokens of the sample that go there
+            for shift in range(1 + self._shifts):
+                inside = of_sample[places.tokens[of_sample] + shift < places.ends[of_sample]]
+                wanted.append((shift * rows + inside, places.tokens[inside] + shift))
+            every_token = np.unique(np.concatenate([tokens for _, tokens in wanted]))
+            sample = drawn.read.get(at) or read_tokens(self._dataset, drawn.samples[at].index, every_token)
             for name, values in batch.items():
-                for shift, inside in shifted:
-                    values[shift * rows + inside] = sample[name][there[inside] + shift]
+                for into, tokens in wanted:
+                    values[into] = sample[name][tokens]
         origins = tuple(drawn.samples[document.sample].origin for document in documents)
-        return [batch | {"plan": pickle.dumps((plan, program, origins, chosen)), "plan_ms": milliseconds + spent}]
+        planned = pickle.dumps(PlannedBatch(plan, program, origins, chosen))
+        return [batch | {"plan": planned, "plan_ms": milliseconds + spent}]
 
     def _micro_batch(self, indices: Sequence[int]) -> tuple["_Drawn", tuple[int, ...]]:
         """Samples, and the numbers of the documents that run in the micro-batch in which this rank has `indices`."""
@@ -195,7 +221,29 @@ def _lengths(sample: dict[str, torch.Tensor], tokens: int) -> list[int]:
     return torch.diff(bounds).tolist()
 
 
-def _own_tokens(plan: SequencePlan, rank: int) -> np.ndarray:
+def _places(documents: Sequence[_Document], packed: np.ndarray) -> _Places:
+    """Where tokens come from. packed: int64 [token], where they are in the packed micro-batch.
+
+    Two ranks share two samples of four tokens. The first has documents of three tokens and one, the second is one:
+
+        sample           0 0 0 0 1 1 1 1
+        document         0 0 0 1 2 2 2 2
+        token of sample  0 1 2 3 0 1 2 3
+        packed           0 1 2 3 4 5 6 7
+        rank             0 0 0 1 0 1 1 1
+
+    Rank 0 has tokens [0, 1, 2, 4] of the packed micro-batch, of samples [0, 0, 0, 1], there tokens [0, 1, 2, 0], whose
+    documents end at [3, 3, 3, 4]. Shifted by one, its rows are tokens 1 and 2 of sample 0, nothing, and token 1 of
+    sample 1.
+    """
+    begins = np.array([0, *accumulate(document.tokens for document in documents)])
+    of_documents = np.array([(each.sample, each.start, each.start + each.tokens) for each in documents])
+    document = np.searchsorted(begins, packed, side="right") - 1
+    samples, starts, ends = of_documents[document].T
+    return _Places(samples, packed - begins[document] + starts, ends)
+
+
+def _packed_tokens(plan: SequencePlan, rank: int) -> np.ndarray:
     """int64 [token], where the rank's tokens are in the packed micro-batch, in the order in which it holds them."""
     first = [0, *accumulate(plan.lengths)]
     return np.concatenate(

@@ -103,28 +103,45 @@ class WholeSteps(_OfOneSize):
 
         The origin of each sample is that in its micro-batch of Megatron-LM plus the origins of those before; of a
         domain in groups, the place of that micro-batch among those that the group has in the step.
+
+        Two data-parallel ranks share micro-batches, each with two samples in one of Megatron-LM's, and a step has two
+        micro-batches:
+
+                                  rank 0  rank 1
+            micro-batch 0 as drawn  0 1     2 3
+            micro-batch 1 as drawn  4 5     6 7
+
+        Megatron-LM's micro-batches begin with samples 0, 2, 4 and 6. If their costs are such that the first and the
+        third run first, micro-batch 0 has samples 0, 1, 4, 5 of the origins 0, 0, 2, 2, and micro-batch 1 has the
+        others, of the origins 1, 1, 3, 3.
         """
-        size, each = len(own), self.samples // self.micro_batches
-        first, micro_batch = self.place(own)
-        place = own[0] - first - micro_batch * each
-        of_ranks = np.array([place]) if domain.origins == domain.groups == 1 else np.arange(0, each, size)
-        starts = (first + np.arange(self.micro_batches)[:, None] * each + of_ranks).reshape(-1)
-        known = costs((starts[:, None] + np.arange(size)).reshape(-1))
+        size, (_, micro_batch) = len(own), self.place(own)
+        firsts = self._first_samples(own, domain)
+        known = costs((firsts[:, None] + np.arange(size)).reshape(-1))
         if known is None:
-            here = domain.samples(own, lambda samples: None)
+            here, each = domain.samples(own, lambda samples: None), self.samples // self.micro_batches
             return [
                 [Sample(at.index + (number - micro_batch) * each, number * domain.origins + at.origin) for at in here]
                 for number in range(self.micro_batches)
             ]
         seconds = known.reshape(-1, size).sum(1)
         if domain.groups > 1:
-            held = deal_areas(whole_costs(seconds), domain.groups) == domain.group
-            starts, seconds = starts[held], seconds[held]
+            kept = deal_areas(whole_costs(seconds), domain.groups) == domain.group
+            firsts, seconds = firsts[kept], seconds[kept]
         deal = self.deal(seconds)
         return [
-            [Sample(int(starts[at]) + place, int(at)) for at in np.flatnonzero(deal == number) for place in range(size)]
+            [Sample(int(firsts[at]) + place, int(at)) for at in np.flatnonzero(deal == number) for place in range(size)]
             for number in range(self.micro_batches)
         ]
+
+    def _first_samples(self, own: Sequence[int], domain: Domain) -> np.ndarray:
+        """int64 [part], the first sample of each of Megatron-LM's micro-batches that are dealt: those of the step, of
+        this data-parallel rank or, where ranks share micro-batches, of all. own: as in `of`."""
+        size, each = len(own), self.samples // self.micro_batches
+        first, micro_batch = self.place(own)
+        alone = domain.origins == domain.groups == 1
+        of_ranks = np.array([own[0] - first - micro_batch * each]) if alone else np.arange(0, each, size)
+        return (first + np.arange(self.micro_batches)[:, None] * each + of_ranks).reshape(-1)
 
 
 def deal_documents(
