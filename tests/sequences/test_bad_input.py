@@ -173,6 +173,30 @@ def test_domains(pool, case):
     assert expected in found and (expected in ("data", "context")) == (expected == found)
 
 
+def _notes(argv: list[str]) -> list[str]:
+    """What start-up says of reading ahead."""
+    import contextlib
+    import io
+
+    from megatron.balanced.arguments import parse_arguments
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        parse_arguments(argv)
+    return [line for line in said.getvalue().splitlines() if "reads all" in line]
+
+
+@pytest.mark.parametrize(("workers", "held"), [(0, 0), (1, 2), (2, None)])
+def test_loaders_that_are_not_ahead_of_a_step_are_named(pool, workers, held):
+    """A step of four micro-batches; a worker holds two."""
+    flags = f"--pipeline-model-parallel-size 2 --sequence-micro-batches --num-workers {workers}"
+    found, _ = pool.run(2, _notes, [*OF_ONE_RANK, *flags.split()])
+    assert len(found) == (held is not None)
+    if found:
+        assert f"all 4 micro-batches of a step before it begins, and data loaders hold {held}" in found[0]
+        assert "with --num-workers 2" in found[0]
+
+
 def test_rows_over_tensor_parallel_ranks():
     """With sequence parallelism each context-parallel rank's part is cut once more."""
     args = argparse.Namespace(

@@ -105,6 +105,46 @@ def test_the_fastest_flash_attention_that_imports(monkeypatch, major, activate, 
     assert len(lines) == (said is not None) and all(said in line and "\n" not in line for line in lines)
 
 
+class _Refuses(kernels._Products):
+    def forward(self, q, k, v, pieces, scale):
+        if k.shape != v.shape:
+            raise RuntimeError("values of 8 are not built for keys of 12\nand more of it")
+        return super().forward(q, k, v, pieces, scale)
+
+
+class _Errs(kernels._Products):
+    def backward(self, grad, q, k, v, out, logsumexp, pieces, scale):
+        dq, dk, dv = super().backward(grad, q, k, v, out, logsumexp, pieces, scale)
+        return dq, dk, dv if k.shape == v.shape else 0 * dv
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "padded", "said"),
+    [
+        ("FA3", kernels._Products(), False, None),
+        ("FA3", _Refuses(), True, "RuntimeError values of 8 are not built for keys of 12"),
+        ("FA3", _Errs(), True, "AssertionError"),
+        ("FA4", kernels._Products(), True, None),
+        (None, kernels._Products(), True, None),
+    ],
+)
+def test_values_are_padded_only_where_a_kernel_needs_it(monkeypatch, name, kernel, padded, said) -> None:
+    """FlashAttention 3 is asked once, with a small batch; no device takes part."""
+    monkeypatch.setattr(kernels, "_CUDA", kernel)
+    monkeypatch.setattr(kernels, "_flash", lambda major: kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: name)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *unused, of=torch.Tensor.to: of(self, unused[-1]))
+    kernels._of_two_sizes.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            chosen = choose_kernel(torch.device("cuda"), torch.bfloat16, 16, 8)
+            assert isinstance(chosen, kernels.OfOneSize) is padded
+    assert [said in str(one.message) for one in caught] == [True] * (said is not None)
+    kernels._of_two_sizes.cache_clear()
+
+
 def test_merging_two_sets_of_keys_is_attention_to_both() -> None:
     q, k, v, _ = _inputs(Pieces((5,), (9,), False), 2, "cpu", torch.float64, 4)
     kernel = choose_kernel(q.device, q.dtype, 4)

@@ -142,7 +142,31 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int, valu
         chosen = _flash(torch.cuda.get_device_capability(device)[0])
     else:
         return _PRODUCTS
-    return chosen if value_size in (None, head_size) else OfOneSize(chosen)
+    if value_size in (None, head_size):
+        return chosen
+    if chosen is _CUDA and torch.nn.attention.current_flash_attention_impl() == "FA3":
+        return _of_two_sizes(chosen, device, dtype, head_size, value_size)
+    return OfOneSize(chosen)
+
+
+@functools.cache
+def _of_two_sizes(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int, value_size: int) -> Kernel:
+    """`kernel`, if it takes values of another size than keys, and with them gives what it does without."""
+    padded, pieces, draw = OfOneSize(kernel), Pieces((5,), (7,), True), torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(tokens, 1, size, generator=draw).to(device, dtype)
+        for tokens, size in ((5, head_size), (7, head_size), (7, value_size), (5, value_size))
+    )
+    found = []
+    try:
+        for one in (padded, kernel):
+            out, logsumexp = one.forward(q, k, v, pieces, 0.1)
+            found.append((out, logsumexp, *one.backward(grad, q, k, v, out, logsumexp, pieces, 0.1)))
+        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+    except Exception as error:  # a size that it was not built for
+        warnings.warn(f"values are padded to the size of keys: {_in_one_line(error)}", stacklevel=3)
+        return padded
+    return kernel
 
 
 @functools.cache

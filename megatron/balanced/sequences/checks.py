@@ -29,6 +29,8 @@ __all__ = [
     "why_whole",
 ]
 
+_PREFETCHED = 2  # micro-batches that a worker of Megatron-LM's data loaders has ready, PyTorch's default
+
 
 def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tuple[SequenceConfig, list[str]]:
     """Return the settings of sequence balancing in force, and notes for the user, one line each.
@@ -59,8 +61,8 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
         sequences = dataclasses.replace(sequences, sequence_domain=domain)
     if sequences.sequence_domain == "data":
         check_data_domain(args)
-    if sequences.sequence_micro_batches and (note := _check_dealt(args)):
-        notes.append(note)
+    if sequences.sequence_micro_batches:
+        notes += _check_dealt(args)
     if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
         raise ValueError(
             "--balance-sequences is incompatible with --moe-router-load-balancing-type sinkhorn: it routes a token by "
@@ -120,17 +122,16 @@ def _why_not_dealt(args: argparse.Namespace) -> str | None:
     """Why no pipeline stage can wait for a micro-batch that costs more than another; None where one can."""
     if args.pipeline_model_parallel_size == 1:
         return "without a pipeline no stage waits for a micro-batch"
-    size = (args.micro_batch_size or 1) * _data_parallel_size(args)
-    if (args.global_batch_size or size) < 2 * size:
+    if _micro_batches(args) < 2:
         return "a step has one micro-batch"
     if not args.sft and not args.dataloader_inter_document_masking:
         return "samples are of one length without --dataloader-inter-document-masking"
     return None
 
 
-def _check_dealt(args: argparse.Namespace) -> str | None:
-    """Raise ValueError for flags that look at the order of micro-batches, or change the size of steps. Returns a note
-    where whole micro-batches are dealt, not documents."""
+def _check_dealt(args: argparse.Namespace) -> list[str]:
+    """Raise ValueError for flags that look at the order of micro-batches, or change the size of steps. Returns notes,
+    where whole micro-batches are dealt, not documents, and where reading documents makes steps wait."""
     found = _quantiles(args)
     if "global_aux_loss" in balancing_losses(args):
         why = "it counts the tokens of the micro-batches before, whose order changes"
@@ -141,11 +142,23 @@ def _check_dealt(args: argparse.Namespace) -> str | None:
         found.append(("--sft", why, "drop one of the two"))
     check_compatible(args, SEQUENCES_OF_STEP, "--sequence-micro-batches", found)
     if whole:
-        return (
+        return [
             "--sequence-micro-batches deals Megatron-LM's micro-batches as a whole, not their single documents, since "
             f"{whole}"
-        )
-    return None
+        ]
+    number, held = _micro_batches(args), _PREFETCHED * args.num_workers
+    if held >= number:
+        return []
+    return [
+        f"--sequence-micro-batches reads all {number} micro-batches of a step before it begins, and data loaders hold "
+        f"{held} of them ready; with --num-workers {-(-number // _PREFETCHED)} the device does not wait for the others"
+    ]
+
+
+def _micro_batches(args: argparse.Namespace) -> int:
+    """Micro-batches of a step on each data-parallel rank."""
+    size = (args.micro_batch_size or 1) * _data_parallel_size(args)
+    return (args.global_batch_size or size) // size
 
 
 def why_whole(args: argparse.Namespace) -> str | None:
