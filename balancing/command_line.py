@@ -1,13 +1,111 @@
-"""Argument types and exit codes shared by the commands of this package."""
+"""The frame of every command: flags, checks of their values, one line for what is wrong, exit codes.
+
+A command ends with 0, with 2 after one line `PROGRAM: error: ...` on standard error for bad input, and with 130 and 141
+where Ctrl-C or a closed pipe ended it.
+"""
 
 import argparse
-from typing import NoReturn
+import io
+import math
+import os
+import sys
+from typing import Callable, NoReturn, Sequence  # noqa: UP035  (the doctor runs on old Pythons)
 
-__all__ = ["Parser"]
+__all__ = ["Parser", "print_any_name", "real_number", "whole_number"]
 
 
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with the flags, and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+    def refuse_unused(self, options: argparse.Namespace, why: str, *flags: str) -> None:
+        """Exit with 2 if one of `flags` was given: it has no effect, for the reason `why`."""
+        for flag in flags:
+            name = flag.lstrip("-").replace("-", "_")
+            if getattr(options, name) != self.get_default(name):
+                value = getattr(options, name)
+                self.error(f"{flag}{'' if value is True else f' {value}'} has no effect {why}; drop it")
+
+    def run(self, work: Callable[[argparse.Namespace], None], arguments: Sequence[str] | None = None) -> int:
+        """Parse the flags and do `work` with them. Returns the exit code.
+
+        work: raises ValueError or OSError for bad input.
+        arguments: those of the process by default.
+        """
+        print_any_name()
+        try:
+            work(self.parse_args(arguments))
+            _flush()
+        except KeyboardInterrupt:
+            print(f"{self.prog}: interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:
+            _print_nowhere()
+            return 141
+        except SystemExit as end:  # of argparse, which has said why
+            return int(end.code or 0)
+        except MemoryError:
+            return self._failed("there is not enough memory here; give it less")
+        except OSError as error:
+            return self._failed(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        except ValueError as error:
+            return self._failed(" ".join(str(error).split("\n")))
+        return 0
+
+    def _failed(self, line: str) -> int:
+        try:
+            _flush()
+        except OSError:
+            _print_nowhere()
+        print(f"{self.prog}: error: {line}", file=sys.stderr, flush=True)
+        return 2
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """The type of a flag that takes whole numbers from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text:.40} must be a whole number from {least:,} to {most:,}")
+        return value
+
+    return read
+
+
+def real_number(least: float, most: float, above: bool = False) -> Callable[[str], float]:
+    """The type of a flag that takes numbers from `least` to `most`; `above`: without `least` itself."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least < value if above else least <= value) or not value <= most:
+            words = f"above {least:g}, at most {most:g}" if above else f"from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text:.40} must be a number {words}")
+        return value
+
+    return read
+
+
+def print_any_name() -> None:
+    """From now on print what the terminal's encoding lacks as an escape, as in names that are not UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _print_nowhere() -> None:
+    """Keep Python from failing at its exit with what standard output did not take."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from balancing.cluster import Cluster
+from balancing.files import write_text
 from balancing.whatif.forecast import forecast
 from balancing.whatif.job import read_recipe_flags
 
@@ -244,7 +245,7 @@ def main() -> None:
         shares = " ".join(f"{share:>11.2%}" for share in row["shares"].values())
         print(f"{row['method']:<14} {row['own_ms']:>8.2f} {layer:>10.1f} {micro_batch:>16.1f} {shares}")
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(options.json, json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -41,12 +41,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from balancing.command_line import Parser, whole_number
+from balancing.files import output
+
 BYTE_LEVEL = "ByteLevelTokenizer"
 # The 256 byte values, then two tokens that no text can contain.
 END_OF_DOCUMENT, PADDING, BYTE_LEVEL_VOCABULARY = 256, 257, 258
-
-ENDS = (".bin", ".idx")
-PARTIAL_ENDS = (".partial.bin", ".partial.idx")
 
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 256
@@ -234,7 +234,7 @@ def tokenize_all(task: Tokenize, batches: Iterator[Batch], workers: int) -> Iter
         for first, future in waiting:
             yield first, future.result()
     except BrokenProcessPool:
-        raise OSError("a worker was killed, most likely for want of memory; try fewer --workers") from None
+        raise ValueError("a worker was killed, most likely for want of memory; try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -265,7 +265,12 @@ def write(args: argparse.Namespace) -> None:
     """Read the corpus, tokenize it and write PREFIX.bin and PREFIX.idx. Raises ValueError or OSError."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    target, partial = ([Path(f"{args.output_prefix}{end}") for end in ends] for ends in (ENDS, PARTIAL_ENDS))
+    if os.path.basename(args.output_prefix) in ("", ".", ".."):
+        raise ValueError(
+            f"--output-prefix {args.output_prefix} names a folder; give how its files begin, as in "
+            f"{os.path.join(args.output_prefix, 'corpus')}"
+        )
+    target = [Path(f"{args.output_prefix}{end}") for end in (".bin", ".idx")]
     if there := [str(path) for path in target if path.exists() and not args.overwrite]:
         raise ValueError(f"{' and '.join(there)} already there; replace with --overwrite, or change --output-prefix")
 
@@ -281,30 +286,28 @@ def write(args: argparse.Namespace) -> None:
     target[0].parent.mkdir(parents=True, exist_ok=True)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     task = Tokenize(tokenizer, args.json_key, dtype, end_of_document, args.functions)
-    builder = IndexedDatasetBuilder(str(partial[0]), dtype=dtype)
     empty = repaired = 0
-    try:
-        # No refresh from a thread of its own: it could hold a lock while workers are forked.
-        with _progress_bar() as bar, closing(tokenize_all(task, batches, args.workers)) as results:
-            progress = bar.add_task("", total=size)
-            for batch, tokens in results:
-                for document in tokens.documents:
-                    builder.add_document(document, [len(document)])
-                empty += tokens.empty
-                repaired += tokens.repaired
-                bar.update(progress, advance=batch.bytes, refresh=True)
-        if not builder.sequence_lengths:
-            raise ValueError(f"the corpus is empty: {empty} documents, and no text in any of them")
-        builder.finalize(str(partial[1]))
-        # Megatron wants the pair: a stop between these lines leaves no .idx rather than one that does not match.
-        target[1].unlink(missing_ok=True)
-        for before, after in zip(partial, target, strict=True):
-            before.replace(after)
-    finally:
-        with suppress(OSError):  # closing flushes, which fails once more on a full disk
-            builder.data_file.close()
-        for path in partial:
-            path.unlink(missing_ok=True)
+    inputs = args.input or []
+    # Megatron wants the pair: a stop between the two leaves no .idx rather than one that does not match.
+    with output(target[1], inputs) as index, output(target[0], inputs) as data:
+        builder = IndexedDatasetBuilder(data.name, dtype=dtype)
+        try:
+            # No refresh from a thread of its own: it could hold a lock while workers are forked.
+            with _progress_bar() as bar, closing(tokenize_all(task, batches, args.workers)) as results:
+                progress = bar.add_task("", total=size)
+                for batch, tokens in results:
+                    for document in tokens.documents:
+                        builder.add_document(document, [len(document)])
+                    empty += tokens.empty
+                    repaired += tokens.repaired
+                    bar.update(progress, advance=batch.bytes, refresh=True)
+            if not builder.sequence_lengths:
+                raise ValueError(f"the corpus is empty: {empty} documents, and no text in any of them")
+            builder.finalize(index.name)
+            target[1].unlink(missing_ok=True)
+        finally:
+            with suppress(OSError):  # closing flushes, which fails once more on a full disk
+                builder.data_file.close()
 
     _summarize(args, np.array(builder.sequence_lengths), empty, repaired)
 
@@ -341,20 +344,7 @@ def _summarize(args: argparse.Namespace, lengths: np.ndarray, empty: int, repair
         )
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists all flags)\n")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def build_parser() -> Parser:
     """Our flags, and Megatron's own for tokenizers."""
     from megatron.core.tokenizers.utils.build_tokenizer import SUPPORTED_TOKENIZERS
     from megatron.training.argument_utils import ArgumentGroupFactory
@@ -379,28 +369,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--functions", action="store_true", help="a document is a Python function, not a whole file of a folder")
     add("--json-key", default="text", metavar="KEY", help="where a line's text is (text)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    add("--workers", type=_positive, default=len(os.sched_getaffinity(0)), help="processes (one per core)")
+    add("--workers", type=whole_number(1, 4096), default=len(os.sched_getaffinity(0)), help="processes (one per core)")
     add("--overwrite", action="store_true", help="replace an output that is already there")
     add("--tokenizer-type", default=BYTE_LEVEL, choices=[BYTE_LEVEL, *others], help=f"({BYTE_LEVEL})")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line `argv`. Returns the exit status; what is wrong is one line on stderr."""
+    """Run the command line `argv`. Returns the exit code, as `balancing.command_line` says."""
     with warnings.catch_warnings():
         # Importing Megatron warns of every optional kernel that is missing. None has a part in this.
         warnings.simplefilter("ignore")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        args = parse(argv)
-        try:
-            write(args)
-        except (ValueError, OSError) as error:
-            reason = str(error)
-            if isinstance(error, OSError) and error.strerror:
-                reason = f"{error.filename or args.output_prefix}: {error.strerror}"
-            print(f"prepare_data.py: {reason}", file=sys.stderr)
-            return 1
-    return 0
+        return build_parser().run(write, argv)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from balancing.files import parse_json, read_text, write_text
+
 __all__ = ["PRESETS", "Cluster"]
 
 # What large operations reach of the figures on the data sheet. bf16 matmul: 86 % measured on A100, 80 % on H100 and
@@ -180,10 +182,12 @@ class Cluster:
         """
         path = Path(path)
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from error
-        except ValueError as error:  # bad JSON or not UTF-8
+            text = read_text(path)
+        except ValueError as error:
+            raise ValueError(f"cluster file {path} {error}") from error
+        try:
+            raw = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"cluster file {path} is not JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ValueError(f"cluster file {path} must hold one JSON object, not {raw!r:.60}")
@@ -208,7 +212,7 @@ class Cluster:
     def to_json(self, path: str | os.PathLike[str], *, about: Mapping[str, str] | None = None) -> None:
         """Write the file that `from_json` reads. `about` says to people where the figures come from.
 
-        Raises OSError where the file cannot be written.
+        Raises ValueError where the file cannot be written.
         """
         content: dict[str, Any] = {}
         for name, value in asdict(self).items():
@@ -216,7 +220,7 @@ class Cluster:
             content[name] = None if number == math.inf else number
         if about:
             content["about"] = dict(about)
-        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def from_spec(cls, text: str, world_size: int, *, ranks_per_node: int | None = None) -> Self:

@@ -14,7 +14,6 @@ import argparse
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from balancing.cluster import PRESETS, Cluster
+from balancing.command_line import Parser, whole_number
+from balancing.files import check_output
 from balancing.launch import detect_launch, detect_nics, host_memory
 
 __all__ = ["launch_latency", "main", "matmul_rate", "measure", "message_latency", "pair_bandwidth"]
@@ -211,38 +212,44 @@ def measure(device: torch.device) -> tuple[Cluster, dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 0, or 1 after one line on stderr."""
-    parser = argparse.ArgumentParser(
+    """Run the command; returns the exit code, as `balancing.command_line` says."""
+    parser = Parser(
         prog="python -m balancing.cluster", description="Describe the cluster that load balancing plans for."
     )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--measure", action="store_true", help="measure the ranks that run this: one, or torchrun's")
     action.add_argument("--preset", metavar="NAME", help=f"show a known machine: {', '.join(PRESETS)}")
-    parser.add_argument("--nodes", type=int, help="nodes of the preset (default 1)")
+    parser.add_argument("--nodes", type=whole_number(1, 10**6), metavar="N", help="nodes of the preset (default 1)")
     parser.add_argument("--json", metavar="FILE", help="also write the file that --cluster FILE reads")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="what to measure")
-    options = parser.parse_args(argv)
-    try:
-        if options.measure and options.nodes is not None:
-            raise ValueError("--nodes goes with --preset; --measure counts the nodes that run it")
-        if options.json and _rank() == 0:
-            _check_writable(Path(options.json))  # before the measurement, not after it
-        if options.preset:
-            cluster = Cluster.preset(options.preset, nodes=1 if options.nodes is None else options.nodes)
-            about = {"preset": options.preset, "speeds": "data sheet, times what large operations reach of it"}
+
+    def work(options: argparse.Namespace) -> None:
+        if options.measure:
+            parser.refuse_unused(options, "with --measure, which counts the nodes that run it", "--nodes")
         else:
-            cluster, about = _measure_here(options.device)
-        if _rank() == 0:
-            _print(cluster, about)
-            if options.json:
-                cluster.to_json(options.json, about=about)
-                print(f"wrote {options.json}; use it with --cluster {options.json}")
-    except (ValueError, RuntimeError, OSError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        where = f"rank {_rank()}: " if "RANK" in os.environ else ""
-        print(f"balancing.cluster: error: {where}{first_line}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+            parser.refuse_unused(options, "with --preset", "--device")
+        try:
+            _show(options)
+        except (ValueError, RuntimeError, OSError) as error:
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"rank {_rank()}: {first_line}" if "RANK" in os.environ else first_line) from error
+
+    return parser.run(work, argv)
+
+
+def _show(options: argparse.Namespace) -> None:
+    if options.json and _rank() == 0:
+        check_output(options.json)  # before the measurement, not after it
+    if options.preset:
+        cluster = Cluster.preset(options.preset, nodes=options.nodes or 1)
+        about = {"preset": options.preset, "speeds": "data sheet, times what large operations reach of it"}
+    else:
+        cluster, about = _measure_here(options.device)
+    if _rank() == 0:
+        _print(cluster, about)
+        if options.json:
+            cluster.to_json(options.json, about=about)
+            print(f"wrote {options.json}; use it with --cluster {options.json}")
 
 
 def _measure_here(requested: str) -> tuple[Cluster, dict[str, str]]:
@@ -292,11 +299,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--json {path} cannot be written; name a file in a folder that exists and is yours")
 
 
 def _quantity(value: float, unit: str) -> str:

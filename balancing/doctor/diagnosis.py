@@ -2,7 +2,7 @@
 
 Megatron-LM falls back silently: without Transformer Engine its attention, norms and experts are other modules, and a
 package that is installed but broken counts as absent or ends the run far from its cause. This prints one screen that
-says what is there, what will run as a result, and what is missing. Exit code 0 when training can run, else 1 and one
+says what is there, what will run as a result, and what is missing. Exit code 0 when training can run, else 2 and one
 line that says why not.
 
 It imports none of what it looks at, and it must also run on an old Python, to say so.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from balancing import __version__
+from balancing.command_line import Parser
 from balancing.doctor.installed import PROBES, find_apex, find_megatron, probe, version_of
 from balancing.launch import detect_launch, detect_nics, host_memory
 
@@ -169,12 +170,13 @@ def problem(facts: dict[str, Any]) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 when training can run here, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m balancing.doctor", description="Can this machine train, and with what?"
-    )
+    """Run the command; returns the exit code, as `balancing.command_line` says."""
+    parser = Parser(prog="python -m balancing.doctor", description="Can this machine train, and with what?")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
-    options = parser.parse_args(argv)
+    return parser.run(_report, argv)
+
+
+def _report(options: argparse.Namespace) -> None:
     facts = examine()
     reason = problem(facts)
     if options.json:
@@ -184,8 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = "This machine can train." if reason is None else "This machine cannot train yet."
         _print(f"Megatron-Balance {__version__}: {title}", _rows(facts), missing(facts))
     if reason is not None:
-        print(f"balancing.doctor: {reason}", file=sys.stderr)
-    return 0 if reason is None else 1
+        raise ValueError(reason)
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from balancing.cluster import Cluster
-from balancing.command_line import Parser
+from balancing.command_line import Parser, real_number, whole_number
 from balancing.experts.cost import ExpertShape, MoELayerCost, layer_cost
 from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
@@ -31,11 +31,18 @@ from balancing.experts.trace import (
     read_routing_trace,
     write_load_trace,
 )
+from balancing.files import check_output
+from balancing.report import MOST_MICRO_BATCHES, Damage, read_history, report_files
 
 __all__ = ["main"]
 
+_MOST = 1_000_000  # ranks, experts, slots, widths
+_SLOTS = 2  # by default, as in training
 _RECORDS = 32  # replayed, spread over the run
 _ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)  # its speeds are not used without a cost model
+
+
+_size = whole_number(1, _MOST)
 
 
 def _parser() -> Parser:
@@ -46,15 +53,15 @@ def _parser() -> Parser:
     source.add_argument(
         "--trace", metavar="FILE", type=Path, help="an .npz file, or the directory of --moe-routing-trace-path"
     )
-    parser.add_argument("--num-experts", type=int, metavar="N", help="experts of a layer, if --trace is a directory")
-    parser.add_argument(
-        "--micro-batches", type=int, metavar="N", help="micro-batches of a step, if --trace is a directory"
-    )
-    parser.add_argument(
-        "--stages", type=int, default=1, metavar="P", help="pipeline stages, if --trace is a directory (default: 1)"
-    )
-    parser.add_argument("--ranks", type=int, metavar="EP", help="expert-parallel ranks (default: as recorded)")
-    parser.add_argument("--slots", type=int, default=2, metavar="N", help="replicas on a rank at most (default: 2)")
+    add = parser.add_argument
+    add("--num-experts", type=_size, metavar="N", help="experts of a layer, if --trace is a directory")
+    add(
+        "--micro-batches", type=whole_number(1, MOST_MICRO_BATCHES), metavar="N",
+        help="micro-batches of a step, if --trace is a directory",
+    )  # fmt: skip
+    add("--stages", type=_size, default=1, metavar="P", help="pipeline stages, if --trace is a directory (default: 1)")
+    add("--ranks", type=_size, metavar="EP", help="expert-parallel ranks (default: as recorded)")
+    add("--slots", type=whole_number(0, _MOST), metavar="N", help="replicas on a rank at most (default: 2)")
     parser.add_argument(
         "--planner",
         choices=METHODS,
@@ -62,10 +69,10 @@ def _parser() -> Parser:
         help="planner whose layers and costs are shown (default: quota)",
     )
     parser.add_argument("--cluster", metavar="NAME|FILE", help="preset, or file of python -m balancing.cluster")
-    parser.add_argument("--hidden-size", type=int, metavar="H", help="hidden size of the model; with --cluster")
-    parser.add_argument("--moe-ffn-hidden-size", type=int, metavar="F", help="inner width of an expert; with --cluster")
+    add("--hidden-size", type=_size, metavar="H", help="hidden size of the model; with --cluster")
+    add("--moe-ffn-hidden-size", type=_size, metavar="F", help="inner width of an expert; with --cluster")
     parser.add_argument(
-        "--non-expert-ms", type=float, default=0.0, metavar="X",
+        "--non-expert-ms", type=real_number(0, 1e9), default=0.0, metavar="X",
         help="forward compute of a layer outside its experts, such as attention, that overlaps transfers (default: 0)",
     )  # fmt: skip
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the loads to a compact .npz file")
@@ -73,31 +80,48 @@ def _parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 2 after one line on standard error for bad input."""
+    """Run the command; returns the exit code, as `balancing.command_line` says."""
     parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        trace = _read(options)
+
+    def work(options: argparse.Namespace) -> None:
+        of_directory = ("--num-experts", "--micro-batches", "--stages")
+        if options.from_report is not None:
+            parser.refuse_unused(options, "on a report", *of_directory)
+        elif not options.trace.is_dir():
+            parser.refuse_unused(options, f"on {options.trace}, which is no directory", *of_directory)
+        if options.cluster is None:
+            parser.refuse_unused(options, "without --cluster", "--hidden-size", "--moe-ffn-hidden-size",
+                                 "--non-expert-ms")  # fmt: skip
+        trace, inputs, damage = _read(options)
         if options.save is not None:
-            write_load_trace(trace, options.save)
+            check_output(options.save, inputs)
+        text = _replayed(trace, options)
+        if options.save is not None:
+            write_load_trace(trace, options.save, inputs)
             print(f"wrote {options.save}")
-        _show(trace, options)
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+        console = Console(highlight=False, markup=False, width=100)
+        for part in text:
+            console.print(part, soft_wrap=isinstance(part, str))
+        if damage:
+            print(f"{damage}.")
+
+    return parser.run(work, arguments)
 
 
-def _read(options: argparse.Namespace) -> LoadTrace:
+def _read(options: argparse.Namespace) -> tuple[LoadTrace, list[Path], Damage | None]:
+    """The loads, the files that they and the cluster are read from, and damaged lines."""
+    inputs = [Path(options.cluster)] if options.cluster is not None else []
     if options.from_report is not None:
-        return read_reported_loads(options.from_report)
+        history = read_history(options.from_report)
+        return read_reported_loads(history), [*inputs, *report_files(options.from_report)], history.damage
     if not options.trace.is_dir():
-        return read_load_trace(options.trace)
+        return read_load_trace(options.trace), [*inputs, options.trace], None
     if options.num_experts is None or options.micro_batches is None:
         raise ValueError(f"--trace {options.trace} is a directory; give --num-experts and --micro-batches, too")
-    return read_routing_trace(
+    trace = read_routing_trace(
         options.trace, experts=options.num_experts, micro_batches=options.micro_batches, stages=options.stages
     )
+    return trace, [*inputs, *options.trace.iterdir()], None
 
 
 @dataclass(frozen=True)
@@ -114,37 +138,42 @@ class _Replay:
     costs: list[MoELayerCost]
 
 
-def _show(trace: LoadTrace, options: argparse.Namespace) -> None:
+def _replayed(trace: LoadTrace, options: argparse.Namespace) -> list[str | Table]:
+    """What there is to print of the replays."""
     ranks = trace.counts.shape[1] if options.ranks is None else options.ranks
     counts = trace.on_ranks(ranks)
     records, _, layers, _, experts = counts.shape
     if records < 2:
         raise ValueError("one record tells nothing of the next; record at least two iterations")
+    most = experts - experts // ranks
+    if options.slots is not None and options.slots > most:
+        raise ValueError(
+            f"--slots {options.slots} must be at most {most}: of {experts} experts each of {ranks} ranks has "
+            f"{experts // ranks} at home"
+        )
+    slots = min(_SLOTS, most) if options.slots is None else options.slots
     shape, cluster = _machine(options, ranks)
     follow = np.unique(np.linspace(1, records - 1, min(_RECORDS, records - 1)).astype(int))
-    console = Console(highlight=False, markup=False, width=100)
     replays: dict[str, _Replay] = {}
     methods = METHODS if options.planner == "quota" else (*dict.fromkeys(("none", options.planner)),)
     quiet = not sys.stderr.isatty()
     for method in track(methods, "planners", transient=True, console=Console(stderr=True), disable=quiet):
-        replays[method] = _replay(counts, follow, method, cluster, shape, options)
+        replays[method] = _replay(counts, follow, method, cluster, shape, slots, options.non_expert_ms)
     drift = np.mean([total_variation(*(counts[each].sum(2).swapaxes(0, 1) for each in (at - 1, at))) for at in follow])
     apart = int(np.median(np.diff(trace.iteration)))
-    print(
-        f"{layers} MoE layers, {experts} experts, {ranks} expert-parallel ranks, {options.slots} slots a rank. "
+    facts = (
+        f"{layers} MoE layers, {experts} experts, {ranks} expert-parallel ranks, {slots} slots a rank. "
         f"{records} records {apart} iteration(s) apart, {len(follow)} of them looked at: from one to the next "
         f"{drift:.1%} of the tokens go to other experts."
     )
-    console.print(_planners(replays, with_costs=shape is not None))
-    console.print(_layers(trace.layer, replays["none"], replays[options.planner], options.planner))
+    chosen = _layers(trace.layer, replays["none"], replays[options.planner], options.planner)
+    return [facts, _planners(replays, with_costs=shape is not None), chosen]
 
 
 def _machine(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | None, Cluster]:
     """The size of an expert, None without --cluster, and a cluster of `ranks` ranks."""
     sizes = options.hidden_size, options.moe_ffn_hidden_size
     if options.cluster is None:
-        if any(sizes):
-            raise ValueError("costs need --cluster, for instance h200-8x400g")
         return None, replace(_ANY, ranks_per_node=ranks)
     if None in sizes:
         raise ValueError(f"--cluster {options.cluster} needs --hidden-size and --moe-ffn-hidden-size for costs")
@@ -160,7 +189,8 @@ def _replay(
     method: Method,
     cluster: Cluster,
     shape: ExpertShape | None,
-    options: argparse.Namespace,
+    slots: int,
+    non_expert_ms: float,
 ) -> _Replay:
     """Place replicas from the record before each record of `follow`, and split that record over them.
 
@@ -169,16 +199,17 @@ def _replay(
     method: the planner.
     cluster: compute and link speeds.
     shape: size of an expert; None for plans without a cost model.
-    options: parsed flags.
+    slots: most replicas of a rank.
+    non_expert_ms: forward compute that overlaps transfers.
     """
     _, ranks, layers, micro_batches, _ = counts.shape
-    costs = {"hidden_under": options.non_expert_ms / 1e3, "micro_batches": micro_batches}
+    costs = {"hidden_under": non_expert_ms / 1e3, "micro_batches": micro_batches}
     imbalance, replicas = np.ones((len(follow), layers, micro_batches)), 0
     seconds: list[list[MoELayerCost]] = [[] for _ in range(layers)]
     for number, at in enumerate(follow):
         before = counts[at - 1].mean(2).swapaxes(0, 1)
         known = costs | {"first": True} if shape is not None else {}
-        plans = plan_replicas_layers(before, cluster, slots=options.slots, shape=shape, method=method, **known)
+        plans = plan_replicas_layers(before, cluster, slots=slots, shape=shape, method=method, **known)
         for layer, plan in enumerate(plans):
             replicas += plan.replicas
             for batch in range(micro_batches):

@@ -7,11 +7,9 @@ micro-batches in order, and a recomputation repeats the choices of the first run
 are rejected: those with evaluation between steps, and those of interleaved pipelines, whose chunks share layer numbers.
 """
 
-import json
 import re
-import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -19,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from balancing.report import read_history
+from balancing.files import output, parse_json, read_arrays
+from balancing.report import History, read_history
 
 __all__ = ["LoadTrace", "read_load_trace", "read_reported_loads", "read_routing_trace", "write_load_trace"]
 
@@ -75,30 +74,25 @@ def read_load_trace(path: str | PathLike[str]) -> LoadTrace:
 
     Raises ValueError, one line that names the file, if it is missing, truncated, or has other contents.
     """
-    path = Path(path)
+    arrays = read_arrays(path)
+    if "counts" not in arrays:
+        raise ValueError(f"{path} has no array 'counts' [{', '.join(_COUNTS)}], only {', '.join(arrays) or 'nothing'}")
+    counts = arrays["counts"]
+    records, layers = (counts.shape[axis] if counts.ndim == len(_COUNTS) else 0 for axis in (0, 2))
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if "counts" not in file:
-                raise ValueError(f"no array 'counts' [{', '.join(_COUNTS)}], only {', '.join(file) or 'nothing'}")
-            counts = file["counts"]
-            records, layers = (counts.shape[axis] if counts.ndim == len(_COUNTS) else 0 for axis in (0, 2))
-            return LoadTrace(
-                counts,
-                file["iteration"] if "iteration" in file else np.arange(records),
-                file["layer"] if "layer" in file else np.arange(layers),
-            )
-    except OSError as error:
-        raise ValueError(f"load trace {path} cannot be read: {error.strerror or error}") from error
-    except (EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"load trace {path} is cut short or not an .npz file: {error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"load trace {path}: {error}") from error
+        return LoadTrace(counts, arrays.get("iteration", np.arange(records)), arrays.get("layer", np.arange(layers)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def write_load_trace(trace: LoadTrace, path: str | PathLike[str]) -> None:
-    """Write a file for `read_load_trace`, with counts in the smallest type that holds them."""
+def write_load_trace(trace: LoadTrace, path: str | PathLike[str], inputs: Iterable[str | PathLike[str]] = ()) -> None:
+    """Write a file for `read_load_trace`, with counts in the smallest type that holds them.
+
+    inputs: files that are read. Raises ValueError if the file cannot be written, as `balancing.files.output` does.
+    """
     kind = np.min_scalar_type(int(trace.counts.max()))
-    np.savez_compressed(path, counts=trace.counts.astype(kind), iteration=trace.iteration, layer=trace.layer)
+    with output(path, inputs) as file:
+        np.savez_compressed(file, counts=trace.counts.astype(kind), iteration=trace.iteration, layer=trace.layer)
 
 
 def read_routing_trace(
@@ -146,23 +140,30 @@ def read_routing_trace(
     return LoadTrace(np.stack(columns, axis=2), np.array(steps), np.array(names))
 
 
-def read_reported_loads(directory: str | PathLike[str]) -> LoadTrace:
-    """Read the loads from the directory of --balance-report: one record for each observed iteration.
+def read_reported_loads(report: History | str | PathLike[str]) -> LoadTrace:
+    """The loads of a recorded run: one record for each observed iteration.
+
+    report: what `read_history` read, or the directory of --balance-report.
 
     A report has neither micro-batches nor source ranks: a record is the mean micro-batch, spread equally over the
     expert-parallel ranks. Raises ValueError, one line, if the directory has no run or a run without experts.
     """
-    history = read_history(directory)
+    history = report if isinstance(report, History) else read_history(report)
+    directory = history.directory
     layers = sorted({layer for own in history.experts.values() for layer in own})
     whole = [iteration for iteration in sorted(history.experts) if sorted(history.experts[iteration]) == layers]
+    if not layers:
+        raise history.lacks(
+            "experts", "rank", f"{directory} tells of no experts; train a model that has some with --balance-report"
+        )
     if not whole:
-        raise ValueError(f"{directory} tells of no experts; train a model that has some with --balance-report")
+        raise history.lacks("experts", "rank", f"{directory} has no iteration in which all of its MoE layers are told")
     lines = [[history.experts[iteration][layer] for layer in layers] for iteration in whole]
     sizes = {(len(line["tokens_per_expert"]), len(line["tokens_per_rank"])) for own in lines for line in own}
     if len(sizes) > 1:
         raise ValueError(f"{directory} has layers with different numbers of experts or ranks: {sorted(sizes)}")
     ranks = sizes.pop()[1]
-    batches = [history.stages[at]["micro_batches"] if at in history.stages else 1 for at in whole]
+    batches = [max(history.stages[at]["micro_batches"], 1) if at in history.stages else 1 for at in whole]
     tokens = np.array([[line["tokens_per_expert"] for line in own] for own in lines], dtype=np.int64)
     tokens //= np.array(batches)[:, None, None]
     trace = LoadTrace(tokens[:, None, :, None], np.array(whole), np.array(layers))
@@ -211,7 +212,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield number, json.loads(line)
+                yield number, parse_json(line)
             except ValueError as error:
                 cut = "is cut short" if not line.endswith("\n") else "is not JSON"
                 raise ValueError(f"{path}:{number} {cut}: {error}") from error

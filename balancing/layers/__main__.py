@@ -15,19 +15,26 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from balancing.command_line import Parser
+from balancing.command_line import Parser, real_number, whole_number
 from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.plan import METHODS, plan_pipeline
-from balancing.layers.repack import choose_repack, repack_options
+from balancing.layers.repack import Repack, choose_repack, repack_options
 from balancing.layers.simulator.schedule import ScheduleOptions
 from balancing.layers.stage_plan import StagePlan
+from balancing.report import MOST_MICRO_BATCHES, read_history
 
 __all__ = ["main"]
 
 _MOST_CHUNKS, _WORTH = 4, 0.01  # chunks a stage that are compared, and the share of a step that is worth a word
+_MOST_PLACES = 4096  # stages, chunks of one, layers of one
+_MOST_PREDICTION = 64  # layers of multi-token prediction
+_ENDS = 3  # what may fill a stage besides layers: embedding, head, prediction
 _WIDTH = 100  # of tables; lines of text are left to the terminal
+
+
+_places = whole_number(1, _MOST_PLACES)
 
 
 def _parser() -> Parser:
@@ -36,49 +43,72 @@ def _parser() -> Parser:
     parser.add_argument(
         "--from-report", metavar="DIR", type=Path, required=True, help="the directory that --balance-report named"
     )
-    parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages to plan for (default: as recorded)")
-    parser.add_argument("--virtual", type=int, metavar="V", help="chunks a stage to plan for (default: as recorded)")
-    parser.add_argument(
-        "--micro-batches", type=int, metavar="M", help="micro-batches of a step to plan for (default: as recorded)"
-    )
+    add = parser.add_argument
+    add("--stages", type=_places, metavar="P", help="pipeline stages to plan for (default: as recorded)")
+    add("--virtual", type=_places, metavar="V", help="chunks a stage to plan for (default: as recorded)")
+    add(
+        "--micro-batches", type=whole_number(1, MOST_MICRO_BATCHES), metavar="M",
+        help="micro-batches of a step to plan for (default: as recorded)",
+    )  # fmt: skip
     parser.add_argument("--method", choices=METHODS, default="optimal", help="planner (default: optimal)")
     parser.add_argument(
-        "--min-layers", type=int, default=0, metavar="N",
+        "--min-layers", type=whole_number(0, _MOST_PLACES), default=0, metavar="N",
         help="fewest layers of a stage; 1 if layers are to move during training (default: 0)",
     )  # fmt: skip
     parser.add_argument(
-        "--memory-limit", type=float, metavar="GB", help="10^9 bytes a rank may use, layers estimated from the report"
-    )
-    parser.add_argument(
-        "--mtp-layers", type=int, default=0, metavar="N", help="multi-token-prediction layers, before L"
-    )
+        "--memory-limit", type=real_number(0, 1e6, above=True), metavar="GB",
+        help="10^9 bytes a rank may use, layers estimated from the report",
+    )  # fmt: skip
+    add(
+        "--mtp-layers", type=whole_number(0, _MOST_PREDICTION), default=0, metavar="N",
+        help="multi-token-prediction layers, before L",
+    )  # fmt: skip
     parser.add_argument("--layout", metavar="STRING", help="weigh this layout instead of planning one")
     parser.add_argument("--repack", action="store_true", help="show what fewer stages would cost and free")
     parser.add_argument(
-        "--repack-min-stages", type=int, default=1, metavar="P", help="fewest stages that may be left (default: 1)"
+        "--repack-min-stages", type=_places, default=1, metavar="P", help="fewest stages that may be left (default: 1)"
     )
     parser.add_argument(
-        "--repack-throughput-floor", type=float, metavar="X",
+        "--repack-throughput-floor", type=real_number(0, 1, above=True), metavar="X",
         help="name the size with the fewest GPU-hours that keeps this share of the throughput; implies --repack",
     )  # fmt: skip
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns 0, or 2 after one line on standard error for bad input."""
+    """Run the command; returns the exit code, as `balancing.command_line` says."""
     parser = _parser()
-    options = parser.parse_args(arguments)
-    console = Console(highlight=False, markup=False, width=_WIDTH)
-    try:
-        run = read_run(options.from_report)
-        memory = None if options.memory_limit is None else estimate_memory(run)
-        _layout(run, options, memory, console)
-        if options.repack or options.repack_throughput_floor is not None:
-            _repack(run, options, memory, console)
-    except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    def work(options: argparse.Namespace) -> None:
+        repacks = options.repack or options.repack_throughput_floor is not None
+        if options.layout is not None:
+            parser.refuse_unused(options, "on a given --layout", "--virtual", "--method", "--min-layers")
+        if not repacks:
+            parser.refuse_unused(options, "without --repack", "--repack-min-stages")
+            if options.layout is not None:
+                parser.refuse_unused(options, "on a given --layout", "--memory-limit")
+        _show(options, Console(highlight=False, markup=False, width=_WIDTH), repacks)
+
+    return parser.run(work, arguments)
+
+
+def _show(options: argparse.Namespace, console: Console, repacks: bool) -> None:
+    history = read_history(options.from_report)
+    run = read_run(history)
+    stages = run.plan.stages if options.stages is None else options.stages
+    virtual = run.plan.virtual if options.virtual is None else options.virtual
+    if options.layout is None and stages * virtual > (most := run.cost.layers + _ENDS):
+        raise ValueError(
+            f"{stages:,} stages of {virtual:,} chunks are more than the {run.cost.layers} layers, embedding, head and "
+            f"prediction fill; give --stages and --virtual whose product is at most {most}"
+        )
+    memory = None if options.memory_limit is None else estimate_memory(run)
+    sizes = _sizes(run, options, memory) if repacks else []  # what is wrong with flags is said before any table
+    _layout(run, options, memory, console)
+    if repacks:
+        _repack(run, options, sizes, console)
+    if history.damage:
+        print(f"{history.damage}.")
 
 
 def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None, console: Console) -> None:
@@ -179,13 +209,16 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-def _repack(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None, console: Console) -> None:
+def _sizes(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None) -> list[Repack]:
     count = run.micro_batches if options.micro_batches is None else options.micro_batches
-    sizes = repack_options(
+    return repack_options(
         run.cost, run.plan, count, ranks_per_stage=run.ranks_per_stage, ranks_per_node=run.ranks_per_node,
         memory=memory, memory_limit=None if options.memory_limit is None else options.memory_limit * 1e9,
         min_stages=options.repack_min_stages, **run.schedule,
     )  # fmt: skip
+
+
+def _repack(run: RecordedRun, options: argparse.Namespace, sizes: list[Repack], console: Console) -> None:
     table = Table("stages", "step", "throughput", "GPU-hours", "ranks freed", "nodes freed", "layers",
                   box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
     for each in sizes:

@@ -10,7 +10,7 @@ from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
 from balancing.layers.simulator.schedule import ScheduleOptions
 from balancing.layers.stage_plan import StagePlan
-from balancing.report import read_history, summarize
+from balancing.report import History, read_history, summarize
 
 __all__ = ["RecordedRun", "estimate_memory", "read_run"]
 
@@ -38,17 +38,23 @@ class RecordedRun:
     schedule: ScheduleOptions = field(default_factory=lambda: ScheduleOptions())
 
 
-def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
-    """Read DIR as `balancing.report` does: medians over the iterations under the last layout, without warm-up.
+def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
+    """Medians over the iterations under the last layout, without warm-up, as `balancing.report` tells them.
+
+    report: what `read_history` read, or the directory of --balance-report.
 
     Embedding, head and multi-token prediction cost nothing if they were not timed. Raises ValueError, in one line, if
-    the directory holds no run, or layers were not timed or are incomplete.
+    there is no run, or layers were not timed or are incomplete.
     """
-    history = read_history(directory)
-    summary = summarize(history)
+    history = report if isinstance(report, History) else read_history(report)
+    summary, directory = summarize(history), history.directory
     costs = summary.layers
-    if costs is None or not costs.numbered.any() or not summary.ranks or summary.step_seconds is None:
-        raise ValueError(f"{directory} has no timed layers; train with --balance-report for some iterations more")
+    if costs is None or not costs.numbered.any():
+        raise history.lacks(
+            "layers", "layer", f"{directory} has no timed layers; train with --balance-report for some iterations more"
+        )
+    if not summary.ranks or summary.step_seconds is None:
+        raise history.lacks("layers", "stage", f"{directory} has no timed stages; train with --balance-report")
     numbered = costs.numbered
     numbers = [name for name in costs.names if isinstance(name, int)]
     if numbers != list(range(len(numbers))):
@@ -60,6 +66,11 @@ def read_run(directory: str | os.PathLike[str]) -> RecordedRun:
                          "layers, the embedding and the head")  # fmt: skip
     stage, chunk = costs.stage[numbered], costs.chunk[numbered]
     stages, virtual = summary.stage_count, 1 + int(chunk.max())
+    if stage.max() >= stages or stages * virtual > len(stage) + 3:
+        raise ValueError(
+            f"{directory} has {len(stage)} layers up to stage {stage.max()} and chunk {virtual - 1}, but {stages} "
+            "pipeline stages; its lines are of different runs: record the run again"
+        )
     counts = np.zeros((stages, virtual), dtype=int)
     np.add.at(counts, (stage, chunk), 1)
     plan = StagePlan.from_counts(tuple(tuple(row) for row in counts.tolist()))

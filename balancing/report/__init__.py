@@ -7,14 +7,16 @@ and experts at once. A run fills in an `IterationRecord` for each iteration. Fro
 """
 
 from balancing.report.events import STANDARD_KEYS, EventLog, event, imbalance, observe
-from balancing.report.history import History, read_history
+from balancing.report.history import MOST_MICRO_BATCHES, Damage, History, read_history, report_files
 from balancing.report.record import IterationRecord, RankRecord, Span
 from balancing.report.scalars import scalars
 from balancing.report.summary import Summary, summarize
 from balancing.report.trace import TraceLog, read_trace, write_trace
 
 __all__ = [
+    "MOST_MICRO_BATCHES",
     "STANDARD_KEYS",
+    "Damage",
     "EventLog",
     "History",
     "IterationRecord",
@@ -27,6 +29,7 @@ __all__ = [
     "observe",
     "read_history",
     "read_trace",
+    "report_files",
     "scalars",
     "summarize",
     "write_trace",

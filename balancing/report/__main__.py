@@ -1,41 +1,39 @@
 """python -m balancing.report DIR: name who is slow in a run, and draw it."""
 
+import argparse
 import sys
 from pathlib import Path
 
 from balancing.command_line import Parser
-from balancing.report.history import read_history
+from balancing.files import check_output
+from balancing.report.history import read_history, report_files
 from balancing.report.summary import summarize
 from balancing.report.table import print_summary
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns 0, or 2 after one line on standard error if there is nothing to report."""
+    """Run the command; returns the exit code, as `balancing.command_line` says."""
     parser = Parser(prog="python -m balancing.report", description=__doc__)
     parser.add_argument("directory", metavar="DIR", type=Path, help="the directory that --balance-report named")
     html = parser.add_mutually_exclusive_group()
     html.add_argument("--html", metavar="FILE", type=Path, help="where the page goes (default: DIR/report.html)")
     html.add_argument("--no-html", action="store_true", help="print the table only")
-    options = parser.parse_args(arguments)
-    try:
-        history = read_history(options.directory)
-    except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
+    return parser.run(_report, arguments)
+
+
+def _report(options: argparse.Namespace) -> None:
+    history = read_history(options.directory)
+    path = options.html or options.directory / "report.html"
+    if not options.no_html:
+        check_output(path, report_files(options.directory))
     summary = summarize(history)
     print_summary(summary)
     if options.no_html:
-        return 0
+        return
     from balancing.report.page import write_page  # matplotlib takes a while to import: not for the table alone
 
-    path = options.html or options.directory / "report.html"
-    try:
-        write_page(path, history, summary)
-    except OSError as error:
-        print(f"{parser.prog}: cannot write {path}: {error.strerror}; choose another with --html", file=sys.stderr)
-        return 2
+    write_page(path, history, summary)
     print(f"figures: {path}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from typing import Any
 
 import numpy as np
 
+from balancing.files import check_output
 from balancing.report.record import IterationRecord, RankRecord
 
 __all__ = ["STANDARD_KEYS", "EventLog", "event", "imbalance", "observe"]
@@ -111,6 +112,7 @@ class EventLog:
         self.path = Path(directory) / "events.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            check_output(self.path)
             self._file: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise ValueError(

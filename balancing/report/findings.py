@@ -97,8 +97,7 @@ def basis(summary: Summary) -> str:
 
 
 def _damage(summary: Summary) -> str:
-    lines = f"{summary.damaged} damaged line{'s' if summary.damaged > 1 else ''}"
-    return f"; {lines} in events.jsonl skipped" if summary.damaged else ""
+    return f"; {summary.damage}" if summary.damage else ""
 
 
 def finding_rows(summary: Summary) -> list[Finding]:

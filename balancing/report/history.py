@@ -5,18 +5,27 @@ restart appended to the log and wrote some iterations twice. A damaged line is c
 iteration wins, and what other programs add (unknown keys, units, actions) is no reason to stop.
 """
 
-import json
-import math
 import os
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from balancing.files import parse_json
 from balancing.report.trace import TraceIteration, read_trace
 
-__all__ = ["STEPS", "History", "read_history"]
+__all__ = ["MOST_MICRO_BATCHES", "STEPS", "Damage", "History", "read_history", "report_files"]
+
+# Bounds of what a line may say. Below them sums over all ranks stay exact in float64 and whole in int64.
+MOST_LINE_BYTES = 64 << 20
+MOST_MICRO_BATCHES = 100_000  # of a rank in a step
+_MOST_COUNT = 2**53  # tokens, bytes, attention area, iterations
+_MOST_NUMBER = 1e9  # seconds and whatever else is no count
+_MOST_PLACE = 2**20  # number of a rank, stage, node, layer
+_MOST_CHUNKS = 4096
 
 # Keys that an observed line must have, by balancer and unit. Keys of one group are arrays of one length.
 _GROUPS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
@@ -31,13 +40,53 @@ _GROUPS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
 _NUMBERS: dict[tuple[str, str], tuple[str, ...]] = {
     ("layers", "stage"): ("step_s", "bubble_fraction", "micro_batches", "chunks"),
     ("sequences", "rank"): ("token_imbalance",),
-    ("experts", "rank"): ("expert_imbalance",),
+    ("experts", "rank"): ("expert_imbalance", "layer"),
 }
 # Arrays that the line of an action may have.
 _OF_ACTIONS = ("tokens_per_rank", "ordered_before", "ordered_after")
 # Numbers that it may have.
 STEPS = ("micro_batch_step_before", "micro_batch_step_after")
 _STANDARD_NUMBERS = ("imbalance_before", "imbalance_after", "plan_ms", "apply_ms", "moved_bytes")
+# Bounds of whole numbers, and of numbers in rows that are no counts.
+_WHOLE = {
+    "iteration": (0, _MOST_COUNT),
+    "micro_batches": (0, MOST_MICRO_BATCHES),
+    "microbatch_group_size": (1, MOST_MICRO_BATCHES),
+    "chunks": (1, _MOST_CHUNKS),
+    "layer": (0, _MOST_PLACE),
+}
+_PLACES = dict.fromkeys(("rank", "stage", "node", "data", "tensor", "context", "expert"), _MOST_PLACE)
+_PLACES["chunk"] = _MOST_CHUNKS
+_DISTINCT = ("rank", "layers")  # in one line
+
+
+@dataclass
+class Damage:
+    """Lines of a log that cannot be used.
+
+    count: of all of them.
+    first: number of the first one, and what is wrong with it.
+    kinds: how many observe each (balancer, unit); lines that are no JSON have none.
+    """
+
+    path: Path
+    count: int = 0
+    first: str = ""
+    kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def add(self, number: int, line: Any, why: str) -> None:
+        self.count += 1
+        self.first = self.first or f"line {number}: {' '.join(why.split()):.200}"
+        if isinstance(line, dict) and line.get("action") == "observe":
+            self.kinds[str(line.get("balancer")), str(line.get("unit"))] += 1
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def __str__(self) -> str:
+        """One sentence without a full stop."""
+        lines = f"{self.count} damaged line{'s' if self.count > 1 else ''}"
+        return f"{lines} in {self.path.name} skipped, the first is {self.first}"
 
 
 @dataclass
@@ -49,7 +98,7 @@ class History:
     actions      every line whose action is not "observe", in the order of the file
     layout       where the tokens of the last batch are that was written in full, and its `iteration`; None for none
     timelines    the iterations of the trace, oldest first; `no_timeline` says why there are none
-    damaged      lines that could not be read
+    damage       lines that could not be used
     """
 
     directory: Path
@@ -61,66 +110,102 @@ class History:
     layout: dict[str, Any] | None = None
     timelines: list[TraceIteration] = field(default_factory=list)
     no_timeline: str = ""
-    damaged: int = 0
+    damage: Damage = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.damage = Damage(self.directory / "events.jsonl")
 
     @property
     def iterations(self) -> list[int]:
         """Every observed iteration, ascending."""
         return sorted(self.stages.keys() | self.layers.keys() | self.sequences.keys() | self.experts.keys())
 
-    def keep(self, line: dict[str, Any]) -> None:
+    def lacks(self, balancer: str, unit: str, otherwise: str) -> ValueError:
+        """The error that no line observes `unit` of `balancer`: they are all damaged, or what `otherwise` says."""
+        path, lost = self.damage.path, self.damage.kinds[balancer, unit]
+        if lost:
+            return ValueError(
+                f"{path}: all {lost} lines of balancer {balancer!r} and unit {unit!r} are damaged "
+                f"({self.damage}); restore the file from a copy, or record the run again"
+            )
+        return ValueError(f"{otherwise} ({self.damage})" if self.damage else otherwise)
+
+    def keep(self, line: Any) -> None:
         """File one line. Raises KeyError, TypeError or ValueError if it is not what its balancer and unit say."""
-        iteration, key = line["iteration"], (line["balancer"], line["unit"])
-        if type(iteration) is not int:
-            raise TypeError(iteration)
+        if not isinstance(line, dict):
+            raise TypeError(f"it is no JSON object but {type(line).__name__}")
+        iteration, key = _number(line, "iteration"), (line["balancer"], line["unit"])
         observed = line["action"] == "observe"
-        numbers = _STANDARD_NUMBERS + (_NUMBERS.get(key, ()) if observed else ())
-        if not all(math.isfinite(line[name]) for name in numbers):
-            raise ValueError("not a finite number")
-        if not all(math.isfinite(line.get(name, 1)) for name in STEPS):
-            raise ValueError("a step over another is not a finite number")
+        for name in _STANDARD_NUMBERS + (_NUMBERS.get(key, ()) if observed else ()):
+            _number(line, name)
+        for name in (*STEPS, "microbatch_group_size"):
+            if name in line:
+                _number(line, name)
         if not observed:
             for name in _OF_ACTIONS:
                 if name in line:
-                    line[name] = np.asarray(line[name], dtype=float)
-                    if (
-                        line[name].ndim != 1
-                        or not line[name].size
-                        or not np.isfinite(line[name]).all()
-                        or (line[name] < 0).any()
-                    ):
-                        raise ValueError(f"{name} is not a row of numbers from 0 up")
+                    line[name] = _row(line, name)
             if len(line.get("ordered_before", ())) != len(line.get("ordered_after", ())):
-                raise ValueError("ranks before and after differ in number")
+                raise ValueError("ordered_before and ordered_after differ in length")
+            if "tokens_per_rank" in line:
+                _number(line, "layer")
             if line.get("layout"):
                 self.layout = _layout_of(line["layout"]) | {"iteration": iteration}
             self.actions.append(line)
             return
         for group in _GROUPS.get(key, ()):
             for name in group:
-                if name != "layers":
-                    line[name] = np.asarray(line[name], dtype=float if name.endswith("_s") else np.int64)
-                    if not np.isfinite(line[name]).all() or (line[name] < 0).any():
-                        raise ValueError(f"{name} is negative or not finite")
-            lengths = {len(line[name]) for name in group}
-            if len(lengths) != 1 or 0 in lengths:
-                raise ValueError(f"{group} differ in length")
+                line[name] = _names(line[name]) if name == "layers" else _row(line, name)
+                if name in _DISTINCT and len(set(line[name])) < len(line[name]):
+                    raise ValueError(f"{name} has one number twice")
+            if len({len(line[name]) for name in group}) > 1:
+                raise ValueError(f"{', '.join(group)} differ in length")
         match key:
             case "layers", "stage":
-                if set(line["stage"].tolist()) != set(range(len(line["busy_s"]))) or line["step_s"] <= 0:
-                    raise ValueError("ranks and stages do not fit, or the step took no time")
-                group = line.get("microbatch_group_size", 1)
-                if type(group) is not int or group < 1:
-                    raise ValueError(f"microbatch_group_size is {group}")
+                if set(line["stage"].tolist()) != set(range(len(line["busy_s"]))):
+                    raise ValueError("stage does not name the stages of busy_s")
+                if line["step_s"] <= 0:
+                    raise ValueError("step_s is 0")
                 self.stages[iteration] = line
             case "layers", "layer":
-                if not all(isinstance(name, int | str) for name in line["layers"]):
-                    raise TypeError("a layer has no name")
                 self.layers[iteration] = line
             case "sequences", "rank":
                 self.sequences[iteration] = line
             case "experts", "rank":
-                self.experts.setdefault(iteration, {})[int(line["layer"])] = line
+                self.experts.setdefault(iteration, {})[line["layer"]] = line
+
+
+def _number(line: dict[str, Any], name: str) -> int:
+    """A number of `line`, from 0 to its bound."""
+    value = line[name]
+    least, most = _WHOLE.get(name, (0, _MOST_COUNT if name == "moved_bytes" else _MOST_NUMBER))
+    if type(value) is not int and (type(value) is not float or name in _WHOLE):
+        raise TypeError(f"{name} is {value!r:.40}, no {'whole ' if name in _WHOLE else ''}number")
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value:g}, not from {least} to {most:g}")
+    return int(value)
+
+
+def _row(line: dict[str, Any], name: str) -> np.ndarray:
+    """An array of `line`, one row of numbers from 0 to their bound: float64 or int64."""
+    real = name.endswith("_s") or (name in _OF_ACTIONS and line["action"] != "observe")
+    row = np.asarray(line[name])
+    if row.ndim != 1 or not row.size or row.dtype.kind not in ("iuf" if real else "iu"):
+        raise TypeError(f"{name} is no row of {'' if real else 'whole '}numbers")
+    most = _MOST_NUMBER if name.endswith("_s") else _PLACES.get(name, _MOST_COUNT)
+    if not ((row >= 0) & (row <= most)).all():
+        raise ValueError(f"{name} has numbers that are not from 0 to {most:g}")
+    return row.astype(np.float64 if real else np.int64)
+
+
+def _names(names: Any) -> list[int | str]:
+    """The numbers of layers and the names of what is not numbered."""
+    if not isinstance(names, list) or not names:
+        raise TypeError("layers is no list")
+    for name in names:
+        if type(name) is not str and not (type(name) is int and 0 <= name <= _MOST_PLACE):
+            raise TypeError(f"layers has {name!r:.40}, which is no layer")
+    return names
 
 
 def _layout_of(layout: dict[str, Any]) -> dict[str, Any]:
@@ -129,9 +214,12 @@ def _layout_of(layout: dict[str, Any]) -> dict[str, Any]:
     shards = np.array(layout["shards"], dtype=np.int64)
     area, before = (np.array(layout[name], dtype=float) for name in ("area", "area_before"))
     if ranks < 1 or per_node < 1 or ranks % per_node or area.shape != (ranks,) or before.shape not in ((ranks,), (0,)):
-        raise ValueError("ranks do not fit")
+        raise ValueError("ranks of its layout do not fit")
+    for row in (area, before):
+        if not ((row >= 0) & (row <= _MOST_COUNT)).all():
+            raise ValueError("areas of its layout are out of bounds")
     if shards.ndim != 2 or shards.shape[1] != 4 or (shards < 0).any() or (shards[:, 3] >= ranks).any():
-        raise ValueError("shards do not fit")
+        raise ValueError("shards of its layout do not fit")
     return {
         "ranks": ranks,
         "ranks_per_node": per_node,
@@ -141,36 +229,64 @@ def _layout_of(layout: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_history(directory: str | os.PathLike[str]) -> History:
-    """Read DIR/events.jsonl, and DIR/trace.json if it is there.
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and text of each line that is not blank, of which no more is read than a line may have."""
+    with open(path, "rb") as file:
+        number = 0
+        while text := file.readline(MOST_LINE_BYTES + 1):
+            number += 1
+            if text.strip():
+                yield number, text
+            while len(text) > MOST_LINE_BYTES and not text.endswith(b"\n"):
+                text = file.readline(MOST_LINE_BYTES + 1)
 
-    Raises ValueError, in one line, if there is no directory, no event log, or no line in it that can be read.
+
+def report_files(directory: Path) -> list[Path]:
+    """The files of a report that are read, which nothing else may be written over."""
+    return [directory / "events.jsonl", directory / "trace.json"]
+
+
+def read_history(directory: str | os.PathLike[str]) -> History:
+    """Read DIR/events.jsonl, and DIR/trace.json if it is there. All that is read of a report is read here.
+
+    Raises ValueError, in one line, if there is no directory, no event log, or no line in it that can be used.
     """
     directory = Path(directory)
     path = directory / "events.jsonl"
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; give the one that --balance-report named")
+    if not path.exists():
+        raise ValueError(f"{directory} holds no events.jsonl; train with --balance-report {directory}")
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file; give the directory that --balance-report named")
     history = History(directory)
     try:
-        with open(path, "rb") as file:
-            for text in file:
-                if text.strip():
-                    try:
-                        history.keep(json.loads(text))
-                    except (KeyError, TypeError, ValueError, OverflowError):
-                        history.damaged += 1
-    except FileNotFoundError:
-        raise ValueError(f"{directory} holds no events.jsonl; train with --balance-report {directory}") from None
+        for number, text in _lines(path):
+            line = None
+            try:
+                if len(text) > MOST_LINE_BYTES:
+                    raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")
+                line = parse_json(text)
+                history.keep(line)
+            except KeyError as error:
+                history.damage.add(number, line, f"it has no {error.args[0]!r}")
+            except (TypeError, ValueError, OverflowError) as error:
+                history.damage.add(number, line, str(error))
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {path}: {error.strerror}; name a directory that can be read") from error
     if not history.iterations and not history.actions:
-        why = f"none of its {history.damaged} lines can be read" if history.damaged else "it is empty"
-        raise ValueError(f"{path} holds no measurements, {why}; let the run finish at least one recorded iteration")
+        if history.damage:
+            raise ValueError(
+                f"{path} is damaged: all of its {history.damage.count} lines ({history.damage.first}); restore it from "
+                "a copy, or record the run again"
+            )
+        raise ValueError(f"{path} is empty; let the run finish at least one recorded iteration")
+    if not (directory / "trace.json").exists():
+        history.no_timeline = "there is no trace.json in the directory"
+        return history
     try:
         history.timelines = read_trace(directory / "trace.json")
-    except FileNotFoundError:
-        history.no_timeline = "there is no trace.json in the directory"
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         history.no_timeline = f"trace.json cannot be read ({error})"
     if not history.no_timeline and not any(any(t.spans.values()) for t in history.timelines):
         history.no_timeline = "the trace holds no timed work"

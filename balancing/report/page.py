@@ -14,6 +14,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from balancing.files import write_text
 from balancing.report import figures
 from balancing.report.findings import (
     ACTIONS,
@@ -27,7 +28,7 @@ from balancing.report.findings import (
     shown_columns,
     verdict,
 )
-from balancing.report.history import History
+from balancing.report.history import History, report_files
 from balancing.report.summary import Summary
 from balancing.report.trace import TraceIteration
 from balancing.report.units import byte_count, count, duration, ratio, share
@@ -55,15 +56,8 @@ class _Figure(NamedTuple):
 
 
 def write_page(path: str | os.PathLike[str], history: History, summary: Summary) -> None:
-    """Write the page to `path`. Raises OSError if that cannot be done; the old file is then still there."""
-    path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(page(history, summary), encoding="utf-8")
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    """Write the page to `path`. Raises ValueError if that cannot be done; the old file is then still there."""
+    write_text(path, page(history, summary), report_files(history.directory))
 
 
 def page(history: History, summary: Summary) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
 from balancing.report.events import imbalance
 from balancing.report.gains import Gain, Move, dealt_steps, gains, last_move, ordered_attention, tokens_served
-from balancing.report.history import History
+from balancing.report.history import Damage, History
 
 __all__ = ["BalancerActions", "LayerCosts", "RankLoad", "SlowLayer", "Summary", "Worst", "summarize", "warm_up"]
 
@@ -134,7 +134,7 @@ class Summary:
     counted: list[int]
     skipped: int
     other_layout: int
-    damaged: int
+    damage: Damage
     step_seconds: float | None = None
     bubble: float | None = None
     stage_count: int = 0
@@ -166,7 +166,7 @@ def summarize(history: History) -> Summary:
     everything = history.iterations
     skipped = warm_up(len(everything))
     counted = _same_layout(history, everything[skipped:])
-    summary = Summary(counted, skipped, len(everything) - skipped - len(counted), history.damaged)
+    summary = Summary(counted, skipped, len(everything) - skipped - len(counted), history.damage)
     stages = [history.stages[i] for i in counted if i in history.stages]
     layers = [history.layers[i] for i in counted if i in history.layers]
     sequences = [history.sequences[i] for i in counted if i in history.sequences]

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from balancing.files import parse_json, read_text, write_text
 from balancing.report.record import IterationRecord, RankRecord, Span
 
 __all__ = ["KEEP", "MAX_SPANS", "TraceIteration", "TraceLog", "read_trace", "write_trace"]
 
 KEEP = 3
 MAX_SPANS = 100_000
+_MOST_SECONDS = 1e9  # of a span; what is more is damage
 
 _TRACKS = ("step", "micro-batches", "layers", "other")
 _TRACK_OF = {"forward-step": 1, "backward-step": 1, "forward": 2, "backward": 2, "recompute": 2}
@@ -87,16 +89,16 @@ class TraceLog:
             if earlier is not None and all(record is not earlier for record in kept):
                 kept.insert(0, earlier)
             write_trace(self.path, kept)
-        except OSError as error:
+        except ValueError as error:
             self._failed = True
-            logger.warning("cannot write %s (%s): training goes on without a trace", self.path, error.strerror)
+            logger.warning("%s; training goes on without a trace", error)
 
 
 def write_trace(path: str | os.PathLike[str], records: Sequence[IterationRecord]) -> None:
     """Write `records`, oldest first, to `path`; only the last ones of them if they have more than `MAX_SPANS` spans.
 
     Of an iteration that alone has more spans than that, the ranks that fit are kept, lowest first. A reader sees the
-    old file or the new one, never a part of it. Raises OSError if the file cannot be written.
+    old file or the new one, never a part of it. Raises ValueError if the file cannot be written.
     """
     kept: list[tuple[IterationRecord, list[RankRecord]]] = []
     left = MAX_SPANS
@@ -109,42 +111,37 @@ def write_trace(path: str | os.PathLike[str], records: Sequence[IterationRecord]
             ranks = _fitting(ranks, left)
         kept.insert(0, (record, ranks))
         left -= spans
-    path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps(_trace(kept), separators=(",", ":")))  # not json.dump, which is ten times slower
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    write_text(path, json.dumps(_trace(kept), separators=(",", ":")))  # not json.dump, which is ten times slower
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[TraceIteration]:
     """The iterations of a trace that `write_trace` wrote, oldest first.
 
-    Raises OSError if the file cannot be read and ValueError if it is not such a trace.
+    Raises ValueError, without the path, if the file cannot be read or is not such a trace.
     """
-    with open(path) as file:
-        try:
-            trace = json.load(file)
-            stage = {rank["rank"]: rank["stage"] for rank in trace["otherData"]["ranks"]}
-            iterations = {
-                entry["iteration"]: TraceIteration(
-                    entry["iteration"], entry["seconds"], stage, {rank: [] for rank in stage}
+    text = read_text(path)
+    try:
+        trace = parse_json(text)
+        stage = {rank["rank"]: rank["stage"] for rank in trace["otherData"]["ranks"]}
+        iterations = {
+            entry["iteration"]: TraceIteration(
+                entry["iteration"], entry["seconds"], stage, {rank: [] for rank in stage}
+            )
+            for entry in trace["otherData"]["iterations"]
+        }
+        begin = {entry["iteration"]: entry["begin_us"] for entry in trace["otherData"]["iterations"]}
+        for line in trace["traceEvents"]:
+            if line["ph"] == "X" and line["cat"] != "step":
+                args = line["args"]
+                start = (line["ts"] - begin[args["iteration"]]) / 1e6
+                seconds, busy = line["dur"] / 1e6, args["busy_us"] / 1e6
+                if not max(abs(start), abs(seconds), abs(busy)) <= _MOST_SECONDS:
+                    raise ValueError(f"a span takes {seconds} seconds")
+                iterations[args["iteration"]].spans[line["pid"]].append(
+                    Span(line["cat"], args["layer"], args["chunk"], args["micro_batch"], start, seconds, busy)
                 )
-                for entry in trace["otherData"]["iterations"]
-            }
-            begin = {entry["iteration"]: entry["begin_us"] for entry in trace["otherData"]["iterations"]}
-            for line in trace["traceEvents"]:
-                if line["ph"] == "X" and line["cat"] != "step":
-                    args = line["args"]
-                    start = (line["ts"] - begin[args["iteration"]]) / 1e6
-                    iterations[args["iteration"]].spans[line["pid"]].append(
-                        Span(line["cat"], args["layer"], args["chunk"], args["micro_batch"], start,
-                             line["dur"] / 1e6, args["busy_us"] / 1e6)
-                    )  # fmt: skip
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not a trace written by balancing.report: {error!r}") from error
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise ValueError(f"it is not a trace written by balancing.report: {error!r}") from error
     return list(iterations.values())
 
 

@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from balancing.cluster import PRESETS, Cluster
-from balancing.command_line import Parser
+from balancing.command_line import Parser, whole_number
 from balancing.experts import LoadTrace, read_load_trace
+from balancing.files import check_output, read_arrays, write_text
 from balancing.recipe import read_recipes
+from balancing.report import read_history, report_files
 from balancing.report.units import duration, share
 from balancing.whatif.forecast import Forecast, forecast, verdict
 from balancing.whatif.gains import ROUTING
@@ -35,6 +37,9 @@ _MOCK = (
     "Loads of experts are as skewed as --routing says. Skew of training on mock tokens is no guide: they overstate it, "
     "up to 2.35 times in the Gini coefficient, which is 0.105 to over 0.24 on real text (DODOCO, arXiv 2605.20982)."
 )
+_ROUTING = "dodoco-mha"
+_MOST = 10**9  # iterations
+_MOST_GPUS = 10**6
 _WIDTH = 100
 _TRAY = 4  # GPUs of a host of a rack
 
@@ -57,41 +62,54 @@ def _parser() -> Parser:
         "file (default: one document a sequence)",
     )  # fmt: skip
     parser.add_argument(
-        "--routing", metavar="NAME|FILE", default="dodoco-mha",
-        help=f"skew of experts: {', '.join(ROUTING)}, or an .npz file of recorded loads (default: dodoco-mha)",
+        "--routing", metavar="NAME|FILE",
+        help=f"skew of experts: {', '.join(ROUTING)}, or an .npz file of recorded loads (default: {_ROUTING})",
     )  # fmt: skip
-    parser.add_argument("--iterations", type=int, metavar="N", help="steps of the training (default: the job's)")
+    parser.add_argument(
+        "--iterations", type=whole_number(1, _MOST), metavar="N", help="steps of the training (default: the job's)"
+    )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with a figure")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the forecasts")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 2 after one line on standard error for bad input."""
+    """Run the command; returns the exit code, as `balancing.command_line` says."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     at = given.index("--") if "--" in given else len(given)
     parser = _parser()
-    options = parser.parse_args(given[:at])
-    try:
-        title, groups, notes, capacity = _forecasts(options, given[at + 1 :])
-        verdicts = [verdict(group) for group in groups]
-        _print(title, groups, verdicts, notes)
-        if options.json is not None:
-            content = {"title": title, "verdicts": verdicts, "forecasts": [asdict(one) for g in groups for one in g]}
-            options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        if options.html is not None:
-            from balancing.whatif.figure import step_figure, write_page  # matplotlib takes a while to import
+    return parser.run(lambda options: _show(parser, options, given[at + 1 :]), given[:at])
 
-            figure = step_figure(groups, capacity)
-            write_page(options.html, title, verdicts, figure, _HEAD, _rows(groups), [*_off(groups), *notes])
-            print(f"figure: {options.html}")
-    except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{parser.prog}: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
+
+def _show(parser: Parser, options: argparse.Namespace, flags: list[str]) -> None:
+    if options.directory is not None:
+        parser.refuse_unused(options, "on a recorded run", "--cluster", "--lengths", "--routing")
+    inputs = _inputs(options)
+    if options.html is not None and options.html == options.json:
+        raise ValueError(f"--html and --json both name {options.html}; name two files")
+    for path in (options.html, options.json):
+        if path is not None:
+            check_output(path, inputs)
+    title, groups, notes, capacity = _forecasts(options, flags)
+    verdicts = [verdict(group) for group in groups]
+    _print(title, groups, verdicts, notes)
+    if options.json is not None:
+        content = {"title": title, "verdicts": verdicts, "forecasts": [asdict(one) for g in groups for one in g]}
+        write_text(options.json, json.dumps(content, indent=2) + "\n", inputs)
+    if options.html is not None:
+        from balancing.whatif.figure import page, step_figure  # matplotlib takes a while to import
+
+        figure = step_figure(groups, capacity)
+        text = page(title, verdicts, figure, _HEAD, _rows(groups), [*_off(groups), *notes])
+        write_text(options.html, text, [*inputs, options.json or ""])
+        print(f"figure: {options.html}")
+
+
+def _inputs(options: argparse.Namespace) -> list[Path]:
+    """The files that the forecast is read from, and names that are none."""
+    names = [options.cluster, options.lengths, options.routing, (options.recipe or "").partition("#")[0]]
+    recorded = [] if options.directory is None else report_files(options.directory)
+    return [*recorded, *(Path(name) for name in names if name)]
 
 
 def _forecasts(
@@ -103,16 +121,23 @@ def _forecasts(
         raise ValueError("give one of DIR, --recipe FILE, and Megatron-LM's flags behind --")
     gpus = _numbers(options.gpus)
     if options.directory is not None:
-        groups, notes = forecast_recorded(options.directory, gpus, options.iterations)
+        groups, notes = forecast_recorded(read_history(options.directory), gpus, options.iterations)
         return f"{options.directory.resolve().name}", groups, notes, None
     if options.cluster is None:
         raise ValueError(f"which machine? give --cluster: {', '.join(PRESETS)}, or a file")
     name, job, ranks = _job(options.recipe, flags)
     if not gpus and ranks is None:
         raise ValueError("how many GPUs? give --gpus N[,N...]")
+    if options.routing is not None and not job.num_experts:
+        raise ValueError(f"--routing {options.routing} has no effect on a model without experts; drop it")
+    if options.iterations is not None and job.freeze_layers:
+        raise ValueError(
+            f"--iterations {options.iterations} has no effect with --freeze-layers {job.freeze_layers}: steps before "
+            "layers are frozen take longer; drop one"
+        )
     lengths = None if options.lengths is None else _lengths(options.lengths)
-    routing: str | LoadTrace = options.routing
-    if options.routing not in ROUTING and options.routing.endswith(".npz"):
+    routing: str | LoadTrace = options.routing or _ROUTING
+    if options.routing is not None and options.routing not in ROUTING and options.routing.endswith(".npz"):
         routing = read_load_trace(options.routing)
     groups, refused, capacity = [], [], None
     for number in gpus or [ranks or 0]:
@@ -124,7 +149,7 @@ def _forecasts(
             continue
         capacity = cluster.memory
         groups.append(forecast(on, cluster, lengths=lengths, routing=routing))
-        if options.iterations is not None and not job.freeze_layers:
+        if options.iterations is not None:
             groups[-1] = [_hours(one, options.iterations) for one in groups[-1]]
     if not groups:
         raise ValueError(refused[0].removeprefix("Left out: ").rstrip("."))
@@ -160,8 +185,9 @@ def _numbers(text: str | None) -> list[int]:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--gpus {text} is not a list of numbers, as in 64,256,1024") from None
-    if min(found) < 1:
-        raise ValueError(f"--gpus {min(found)} must be at least 1")
+    for number in found:
+        if not 1 <= number <= _MOST_GPUS:
+            raise ValueError(f"--gpus {number} must be from 1 to {_MOST_GPUS:,}")
     return found
 
 
@@ -191,12 +217,11 @@ def _lengths(text: str) -> str | np.ndarray:
         return text
     if not text.endswith((".npz", ".npy")):
         raise ValueError(f"unknown --lengths {text!r}; known: {', '.join(DISTRIBUTIONS)}, or an .npz or .npy file")
-    try:
-        loaded = np.load(text, allow_pickle=False)
-        array = loaded if isinstance(loaded, np.ndarray) else loaded[next(iter(loaded))]
-    except (OSError, StopIteration, EOFError) as error:
-        raise ValueError(f"--lengths {text} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return np.asarray(array).ravel()
+    name, array = next(iter(read_arrays(text).items()), ("", np.zeros(0)))
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iuf":
+        raise ValueError(f"--lengths {text}: array {name!r} has shape {array.shape} of {array.dtype}; give a row of "
+                         "numbers, the tokens of each document")  # fmt: skip
+    return array
 
 
 def _rows(groups: Sequence[Sequence[Forecast]]) -> list[list[str]]:

@@ -1,6 +1,5 @@
 """The figure of a forecast, as inline SVG that follows the colours of its page, and the page around it."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from balancing.report.figures.style import (
 from balancing.report.units import duration
 from balancing.whatif.forecast import SCENARIOS, Forecast
 
-__all__ = ["step_figure", "write_page"]
+__all__ = ["page", "step_figure"]
 
 _COLOURS = dict(zip(SCENARIOS, (NEUTRAL, FORWARD, RECOMPUTE, BACKWARD, OTHER), strict=True))
 
@@ -68,21 +67,19 @@ def _of(group: Sequence[Forecast], balancer: str) -> Forecast:
     return next((each for each in group if each.balancer == balancer), group[0])
 
 
-def write_page(
-    path: str | os.PathLike[str],
+def page(
     title: str,
     verdicts: Sequence[str],
     figure: str,
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     notes: Sequence[str],
-) -> None:
-    """Write the page to `path`. Raises OSError if that cannot be done."""
+) -> str:
+    """The whole HTML document."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    text = environment.get_template("page.html.jinja").render(
+    return environment.get_template("page.html.jinja").render(
         title=title, verdicts=verdicts, figure=Markup(figure), head=head, rows=rows, notes=notes
     )
-    Path(path).write_text(text, encoding="utf-8")

@@ -6,7 +6,6 @@ recorded step and used in the next would reach. What a step holds besides its sc
 numbers of GPUs the global batch stays and each rank has more or fewer micro-batches.
 """
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ from balancing.cluster import Cluster
 from balancing.experts import plan_replicas, read_reported_loads, traffic
 from balancing.layers.from_report import RecordedRun, read_run
 from balancing.layers.plan import plan_pipeline
-from balancing.report import read_history, summarize
+from balancing.report import History, summarize
 from balancing.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
 
 __all__ = ["forecast_recorded"]
@@ -26,21 +25,21 @@ _ANY = Cluster(1, 1, 1, 1.0, 1.0, 1.0, 1.0)
 
 
 def forecast_recorded(
-    directory: str | os.PathLike[str], gpus: Sequence[int] = (), iterations: int | None = None
+    history: History, gpus: Sequence[int] = (), iterations: int | None = None
 ) -> tuple[list[list[Forecast]], list[str]]:
     """Forecasts for each number of GPUs, and notes.
 
-    directory: of --balance-report.
+    history: what `balancing.report.read_history` read.
     gpus: numbers of ranks; those of the run by default.
     iterations: of the whole training, for GPU-hours.
 
     Raises ValueError for a directory without timed layers, and for numbers that the batch does not divide by.
     """
-    run = read_run(directory)
-    summary = summarize(read_history(directory))
+    run = read_run(history)
+    summary = summarize(history)
     recorded = run.plan.stages * run.ranks_per_stage
     saved = {each.balanced: each.saved * run.step_seconds for each in summary.estimates}
-    before, after = _experts(directory)
+    before, after = _experts(history)
     if before > 1:
         saved["experts"] = saved.get("experts", 0.0) * max(0.0, before - after) / (before - 1)
     attention = summary.attention_before if summary.attention_after is None else summary.attention_after
@@ -48,6 +47,8 @@ def forecast_recorded(
     notes = [
         f"Measured: {recorded} ranks, {run.step_seconds:.3g} s a step. Even sequences are taken to be perfectly even."
     ]
+    if history.damage:
+        notes.append(f"{history.damage}.")
     if summary.gains:
         names = ", ".join(gain.balancer for gain in summary.gains)
         notes.append(f"The run was balanced ({names}), so none means what was on stays on.")
@@ -56,12 +57,11 @@ def forecast_recorded(
     return groups, notes
 
 
-def _experts(directory: str | os.PathLike[str]) -> tuple[float, float]:
+def _experts(history: History) -> tuple[float, float]:
     """Busiest expert-parallel rank over the mean, without and with replicas; 1 for a model without experts."""
-    try:
-        trace = read_reported_loads(directory)
-    except ValueError:
+    if not history.experts:
         return 1.0, 1.0
+    trace = read_reported_loads(history)
     counts = trace.counts[..., 0, :]  # [record, rank, layer, expert]
     ranks = counts.shape[1]
     if ranks == 1 or len(counts) < 2:

@@ -39,6 +39,7 @@ import numpy as np
 
 from balancing.experts import ReplicaPlacement, contiguous_homes, read_load_trace, traffic
 from balancing.experts.config import ExpertConfig
+from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
@@ -353,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "scales": scales,
             "rows": [asdict(row) for row in rows],
         }
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        write_text(options.json, json.dumps(content, indent=1) + "\n")
     if options.figure:
         _draw(rows, f"{about}, emulated", options.figure)
     return 0

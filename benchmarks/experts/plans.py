@@ -44,6 +44,7 @@ from balancing.experts import (
     traffic,
 )
 from balancing.experts.planners.repair import repair
+from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
 from benchmarks.processor_time import milliseconds
@@ -389,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += times(10 if options.quick else 40, progress)
         if options.json:
             table = [asdict(row) | {"met": row.met} for row in rows]
-            Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+            write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
     except (ValueError, OSError) as error:
         print(f"experts: {error}", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from balancing.files import write_text
 from benchmarks.pinned import prepare_corpus, step_milliseconds
 
 MODEL = (
@@ -85,7 +86,7 @@ def main() -> None:
             f"{row['ratio_to_limit']:>10.3f} {row['steps']:>6}"
         )
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(options.json, json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

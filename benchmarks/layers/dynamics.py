@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from balancing.dynamics import SparsePattern, sparse_linear
+from balancing.files import write_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = (
@@ -180,7 +181,7 @@ def main() -> None:
                 f"{row['ratio_to_baseline']:>8.2f} {row['ratio_to_limit']:>8.2f}"
             )
     if options.json:
-        Path(options.json).write_text(json.dumps(tables, indent=1) + "\n")
+        write_text(options.json, json.dumps(tables, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.layers.traces import TRACES, trace
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.json:
         table = [asdict(row) | {"within": row.within} for row in rows]
-        Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
     return 0 if all(row.within for row in rows) else 1
 
 

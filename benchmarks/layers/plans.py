@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from balancing.files import write_text
 from balancing.layers import (
     CostAverage,
     Gate,
@@ -382,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.json:
             table = [asdict(row) for row in rows]
-            Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+            write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
         if options.figure:
             from benchmarks.layers.figure import draw  # matplotlib takes a while to import
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan
 from balancing.report import read_history
 from benchmarks.pinned import prepare_corpus, step_milliseconds
@@ -170,7 +171,7 @@ def main() -> int:
     for complaint in wrong:
         print(f"layers_training: {complaint}", file=sys.stderr)
     if options.json:
-        Path(options.json).write_text(json.dumps({"load": [load, after], "rows": rows}, indent=1) + "\n")
+        write_text(options.json, json.dumps({"load": [load, after], "rows": rows}, indent=1) + "\n")
     return 1 if wrong else 0
 
 

@@ -51,9 +51,17 @@ def test_a_report_is_replayed_and_saved(tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, says",
     [
-        (["--hidden-size", "64"], "need --cluster"),
+        (["--hidden-size", "64"], "--hidden-size 64 has no effect without --cluster"),
+        (["--non-expert-ms", "3"], "--non-expert-ms 3.0 has no effect without --cluster"),
+        ([*COSTS, "--non-expert-ms", "nan"], "nan must be a number from 0"),
+        ([*COSTS, "--non-expert-ms", "-4"], "-4 must be a number from 0"),
+        (["--micro-batches", "2"], "--micro-batches 2 has no effect on"),
+        (["--stages", "2"], "--stages 2 has no effect on"),
+        (["--ranks", "0"], "0 must be a whole number from 1"),
+        (["--slots", "7"], "--slots 7 must be at most 6: of 8 experts each of 4 ranks has 2 at home"),
+        (["--slots", "1000000000"], "must be a whole number from 0 to 1,000,000"),
         (["--ranks", "3"], "4 source ranks, not a multiple or a part of 3"),
-        (["--slots", "-1"], "slots=-1"),
+        (["--slots", "-1"], "-1 must be a whole number from 0"),
         (["--cluster", "h200-8x400g"], "needs --hidden-size"),
         ([*COSTS[2:], "--cluster", "h300"], "unknown cluster preset 'h300'"),
     ],
@@ -72,3 +80,32 @@ def test_what_holds_no_loads(trace, tmp_path, capsys):
     ):
         assert main(arguments) == 2
         assert says in capsys.readouterr().err
+
+
+def test_files_that_hold_no_numbers_are_named(tmp_path, capsys):
+    """No line advises what no flag offers, such as to load pickles."""
+    (tmp_path / "text.npz").write_text("no arrays\n")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    np.save(tmp_path / "objects.npy", np.array([{}, None], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "objects.npz", counts=np.array([{}, None], dtype=object))
+    for name, says in (
+        ("text.npz", "is cut short or no .npz"),
+        ("one.npy", "has no array 'counts'"),
+        ("objects.npy", "holds Python objects"),
+        ("objects.npz", "holds Python objects"),
+    ):
+        assert main(["--trace", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert says in error and str(tmp_path / name) in error and error.count("\n") == 1
+        assert "pickle" not in error
+
+
+def test_what_is_saved_has_the_name_that_was_given(trace, tmp_path, capsys):
+    assert main(["--trace", str(trace), "--save", str(tmp_path / "saved")]) == 0
+    assert read_load_trace(tmp_path / "saved").counts.shape == (5, 4, 2, 2, 8)
+    capsys.readouterr()
+    for path, says in ((tmp_path, "it is a folder"), (trace, "which this command reads")):
+        assert main(["--trace", str(trace), "--save", str(path)]) == 2
+        out, error = capsys.readouterr()
+        assert says in error and error.count("\n") == 1 and "planner" not in out
+    assert read_load_trace(trace).counts.shape == (5, 4, 2, 2, 8)

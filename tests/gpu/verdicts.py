@@ -60,13 +60,15 @@ def write_entry(verdicts: list[Verdict], log: Path, date: str, device: str, abou
 
     log: the folder. date: YYYY-MM-DD. device: in words. about: lines on commit, machine, command.
     """
+    from balancing.files import write_text  # needs NumPy, and the list of parts shows without it
+
     number, path = 1, log / f"{date}-gpu.md"
     while path.exists():
         number += 1
         path = log / f"{date}-gpu-{number}.md"
     said = title(verdicts, device)
     lines = [f"# {said}", "", *about, "", table(verdicts), ""]
-    path.write_text("\n".join(lines))
+    write_text(path, "\n".join(lines))
     index = log / "README.md"
     text, line = index.read_text(), f"- [{said}]({path.name})\n"
     heading = f"## {date}\n\n"
@@ -76,5 +78,5 @@ def write_entry(verdicts: list[Verdict], log: Path, date: str, device: str, abou
         days = re.search(r"^## \d{4}-", text, re.M)
         at = days.start() if days else len(text)
         text = f"{text[:at]}{heading}{line}\n{text[at:]}"
-    index.write_text(text)
+    write_text(index, text)
     return path

@@ -191,17 +191,28 @@ def test_weighs_a_given_layout_and_other_sizes(recorded, capsys):
     [
         (["--layout", "Ett|tt|tt|tL"], "has 7 layers, the model 8: it drops 1"),
         (["--stages", "9", "--min-layers", "1"], "8 layers cannot fill 9 stages"),
-        (["--stages", "0"], "stages=0 must be a whole number of at least 1"),
+        (["--stages", "0"], "--stages: 0 must be a whole number from 1 to 4,096"),
         (["--method", "diffusion", "--virtual", "2"], "plans one chunk a stage"),
-        (["--repack-throughput-floor", "5"], "there is nothing to release"),
+        (["--repack-throughput-floor", "0.9", "--repack-min-stages", "4"], "there is nothing to release"),
+        (["--repack-throughput-floor", "nan"], "nan must be a number above 0, at most 1"),
+        (["--stages", "1000000000"], "must be a whole number from 1 to 4,096"),
+        (["--stages", "12"], "12 stages of 1 chunks are more than the 8 layers"),
+        (["--micro-batches", "1000000000"], "from 1 to 100,000"),
+        (["--virtual", "100000000"], "from 1 to 4,096"),
+        (["--mtp-layers", "1000000000"], "from 0 to 64"),
+        (["--memory-limit", "nan"], "nan must be a number above 0"),
+        (["--repack-min-stages", "2"], "--repack-min-stages 2 has no effect without --repack"),
+        (["--layout", "Ett|tt|tt|ttL", "--method", "uniform"], "--method uniform has no effect on a given --layout"),
+        (["--layout", "Ett|tt|tt|ttL", "--memory-limit", "8"], "--memory-limit 8.0 has no effect on a given --layout"),
         (["--repack", "--repack-min-stages", "5"], "min_stages=5"),
         (["--memory-limit", "1"], "no plan keeps to memory_limit 1,000,000,000 bytes on 4 stages"),
         (["--stages", "2", "--virtual", "2", "--micro-batches", "3"], "last group of 1"),
     ],
 )
 def test_bad_input_ends_in_one_line(recorded, capsys, arguments, message):
-    code, _, err = command(capsys, recorded, *arguments)
+    code, out, err = command(capsys, recorded, *arguments)
     assert code == 2 and message in err and err.count("\n") == 1
+    assert not out or "there is nothing to release" in err, "an error of the flags came after a table"
 
 
 def test_memory_is_estimated_on_the_safe_side(tmp_path, capsys):

@@ -92,7 +92,7 @@ def test_dealt_micro_batches_are_told_by_the_step_that_they_make(tmp_path):
             log.write(observe(BEFORE.record(iteration)) + [spread(iteration, stage) | steps for stage in (0, 1)])
         log.write([spread(3, 0) | {"micro_batch_step_before": float("nan"), "micro_batch_step_after": 1.0}])
     history = read_history(tmp_path)
-    assert history.damaged == 1
+    assert history.damage.count == 1
     summary = summarize(history)
     row = gain_rows(summary)[-1]
     assert (row.balancer, row.before, row.after) == ("sequences", "1.06x", "0.96x"), "the first ones warm up"
@@ -193,7 +193,7 @@ def test_a_line_of_an_older_or_broken_run_is_no_reason_to_stop(tmp_path):
         log.write([spread(2, 0) | {"ordered_after": [1.0]}])
         log.write([spread(2, 0) | {"ordered_after": [], "ordered_before": []}])
     history = read_history(tmp_path)
-    assert history.damaged == 5
+    assert history.damage.count == 5
     summary = summarize(history)
     assert [gain.balancer for gain in summary.gains] == ["experts"]
     assert summary.share_expert_homes == {} and "1.60x" in page(history, summary)

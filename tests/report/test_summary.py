@@ -139,7 +139,7 @@ def test_damaged_lines_are_counted_and_unknown_ones_accepted(tmp_path):
         ):  # fmt: skip
             file.write(line + ("" if line == json.dumps(good)[:80] else "\n"))
     history = read_history(tmp_path)
-    assert history.damaged == 9 and history.iterations == [1, 2, 3, 4, 5, 6, 7]
+    assert history.damage.count == 9 and history.iterations == [1, 2, 3, 4, 5, 6, 7]
     summary = summarize(history)
     assert summary.actions["experts"].counts == {"teleport": 1} and summary.actions["experts"].moved_bytes == 99
     text = page(history, summary)
@@ -309,8 +309,8 @@ def test_command_refuses_bad_input_in_one_line(tmp_path, command):
     for arguments, words in (
         ([tmp_path / "missing"], "missing is not a directory"),
         ([none], "holds no events.jsonl"),
-        ([empty], "it is empty"),
-        ([damaged], "none of its 2 lines"),
+        ([empty], "is empty"),
+        ([damaged], "is damaged: all of its 2 lines (line 1: "),
         ([good, "--html", none], "cannot write"),
         ([good, "--colour"], "--colour"),
         ([], "DIR"),

@@ -396,7 +396,7 @@ def test_ranks_on_two_nodes_measure_the_nic(pool, tmp_path):
 
 
 def test_ranks_out_of_order_are_refused_by_every_rank(pool):
-    assert pool.run(2, _measure_on_rank, {"LOCAL_RANK": "0"}, "--measure", "--device", "cpu") == [1, 1]
+    assert pool.run(2, _measure_on_rank, {"LOCAL_RANK": "0"}, "--measure", "--device", "cpu") == [2, 2]
     for output in pool.output:
         assert "rank 1 is number 0 on a node of 2" in output and "Traceback" not in output
 
@@ -405,9 +405,13 @@ def test_ranks_out_of_order_are_refused_by_every_rank(pool):
     ("arguments", "pattern"),
     [
         (["--preset", "h100"], "unknown cluster preset 'h100'"),
-        (["--preset", "h200-8x400g", "--nodes", "0"], "nodes=0"),
-        (["--measure", "--nodes", "2"], "--nodes goes with --preset"),
-        (["--measure", "--json", "/proc/absent/cluster.json"], "/proc/absent/cluster.json cannot be written"),
+        (["--preset", "h200-8x400g", "--nodes", "0"], "--nodes: 0 must be a whole number from 1"),
+        (["--measure", "--nodes", "2"], "--nodes 2 has no effect with --measure"),
+        (["--preset", "h200-8x400g", "--device", "cpu"], "--device cpu has no effect with --preset"),
+        (
+            ["--measure", "--json", "/proc/absent/cluster.json"],
+            "there is no folder /proc/absent",
+        ),
         pytest.param(
             ["--measure", "--device", "cuda"],
             "finds no CUDA device",
@@ -417,9 +421,10 @@ def test_ranks_out_of_order_are_refused_by_every_rank(pool):
 )
 def test_bad_command_lines_say_why_in_one_line(arguments, pattern, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     errors = capsys.readouterr().err
     assert pattern in errors and errors.count("\n") == 1
+    assert errors.startswith("python -m balancing.cluster: error: ")
 
 
 def test_the_command_line_shows_and_writes_a_preset(tmp_path, capsys, monkeypatch):

@@ -278,8 +278,8 @@ def test_broken_surroundings_do_not_break_the_doctor(tmp_path):
         (tmp_path / name / "__init__.py").write_text(body + "\n")
     done = _doctor("--json", PYTHONPATH=str(tmp_path), SLURM_TASKS_PER_NODE="8(x3),4")
     facts = json.loads(done.stdout)
-    assert done.returncode == 1 and not facts["can_train"]
-    assert done.stderr.startswith("balancing.doctor: megatron-core 0.18.0 in ")
+    assert done.returncode == 2 and not facts["can_train"]
+    assert done.stderr.startswith("python -m balancing.doctor: error: megatron-core 0.18.0 in ")
     assert done.stderr.count("\n") == 1
     assert facts["transformer_engine"]["error"].endswith("Aborted")
     assert facts["flash_attn"]["error"] == "ZeroDivisionError: division by zero"
@@ -289,8 +289,11 @@ def test_broken_surroundings_do_not_break_the_doctor(tmp_path):
 
 def test_it_speaks_where_nothing_is_installed():
     done = _doctor(python=("-S",))  # no site-packages: no torch, no rich
-    assert done.returncode == 1
-    assert done.stderr.startswith("balancing.doctor: torch is not installed") and done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert (
+        done.stderr.startswith("python -m balancing.doctor: error: torch is not installed")
+        and done.stderr.count("\n") == 1
+    )
     assert "cannot train yet" in done.stdout
 
 

@@ -57,7 +57,7 @@ def assert_refused(result, *words, folder=None):
     """One line on stderr that holds `words`, a non-zero status, and nothing written into `folder`."""
     status, _, err = result
     assert status != 0
-    assert err.count("\n") == 1 and err.startswith("prepare_data.py: "), err
+    assert err.count("\n") == 1 and err.startswith("prepare_data.py: error: "), err
     for word in words:
         assert word in err
     if folder is not None:
@@ -163,7 +163,7 @@ def test_training_flags_it_prints_name_the_same_special_tokens(prepare_data):
     """The NullTokenizer that the summary recommends agrees with the byte-level tokenizer that wrote the data."""
     from megatron.core.tokenizers import MegatronTokenizer
 
-    args = prepare_data.parse(["--stdlib", "--output-prefix", "unused"])
+    args = prepare_data.build_parser().parse_args(["--stdlib", "--output-prefix", "unused"])
     ours = prepare_data.build_tokenizer(args)
     null = MegatronTokenizer.from_pretrained(
         metadata_path={"library": "null-text"},
@@ -289,7 +289,7 @@ def test_a_terminated_run_leaves_no_files_and_no_workers(tmp_path):
                 while len(workers := psutil.Process(process.pid).children()) < 2:
                     assert process.poll() is None
                     time.sleep(0.02)
-                assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.partial.bin"]
+                assert [path.suffix for path in (tmp_path / "out").iterdir()] == [".part", ".part"]
                 process.terminate()
                 assert process.wait(PATIENCE) == 143
         finally:
@@ -305,7 +305,7 @@ def test_a_terminated_run_leaves_no_files_and_no_workers(tmp_path):
         (["--stdlib"], ["--output-prefix"]),
         (["--output-prefix", "x"], ["--input", "--stdlib"]),
         (["--stdlib", "--input", "x", "--output-prefix", "x"], ["--stdlib", "not allowed with"]),
-        (["--stdlib", "--output-prefix", "x", "--workers", "0"], ["--workers", "'0'"]),
+        (["--stdlib", "--output-prefix", "x", "--workers", "0"], ["--workers: 0 must be a whole number from 1"]),
         (["--stdlib", "--output-prefix", "x", "--tokenizer-type", "Nonsense"], ["'Nonsense'", "ByteLevelTokenizer"]),
         (["--stdlib", "--output-prefix", "x", "--no-such-flag"], ["--no-such-flag"]),
     ],

@@ -194,7 +194,7 @@ def test_a_report_is_forecast(tmp_path, capsys):
     "arguments, says",
     [
         ([], "give one of DIR"),
-        (["missing"], "missing"),
+        (["missing"], "missing is not a directory"),
         (["--", *EXPERTS.split()], "which machine"),
         (["--cluster", "h100-8x400g", "--", *EXPERTS.split()], "how many GPUs"),
         (["--cluster", "h100-8x400g", "--gpus", "many", "--", *EXPERTS.split()], "--gpus many"),
@@ -202,6 +202,14 @@ def test_a_report_is_forecast(tmp_path, capsys):
         (["--routing", "hot", *FLAGS], "unknown routing 'hot'"),
         (["--lengths", "short", *FLAGS], "unknown --lengths 'short'"),
         (["--cluster", "h100-8x400g", "--gpus", "12", "--", *EXPERTS.split()], "12 GPUs"),
+        (["--iterations", "-5", *FLAGS], "-5 must be a whole number from 1"),
+        (["--iterations", "5", *FLAGS, "--freeze-layers", "2"], "--iterations 5 has no effect with --freeze-layers 2"),
+        (["--gpus", "1000000000000", "--cluster", "h100-8x400g", "--", *EXPERTS.split()], "from 1 to 1,000,000"),
+        (["--routing", "laer", "--cluster", "h100-8x400g", "--gpus", "16", "--", *LONG.split()], "without experts"),
+        (["DIR", "--lengths", "prolong"], "--lengths prolong has no effect on a recorded run"),
+        (["DIR", "--routing", "dodoco-mha"], "--routing dodoco-mha has no effect on a recorded run"),
+        (["DIR", "--cluster", "c.json"], "--cluster c.json has no effect on a recorded run"),
+        (["--json", "same", "--html", "same", *FLAGS], "--html and --json both name same"),
         (["--recipe", "no.json", "--cluster", "h100-8x400g"], "no.json"),
     ],
 )
@@ -209,3 +217,18 @@ def test_bad_input_is_one_line(arguments, says, capsys):
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+def test_files_of_lengths(tmp_path, capsys):
+    np.save(tmp_path / "square.npy", np.ones((3, 3)))
+    np.save(tmp_path / "objects.npy", np.array([{}, None], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "empty.npz")
+    for name, says in (
+        ("square.npy", "has shape (3, 3)"),
+        ("objects.npy", "holds Python objects"),
+        ("empty.npz", "has shape (0,)"),
+        ("none.npy", "cannot be read: No such file"),
+    ):
+        assert main(["--lengths", str(tmp_path / name), *FLAGS]) == 2
+        said = capsys.readouterr().err
+        assert says in said and str(tmp_path / name) in said and said.count("\n") == 1

@@ -29,6 +29,8 @@ __all__ = ["Action", "Operation", "PipelineMessage", "ScheduleOptions", "operati
 
 Kind = Literal["forward", "backward"]
 
+MOST_FORWARDS = 1_000_000  # of all ranks in a step; takes two minutes
+
 
 class Operation(NamedTuple):
     """One pass of one micro-batch through one chunk of the rank that runs it."""
@@ -130,6 +132,11 @@ def _check(ranks: int, micro_batches: int, chunks: int, group: int, overlap: boo
     for name, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
         if value < 1:
             raise ValueError(f"{name} is {value}, but a pipeline schedule needs at least 1")
+    if (forwards := ranks * micro_batches * chunks) > MOST_FORWARDS:
+        raise ValueError(
+            f"{micro_batches:,} micro-batches through {ranks:,} stages of {chunks:,} chunks are {forwards:,} forward "
+            f"passes, of which at most {MOST_FORWARDS:,} are simulated; use fewer micro-batches"
+        )
     if chunks == 1:
         if overlap:
             raise ValueError(

@@ -1,0 +1,178 @@
+"""Files: written whole or not at all, over nothing that is not meant, and read within bounds.
+
+Every file that this package writes goes through `output`: a killed command or a full disk leaves the old file or none
+under its name, never half of the new one. Only regular files are replaced. What two programs append to, as the event
+log, is opened after `check_output`.
+"""
+
+import json
+import os
+import stat
+import sys
+import uuid
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO
+
+import numpy as np
+
+__all__ = ["check_output", "output", "parse_json", "read_arrays", "read_text", "write_text"]
+
+MOST_BYTES = 256 << 20  # of a text that is read in one piece
+
+StrPath = str | os.PathLike[str]
+
+
+def check_output(path: StrPath, inputs: Iterable[StrPath] = ()) -> str | None:
+    """The file that `path` leads to, symlinks followed; None for a device or a FIFO, and for what this process prints
+    to, which are written through.
+
+    path: to be written; it may be absent.
+    inputs: files that the command reads, or has written already.
+
+    Raises ValueError, one line, for a folder, an input, a block device, and a place that cannot be written to.
+    """
+    try:
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            target = os.path.realpath(path)
+            folder = os.path.dirname(target)
+            if not os.path.basename(os.fspath(path)) or not os.path.isdir(folder):
+                raise _unwritable(path, f"there is no folder {folder}") from None
+            if not os.access(folder, os.W_OK):
+                raise _unwritable(path, f"the folder {folder} is not writable") from None
+            return target
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from error
+    if stat.S_ISDIR(found.st_mode):
+        raise _unwritable(path, "it is a folder")
+    for name in inputs:
+        with suppress(OSError):
+            if os.path.samestat(os.stat(name), found) and not stat.S_ISCHR(found.st_mode):
+                raise _unwritable(path, f"it is {os.fspath(name)}, which this command reads or writes")
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISCHR(found.st_mode) and not stat.S_ISFIFO(found.st_mode):
+        raise _unwritable(path, "it is neither a file nor a terminal, pipe or character device")
+    if not os.access(path, os.W_OK):
+        raise _unwritable(path, "it is read-only")
+    return os.path.realpath(path) if stat.S_ISREG(found.st_mode) and _printed_to(path) is None else None
+
+
+@contextmanager
+def output(path: StrPath, inputs: Iterable[StrPath] = ()) -> Iterator[BinaryIO]:
+    """A binary file to write to in a `with` statement, which becomes `path` at its end. Whatever ends the statement
+    early leaves `path` as it was.
+
+    The bytes go to a temporary file beside `path`, the `name` of the file, and are on the disk before it takes its
+    place. A file that is replaced keeps its permissions, and a symlink its target. path and inputs as for
+    `check_output`.
+
+    Raises ValueError, one line that names `path`, as `check_output` does, and where writing fails.
+    """
+    target = check_output(path, inputs)
+    name = os.fspath(path)
+    part = name if target is None else f"{os.path.dirname(target)}/.{os.getpid()}-{uuid.uuid4().hex[:8]}.part"
+    try:
+        if target is None:
+            with _through(name) as file:
+                yield file
+            return
+        try:
+            with open(part, "xb") as file:
+                yield file
+                file.flush()
+                with suppress(FileNotFoundError):
+                    before = os.stat(target)
+                    os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
+                    with suppress(PermissionError):
+                        os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fsync(file.fileno())
+            os.replace(part, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
+    except OSError as error:
+        if error.filename not in (None, part):  # of a file that is read while this one is written
+            raise
+        raise _unwritable(path, error.strerror or str(error)) from error
+
+
+def write_text(path: StrPath, text: str, inputs: Iterable[StrPath] = ()) -> None:
+    """Write `text` with `output`. Names that are no Unicode are escaped."""
+    with output(path, inputs) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def read_text(path: StrPath) -> str:
+    """The text of a regular file. Raises ValueError, one line without the path, where it cannot be had."""
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("cannot be read: it is no regular file; name a file")
+        if found.st_size > MOST_BYTES:
+            raise ValueError(f"has {found.st_size:,} bytes, of which at most {MOST_BYTES:,} are read; name another")
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}; name a file that can") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is no text in UTF-8: {error}") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, where ValueError is raised for whatever is wrong, deep nesting included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+
+
+def read_arrays(path: StrPath) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, or the one of an .npy file as "array". Nothing in the file is run.
+
+    Raises ValueError, one line that names the file, if it is missing, truncated or another.
+    """
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"array": loaded}
+        with loaded:
+            return {name: loaded[name] for name in loaded}
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}; name a file that can") from error
+    except MemoryError as error:
+        raise ValueError(f"{path} has arrays larger than the memory here; name another") from error
+    except (ValueError, TypeError, SyntaxError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        # NumPy takes what is no array for a pickle, and advises to run it.
+        why = "holds Python objects" if "allow_pickle" in str(error) and _is_numpy(path) else "is cut short or no .npz"
+        raise ValueError(f"{path} {why}; give an .npz or .npy file of numbers") from error
+
+
+def _is_numpy(path: StrPath) -> bool:
+    with open(path, "rb") as file:
+        return file.read(6).startswith((b"\x93NUMPY", b"PK\x03\x04"))
+
+
+def _unwritable(path: StrPath, why: str | None) -> ValueError:
+    return ValueError(f"cannot write {os.fspath(path)}: {why}; name another file")
+
+
+def _printed_to(path: StrPath) -> int | None:
+    """The descriptor by which this process prints to `path`; None if it does not."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+    return None
+
+
+def _through(path: str) -> BinaryIO:
+    descriptor = _printed_to(path)
+    if descriptor is None:
+        return open(path, "wb")
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return os.fdopen(os.dup(descriptor), "wb")
