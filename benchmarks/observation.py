@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from balancing.files import write_text
+
 RANKS = 4
 MODEL = (
     "--device cpu --num-layers 8 --hidden-size 192 --num-attention-heads 4 --seq-length 256 "
@@ -108,7 +110,7 @@ def main() -> None:
             f"{row['wall_ratio']:>10.4f} {row['cpu_ratio']:>9.4f}"
         )
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(options.json, json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

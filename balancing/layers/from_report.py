@@ -66,10 +66,10 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
                          "layers, the embedding and the head")  # fmt: skip
     stage, chunk = costs.stage[numbered], costs.chunk[numbered]
     stages, virtual = summary.stage_count, 1 + int(chunk.max())
-    if stage.max() >= stages or stages * virtual > len(stage) + 3:
+    if stages * virtual > len(stage) + 3:  # embedding, prediction and head may stand alone
         raise ValueError(
-            f"{directory} has {len(stage)} layers up to stage {stage.max()} and chunk {virtual - 1}, but {stages} "
-            "pipeline stages; its lines are of different runs: record the run again"
+            f"{directory} has {len(stage)} layers in {stages} stages of {virtual} chunks, more than they fill; record "
+            "the run again"
         )
     counts = np.zeros((stages, virtual), dtype=int)
     np.add.at(counts, (stage, chunk), 1)

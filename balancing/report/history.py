@@ -260,6 +260,7 @@ def read_history(directory: str | os.PathLike[str]) -> History:
     if not path.is_file():
         raise ValueError(f"{path} is no regular file; give the directory that --balance-report named")
     history = History(directory)
+    number_of: dict[int, int] = {}  # iteration -> number of its line of layers
     try:
         for number, text in _lines(path):
             line = None
@@ -268,12 +269,19 @@ def read_history(directory: str | os.PathLike[str]) -> History:
                     raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")
                 line = parse_json(text)
                 history.keep(line)
+                if history.layers.get(line["iteration"]) is line:
+                    number_of[line["iteration"]] = number
             except KeyError as error:
                 history.damage.add(number, line, f"it has no {error.args[0]!r}")
             except (TypeError, ValueError, OverflowError) as error:
                 history.damage.add(number, line, str(error))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; name a directory that can be read") from error
+    for iteration, line in list(history.layers.items()):
+        known = history.stages.get(iteration) or next(reversed(history.stages.values()), None)
+        if known is not None and (stage := line["stage"].max()) >= (stages := len(known["busy_s"])):
+            del history.layers[iteration]
+            history.damage.add(number_of[iteration], line, f"stage names stage {stage} of {stages} from 0")
     if not history.iterations and not history.actions:
         if history.damage:
             raise ValueError(

@@ -135,7 +135,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceIteration]:
                 args = line["args"]
                 start = (line["ts"] - begin[args["iteration"]]) / 1e6
                 seconds, busy = line["dur"] / 1e6, args["busy_us"] / 1e6
-                if not max(abs(start), abs(seconds), abs(busy)) <= _MOST_SECONDS:
+                if not all(abs(time) <= _MOST_SECONDS for time in (start, seconds, busy)):
                     raise ValueError(f"a span takes {seconds} seconds")
                 iterations[args["iteration"]].spans[line["pid"]].append(
                     Span(line["cat"], args["layer"], args["chunk"], args["micro_batch"], start, seconds, busy)

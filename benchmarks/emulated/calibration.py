@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from balancing.files import write_text
 from balancing.layers import simulate_schedule
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate, parse_rate
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print(rows)
     if options.json:
         table = [asdict(row) | {"ratio": row.ratio, "within": row.within} for row in rows]
-        Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n")
+        write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
     if options.figure:
         _draw(rows, options.figure)
     return 0 if all(row.within for row in rows) else 1

@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from balancing.files import write_text
 from balancing.sequences import limit_seconds
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
@@ -333,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
             "routing": [asdict(row) | {"gain": row.gain} for row in routing],
         }
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        write_text(options.json, json.dumps(content, indent=1) + "\n")
     if options.figure:
         _draw(rows, options.figure)
     return 0 if all(met for *_, met in checks) else 1

@@ -33,7 +33,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -44,6 +43,7 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balancing.cluster import Cluster
+from balancing.files import write_text
 from balancing.sequences import AttentionShape, SequencePlan, Statistics, compile_rank, plan_sequences, step_cost
 from balancing.sequences.engine import attention
 from balancing.sequences.engine.attention_call import AttentionCall
@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = launches(known, sizes, 1 if options.quick else 2, 5, progress, shape)
             rows += modelled(known, sizes, 1 if options.quick else 4, shape)
         if options.json:
-            Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+            write_text(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     except (ValueError, OSError) as error:
         print(f"launches: {error}", file=sys.stderr)
         return 2

@@ -37,6 +37,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from balancing.cluster import Cluster
+from balancing.files import write_text
 from balancing.layers import simulate_schedule
 from balancing.sequences import (
     AttentionShape,
@@ -279,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += _emulated(known, options.quick)
         if options.json:
             table = [asdict(row) | {"met": row.met} for row in rows]
-            Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+            write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
     except (ValueError, OSError, RankFailed, RunTimeout) as error:
         print(f"micro_batches: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
         return 2

@@ -34,6 +34,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from balancing.cluster import Cluster
+from balancing.files import write_text
 from balancing.sequences import (
     AttentionShape,
     SequencePlan,
@@ -311,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += times(5 if options.quick else 10, progress)
         if options.json:
             table = [asdict(row) | {"met": row.met} for row in rows]
-            Path(options.json).write_text(json.dumps({"load": load, "rows": table}, indent=1) + "\n", encoding="utf-8")
+            write_text(options.json, json.dumps({"load": load, "rows": table}, indent=1) + "\n")
     except (ValueError, OSError) as error:
         print(f"sequences: {error}", file=sys.stderr)
         return 2

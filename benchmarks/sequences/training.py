@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from balancing.files import write_text
 from benchmarks.pinned import prepare_corpus, step_milliseconds
 
 MODEL = (
@@ -87,7 +88,7 @@ def main() -> None:
             f"{row['sent_bytes'] / 1e6:>8.1f} {row['steps']:>5}"
         )
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(options.json, json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
