@@ -263,7 +263,7 @@ def read_history(directory: str | os.PathLike[str]) -> History:
     number_of: dict[int, int] = {}  # iteration -> number of its line of layers
     try:
         for number, text in _lines(path):
-            line = None
+            line: Any = None
             try:
                 if len(text) > MOST_LINE_BYTES:
                     raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")
@@ -277,11 +277,11 @@ def read_history(directory: str | os.PathLike[str]) -> History:
                 history.damage.add(number, line, str(error))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; name a directory that can be read") from error
-    for iteration, line in list(history.layers.items()):
+    for iteration, layers in list(history.layers.items()):
         known = history.stages.get(iteration) or next(reversed(history.stages.values()), None)
-        if known is not None and (stage := line["stage"].max()) >= (stages := len(known["busy_s"])):
+        if known is not None and (stage := layers["stage"].max()) >= (stages := len(known["busy_s"])):
             del history.layers[iteration]
-            history.damage.add(number_of[iteration], line, f"stage names stage {stage} of {stages} from 0")
+            history.damage.add(number_of[iteration], layers, f"stage names stage {stage} of {stages} from 0")
     if not history.iterations and not history.actions:
         if history.damage:
             raise ValueError(
