@@ -7,6 +7,7 @@ plan's cost to that of no plan is what `balancing.experts` and `balancing.sequen
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,8 @@ __all__ = ["ROUTING", "ExpertLoads", "SequenceLoads", "batch_loads", "expert_loa
 # Published skews. "rank": the busiest rank over the mean; "gini": the Gini coefficient of the experts' loads.
 # dodoco: arXiv 2605.20982, five checkpoints on real text, by kind of attention. laer: mean of the runs that LAER-MoE
 # (arXiv 2602.11686) published, Mixtral with 16 experts, 4 expert-parallel ranks. ultraep: the ends of UltraEP's range
-# in training and prefill of models of 106 to 671 billion parameters.
+# in training and prefill of models of 106 to 671 billion parameters, the lower of which is DeepSeek-V3's training, and
+# the training of GLM4.5-106B and Qwen3-235B.
 ROUTING: dict[str, tuple[str, float]] = {
     "even": ("rank", 1.0),
     "dodoco-mha": ("gini", 0.105),
@@ -37,8 +39,16 @@ ROUTING: dict[str, tuple[str, float]] = {
     "dodoco-mla": ("gini", 0.24),
     "laer": ("rank", 1.73),
     "ultraep-low": ("rank", 1.30),
+    "ultraep-glm": ("rank", 2.23),
+    "ultraep-qwen3": ("rank", 2.86),
     "ultraep-high": ("rank", 4.01),
 }
+# Layers of one model differ: the logarithm of their imbalance, less the even 1, varies by this standard deviation. In
+# the public record of SmartMoE (ATC'23) it is 0.43, 0.36 and 0.31 over 12 layers on 8, 16 and 32 ranks; LAER-MoE's 24
+# layers range from 1.28 to 2.43, which is 0.41. Micro-batches of one step vary by less than 1 % in SmartMoE's record
+# and count as equal.
+_LAYERS_APART = 0.4
+_MOST_IMBALANCE = 0.9  # of the ranks, which all tokens on one would be
 # Total variation of popularity between consecutive steps, which placements are planned over: LAER-MoE's, 16 experts.
 _DRIFT = 0.062
 _SLOTS = 2  # --expert-replica-slots
@@ -53,8 +63,8 @@ _ATTENTION_ACHIEVED = 0.6  # that `balancing.sequences.cost` takes
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """Of each sampled layer: (forward, backward) seconds of experts and exchanges, without replicas and with them; and
-    the busiest rank over the mean, without and with."""
+    """Of each layer with experts, in turn: (forward, backward) seconds of experts and exchanges, without replicas and
+    with them; and the busiest rank over the mean, without and with."""
 
     seconds: tuple[tuple[tuple[float, float], tuple[float, float]], ...]
     imbalance: tuple[float, float]
@@ -140,6 +150,9 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
         # The gate leaves a layer without replicas that would not gain.
         seconds.append((found[0], min(found, key=sum)))
     memory = _SLOTS * shape.parameters / job.expert_tensor * (2 * 2 + 4)  # two sets of weights, one of gradients
+    if not isinstance(routing, LoadTrace):  # any layer of the model may be any of these, so stages differ, too
+        order = generator.permutation(np.resize(np.arange(len(seconds)), int(job.is_moe.sum())))
+        seconds = [seconds[at] for at in order]
     return ExpertLoads(tuple(seconds), (float(np.mean(before)), float(np.mean(after))), memory)
 
 
@@ -154,20 +167,29 @@ def _loads(
             raise ValueError("one record tells nothing of the next; the trace needs at least two")
         pick = np.unique(np.linspace(0, counts.shape[2] - 1, _LAYERS).astype(int))
         at = len(counts) // 2
-        # Placements are made for the mean micro-batch of a step, which then serves all micro-batches of the next.
-        return [(counts[at - 1, :, layer].mean(1), counts[at, :, layer, 0]) for layer in pick]
+        # The record may have other numbers of tokens than the job. Placements are made for the mean micro-batch of a
+        # step, which then serves all micro-batches of the next.
+        scaled = per_rank / max(1.0, float(counts[at - 1 : at + 1].sum(-1).mean()))
+        return [
+            (counts[at - 1, :, layer].mean(1) * scaled, np.rint(counts[at, :, layer, 0] * scaled).astype(np.int64))
+            for layer in pick
+        ]
     if routing not in ROUTING:
         raise ValueError(f"unknown routing {routing!r}; known: {', '.join(ROUTING)}, or a file of recorded loads")
     kind, value = ROUTING[routing]
     found = []
-    for _ in range(_LAYERS):
+    spread = NormalDist(0, _LAYERS_APART)
+    apart = np.exp([spread.inv_cdf((at + 0.5) / _LAYERS) for at in range(_LAYERS)])
+    for each in apart / apart.mean():
         if kind == "gini":
             popularity = gini_popularity(experts, value, generator)
         else:
-            popularity = zipf_popularity(experts, ranks, value, generator)
-        later = drifted(popularity, _DRIFT, generator)
+            most = max(value, _MOST_IMBALANCE * ranks)
+            popularity = zipf_popularity(experts, ranks, min(1 + (value - 1) * each, most), generator)
+        # The load has the skew that was published; the step before was as far from it as the next will be.
+        past = drifted(popularity, _DRIFT, generator)
         found.append(
-            (sampled_load(popularity, ranks, per_rank, generator), sampled_load(later, ranks, per_rank, generator))
+            (sampled_load(past, ranks, per_rank, generator), sampled_load(popularity, ranks, per_rank, generator))
         )
     return found
 

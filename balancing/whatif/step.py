@@ -31,8 +31,10 @@ _BYTES = 2  # of bf16
 _FLOPS_OF_A_BYTE, _AMPERE_FLOPS_OF_A_BYTE, _AMPERE_FLOPS = 230.0, 125.0, 400e12
 _ATTENTION_BACKWARD = 2.5  # over forward, of flash attention; linear layers take 2
 # Bytes of device memory, over those of an activation of width hidden, that norms, residuals, rotary embedding and
-# dropout of a layer read and write forward; over those of an MLP's second input, that its activation does.
-_HIDDEN_TRIPS, _FFN_TRIPS, _PERMUTE_TRIPS, _LOGIT_TRIPS = 14.0, 4.0, 6.0, 6.0
+# dropout of a layer read and write forward; over those of an MLP's second input, that its activation does. Copies of
+# tokens are written before they are sent and read when they are back; a rank sorts those that it receives by expert,
+# and back, and each time reads and writes them.
+_HIDDEN_TRIPS, _FFN_TRIPS, _SENT_TRIPS, _SORT_TRIPS, _LOGIT_TRIPS = 14.0, 4.0, 2.0, 4.0, 6.0
 _SCORE_TRIPS = 4.0  # of scores of attention that is not flash attention: its dropout, softmax, mask and two products
 _OPTIMIZER_BYTES = 28.0  # that Adam reads and writes for a parameter: master, two moments, gradient, bf16 weight
 _GRADIENT_BYTES = 12.0  # of a weight and its float32 gradient that a micro-batch reads and writes
@@ -50,7 +52,8 @@ class Efficiency:
     overlapped: these shares where a job overlaps that communication, over the same without.
     layer_seconds: of a layer and micro-batch, forward and backward, whatever its size.
     host_seconds: least of a layer with experts and micro-batch, whose many kernels the host starts.
-    ampere: times that an A100 reaches more of its speed than later GPUs.
+    ampere: times that an A100 reaches more of its speed than later GPUs in `linear`. All rows of A100 are dense models;
+        experts so much faster would pass the data sheet.
     """
 
     linear: float
@@ -93,7 +96,8 @@ class LayerWork:
     """Seconds of one layer for one micro-batch on one rank, forward; backward takes `backward` seconds.
 
     attention: of the attention kernel alone.
-    experts: of experts' matrix products and the exchanges of their tokens, which grow with the busiest rank.
+    experts: of experts' matrix products and activation, of sorting their tokens, and of the exchanges: all that grows
+        with the tokens of the busiest rank.
     rest: of everything else.
     """
 
@@ -118,10 +122,9 @@ class StepModel:
 
     def __init__(self, job: Job, cluster: Cluster, efficiency: Efficiency = FITTED):
         self.job, self.cluster, self.efficiency = job, cluster, efficiency
-        gain = efficiency.fp8 if job.fp8_format else 1.0
-        if cluster.flops < _AMPERE_FLOPS:
-            gain = efficiency.ampere
-        self._flops = cluster.flops * efficiency.linear * gain
+        ampere = cluster.flops < _AMPERE_FLOPS
+        gain = efficiency.fp8 if job.fp8_format and not ampere else 1.0
+        self._flops = cluster.flops * efficiency.linear * (efficiency.ampere if ampere else gain)
         self._expert_flops = cluster.flops * efficiency.experts * gain
         of_a_byte = _FLOPS_OF_A_BYTE if cluster.flops > _AMPERE_FLOPS else _AMPERE_FLOPS_OF_A_BYTE
         self._memory = cluster.flops / of_a_byte * efficiency.memory
@@ -212,9 +215,7 @@ class StepModel:
         moved = tokens * _BYTES * (job.hidden_size * _HIDDEN_TRIPS / self._shards + width * _FFN_TRIPS / self.tensor)
         if moe:
             copies = job.moe_router_topk / self._shards
-            moved += tokens * _BYTES * copies * (
-                (job.moe_latent_size or job.hidden_size) * _PERMUTE_TRIPS + job.expert_ffn * _FFN_TRIPS
-            )  # fmt: skip
+            moved += tokens * _BYTES * copies * (job.moe_latent_size or job.hidden_size) * _SENT_TRIPS
         elementwise = moved / self._memory
         weights = self.layer_parameters(moe) * _GRADIENT_BYTES / self._memory
         exchanges = 1 if moe and job.expert_tensor == 1 else 2
@@ -239,9 +240,11 @@ class StepModel:
         return LayerWork(attention, experts, forward, backward)
 
     def expert_compute(self) -> float:
-        """Forward seconds of the matrix products of a layer's experts on one rank under even routing."""
+        """Forward seconds of a layer's experts on one rank under even routing, for tokens that have arrived."""
         job = self.job
-        return 2 * self.expert_parameters * job.moe_router_topk * job.tokens / self.tensor / self._expert_flops
+        products = 2 * self.expert_parameters * job.moe_router_topk * job.tokens / self.tensor / self._expert_flops
+        width = (job.moe_latent_size or job.hidden_size) * _SORT_TRIPS + job.expert_ffn * _FFN_TRIPS
+        return products + job.tokens * _BYTES * job.moe_router_topk / self._shards * width / self._memory
 
     def exchange_seconds(self) -> float:
         """Exposed seconds of one exchange of tokens under even routing."""
@@ -267,7 +270,7 @@ class StepModel:
         return eff.expert_exposed * (eff.overlapped if self.job.overlap_moe_expert_parallel_comm else 1.0)
 
     def expert_seconds(self) -> tuple[float, float]:
-        """Seconds of experts and two exchanges under even routing, forward and backward, where products take twice."""
+        """Seconds of experts and two exchanges under even routing, forward and backward, where compute takes twice."""
         compute, exchanges = self.expert_compute(), 2 * self.exchange_seconds()
         return compute + exchanges, 2 * compute + exchanges
 

@@ -25,38 +25,11 @@ from balancing.sequences.load import area_of_first
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.planners.groups import deal_areas, number_of_groups
 from balancing.sequences.sequence_plan import AttentionShape
-from balancing.whatif.forecast import forecast
-from balancing.whatif.job import read_flags
 from balancing.whatif.lengths import draw_batch
 from balancing.whatif.routing import sampled_load, zipf_popularity
 from benchmarks.whatif.emulated import compare
+from benchmarks.whatif.gains import compare_gains
 from benchmarks.whatif.published import read_published
-
-MIXTRAL = (
-    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
-    "--num-query-groups 8 --swiglu --vocab-size 32000 --seq-length 8192 --micro-batch-size 1 --global-batch-size 128 "
-    "--num-experts 8 --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 --use-distributed-optimizer "
-    "--expert-model-parallel-size 4"
-)
-LLAMA13 = (
-    "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40 --swiglu --vocab-size 32000 "
-    "--seq-length 131072 --micro-batch-size 1 --global-batch-size 64 --context-parallel-size 8 "
-    "--sequence-micro-batches --pipeline-model-parallel-size 8 --use-distributed-optimizer "
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-)
-QWEN30 = (
-    "--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 --group-query-attention "
-    "--num-query-groups 4 --swiglu --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 --vocab-size 151936 "
-    "--seq-length 4096 --micro-batch-size 1 --global-batch-size 256 --moe-token-dispatcher-type alltoall "
-    "--expert-tensor-parallel-size 1 --use-distributed-optimizer --expert-model-parallel-size 8"
-)
-# What was measured, the job and machine nearest to it, the loads, the balancer, and the published gain: times faster.
-GAINS = (
-    ("LAER-MoE, 24 settings, 32 A100", MIXTRAL, "a800-4x200g", 32, "laer", None, "experts", "1.11 to 1.69, mean 1.48"),
-    ("UltraEP, training, low skew", QWEN30, "h100-8x400g", 64, "ultraep-low", None, "experts", "1.49 on all"),
-    ("UltraEP, training, high skew", QWEN30, "h100-8x400g", 64, "ultraep-high", None, "experts", "1.49 on all"),
-    ("dynamic CP, Llama 13B, PP 8 CP 8", LLAMA13, "h100-8x400g", 64, "even", "web", "sequences", "1.25 to 1.48"),
-)
 
 _SEVEN, _SEVENTY = AttentionShape(4096, 32, 8, 32, 14336), AttentionShape(8192, 64, 8, 80, 28672)
 # Jobs whose planners are timed: the model, tokens of a sample, and context-parallel ranks that it is for.
@@ -104,14 +77,13 @@ def _errors() -> None:
 
 
 def _gains() -> None:
-    print(f"{'measured by':36}{'none':>9}{'balanced':>10}{'gain':>7}  {'max / mean':14}published gain")
-    for name, flags, preset, gpus, routing, lengths, balancer, published in GAINS:
-        job, cluster = read_flags(flags.split()).on(gpus), Cluster.from_spec(preset, gpus)
-        found = {one.balancer: one for one in forecast(job, cluster, routing=routing, lengths=lengths)}
-        none, one = found["none"], found[balancer]
-        level = f"{getattr(none, balancer):.2f} to {getattr(one, balancer):.2f}"
-        gain = none.step_seconds / one.step_seconds
-        print(f"{name:36}{none.step_seconds:8.2f}s{one.step_seconds:9.2f}s{gain:7.2f}  {level:14}{published}")
+    print(f"{'measured by':33}{'none':>9}{'balanced':>10}{'gain':>6}  {'published':24}{'even':>5}{'published':>10}"
+          f"{'error':>8}  max / mean")  # fmt: skip
+    for row in compare_gains():
+        seconds = f"{row.none:8.2f}s{row.balanced:9.2f}s{row.none / row.balanced:6.2f}"
+        bound = "" if row.error is None else f"{row.none / row.even:5.2f}{row.published_even:10.2f}{row.error:+8.1%}"
+        level = f"{row.imbalance[0]:.2f} to {row.imbalance[1]:.2f}"
+        print(f"{row.name:33}{seconds}  {row.published:24}{bound:23}  {level}")
 
 
 def _emulated() -> None:

@@ -2,9 +2,11 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from balancing.cluster import PRESETS, Cluster
@@ -12,7 +14,7 @@ from balancing.whatif.forecast import forecast_step
 from balancing.whatif.job import Job, read_flags
 from balancing.whatif.step import FITTED, Efficiency, StepModel
 
-__all__ = ["Published", "read_published"]
+__all__ = ["Published", "machine", "read_published"]
 
 _FILE = Path(__file__).with_name("published.json")
 
@@ -57,13 +59,14 @@ def read_published() -> tuple[Published, ...]:
         gib = row.get("memory_gib")
         found.append(Published(
             row["source"], row["name"], read_flags(shlex.split(row["flags"])).on(row["gpus"]),
-            _cluster(row["cluster"], row["gpus"], content["clusters"]), row["step_seconds"],
+            machine(row["cluster"], row["gpus"], content["clusters"]), row["step_seconds"],
             None if gib is None else gib * 1024**3,
         ))  # fmt: skip
     return tuple(found)
 
 
-def _cluster(name: str, gpus: int, own: dict[str, Any]) -> Cluster:
+def machine(name: str, gpus: int, own: Mapping[str, Any] = MappingProxyType({})) -> Cluster:
+    """So many GPUs of a preset, or of a machine of `own`, sheets as in `published.json`; racks have hosts of 4."""
     if name in own:
         sheet = own[name]
         return Cluster(nodes=gpus // sheet["ranks_per_node"], **sheet)

@@ -30,7 +30,7 @@ STATED = {
     ("together/workload.py", "layer_balance_interval", None): "a line above the table",
     ("together/workload.py", "sequence_planner", None): "a line above the table",
     ("sequences/training.py", "sequence_planner", None): "rows are named by planner",
-    ("whatif/__main__.py", "sequence_micro_batches", None): "the job's own flags",
+    ("whatif/gains.py", "sequence_micro_batches", None): "the job's own flags",
 }
 
 
