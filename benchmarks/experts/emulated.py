@@ -183,6 +183,7 @@ def measure(
         "top_k": TOP_K,
         "hidden": HIDDEN,
         "weights": round(SHAPE.parameters / scale.bytes),
+        "tile": scale.tile,
         "token_seconds": scale.expert_seconds / scale.assignments,
         "attention_seconds": scale.attention_seconds * scale.time,
         "expert_share": scale.expert_seconds / (scale.expert_seconds + scale.attention_seconds * scale.time),

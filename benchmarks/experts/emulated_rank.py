@@ -3,7 +3,7 @@
 Megatron's MoE layer runs as it is: its alltoall dispatcher sends every token over gloo. Balanced layers are those of
 `megatron.balanced.experts.moe_layer`, with replicas in `balancing.experts.engine.slots`. Three parts are replaced. The
 router repeats recorded counts. An expert is the identity and occupies the device for as long as its tokens would take
-(`balancing.clock.pace`), twice that in the backward pass. Attention is a timed wait, too.
+(`balancing.clock.pace`), in whole tiles, twice that in the backward pass. Attention is a timed wait, too.
 
     python -m benchmarks.emulated ... -- -m benchmarks.experts.emulated_rank JOB
 
@@ -81,13 +81,14 @@ class _Compute(torch.autograd.Function):
 class _Expert(torch.nn.Module):
     """A timed expert. Its weights are one vector, filled with the expert's number."""
 
-    def __init__(self, device: Device, expert: int, size: int, seconds_per_token: float) -> None:
+    def __init__(self, device: Device, expert: int, size: int, tile: int, seconds_per_token: float) -> None:
         super().__init__()
-        self._device, self._seconds = device, seconds_per_token
+        self._device, self._tile, self._seconds = device, tile, seconds_per_token
         self.weight = torch.nn.Parameter(torch.full((size,), expert, dtype=torch.bfloat16))
 
     def forward(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        output = _Compute.apply(tokens, self.weight, self._device, len(tokens) * self._seconds)
+        computed = -(-len(tokens) // self._tile) * self._tile
+        output = _Compute.apply(tokens, self.weight, self._device, computed * self._seconds)
         return output * probs.unsqueeze(-1), None
 
 
@@ -125,12 +126,12 @@ class _Model:
         from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
         self.variant, self._device, self._attention = variant, device, float(job["attention_seconds"])
-        config = _config(job)
-        seconds = float(job["token_seconds"])
+        config, weights = _config(job), int(job["weights"])
+        timing = int(job["tile"]), float(job["token_seconds"])
 
         def experts(local: int, config: Any, *, pg_collection: Any, **unused: Any) -> torch.nn.Module:
             first = dist.get_rank(groups.ep) * local
-            return _experts([_Expert(device, first + n, int(job["weights"]), seconds) for n in range(local)], config)
+            return _experts([_Expert(device, first + n, weights, *timing) for n in range(local)], config)
 
         parts = MoESubmodules(experts=experts, router=_Router)
         self.layers: list[Any] = [

@@ -9,6 +9,10 @@ size, 8192 tokens a rank and micro-batch, top-2, and attention with four square 
   milliseconds. The bandwidth of a NIC is the modelled one over both factors.
 
 So compute, NIC time of tokens and NIC time of replicas keep their proportions.
+
+Grouped matrix products compute the rows of each expert in tiles, the last of which is not full. Evenly spread tokens
+fill theirs; uneven ones leave half a tile a home expert or replica empty. Not modelled: waves of tiles that do not fill
+all multiprocessors, which weigh the less the more tiles there are.
 """
 
 from dataclasses import dataclass
@@ -26,6 +30,7 @@ TOP_K = 2
 HIDDEN = 64  # emulated
 _TOKENS = 8192  # of a rank and micro-batch, one sequence
 _ASSIGNMENTS = 512  # emulated tokens x top-k of a rank and micro-batch
+_TILE_ROWS = 128  # of a bf16 matrix product, as cuBLAS and CUTLASS choose for large ones
 _IMBALANCE = (1.5, 2.0, 3.0, 4.0)  # of synthetic loads, layer by layer
 _DRIFT = 0.05  # of synthetic loads, from one iteration to the next
 
@@ -66,6 +71,11 @@ class Scale:
     def tokens(self) -> float:
         """Modelled tokens for each emulated one."""
         return _TOKENS * TOP_K / self.assignments
+
+    @property
+    def tile(self) -> int:
+        """Emulated tokens that fill a tile of an expert's matrix products."""
+        return max(1, round(_TILE_ROWS / self.tokens))
 
     @property
     def bytes(self) -> float:
