@@ -64,4 +64,4 @@ def zone_shares(plans: Sequence[SequencePlan], cluster: Cluster) -> dict[str, fl
             nodes = {cluster.node(rank) for rank in ranks}
             tokens["inter_node" if len(nodes) > 1 else "intra_node" if len(ranks) > 1 else "local"] += length
     total = max(sum(tokens.values()), 1)
-    return {f"{zone}_share": held / total for zone, held in tokens.items()}
+    return {f"{zone}_share": number / total for zone, number in tokens.items()}

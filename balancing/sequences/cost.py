@@ -28,10 +28,9 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.load import causal_area
-from balancing.sequences.rounds import what_is_asked
+from balancing.sequences.rounds import turn_tokens, what_is_asked
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
 from balancing.sequences.traffic import TokenTraffic, plan_traffic, remap_traffic, traffic_seconds
-from balancing.sequences.turns import turn_tokens
 from balancing.sequences.window import in_window
 
 __all__ = [

@@ -4,25 +4,63 @@ A round is a transfer that brings a rank keys and values: a round of a ring, ove
 gathering. The engine computes each round in one call of attention and merges it in one operation; the rank's own tokens
 are one call before the rounds, and with rings another one between them. All of this follows from a plan before it is
 compiled.
+
+More turns let a rank begin with the first gathered keys earlier, and cost it a call of attention and a transfer group
+each. So a turn has at least as many bytes as its link carries in several latencies of a message, and there are at most
+eight: with an eighth of the keys a rank is busy for long enough.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.sequence_plan import SequencePlan
 from balancing.sequences.traffic import TokenTraffic
-from balancing.sequences.turns import TurnTokens, number_of_turns
 from balancing.sequences.window import reaches
 
-__all__ = ["Asked", "plan_rounds", "what_is_asked"]
+__all__ = [
+    "MOST_TURNS",
+    "SMALLEST_TURNS",
+    "Asked",
+    "TurnTokens",
+    "number_of_turns",
+    "plan_rounds",
+    "turn_tokens",
+    "what_is_asked",
+]
 
 # Operations of the engine on the device besides calls and merges, forward and backward, as counted by
 # `python -m benchmarks.sequences.launches`: of a pass (keys into the workspace, sums set to zero, conversions), of a
 # round of a ring and of a turn of gathering (rows copied together, gradients added).
 _PASS, _RING, _TURN = (5, 5), (1, 6), (3, 9)
 _MESSAGES = (1, 2)  # keys forward; keys and their gradients backward
+MOST_TURNS = 8
+_LATENCIES = 8  # that a turn takes at least, so that latency is an eighth of it at most
+
+
+class TurnTokens(NamedTuple):
+    """Least tokens of a turn of gathering, inside a node and between nodes; indexed by whether it is between nodes."""
+
+    intra: int
+    inter: int
+
+
+SMALLEST_TURNS = TurnTokens(1, 1)  # for as many turns as there may be
+
+
+def turn_tokens(cluster: Cluster, kv_bytes: float) -> TurnTokens:
+    """For a cluster. kv_bytes: bytes of one token's keys and values in one layer."""
+    seconds = _LATENCIES * cluster.message_seconds
+    rates = cluster.intra_node_bandwidth, cluster.nic_bandwidth * max(1, len(cluster.nics(0)))
+    # An unknown bandwidth is that of a link that the cluster does not have.
+    return TurnTokens(*(max(1, int(min(rate * seconds / kv_bytes, 2**40))) for rate in rates))
+
+
+def number_of_turns(tokens: Any, least: Any) -> np.ndarray:
+    """int64: turns for `tokens`, of which each has `least` at least."""
+    return np.clip(np.asarray(tokens) // np.asarray(least), 1, MOST_TURNS)
 
 
 @dataclass(frozen=True)
@@ -72,10 +110,10 @@ def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens) -
     over_nodes = elsewhere[whole] < np.iinfo(np.int64).max
     needs_far = (last > 0) & ((holder // cluster.ranks_per_node != first_node[whole]) | (elsewhere[whole] < last))
     for level in (False, True):
-        own = (how == "ring") & (over_nodes == level)
-        np.maximum.at(rings[int(level)], holder[own], members[whole[own]] - 1)
-        own = (how == "gather") & (last > 0) & (needs_far == level) & (members[whole] > 1)
-        prefix = np.bincount(holder[own], last[own], plan.ranks).astype(np.int64)
+        counted = (how == "ring") & (over_nodes == level)
+        np.maximum.at(rings[int(level)], holder[counted], members[whole[counted]] - 1)
+        counted = (how == "gather") & (last > 0) & (needs_far == level) & (members[whole] > 1)
+        prefix = np.bincount(holder[counted], last[counted], plan.ranks).astype(np.int64)
         turns[int(level)] = np.where(prefix > 0, number_of_turns(prefix, turn_tokens[level]), 0)
     return rings.sum(0), turns.sum(0)
 

@@ -216,7 +216,7 @@ class SequencePlan:
         for kind, shards in enumerate((self.attention, self.linear)):
             for shard in shards:
                 found[kind][shard.rank].append(shard)
-        return tuple(tuple(tuple(own) for own in kind) for kind in found)
+        return tuple(tuple(tuple(of_rank) for of_rank in kind) for kind in found)
 
     @cached_property
     def _rings(self) -> tuple[tuple[int, ...], ...]:
@@ -281,8 +281,8 @@ def _check_layout(name: str, table: np.ndarray, lengths: Sequence[int], ranks: i
             f"the {name} layout of sequence {sequence[at]} goes on with tokens {start[at]} to {stop[at]}, where "
             f"{expected[at]} comes next"
         )
-    held = np.zeros(len(lengths), dtype=np.int64)
-    np.maximum.at(held, sequence, stop)
-    if (wrong := np.flatnonzero(held != lengths)).size:
+    found = np.zeros(len(lengths), dtype=np.int64)
+    np.maximum.at(found, sequence, stop)
+    if (wrong := np.flatnonzero(found != lengths)).size:
         at = wrong[0]
-        raise ValueError(f"the {name} layout holds {held[at]} of the {lengths[at]} tokens of sequence {at}")
+        raise ValueError(f"the {name} layout holds {found[at]} of the {lengths[at]} tokens of sequence {at}")

@@ -28,9 +28,9 @@ from balancing.sequences.engine.program import (
 )
 from balancing.sequences.engine.routing import route, routes
 from balancing.sequences.planners.linear_layout import linear_layout, token_targets
+from balancing.sequences.rounds import MOST_TURNS
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 from balancing.sequences.traffic import TokenTraffic, kv_traffic
-from balancing.sequences.turns import MOST_TURNS
 from balancing.sequences.window import in_window
 from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
@@ -52,7 +52,7 @@ class Simulated:
 
     def __init__(self, plan: SequencePlan, program: Program) -> None:
         first = np.concatenate(([0], np.cumsum(plan.lengths)))
-        own = [np.arange(s.start, s.stop) + first[s.sequence] for s in program.held]
+        own = [np.arange(s.start, s.stop) + first[s.sequence] for s in program.shards]
         self.own = np.concatenate([np.zeros(0, int), *own])
         self.keys = np.full(program.rows, -1)
         self.keys[: len(self.own)] = self.own

@@ -180,7 +180,7 @@ def _dealt_for_a_pipeline() -> float:
 
     lengths = np.random.default_rng(0).integers(64, 1024, 160)
     cluster, shape = Cluster.preset("h200-8x400g").relabel(1, 4), AttentionShape(64, 4, 4, 2, 128)
-    step = partial(step_seconds, stages=4, chunks=1, group=None)
+    step = partial(step_seconds, stages=4, chunks=1, interleave_group=None)
     sizes = {
         "micro_batches": 8,
         "cluster": cluster,

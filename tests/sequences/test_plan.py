@@ -27,9 +27,8 @@ from balancing.sequences import (
 from balancing.sequences.cost import TILE, attention_seconds, hidden_tokens, kv_bytes, tile_area
 from balancing.sequences.engine.program import Compute, Wait
 from balancing.sequences.planners.linear_layout import linear_layout
-from balancing.sequences.rounds import plan_rounds, what_is_asked
+from balancing.sequences.rounds import SMALLEST_TURNS, number_of_turns, plan_rounds, turn_tokens, what_is_asked
 from balancing.sequences.traffic import TokenTraffic, layout_traffic, traffic_seconds
-from balancing.sequences.turns import SMALLEST_TURNS, number_of_turns, turn_tokens
 from balancing.sequences.window import in_window
 from benchmarks.baselines import sequences as baselines
 from benchmarks.sequences.launches import launches

@@ -36,8 +36,8 @@ class SequenceAttention:
 
     plan: of the whole batch.
     program: this rank's part of the plan, as `compile_rank` gives it.
-    group: plan.ranks processes, where this one has rank program.rank; all processes by default. They call attention the
-        same number of times in the same order, and use the group for nothing else meanwhile.
+    process_group: plan.ranks processes, where this one has rank program.rank; all processes by default. They call
+        attention the same number of times in the same order, and use the group for nothing else meanwhile.
     kernel: computes attention of pieces; by default the fastest for the device and type of q.
     timed: as in `Statistics`.
 
@@ -50,18 +50,18 @@ class SequenceAttention:
         plan: SequencePlan,
         *,
         program: RankProgram,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         kernel: Kernel | None = None,
         timed: bool = True,
     ) -> None:
-        self.transport = Transport(group)
-        size, rank = dist.get_world_size(group), program.rank
+        self.transport = Transport(process_group)
+        size, rank = dist.get_world_size(process_group), program.rank
         if (size, self.transport.rank) != (plan.ranks, rank):
             raise ValueError(
                 f"rank {rank} of a plan for {plan.ranks} ranks cannot run as rank {self.transport.rank} of a group "
                 f"of {size}; plan for the group"
             )
-        if program.program.held != tuple(sorted(plan.shards(rank))):
+        if program.program.shards != tuple(sorted(plan.shards(rank))):
             raise ValueError(f"the program of rank {rank} belongs to another plan; compile it from this one")
         self.plan, self.program = plan, program
         self.statistics = Statistics(timed=timed)
@@ -147,22 +147,25 @@ class _Attention(torch.autograd.Function):
         if latent is not None and weight is not None:
             ctx.projection = Projection(weight, k.shape[1], k.shape[2], shared_size(k, v, weight, latent))
             latent = latent[:, None]
-        to_attention, to_linear = call.own.to_attention, call.own.to_linear
+        to_attention, to_linear = call.rank_program.to_attention, call.rank_program.to_linear
         if to_attention is not None:
             q, k, v, *rest = call.change_layout(to_attention, q, k, v, *(() if latent is None else (latent,)))
             latent = rest[0] if rest else None
-        program = call.own.program
+        program = call.rank_program.program
         size = k.shape[2]
         kv = q.new_empty(program.rows if latent is None else program.tokens, k.shape[1], size + v.shape[2])
-        own = kv[: program.tokens]
-        own[..., :size], own[..., size:] = k, v
+        kv_of_rank = kv[: program.tokens]
+        kv_of_rank[..., :size], kv_of_rank[..., size:] = k, v
         travelling = None
         if latent is not None:
             travelling = q.new_empty(program.rows, 1, latent.shape[2] + ctx.projection.shared)
-            own_part = travelling[: program.tokens]
-            own_part[..., : latent.shape[2]], own_part[..., latent.shape[2] :] = latent, _shared(k, ctx.projection)
+            latents_of_rank, shared_of_rank = travelling[: program.tokens].split(
+                (latent.shape[2], ctx.projection.shared), 2
+            )
+            latents_of_rank.copy_(latent)
+            shared_of_rank.copy_(_shared(k, ctx.projection))
         out, logsumexp = _Forward(call, q, kv, travelling, ctx.projection).result(sink)
-        saved = [own.clone() if len(kv) > program.tokens else kv]
+        saved = [kv_of_rank.clone() if len(kv) > program.tokens else kv]
         saved += [] if travelling is None else [travelling[: program.tokens].clone()]
         ctx.save_for_backward(q, out, logsumexp, sink, *saved)
         return out if to_linear is None else call.change_layout(to_linear, out)[0]
@@ -170,13 +173,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call
-        to_attention, to_linear = call.own.to_attention, call.own.to_linear
-        program = call.own.program
+        to_attention, to_linear = call.rank_program.to_attention, call.rank_program.to_linear
+        program = call.rank_program.program
         q, out, logsumexp, sink, *saved = ctx.saved_tensors
         grad = grad.contiguous() if to_attention is None else call.change_layout(to_attention, grad)[0]
         if program.rows > program.tokens:  # the last one travels
-            own, saved[-1] = saved[-1], saved[-1].new_empty(program.rows, *saved[-1].shape[1:])
-            saved[-1][: program.tokens] = own
+            of_rank, saved[-1] = saved[-1], saved[-1].new_empty(program.rows, *saved[-1].shape[1:])
+            saved[-1][: program.tokens] = of_rank
         kv, travelling = saved if len(saved) > 1 else (saved[0], None)
         backward = _Backward(call, grad, q, kv, travelling, ctx.projection, out, logsumexp)
         dq, dkv = backward.result()
@@ -208,7 +211,7 @@ class _Pass:
     ) -> None:
         self.call, self.q, self.kv, self.projection = call, q, kv, projection
         self.sent = kv if latents is None else latents  # the workspace whose rows travel
-        self.received = () if projection is None else is_received(call.own.program)
+        self.received = () if projection is None else is_received(call.rank_program.program)
         self.dtype = accumulation_dtype(q.dtype)
         self.moving: dict[TransferGroup, Pending] = {}
         self._taken: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
@@ -223,7 +226,7 @@ class _Pass:
                 self.call.statistics.wait(self.moving.pop(step.group))
         assert not self.moving, "what is started is waited for"
 
-    def rows_of(self, group: TransferGroup) -> torch.Tensor:
+    def rows_of(self, transfer_group: TransferGroup) -> torch.Tensor:
         return self.sent
 
     def projects(self, call: int) -> Projection | None:
@@ -253,11 +256,11 @@ class _Pass:
 class _Forward(_Pass):
     def result(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         self.merge = choose_merge(self.q.device)
-        merges = any(call.merges for call in self.call.own.program.calls)
+        merges = any(call.merges for call in self.call.rank_program.program.calls)
         shape = *self.q.shape[:2], self.kv.shape[2] - self.q.shape[2]
         self.out = self.q.new_empty(shape, dtype=self.dtype if merges else self.q.dtype)
         self.logsumexp = self.q.new_empty(self.q.shape[1], self.q.shape[0], dtype=self.dtype)
-        self.steps(self.call.own.program.forward)
+        self.steps(self.call.rank_program.program.forward)
         if sink is not None:
             self.out, self.logsumexp = with_sink(self.out, self.logsumexp, sink)
         return self.out.to(self.q.dtype), self.logsumexp
@@ -301,11 +304,11 @@ class _Backward(_Pass):
             self.dsent = torch.zeros_like(self.sent, dtype=self.dtype)
             self.dweight = torch.zeros_like(self.projection.weight, dtype=self.dtype)
         self.add = choose_add(self.q.device)
-        self.steps(self.call.own.program.backward)
+        self.steps(self.call.rank_program.program.backward)
         return self.dq, self.dkv
 
-    def rows_of(self, group: TransferGroup) -> torch.Tensor:
-        return self.dsent if group.kind in ("return", "ring return") else self.sent
+    def rows_of(self, transfer_group: TransferGroup) -> torch.Tensor:
+        return self.dsent if transfer_group.kind in ("return", "ring return") else self.sent
 
     def take(self, rows: slice | torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.grad[rows], self.q[rows], self.out[rows], self.logsumexp[:, rows]

@@ -64,7 +64,7 @@ class Statistics:
 class AttentionCall:
     """What the forward and the backward pass of one call share.
 
-    own: the program of this rank.
+    rank_program: the program of this rank.
     transport: carries its messages.
     statistics: counts them.
     kernel: computes attention of pieces.
@@ -72,29 +72,32 @@ class AttentionCall:
     rows: of the program's calls and messages, on the device.
     """
 
-    own: RankProgram
+    rank_program: RankProgram
     transport: Transport
     statistics: Statistics
     kernel: Kernel
     scale: float
     rows: DeviceRows
 
-    def start(self, group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Pending:
+    def start(self, transfer_group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Pending:
         """Start the messages of a transfer group between the workspaces of the ranks.
 
-        group: of the program.
+        transfer_group: of the program.
         rows: the workspace [row, kv_heads, head_size + value_size], of keys and values or of their gradients.
         dtype: of keys.
 
         Gradients of gathered keys go straight to the rank that holds the keys, rounded once to the type of keys, as
         kernels round them. Sums on a ring keep their type inside a node and are rounded where they leave it.
         """
-        messages, slices = self.own.program.messages[group], self.own.routes.get(group, ())
-        near = rows.dtype if group.kind == "ring return" else dtype
+        messages, slices = (
+            self.rank_program.program.messages[transfer_group],
+            self.rank_program.routes.get(transfer_group, ()),
+        )
+        near = rows.dtype if transfer_group.kind == "ring return" else dtype
         dtypes = {peer: near if self._same_node(peer) else dtype for peer in self._peers(messages, slices)}
         self._count(messages, rows, dtypes, slices, remap=False)
-        listed = self.rows.messages.get(group, NOTHING_LISTED)
-        return self.transport.start(messages, rows, rows, listed, _tag(group), slices, dtypes)
+        listed = self.rows.messages.get(transfer_group, NOTHING_LISTED)
+        return self.transport.start(messages, rows, rows, listed, _tag(transfer_group), slices, dtypes)
 
     def change_layout(self, messages: Messages, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`parts` [token, heads, head_size], of any heads and sizes, in the other layout, sent in one message to each
@@ -102,23 +105,23 @@ class AttentionCall:
 
         messages: the program's `to_attention` or `to_linear`.
         """
-        group = TO_ATTENTION if messages is self.own.to_attention else TO_LINEAR
+        transfer_group = TO_ATTENTION if messages is self.rank_program.to_attention else TO_LINEAR
         flat = len({part.shape[2] for part in parts}) > 1  # heads of several sizes: [token, numbers]
         joined = [part.flatten(1) for part in parts] if flat else parts
         before = (torch.cat(joined, 1) if len(parts) > 1 else parts[0]).contiguous()
         after = before.new_empty(sum(message.tokens for message in messages.receives), *before.shape[1:])
-        slices = self.own.routes.get(group, ())
+        slices = self.rank_program.routes.get(transfer_group, ())
         dtypes = dict.fromkeys(self._peers(messages, slices), before.dtype)
         self._count(messages, before, dtypes, slices, remap=True)
-        listed = self.rows.messages.get(group, NOTHING_LISTED)
-        self.statistics.wait(self.transport.start(messages, before, after, listed, _tag(group), slices))
+        listed = self.rows.messages.get(transfer_group, NOTHING_LISTED)
+        self.statistics.wait(self.transport.start(messages, before, after, listed, _tag(transfer_group), slices))
         found = after.split([part.shape[1] for part in joined], 1)
         return (
             tuple(one.unflatten(1, part.shape[1:]) for one, part in zip(found, parts, strict=True)) if flat else found
         )
 
     def _same_node(self, peer: int) -> bool:
-        return self.own.cluster is None or self.own.cluster.same_node(peer, self.own.rank)
+        return self.rank_program.cluster is None or self.rank_program.cluster.same_node(peer, self.rank_program.rank)
 
     def _peers(self, messages: Messages, slices: Sequence[Slice]) -> set[int]:
         """The ranks that send to this one or receive from it, and those whose messages it relays."""
@@ -130,7 +133,7 @@ class AttentionCall:
     ) -> None:
         numbers = rows.shape[1:].numel()
         bytes_to = dict.fromkeys((False, True), 0)
-        for peer, dtype, tokens in _sent(messages, self.own.rank, dtypes, slices):
+        for peer, dtype, tokens in _sent(messages, self.rank_program.rank, dtypes, slices):
             bytes_to[not self._same_node(peer)] += tokens * numbers * dtype.itemsize
         if remap:
             self.statistics.remap_intra_bytes += bytes_to[False]
@@ -153,7 +156,7 @@ def _sent(
             yield piece.path[piece.path.index(rank) + 1], dtype_of(piece, dtypes), piece.stop - piece.start
 
 
-def _tag(group: TransferGroup) -> int:
+def _tag(transfer_group: TransferGroup) -> int:
     """A number for each transfer group, the same on all ranks."""
     kinds = get_args(Kind)
-    return kinds.index(group.kind) + len(kinds) * (group.inter + 2 * group.round)
+    return kinds.index(transfer_group.kind) + len(kinds) * (transfer_group.inter + 2 * transfer_group.round)

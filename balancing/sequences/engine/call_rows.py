@@ -132,7 +132,9 @@ def make_table(calls: Sequence[Call], messages: Mapping[TransferGroup, Messages]
     """The table of a program's calls and of its messages, changes of layout included."""
     numbers = _Numbers()
     of_calls = tuple(_call_places(call, numbers) for call in calls)
-    of_messages = {group: found for group, one in messages.items() if (found := _message_places(one, numbers))}
+    of_messages = {
+        transfer_group: found for transfer_group, one in messages.items() if (found := _message_places(one, numbers))
+    }
     return RowTable(numbers.to_bytes(), of_calls, of_messages)
 
 
@@ -202,14 +204,14 @@ def rows_on_device(
         added = tuple((None if which is None else rows(which), rows(into)) for which, into in places.added)
         found.append(CallRows(rows(places.queries), rows(places.keys), added, pieces, call.merges))
     messages = {}
-    for group, of_group in table.messages.items():
+    for transfer_group, of_group in table.messages.items():
         sends, receives, terms = (
             None if place is None else listed(place) for place in (of_group.sends, of_group.receives, of_group.terms)
         )
         into = None if of_group.added is None else rows(of_group.added)
         if terms is not None and isinstance(into, torch.Tensor):
             terms = terms.view(-1, len(into))
-        messages[group] = MessageRows(sends, receives, into, terms)
+        messages[transfer_group] = MessageRows(sends, receives, into, terms)
     return DeviceRows(found, messages), others
 
 

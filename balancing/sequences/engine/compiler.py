@@ -25,8 +25,8 @@ from balancing.cluster import Cluster
 from balancing.sequences.engine.gather import Need, needs
 from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
 from balancing.sequences.engine.program import Messages, PeerRows, Program, Rows, Task, TransferGroup, in_calls
+from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, join_adjacent, runs_of
-from balancing.sequences.turns import SMALLEST_TURNS, TurnTokens
 
 __all__ = ["make_program"]
 
@@ -84,22 +84,25 @@ class _Builder:
             raise ValueError(f"a cluster of {cluster.world_size} ranks is too small for a plan of {plan.ranks} ranks")
         self.plan, self.rank, self.turn_tokens = plan, rank, turn_tokens
         self.node = [0 if cluster is None else cluster.node(r) for r in range(plan.ranks)]
-        self.held = tuple(sorted(plan.shards(rank)))
+        self.own_shards = tuple(sorted(plan.shards(rank)))
         self.row: dict[tuple[int, int], int] = {}  # (sequence, start of an own shard) -> own row
         row = 0
-        for shard in self.held:
+        for shard in self.own_shards:
             self.row[shard[:2]] = row
             row += shard.tokens
         self.rows = row
-        own = {shard.sequence for shard in self.held}
-        self.shards = by_sequence(shard for shard in plan.attention if shard.sequence in own)
+        own_sequences = {shard.sequence for shard in self.own_shards}
+        self.shards = by_sequence(shard for shard in plan.attention if shard.sequence in own_sequences)
         self.parts: dict[tuple[int, int], list[Shard]] = defaultdict(list)  # (sequence, rank) -> shards, by position
         for shards in self.shards.values():
             for shard in shards:
                 self.parts[shard.sequence, shard.rank].append(shard)
         # Where the rank sends or receives itself, its own messages replace these.
-        self.messages = {group: Messages((), (), adds=group.kind in ("return", "ring return")) for group in relays}
-        self.own: list[Task] = []
+        self.messages = {
+            transfer_group: Messages((), (), adds=transfer_group.kind in ("return", "ring return"))
+            for transfer_group in relays
+        }
+        self.own_tasks: list[Task] = []
         self.local: list[bool] = []
         self.gathered: dict[TransferGroup, list[Task]] = defaultdict(list)
         self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes; inside a node
@@ -111,7 +114,7 @@ class _Builder:
                 self._own_windows(sequence, self.plan.window, len(ring) == 1)
                 continue
             rows = self.row[parts[0][:2]], self.row[parts[-1][:2]] + parts[-1].tokens
-            self.own.append(Task(rows, rows, causal=True))
+            self.own_tasks.append(Task(rows, rows, causal=True))
             self.local.append(len(ring) == 1)
             if self.plan.exchange[sequence] == "ring" and len(ring) > 1:
                 inter = len({self.node[r] for r in ring}) > 1
@@ -121,14 +124,14 @@ class _Builder:
             self._ring(inter)
         work = Work(
             self.messages,
-            self.own,
+            self.own_tasks,
             self.local,
             self.gathered,
             {inter: rounds.tasks for inter, rounds in self.rounds.items()},
             {inter: rounds.region for inter, rounds in self.rounds.items()},
         )
         calls, (forward, backward) = in_calls(forward_steps(work), backward_steps(work))
-        return Program(self.rank, self.held, self.rows, self.messages, calls, forward, backward)
+        return Program(self.rank, self.own_shards, self.rows, self.messages, calls, forward, backward)
 
     def _own_windows(self, sequence: int, window: int, local: bool) -> None:
         """Add tasks of own queries whose windows hold own keys alone: all of a run but its first, if it has any."""
@@ -137,7 +140,7 @@ class _Builder:
             if first < stop:
                 rows = self._own_rows(sequence, start, stop)
                 queries = rows[0] + first - start, rows[1]
-                self.own.append(Task(queries, rows, causal=True, window=window))
+                self.own_tasks.append(Task(queries, rows, causal=True, window=window))
                 self.local.append(local)
 
     def _own_rows(self, sequence: int, start: int, stop: int) -> Rows:
@@ -154,26 +157,26 @@ class _Builder:
         for need in sorted(needs(self.plan, self.node, self.turn_tokens), key=lambda need: (need.turn, need.inter)):
             if need.sequence not in self.shards:
                 continue
-            group = TransferGroup("gather", need.inter, need.turn)
+            transfer_group = TransferGroup("gather", need.inter, need.turn)
             arriving: list[tuple[int, Rows]] = []  # first token and rows, by position
             for shard in self.shards[need.sequence]:
                 start, stop = max(shard.start, need.begin), min(shard.stop, need.stop)
                 if start >= stop or shard.rank == need.rank:
                     continue
                 if shard.rank == self.rank:
-                    sends[group][need.rank].append(self._own_rows(need.sequence, start, stop))
+                    sends[transfer_group][need.rank].append(self._own_rows(need.sequence, start, stop))
                 if need.rank == self.rank:
                     arriving.append((start, (self.rows, self.rows + stop - start)))
                     self.rows += stop - start
-                    receives[group][shard.rank].append(arriving[-1][1])
+                    receives[transfer_group][shard.rank].append(arriving[-1][1])
             if arriving and self.plan.window is not None:
-                self.gathered[group] += self._edges(need, arriving, self.plan.window)
+                self.gathered[transfer_group] += self._edges(need, arriving, self.plan.window)
             elif arriving:
-                self._meet(self.gathered[group], need, arriving)
-        for group in sorted({*sends, *receives}):
-            there, back = _messages(sends[group]), _messages(receives[group])
-            self.messages[group] = Messages(there, back)
-            self.messages[group._replace(kind="return")] = Messages(back, there, adds=True)
+                self._meet(self.gathered[transfer_group], need, arriving)
+        for transfer_group in sorted({*sends, *receives}):
+            sent, received = _messages(sends[transfer_group]), _messages(receives[transfer_group])
+            self.messages[transfer_group] = Messages(sent, received)
+            self.messages[transfer_group._replace(kind="return")] = Messages(received, sent, adds=True)
 
     def _meet(self, tasks: list[Task], need: Need, arriving: list[tuple[int, Rows]]) -> None:
         """Add tasks of own queries that see keys of `need`. arriving: their first tokens and rows, in order."""
@@ -187,19 +190,19 @@ class _Builder:
         """Tasks of the first queries of own runs that see keys of `need`. arriving: as in `_meet`."""
         runs = runs_of(self.parts[need.sequence, self.rank])
         came = [(token, token + stop - start, start) for token, (start, stop) in arriving]
-        held = [(start, stop, self._own_rows(need.sequence, start, stop)[0]) for start, stop in runs]
+        own_keys = [(start, stop, self._own_rows(need.sequence, start, stop)[0]) for start, stop in runs]
         for start, stop in runs:
             if not need.begin < start <= need.stop:
                 continue
             begin, stop = max(0, start - window), min(stop, start + window)
             keys = [
                 (row + max(begin, first) - first, row + min(stop, last) - first)
-                for first, last, row in sorted(came + held)
+                for first, last, row in sorted(came + own_keys)
                 if first < stop and last > begin
             ]
-            *before, own = join_adjacent(keys)
+            *before, last_keys = join_adjacent(keys)
             queries = self._own_rows(need.sequence, start, stop)
-            yield Task(queries, own, causal=True, before=tuple(before), window=window)
+            yield Task(queries, last_keys, causal=True, before=tuple(before), window=window)
 
     # Rings.
 
@@ -243,8 +246,8 @@ class _Builder:
                 _join(tasks, Task(queries, (first, first + seen), causal=False, merges=True))
 
     def _block(self, rounds: _Rounds, sequence: int, turn: int, source: int) -> Rows:
-        own = source == self.rank
-        row = self.row[self.parts[sequence, source][0][:2]] if own else rounds.row[turn, sequence]
+        is_own = source == self.rank
+        row = self.row[self.parts[sequence, source][0][:2]] if is_own else rounds.row[turn, sequence]
         return row, row + self._tokens(sequence, source)
 
     def _ring_messages(self, inter: bool, turn: int) -> None:

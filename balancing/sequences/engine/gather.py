@@ -1,7 +1,7 @@
 """Tokens that each rank must receive so that its queries of "gather" sequences see all keys before them.
 
 A rank needs each sequence up to its own last tokens. These keys arrive in a few turns of about as many tokens
-(`balancing.sequences.turns`), and all of the rank's queries meet the keys of one turn while the next is under way. In
+(`balancing.sequences.rounds`), and all of the rank's queries meet the keys of one turn while the next is under way. In
 the backward pass the gradients of a turn's keys are complete when the turn is computed, and are sent back while the
 next one is.
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from balancing.sequences.cost import TILE
+from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens, number_of_turns
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, runs_of
-from balancing.sequences.turns import SMALLEST_TURNS, TurnTokens, number_of_turns
 from balancing.sequences.window import reaches
 
 __all__ = ["Need", "needs"]
@@ -47,12 +47,12 @@ def needs(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens = SMA
     spread = {s for s, how in enumerate(plan.exchange) if how == "gather" and len(plan.ring(s)) > 1}
     for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in spread).items():
         first: dict[int, int] = {}  # node -> its first token
-        held: dict[int, list[Shard]] = defaultdict(list)
+        by_rank: dict[int, list[Shard]] = defaultdict(list)
         for shard in shards:
             first.setdefault(node[shard.rank], shard.start)
-            held[shard.rank].append(shard)
-        for rank, own in held.items():
-            if length := runs_of(own)[-1][0]:
+            by_rank[shard.rank].append(shard)
+        for rank, of_rank in by_rank.items():
+            if length := runs_of(of_rank)[-1][0]:
                 inter = any(other != node[rank] and token < length for other, token in first.items())
                 found[rank, inter].append((sequence, length))
     return sorted(

@@ -11,9 +11,9 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.sequences.engine.gather import needs
 from balancing.sequences.engine.program import TransferGroup
+from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, columns
 from balancing.sequences.traffic import TokenTraffic, remap_traffic
-from balancing.sequences.turns import SMALLEST_TURNS, TurnTokens
 
 __all__ = ["internode_traffic"]
 
@@ -34,12 +34,14 @@ def internode_traffic(
             _ring_flows(found, plan.ring(sequence), shards, node)
     _gather_flows(found, plan, node, turn_tokens)
     if plan.remapped:
-        there = remap_traffic(plan)
-        found[TransferGroup("to attention", True)].append(there)
-        found[TransferGroup("to linear", True)].append(TokenTraffic(there.target, there.source, there.tokens))
+        to_attention = remap_traffic(plan)
+        found[TransferGroup("to attention", True)].append(to_attention)
+        found[TransferGroup("to linear", True)].append(
+            TokenTraffic(to_attention.target, to_attention.source, to_attention.tokens)
+        )
     return {
-        group: moved
-        for group, parts in found.items()
+        transfer_group: moved
+        for transfer_group, parts in found.items()
         if len((moved := _between_nodes(TokenTraffic(*map(np.concatenate, zip(*parts, strict=True))), cluster)).tokens)
     }
 

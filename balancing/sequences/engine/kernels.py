@@ -190,8 +190,8 @@ def _flash(major: int) -> Kernel:
             reasons.append(f"flash-attn: {_in_one_line(error)}")
         chosen = _CUDA
     if reasons:
-        own = "the flash-attn package" if chosen is _PACKAGE else "PyTorch's own flash attention"
-        warnings.warn(f"attention runs {own}; not used: {'; '.join(reasons)}", stacklevel=2)
+        instead = "the flash-attn package" if chosen is _PACKAGE else "PyTorch's own flash attention"
+        warnings.warn(f"attention runs {instead}; not used: {'; '.join(reasons)}", stacklevel=2)
     return chosen
 
 
@@ -288,8 +288,8 @@ class _Products(_OneByOne):
     """Matrix products, a tile of queries at a time, with the keys in their windows."""
 
     def _forward(self, q, k, v, causal, window, scale):
-        dtype, group = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
-        k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+        dtype, sharing = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
+        k, v = (x.to(dtype).repeat_interleave(sharing, 1) for x in (k, v))
         outs, logsumexps = [], []
         for rows in _tiles(len(q)):
             keys = _seen(rows, len(k) - len(q), len(k), window)
@@ -302,8 +302,8 @@ class _Products(_OneByOne):
         return torch.cat(outs).to(q.dtype), torch.cat(logsumexps, 1)
 
     def _backward(self, grad, q, k, v, out, logsumexp, causal, window, scale):
-        dtype, group = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
-        wide_k, wide_v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+        dtype, sharing = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
+        wide_k, wide_v = (x.to(dtype).repeat_interleave(sharing, 1) for x in (k, v))
         dk, dv, dqs = torch.zeros_like(wide_k), torch.zeros_like(wide_v), []
         for rows in _tiles(len(q)):
             tile, tile_grad = q[rows].to(dtype), grad[rows].to(dtype)
@@ -316,7 +316,7 @@ class _Products(_OneByOne):
             dqs.append(torch.einsum("hqk,khd->qhd", scores, wide_k[keys]))
             dk[keys] += torch.einsum("hqk,qhd->khd", scores, tile)
             dv[keys] += torch.einsum("hqk,qhd->khd", weights, tile_grad)
-        dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+        dk, dv = (x.unflatten(1, (-1, sharing)).sum(2) for x in (dk, dv))
         return torch.cat(dqs).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

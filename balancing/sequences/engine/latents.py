@@ -37,18 +37,18 @@ class Projection(NamedTuple):
         """Keys [row, heads, head_size] and values [row, heads, value_size] of rows [row, 1, latent + shared]."""
         latent, shared = self._split(rows)
         projected = (latent @ self.weight.t()).unflatten(1, (self.heads, -1))
-        own = self.head_size - self.shared
-        keys = torch.cat((projected[..., :own], shared[:, None].expand(-1, self.heads, -1)), 2)
-        return keys, projected[..., own:]
+        of_head = self.head_size - self.shared
+        keys = torch.cat((projected[..., :of_head], shared[:, None].expand(-1, self.heads, -1)), 2)
+        return keys, projected[..., of_head:]
 
     def gradients(
         self, rows: torch.Tensor, of_keys: torch.Tensor, of_values: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the rows and of the weight, in `dtype`. rows: as in `project`, whose results had the others."""
         latent, _ = self._split(rows)
-        own = self.head_size - self.shared
-        projected = torch.cat((of_keys[..., :own], of_values), 2).flatten(1)
-        of_shared = of_keys[..., own:].sum(1, dtype=dtype)
+        of_head = self.head_size - self.shared
+        projected = torch.cat((of_keys[..., :of_head], of_values), 2).flatten(1)
+        of_shared = of_keys[..., of_head:].sum(1, dtype=dtype)
         of_rows = torch.cat(((projected @ self.weight).to(dtype), of_shared), 1)
         return of_rows[:, None], (projected.t() @ latent).to(dtype)
 

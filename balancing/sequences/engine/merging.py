@@ -108,9 +108,9 @@ def _if_right(name: str, plain: Any, calls: Sequence[tuple[Any, ...]], what: str
         for arguments in calls:
             found = []
             for one in (plain, fused):
-                own = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
-                one(*own)
-                found.append([x for x in own if isinstance(x, torch.Tensor)])
+                copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+                one(*copies)
+                found.append([x for x in copies if isinstance(x, torch.Tensor)])
             torch.testing.assert_close(*found)
     except Exception as error:  # no Triton, no compiler for it, or a fault of either
         warnings.warn(

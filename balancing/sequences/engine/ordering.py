@@ -35,7 +35,7 @@ class Work:
     """The work of one rank, before it is ordered.
 
     messages: by transfer group.
-    own: of each sequence, the task of the rank's own queries and keys, in the order of their rows.
+    own_tasks: of each sequence, the task of the rank's own queries and keys, in the order of their rows.
     local: of each of these, whether its sequence is on this rank alone.
     gathered: by transfer group, tasks that need the keys that it brings.
     rounds: tasks of each round of rings over nodes (True) and inside a node (False).
@@ -43,7 +43,7 @@ class Work:
     """
 
     messages: Mapping[TransferGroup, Messages]
-    own: Sequence[Task]
+    own_tasks: Sequence[Task]
     local: Sequence[bool]
     gathered: Mapping[TransferGroup, Sequence[Task]]
     rounds: Mapping[bool, Mapping[int, Sequence[Task]]]
@@ -53,17 +53,24 @@ class Work:
     def last_round(self) -> int:
         """The last round of a ring in which the rank takes part; gradients arrive one round later."""
         late = {"ring": 0, "ring return": 1}
-        return max((group.round - late[group.kind] for group in self.messages if group.kind in late), default=0)
+        return max(
+            (
+                transfer_group.round - late[transfer_group.kind]
+                for transfer_group in self.messages
+                if transfer_group.kind in late
+            ),
+            default=0,
+        )
 
     def start(self, kind: Kind, inter: bool, turn: int = 0) -> list[ProgramStep]:
         """The step that starts a transfer group, if the rank takes part in it."""
-        group = TransferGroup(kind, inter, turn)
-        return [Start(group)] if group in self.messages else []
+        transfer_group = TransferGroup(kind, inter, turn)
+        return [Start(transfer_group)] if transfer_group in self.messages else []
 
     def wait(self, kind: Kind, inter: bool, turn: int = 0) -> list[ProgramStep]:
         """The step that waits for a transfer group, if the rank takes part in it."""
-        group = TransferGroup(kind, inter, turn)
-        return [Wait(group)] if group in self.messages else []
+        transfer_group = TransferGroup(kind, inter, turn)
+        return [Wait(transfer_group)] if transfer_group in self.messages else []
 
     def turns(self) -> list[tuple[int, bool]]:
         """(turn, inter) of gathered keys and of their gradients, in the order of tasks: keys from inside the node
@@ -128,9 +135,9 @@ def backward_steps(work: Work) -> tuple[ProgramStep, ...]:
 def _own_tasks(work: Work, later: bool) -> tuple[Sequence[Task], Sequence[Task]]:
     """Own tasks to compute first, and those to compute later if `later`: local ones at one end of the rows, so that the
     rows of both stay adjacent, of at most half of the area of local ones."""
-    most = sum(task.area for task, local in zip(work.own, work.local, strict=True) if local) / 2 if later else 0.0
+    most = sum(task.area for task, local in zip(work.own_tasks, work.local, strict=True) if local) / 2 if later else 0.0
     ends = []
-    for tasks, local in ((work.own, work.local), (work.own[::-1], work.local[::-1])):
+    for tasks, local in ((work.own_tasks, work.local), (work.own_tasks[::-1], work.local[::-1])):
         number, area = 0, 0
         while number < len(tasks) and local[number] and area + tasks[number].area <= most:
             area += tasks[number].area
@@ -138,9 +145,9 @@ def _own_tasks(work: Work, later: bool) -> tuple[Sequence[Task], Sequence[Task]]
         ends.append((area, number))
     (head, at_head), (tail, at_tail) = ends
     if head > tail:
-        return work.own[at_head:], work.own[:at_head]
-    cut = len(work.own) - at_tail
-    return work.own[:cut], work.own[cut:]
+        return work.own_tasks[at_head:], work.own_tasks[:at_head]
+    cut = len(work.own_tasks) - at_tail
+    return work.own_tasks[:cut], work.own_tasks[cut:]
 
 
 def _without_nothing(steps: Iterable[ProgramStep]) -> Iterable[ProgramStep]:

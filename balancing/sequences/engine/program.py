@@ -169,7 +169,7 @@ class Program:
     """Everything one rank does for one layer's attention.
 
     rank: in the plan.
-    held: its shards, sorted. Row i of the workspace is token i of them; rows of other ranks' tokens follow.
+    shards: of the rank, sorted. Row i of the workspace is token i of them; rows of other ranks' tokens follow.
     rows: of the workspace.
     messages: by transfer group.
     calls: of the kernel, in either pass.
@@ -177,7 +177,7 @@ class Program:
     """
 
     rank: int
-    held: tuple[Shard, ...]
+    shards: tuple[Shard, ...]
     rows: int
     messages: dict[TransferGroup, Messages]
     calls: tuple[Call, ...]
@@ -187,7 +187,7 @@ class Program:
     @property
     def tokens(self) -> int:
         """Tokens of the rank in attention."""
-        return sum(shard.tokens for shard in self.held)
+        return sum(shard.tokens for shard in self.shards)
 
     def __str__(self) -> str:
         lines = [f"rank {self.rank}: {self.tokens} tokens, workspace of {self.rows} rows"]
@@ -266,19 +266,19 @@ def _spans(message: PeerRows) -> str:
     return "+".join(_span(rows) for rows in message.rows)
 
 
-def _overlaps(own: Sequence[Shard], others: Mapping[int, list[Shard]]) -> tuple[PeerRows, ...]:
+def _overlaps(shards: Sequence[Shard], other_layout: Mapping[int, list[Shard]]) -> tuple[PeerRows, ...]:
     """Own rows by the rank that has the same tokens in the other layout; a message is in order of tokens."""
     first: dict[tuple[int, int], int] = {}
     row = 0
-    for shard in own:
+    for shard in shards:
         first[shard[:2]] = row
         row += shard.tokens
-    starts = {sequence: [shard.start for shard in shards] for sequence, shards in others.items()}
+    starts = {sequence: [shard.start for shard in found] for sequence, found in other_layout.items()}
     rows: dict[int, list[Rows]] = defaultdict(list)
-    for shard in sorted(own):
+    for shard in sorted(shards):
         sequence, start, stop, _ = shard
-        there = others[sequence]
-        for other in there[bisect_right(starts[sequence], start) - 1 :]:
+        same_sequence = other_layout[sequence]
+        for other in same_sequence[bisect_right(starts[sequence], start) - 1 :]:
             if other.start >= stop:
                 break
             row = first[shard[:2]] - start

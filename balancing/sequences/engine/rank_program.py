@@ -21,8 +21,8 @@ from balancing.sequences.engine.program import (
     layout_change,
 )
 from balancing.sequences.engine.routing import Routing, Slice, check_routing, routes
+from balancing.sequences.rounds import SMALLEST_TURNS, turn_tokens
 from balancing.sequences.sequence_plan import SequencePlan
-from balancing.sequences.turns import SMALLEST_TURNS, turn_tokens
 
 __all__ = ["RankProgram", "TokenBytes", "compile_rank"]
 
@@ -64,9 +64,9 @@ class TokenBytes(NamedTuple):
         queries, out = heads * head_size * item_bytes, heads * values * item_bytes
         return cls(kv, queries + kv, out, pair_flops(heads, head_size, values))
 
-    def of_group(self, group: TransferGroup) -> int:
+    def of_group(self, transfer_group: TransferGroup) -> int:
         """Bytes of one row of a transfer group; of changes of layout those of the forward pass."""
-        return {"to attention": self.qkv, "to linear": self.out}.get(group.kind, self.kv)
+        return {"to attention": self.qkv, "to linear": self.out}.get(transfer_group.kind, self.kv)
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ def compile_rank(
             flops_of_pair=token_bytes.pair_flops,
         ):
             slices = routes(plan, rank, cluster, token_bytes.of_group, routing, turn_tokens=turns)
-    relays = [group for group in slices if group.kind not in LAYOUT_CHANGES]
+    relays = [transfer_group for transfer_group in slices if transfer_group.kind not in LAYOUT_CHANGES]
     program = make_program(plan, rank, cluster, relays=relays, turn_tokens=turns)
-    own = plan.shards(rank, linear=True)
-    if not plan.remapped and own == program.held:
+    linear_shards = plan.shards(rank, linear=True)
+    if not plan.remapped and linear_shards == program.shards:
         table = make_table(program.calls, program.messages)
         return RankProgram(rank, cluster, program, table, None, None, slices)
     # Equal layouts may still order a rank's tokens differently.
-    there = layout_change(plan.linear, plan.attention, own, program.held)
-    back = Messages(there.receives, there.sends)
-    table = make_table(program.calls, {**program.messages, TO_ATTENTION: there, TO_LINEAR: back})
-    return RankProgram(rank, cluster, program, table, there, back, slices)
+    to_attention = layout_change(plan.linear, plan.attention, linear_shards, program.shards)
+    to_linear = Messages(to_attention.receives, to_attention.sends)
+    table = make_table(program.calls, {**program.messages, TO_ATTENTION: to_attention, TO_LINEAR: to_linear})
+    return RankProgram(rank, cluster, program, table, to_attention, to_linear, slices)

@@ -22,9 +22,9 @@ from balancing.cluster import Cluster
 from balancing.cluster.links import first_nics
 from balancing.sequences.engine.internode_traffic import internode_traffic
 from balancing.sequences.engine.program import TransferGroup
+from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan
 from balancing.sequences.traffic import TokenTraffic
-from balancing.sequences.turns import SMALLEST_TURNS, TurnTokens
 
 __all__ = ["Flow", "Part", "Route", "Routing", "Slice", "check_routing", "route", "routes"]
 
@@ -133,18 +133,18 @@ def routes(
     Rounds of one kind are alike, so the one that moves most rows decides for all of them.
     """
     kinds: dict[str, dict[TransferGroup, TokenTraffic]] = defaultdict(dict)
-    for group, moved in internode_traffic(plan, cluster, turn_tokens).items():
-        kinds[group.kind][group] = moved
+    for transfer_group, moved in internode_traffic(plan, cluster, turn_tokens).items():
+        kinds[transfer_group.kind][transfer_group] = moved
     found = {}
     for groups in kinds.values():
-        busiest = max(groups, key=lambda group: int(groups[group].tokens.sum()))
+        busiest = max(groups, key=lambda transfer_group: int(groups[transfer_group].tokens.sum()))
         chosen = route(groups[busiest], row_bytes(busiest), cluster, routing)
         if chosen.proxies == 1:
             continue
         numbered = np.unique(np.concatenate([_pairs(moved, cluster) for moved in groups.values()]))
-        for group, moved in groups.items():
+        for transfer_group, moved in groups.items():
             if slices := chosen.of(rank, moved, numbered):
-                found[group] = slices
+                found[transfer_group] = slices
     return found
 
 

@@ -50,11 +50,11 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(rows + token, mask=real, other=0) if LISTED else first + token
     row, token = row.to(tl.int64), token.to(tl.int64)
     at = logsumexp + head * logsumexp_head + row
-    own = tl.load(at, mask=real, other=0.0)
+    before = tl.load(at, mask=real, other=0.0)
     more = tl.load(more_logsumexp + head * more_logsumexp_head + token, mask=real, other=0.0)
-    largest = tl.maximum(own, more)
-    both = largest + tl.log(tl.exp(own - largest) + tl.exp(more - largest))
-    weight, more_weight = tl.exp(own - both), tl.exp(more - both)
+    largest = tl.maximum(before, more)
+    both = largest + tl.log(tl.exp(before - largest) + tl.exp(more - largest))
+    weight, more_weight = tl.exp(before - both), tl.exp(more - both)
     column = tl.arange(0, WIDTH)
     inside = real[:, None] & (column < SIZE)[None, :]
     target = out + row[:, None] * out_row + head * out_head + column[None, :]

@@ -86,14 +86,14 @@ class Pending:
 
 
 class Transport:
-    """Starts messages on one communicator, that of `group` (all ranks by default). rank: in the group."""
+    """Starts messages on one communicator, that of `process_group` (all ranks by default). rank: in the group."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = dist.group.WORLD if group is None else group
-        assert self.group is not None, "torch.distributed is initialized"
-        self.rank = dist.get_rank(self.group)
-        self._ranks = dist.get_process_group_ranks(self.group)
-        connect(self.group)
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = dist.group.WORLD if process_group is None else process_group
+        assert self.process_group is not None, "torch.distributed is initialized"
+        self.rank = dist.get_rank(self.process_group)
+        self._ranks = dist.get_process_group_ranks(self.process_group)
+        connect(self.process_group)
 
     def start(
         self,
@@ -127,8 +127,8 @@ class Transport:
             if not messages.adds and len(message.rows) == 1
         }
         packed = messages.packed_receives
-        for dtype, group in groupby(packed, key=lambda message: dtypes[message.peer]):
-            peers = {message.peer: message.tokens for message in group}
+        for dtype, same_type in groupby(packed, key=lambda message: dtypes[message.peer]):
+            peers = {message.peer: message.tokens for message in same_type}
             pending.arriving.append(into.new_empty(sum(peers.values()), *into.shape[1:], dtype=dtype))
             receives |= dict(zip(peers, pending.arriving[-1].split(list(peers.values())), strict=True))
         if self.rank in receives:
@@ -212,7 +212,7 @@ class Transport:
         return coming, None if last else self._operation(dist.isend, buffer, piece.path[place + 1], tag)
 
     def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self._ranks[peer], self.group, tag)
+        return dist.P2POp(kind, tensor, self._ranks[peer], self.process_group, tag)
 
 
 def dtype_of(piece: Slice, dtypes: Dtypes) -> torch.dtype:

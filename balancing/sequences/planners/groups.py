@@ -40,25 +40,25 @@ def deal_areas(area: np.ndarray, groups: int) -> np.ndarray:
     if groups < 1 or len(area) % groups:
         raise ValueError(f"{len(area)} micro-batches do not divide into {groups} equal groups")
     order = np.argsort(-area, kind="stable").reshape(-1, groups)
-    total, held = np.zeros(groups, dtype=np.int64), np.empty((groups, len(order)), dtype=np.int64)
+    total, members = np.zeros(groups, dtype=np.int64), np.empty((groups, len(order)), dtype=np.int64)
     for at, number in enumerate(order):
         least = np.argsort(total, kind="stable")
-        held[least, at] = number
+        members[least, at] = number
         total[least] += area[number]
-    _exchange(held, area, total)
+    _exchange(members, area, total)
     group = np.empty(len(area), dtype=np.int64)
-    group[held] = np.arange(groups)[:, None]
+    group[members] = np.arange(groups)[:, None]
     return group
 
 
-def _exchange(held: np.ndarray, area: np.ndarray, total: np.ndarray) -> None:
+def _exchange(members: np.ndarray, area: np.ndarray, total: np.ndarray) -> None:
     """Level groups by exchanges of one micro-batch for one, between the fullest and the emptiest, the next, and so on.
 
-    held: int64 [group, place], micro-batches; altered.
+    members: int64 [group, place], micro-batches; altered.
     area: [micro-batch].
     total: [group], area of each group; altered.
     """
-    groups, places = held.shape
+    groups, places = members.shape
     pairs = min(groups // 2, max(1, _LOOKS // places**2))
     for _ in range(_ROUNDS if pairs else 0):
         if total.max() * groups <= (1 + _LEVEL) * total.sum():
@@ -66,7 +66,7 @@ def _exchange(held: np.ndarray, area: np.ndarray, total: np.ndarray) -> None:
         order = np.argsort(total, kind="stable")
         low, high = order[:pairs], order[::-1][:pairs]
         gap = total[high] - total[low]
-        moved = (area[held[high]][:, :, None] - area[held[low]][:, None, :]).reshape(pairs, -1)
+        moved = (area[members[high]][:, :, None] - area[members[low]][:, None, :]).reshape(pairs, -1)
         best = np.abs(gap[:, None] - 2 * moved).argmin(1)
         more = moved[np.arange(pairs), best]
         helps = (more > 0) & (more < gap)
@@ -74,6 +74,6 @@ def _exchange(held: np.ndarray, area: np.ndarray, total: np.ndarray) -> None:
             break
         low, high, best, more = low[helps], high[helps], best[helps], more[helps]
         given, taken = best // places, best % places
-        held[high, given], held[low, taken] = held[low, taken], held[high, given]
+        members[high, given], members[low, taken] = members[low, taken], members[high, given]
         total[high] -= more
         total[low] += more

@@ -20,44 +20,44 @@ def linear_layout(attention: Sequence[Shard], cluster: Cluster) -> tuple[Shard, 
     attention: the layout of attention. A rank gives away its last tokens. Raises ValueError for a rank outside the
     cluster.
     """
-    held: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
+    by_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
     for shard in attention:
         if not 0 <= shard.rank < cluster.world_size:
             raise ValueError(f"{shard} is on rank {shard.rank}; the cluster has {cluster.world_size} ranks")
-        held[shard.rank].append(shard)
-    tokens = [sum(stop - start for _, start, stop, _ in own) for own in held]
+        by_rank[shard.rank].append(shard)
+    tokens = [sum(stop - start for _, start, stop, _ in shards) for shards in by_rank]
     surplus = [here - target for here, target in zip(tokens, token_targets(tokens, cluster), strict=True)]
     if not any(surplus):
         return tuple(attention)
-    for own in held:
-        own.sort()
-    moved: list[list[Shard]] = [[] for _ in held]
+    for shards in by_rank:
+        shards.sort()
+    moved: list[list[Shard]] = [[] for _ in by_rank]
     per_node = cluster.ranks_per_node
     nodes = [range(first, first + per_node) for first in range(0, cluster.world_size, per_node)]
     for members in (*nodes, range(cluster.world_size)):
         for source, target, number in _matches(members, surplus):
-            moved[target] += _give(held[source], number, target)
-    return tuple(shard for own, new in zip(held, moved, strict=True) for shard in _joined(own, new))
+            moved[target] += _give(by_rank[source], number, target)
+    return tuple(shard for shards, new in zip(by_rank, moved, strict=True) for shard in _joined(shards, new))
 
 
-def token_targets(held: Sequence[int], cluster: Cluster) -> list[int]:
+def token_targets(attention_tokens: Sequence[int], cluster: Cluster) -> list[int]:
     """Tokens of each rank in linear layers: the mean, rounded down or up so that the total is kept.
 
-    held: tokens [rank] in attention. Ranks of nodes with more tokens than their share round up first, then ranks with
-    more tokens: fewer tokens move so.
+    attention_tokens: [rank], tokens in attention. Ranks of nodes with more tokens than their share round up first, then
+        ranks with more tokens: fewer tokens move so.
     """
-    each, more = divmod(sum(held), cluster.world_size)
-    targets = [each] * cluster.world_size
+    mean, more = divmod(sum(attention_tokens), cluster.world_size)
+    targets = [mean] * cluster.world_size
     if not more:
         return targets
     node = [cluster.node(rank) for rank in range(cluster.world_size)]
     surplus = [0] * cluster.nodes
-    for rank, tokens in enumerate(held):
-        surplus[node[rank]] += tokens - each
-    ranks = sorted(range(cluster.world_size), key=lambda rank: (each - held[rank], rank))
+    for rank, tokens in enumerate(attention_tokens):
+        surplus[node[rank]] += tokens - mean
+    ranks = sorted(range(cluster.world_size), key=lambda rank: (mean - attention_tokens[rank], rank))
     for spares_a_move in (True, False):
         for rank in ranks:
-            if more and targets[rank] == each and (surplus[node[rank]] > 0 or not spares_a_move):
+            if more and targets[rank] == mean and (surplus[node[rank]] > 0 or not spares_a_move):
                 targets[rank] += 1
                 surplus[node[rank]] -= 1
                 more -= 1
@@ -80,25 +80,25 @@ def _matches(members: range, surplus: list[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _give(own: list[Shard], tokens: int, target: int) -> list[Shard]:
-    """The last `tokens` of a rank's shards, now the target's; alters `own`."""
+def _give(shards: list[Shard], tokens: int, target: int) -> list[Shard]:
+    """The last `tokens` of a rank's shards, now the target's; alters `shards`."""
     given = []
     while tokens:
-        shard = own.pop()
+        shard = shards.pop()
         if shard.tokens > tokens:
-            own.append(shard._replace(stop=shard.stop - tokens))
+            shards.append(shard._replace(stop=shard.stop - tokens))
             shard = shard._replace(start=shard.stop - tokens)
         given.append(shard._replace(rank=target))
         tokens -= shard.tokens
     return given
 
 
-def _joined(own: list[Shard], new: list[Shard]) -> list[Shard]:
+def _joined(shards: list[Shard], new: list[Shard]) -> list[Shard]:
     """A rank's shards in order, those it had and those it was given; adjacent ones are merged if it was given any."""
     if not new:
-        return own
+        return shards
     found: list[Shard] = []
-    for shard in sorted(own + new):
+    for shard in sorted(shards + new):
         if found and found[-1].sequence == shard.sequence and found[-1].stop == shard.start:
             found[-1] = found[-1]._replace(stop=shard.stop)
         else:

@@ -102,22 +102,22 @@ def _longest_first(
             passed.append(heapq.heappop(heap))
         if not heap:
             return None
-        key, held, at = heapq.heappop(heap)
+        key, filled, at = heapq.heappop(heap)
         number[document] = at
-        held += length
-        for each in ((-held if fullest else key + cost, held, at), *passed):
-            heapq.heappush(heap, each)
+        filled += length
+        for entry in ((-filled if fullest else key + cost, filled, at), *passed):
+            heapq.heappush(heap, entry)
     _fill_empty(number, len(before))
     return number
 
 
 def _fill_empty(number: np.ndarray, micro_batches: int) -> None:
     """Give a document to each micro-batch without one, from those that have most documents."""
-    held = np.bincount(number, minlength=micro_batches)
-    for empty in np.flatnonzero(held == 0).tolist():
-        source = int(held.argmax())
+    documents = np.bincount(number, minlength=micro_batches)
+    for empty in np.flatnonzero(documents == 0).tolist():
+        source = int(documents.argmax())
         number[np.flatnonzero(number == source)[0]] = empty
-        held[source], held[empty] = held[source] - 1, 1
+        documents[source], documents[empty] = documents[source] - 1, 1
 
 
 def _exchanged(
@@ -126,8 +126,8 @@ def _exchanged(
     """The deal after exchanges between the most expensive micro-batch and others, as long as they help."""
     deal, micro_batches = deal.copy(), len(before)
     order = np.argsort(costs, kind="stable")
-    own = [order[deal[order] == at] for at in range(micro_batches)]  # of each micro-batch, cheapest first
-    cost, held = before + _sums(costs, deal, micro_batches), _sums(tokens, deal, micro_batches)
+    documents = [order[deal[order] == at] for at in range(micro_batches)]  # of each micro-batch, cheapest first
+    cost, filled = before + _sums(costs, deal, micro_batches), _sums(tokens, deal, micro_batches)
     enough = int(cost.sum() / micro_batches * _GOOD_ENOUGH)
     for _ in range(4 * micro_batches + 64):
         dear = int(cost.argmax())
@@ -135,25 +135,25 @@ def _exchanged(
             break
         best: tuple[int, int, list[int], list[int]] | None = None
         for other in np.argsort(cost, kind="stable").tolist():
-            gap, room = int(cost[dear] - cost[other]), int(capacity - held[other])
+            gap, room = int(cost[dear] - cost[other]), int(capacity - filled[other])
             if gap <= 0 or (best is not None and best[0] <= max(enough, cost[dear] - gap // 2)):
                 break  # no other does better: half of the gap is the most that helps
-            spare = int(capacity - held[dear])
-            found = _swap(costs, tokens, own[dear], own[other], gap, room)
-            found = found or _swap_several(costs, tokens, own[dear], own[other], gap, room, spare)
+            spare = int(capacity - filled[dear])
+            found = _swap(costs, tokens, documents[dear], documents[other], gap, room)
+            found = found or _swap_several(costs, tokens, documents[dear], documents[other], gap, room, spare)
             if found is not None and (best is None or cost[dear] - gap + found[0] < best[0]):
                 best = int(cost[dear] - gap + found[0]), other, found[1], found[2]
         if best is None:
             break
-        _, other, there, back = best
-        for given, source, target in ((there, dear, other), (back, other, dear)):
+        _, other, given_away, given_back = best
+        for given, source, target in ((given_away, dear, other), (given_back, other, dear)):
             deal[given] = target
-            for values, total in ((costs, cost), (tokens, held)):
+            for values, total in ((costs, cost), (tokens, filled)):
                 amount = int(values[given].sum())
                 total[source] -= amount
                 total[target] += amount
         for at in (dear, other):
-            own[at] = order[deal[order] == at]
+            documents[at] = order[deal[order] == at]
     return deal
 
 
@@ -167,14 +167,14 @@ def _swap(
     """
     back_cost = np.concatenate([[0], costs[other]])
     back_tokens = np.concatenate([[0], tokens[other]])
-    own = costs[dear]
+    cost_of_dear = costs[dear]
     least = np.searchsorted(back_tokens, tokens[dear] - room)  # a cheaper one would not free enough room
-    near = np.searchsorted(back_cost, own - gap // 2)
+    near = np.searchsorted(back_cost, cost_of_dear - gap // 2)
     best: tuple[int, int, int] | None = None
     for at in (near - 1, near):
         at = np.maximum(at, least)
         possible = at < len(back_cost)
-        moved = own - back_cost[np.minimum(at, len(back_cost) - 1)]
+        moved = cost_of_dear - back_cost[np.minimum(at, len(back_cost) - 1)]
         after = np.where(possible & (moved > 0) & (moved < gap), np.maximum(moved, gap - moved), gap)
         if len(dear) == 1:
             after = np.where(at == 0, gap, after)  # a micro-batch keeps a document
@@ -212,4 +212,4 @@ def _swap_several(
     if best is None:
         return None
     most, given, start, until = best
-    return most, [int(dear[given])], [int(each) for each in other[start:until]]
+    return most, [int(dear[given])], [int(document) for document in other[start:until]]

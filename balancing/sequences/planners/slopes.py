@@ -41,19 +41,19 @@ def slope_targets(micro_batches: int, step: Callable[[np.ndarray], float], most:
     choices = (_PARTS, ramps, _PARTS, ramps)
     for start in ((0.6, 1, 0.6, 2), (0.4, 2, 0.6, 4), (0.3, 8, 0.5, 8)):
         slope = list(start)
-        own = np.inf
+        least = np.inf
         for _ in range(_ROUNDS):
-            before = own
+            before = least
             for at, values in enumerate(choices):
                 for value in values:
                     other = [*slope[:at], value, *slope[at + 1 :]]
                     allowed = _slope(micro_batches, *other).max() <= most
                     seconds = step(_slope(few, *other)) if allowed else np.inf
-                    if seconds < own:
-                        own, slope = seconds, other
-            if own == before:
+                    if seconds < least:
+                        least, slope = seconds, other
+            if least == before:
                 break
-        if own < np.inf and (seconds := step(_slope(micro_batches, *slope))) < found * (1 - 1e-9):
+        if least < np.inf and (seconds := step(_slope(micro_batches, *slope))) < found * (1 - 1e-9):
             best, found = _slope(micro_batches, *slope), seconds
     best.flags.writeable = False
     return best

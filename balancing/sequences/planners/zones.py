@@ -64,13 +64,13 @@ class _Buckets:
         if number is None:
             return None
         fitting = [at for at, room in enumerate(self.room) if room * number >= length]
-        held = sorted(nsmallest(number, fitting, key=lambda at: (self.area[at], at)))
+        chosen = sorted(nsmallest(number, fitting, key=lambda at: (self.area[at], at)))
         tokens, part = ceil(length / number), area / number
-        for at in held:
+        for at in chosen:
             self.room[at] -= tokens
             self.area[at] += part
             heappush(self._queue, (self.area[at], at))
-        return held
+        return chosen
 
     def _emptiest(self, tokens: int) -> int | None:
         """The bucket of least area among those with room for `tokens`."""
@@ -151,11 +151,11 @@ def _zones(
     rooms, areas = [capacity] * cluster.world_size, [0.0] * cluster.world_size
     rings: _Split = []
     inside: list[list[_Sequence]] = [[] for _ in range(cluster.nodes)]
-    for sequence, held in by_node:
-        if len(held) == 1:
-            inside[held[0]].append(sequence)
+    for sequence, buckets_of in by_node:
+        if len(buckets_of) == 1:
+            inside[buckets_of[0]].append(sequence)
             continue
-        members = [node * ranks + local for node in held for local in range(ranks)]
+        members = [node * ranks + local for node in buckets_of for local in range(ranks)]
         rings.append((sequence, members))
         tokens, part = ceil(sequence.length / len(members)), sequence.area / len(members)
         for rank in members:
@@ -172,7 +172,7 @@ def _zones(
         fullest = max(fullest, *buckets.area)
         if fullest > most:
             return None, fullest
-        rings += [(sequence, [first + at for at in held]) for sequence, held in split]
+        rings += [(sequence, [first + at for at in buckets_of]) for sequence, buckets_of in split]
     return rings, fullest
 
 
@@ -197,10 +197,10 @@ def _partition(
             least = max(ceil(grain * area / share), ceil(length / capacity))
             free = min(ceil(2 * area / share), int(length / hidden) if hidden else number)
             pieces = min(max(least, free), number)
-        held = buckets.place(length, area, pieces)
-        if held is None:
+        chosen = buckets.place(length, area, pieces)
+        if chosen is None:
             return None
-        split.append((sequence, held))
+        split.append((sequence, chosen))
     return split
 
 

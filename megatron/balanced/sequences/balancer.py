@@ -76,14 +76,14 @@ class _Columns(NamedTuple):
     document_ends: Any
 
 
-def _compiled(plan: SequencePlan, shape: AttentionShape, **own: Any) -> _Programs:
+def _compiled(plan: SequencePlan, shape: AttentionShape, **options: Any) -> _Programs:
     """The programs for a plan. own: as in `compile_rank`."""
     of_window = plan if shape.window is None else in_window(plan, shape.window)
     whole = windowed = None
     if shape.windowed_layers < shape.layers or of_window is plan:
-        whole = plan, compile_rank(plan, **own)
+        whole = plan, compile_rank(plan, **options)
     if shape.windowed_layers:
-        windowed = whole if of_window is plan else (of_window, compile_rank(of_window, **own))
+        windowed = whole if of_window is plan else (of_window, compile_rank(of_window, **options))
     return _Programs(whole, windowed)
 
 
@@ -148,7 +148,7 @@ class SequenceBalancer(StepCallback):
             if dataset is None or isinstance(dataset, list):
                 return dataset and [planned(part, steps) for part in dataset]
             padding = dataset.config.tokenizer.pad if self._args.sft else None
-            own = partial(
+            compile = partial(
                 _compiled,
                 shape=self._shape,
                 rank=self.domain.rank,
@@ -157,7 +157,7 @@ class SequenceBalancer(StepCallback):
                 token_bytes=self._token_bytes,
             )
             rows = replace(self._rows, fixed=False) if isinstance(steps, Steps) else self._rows
-            ahead = PlanningAhead(self._plan, own)
+            ahead = PlanningAhead(self._plan, compile)
             return PlannedDataset(dataset, ahead, self.domain, rows, padding, steps, self._shifts)
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
@@ -231,7 +231,7 @@ class SequenceBalancer(StepCallback):
             step_seconds,
             stages=args.pipeline_model_parallel_size,
             chunks=args.virtual_pipeline_model_parallel_size or 1,
-            group=args.microbatch_group_size_per_vp_stage,
+            interleave_group=args.microbatch_group_size_per_vp_stage,
         )
 
     @property
@@ -306,10 +306,10 @@ class SequenceBalancer(StepCallback):
                 "documents, with the same versions of Python, NumPy and this package"
             )
 
-    def _gather(self, own: list[int]) -> np.ndarray:
+    def _gather(self, numbers: list[int]) -> np.ndarray:
         """int64 [rank, number], the numbers of all ranks of the group."""
-        gathered = torch.empty(self._cluster.world_size, len(own), dtype=torch.int64)
-        dist.all_gather(list(gathered), torch.tensor(own), group=self._hosts)
+        gathered = torch.empty(self._cluster.world_size, len(numbers), dtype=torch.int64)
+        dist.all_gather(list(gathered), torch.tensor(numbers), group=self._hosts)
         return gathered.numpy()
 
     def end_step(self) -> None:
@@ -365,7 +365,7 @@ class SequenceBalancer(StepCallback):
             assert counts is not None
             weigh, count = partial(weights_of_counts, origin=columns.origins, tokens=counts[0]), lambda masks: counts
         else:
-            sharing = {"origin": columns.origins, "origins": self.domain.origins, "group": self._sharing}
+            sharing = {"origin": columns.origins, "origins": self.domain.origins, "process_group": self._sharing}
             weigh, count = partial(token_weights, **sharing), partial(count_tokens, **sharing)
         prediction = None
         if self._shifts:
@@ -415,7 +415,8 @@ class SequenceBalancer(StepCallback):
         process_group = self._sharing if self._data is None else self._data
         timed = self._report is not None  # nobody else reads the times
         whole, windowed = (
-            kind and SequenceAttention(kind[0], program=kind[1], group=process_group, timed=timed) for kind in programs
+            kind and SequenceAttention(kind[0], program=kind[1], process_group=process_group, timed=timed)
+            for kind in programs
         )
         return whole, whole if programs.windowed is programs.whole else windowed
 
@@ -472,7 +473,7 @@ class SequenceBalancer(StepCallback):
             mpu.get_pipeline_model_parallel_rank(),
             mpu.get_pipeline_model_parallel_world_size(),
             chunks=self._config.virtual_pipeline_model_parallel_size or 1,
-            group=self._config.microbatch_group_size_per_vp_stage,
+            interleave_group=self._config.microbatch_group_size_per_vp_stage,
             overlap=self._config.overlap_p2p_comm,
         )
 

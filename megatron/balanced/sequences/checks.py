@@ -146,12 +146,12 @@ def _check_dealt(args: argparse.Namespace) -> list[str]:
             "--sequence-micro-batches deals Megatron-LM's micro-batches as a whole, not their single documents, since "
             f"{whole}"
         ]
-    number, held = _micro_batches(args), _PREFETCHED * args.num_workers
-    if held >= number:
+    number, ready = _micro_batches(args), _PREFETCHED * args.num_workers
+    if ready >= number:
         return []
     return [
         f"--sequence-micro-batches reads all {number} micro-batches of a step before it begins, and data loaders hold "
-        f"{held} of them ready; with --num-workers {-(-number // _PREFETCHED)} the device does not wait for the others"
+        f"{ready} of them ready; with --num-workers {-(-number // _PREFETCHED)} the device does not wait for the others"
     ]
 
 

@@ -199,7 +199,7 @@ class PlannedDataset(torch.utils.data.Dataset):
             else:
                 size += sum(lengths)
             documents += [
-                _Document(at, stop - each, each) for stop, each in zip(accumulate(lengths), lengths, strict=True)
+                _Document(at, stop - length, length) for stop, length in zip(accumulate(lengths), lengths, strict=True)
             ]
         return _Drawn(samples, documents, read, size)
 
@@ -237,7 +237,7 @@ def _places(documents: Sequence[_Document], packed: np.ndarray) -> _Places:
     sample 1.
     """
     begins = np.array([0, *accumulate(document.tokens for document in documents)])
-    of_documents = np.array([(each.sample, each.start, each.start + each.tokens) for each in documents])
+    of_documents = np.array([(one.sample, one.start, one.start + one.tokens) for one in documents])
     document = np.searchsorted(begins, packed, side="right") - 1
     samples, starts, ends = of_documents[document].T
     return _Places(samples, packed - begins[document] + starts, ends)
@@ -256,20 +256,20 @@ def _packed_tokens(plan: SequencePlan, rank: int) -> np.ndarray:
 
 def positions(plan: SequencePlan, rank: int, rows: int) -> np.ndarray:
     """int64 [row], each row's position in its document; 0 in padding."""
-    own = [np.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
-    return np.pad(np.concatenate(own), (0, rows - int(plan.linear_tokens[rank])))
+    of_shards = [np.arange(shard.start, shard.stop) for shard in plan.shards(rank, linear=True)]
+    return np.pad(np.concatenate(of_shards), (0, rows - int(plan.linear_tokens[rank])))
 
 
 def row_origins(plan: SequencePlan, rank: int, rows: int, origins: Sequence[int]) -> np.ndarray:
     """int64 [row], the origin of each row's token; 0 in padding. origins: [document]."""
     shards = plan.shards(rank, linear=True)
-    own = np.repeat([origins[shard.sequence] for shard in shards], [shard.tokens for shard in shards])
-    return np.pad(own, (0, rows - len(own)))
+    of_tokens = np.repeat([origins[shard.sequence] for shard in shards], [shard.tokens for shard in shards])
+    return np.pad(of_tokens, (0, rows - len(of_tokens)))
 
 
 def receive(
     sample: dict[str, Any] | None,
-    group: dist.ProcessGroup,
+    process_group: dist.ProcessGroup,
     hosts: dist.ProcessGroup | None,
     source: int,
     device: Any,
@@ -278,7 +278,7 @@ def receive(
     documents; and milliseconds of planning.
 
     sample: from the data loader on the source; None on other ranks.
-    group: of tensor parallelism.
+    process_group: of tensor parallelism.
     hosts: the same ranks on gloo, so that no host waits for its device to learn the plan; None for a single rank.
     source: global rank of the group's source.
     device: of tensors that are broadcast.
@@ -299,5 +299,5 @@ def receive(
         integers = torch.empty(len(_INTEGERS), rows, dtype=torch.int64, device=device)
         mask = torch.empty(1, rows, dtype=torch.float32, device=device)
     for tensor in (integers, mask):
-        dist.broadcast(tensor, source, group=group)
+        dist.broadcast(tensor, source, group=process_group)
     return dict(zip(_INTEGERS, integers.split(1), strict=True)) | {"loss_mask": mask}, plan, milliseconds

@@ -58,25 +58,27 @@ class Domain:
         ranks, origins = ranks // groups, origins // groups
         return cls(rank % ranks, ranks, origin % origins, origins, rank // ranks, groups)
 
-    def samples(self, own: Sequence[int], areas: Callable[[np.ndarray], np.ndarray | None]) -> list["Sample"]:
+    def samples(self, indices: Sequence[int], areas: Callable[[np.ndarray], np.ndarray | None]) -> list["Sample"]:
         """The samples that these ranks share, in Megatron-LM's order.
 
-        own: those of Megatron-LM's sampler for this rank.
+        indices: those of Megatron-LM's sampler for this rank.
         areas: int64 [sample], query-key pairs of samples int64 [sample]; None where only their tokens tell.
         """
         if self.origins == self.groups == 1:
-            return [Sample(index, 0) for index in own]
-        each = len(own)
-        first = own[0] - (self.group * self.origins + self.origin) * each
-        assert list(own) == list(range(own[0], own[0] + each)), "samples of a rank follow each other"
+            return [Sample(index, 0) for index in indices]
+        size = len(indices)
+        first = indices[0] - (self.group * self.origins + self.origin) * size
+        assert list(indices) == list(range(indices[0], indices[0] + size)), "samples of a rank follow each other"
         assert first >= 0, "samples of data-parallel ranks follow each other"
-        held: Sequence[int] = range(self.group * self.origins, (self.group + 1) * self.origins)
+        members: Sequence[int] = range(self.group * self.origins, (self.group + 1) * self.origins)
         if self.groups > 1:
             number = self.groups * self.origins
-            area = areas(np.arange(first, first + number * each))
+            area = areas(np.arange(first, first + number * size))
             if area is not None:
-                held = np.flatnonzero(deal_areas(area.reshape(number, each).sum(1), self.groups) == self.group).tolist()
-        return [Sample(first + at * each + place, origin) for origin, at in enumerate(held) for place in range(each)]
+                members = np.flatnonzero(
+                    deal_areas(area.reshape(number, size).sum(1), self.groups) == self.group
+                ).tolist()
+        return [Sample(first + at * size + place, origin) for origin, at in enumerate(members) for place in range(size)]
 
 
 @dataclass(frozen=True)
@@ -88,22 +90,24 @@ class Sample:
 
 
 def token_weights(
-    loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, group: dist.ProcessGroup
+    loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, process_group: dist.ProcessGroup
 ) -> torch.Tensor:
     """What each row of this rank counts in the loss of a step of one micro-batch on one data-parallel rank, [row].
 
     loss_mask: [row], 1 where a token counts, 0 elsewhere.
     origin: int [row], of each row's token; any in padding.
     origins: their number.
-    group: the ranks that share the micro-batch. All of them call this together.
+    process_group: the ranks that share the micro-batch. All of them call this together.
     """
-    return weights_of_counts(loss_mask, origin, count_tokens(loss_mask, origin, origins, group))
+    return weights_of_counts(loss_mask, origin, count_tokens(loss_mask, origin, origins, process_group))
 
 
-def count_tokens(loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, group: dist.ProcessGroup) -> torch.Tensor:
+def count_tokens(
+    loss_mask: torch.Tensor, origin: torch.Tensor, origins: int, process_group: dist.ProcessGroup
+) -> torch.Tensor:
     """Tokens with a loss of each origin, [..., origin], on all ranks. loss_mask: [..., row]; see `token_weights`."""
     tokens = loss_mask.new_zeros(*loss_mask.shape[:-1], origins).index_add_(-1, origin, loss_mask)
-    dist.all_reduce(tokens, group=group)
+    dist.all_reduce(tokens, group=process_group)
     return tokens
 
 

@@ -120,7 +120,10 @@ def step_event(
 def _steps_over_equal(costs: list[np.ndarray], step: Callable[[np.ndarray], float]) -> dict[str, float]:
     """Seconds of the step over that of equal micro-batches. costs: [micro-batch], as drawn and as run."""
     equal = step(np.full_like(costs[0], costs[0].mean()))
-    return {f"micro_batch_step_{when}": step(own) / equal for when, own in zip(("before", "after"), costs, strict=True)}
+    return {
+        f"micro_batch_step_{when}": step(seconds) / equal
+        for when, seconds in zip(("before", "after"), costs, strict=True)
+    }
 
 
 def _layout(plan: SequencePlan, cluster: Cluster, before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def _layout(plan: SequencePlan, cluster: Cluster, before: np.ndarray, after: np.
 
 def _drawn(batches: Sequence[MicroBatch], origins: int, dealt: bool) -> list[list[np.ndarray]]:
     """Of each micro-batch of Megatron-LM, as many as `batches`: lengths of documents by data-parallel rank."""
-    parts = [np.array([each.numbers, each.origins, each.plan.lengths]) for each in batches]
+    parts = [np.array([batch.numbers, batch.origins, batch.plan.lengths]) for batch in batches]
     if not dealt:
         return [[lengths[origin == at] for at in range(origins)] for _, origin, lengths in parts]
     number, origin, lengths = np.concatenate(parts, axis=1)
@@ -174,6 +177,6 @@ def _upstream_areas(ranks: int, drawn: list[np.ndarray], window: int | None, pad
     """
     ranks //= len(drawn)
     areas = []
-    for own in drawn:
-        areas += [causal_area(own, window) / ranks] * ranks if padded else [*zigzag_areas(own, ranks, window)]
+    for lengths in drawn:
+        areas += [causal_area(lengths, window) / ranks] * ranks if padded else [*zigzag_areas(lengths, ranks, window)]
     return np.array(areas)

@@ -40,11 +40,11 @@ def latents_of(attention: Any, compressed: torch.Tensor) -> Latents:
         else:
             compressed = torch.nn.functional.layer_norm(compressed, size, norm, projection.layer_norm_bias, eps)
     # Gradients of latents are those of this rank's heads alone.
-    group = mpu.get_tensor_model_parallel_group()
+    process_group = mpu.get_tensor_model_parallel_group()
     if config.sequence_parallel:
-        compressed = gather_from_sequence_parallel_region(compressed, group=group)
+        compressed = gather_from_sequence_parallel_region(compressed, group=process_group)
     else:
-        compressed = copy_to_tensor_model_parallel_region(compressed, group=group)
+        compressed = copy_to_tensor_model_parallel_region(compressed, group=process_group)
     weight = projection.weight
     fused = config.gradient_accumulation_fusion and getattr(weight, "main_grad", None) is not None
     return Latents(compressed, _IntoMainGradient.apply(weight) if fused else weight)

@@ -21,21 +21,22 @@ _expected: dict[str, deque[list[int]]] = {}  # shapes of messages that this stag
 
 
 def expect(
-    rows: Sequence[int], hidden: int, rank: int, ranks: int, *, chunks: int, group: int | None, overlap: bool
+    rows: Sequence[int], hidden: int, rank: int, ranks: int, *, chunks: int, interleave_group: int | None, overlap: bool
 ) -> None:
     """Set the shapes of the messages of a step.
 
     rows: of each micro-batch, on this rank.
     hidden: width of a row.
-    rank, ranks, chunks, group, overlap: of the schedule, as in `balancing.layers.simulator.schedule.program`.
+    rank, ranks, chunks, interleave_group, overlap: of the schedule, as `balancing.layers.simulator.schedule.program`
+        takes them.
     """
     if ranks == 1:
         return
-    actions = program(rank, ranks, len(rows), chunks=chunks, group=group, overlap=overlap)
+    actions = program(rank, ranks, len(rows), chunks=chunks, group=interleave_group, overlap=overlap)
     messages = [message for action in actions for message in action.receive]
     for kind in ("forward", "backward"):
-        own = (message.micro_batch for message in messages if message.kind == kind)
-        _expected[kind] = deque([rows[micro_batch], 1, hidden] for micro_batch in own)
+        numbers = (message.micro_batch for message in messages if message.kind == kind)
+        _expected[kind] = deque([rows[micro_batch], 1, hidden] for micro_batch in numbers)
 
 
 def expect_one_size() -> None:

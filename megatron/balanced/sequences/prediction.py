@@ -48,7 +48,7 @@ class Prediction:
 
     def following(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and positions of a shift of one more than `tokens`, one of the tensors of this object."""
-        (shift,) = (shift for shift, each in enumerate(self.tokens) if each is tokens)
+        (shift,) = (shift for shift, shifted in enumerate(self.tokens) if shifted is tokens)
         return self.tokens[shift + 1], self.positions[shift + 1]
 
     def weights(self, dtype: torch.dtype, per_token: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,7 +80,7 @@ def sample_costs(dataset: Any, indices: np.ndarray, cost: Callable[[np.ndarray],
     if dataset.shuffle_index is None:
         dataset[int(indices[0])]
     number = dataset.shuffle_index[indices].astype(np.int64)
-    (first, begin), (last, end) = (dataset.sample_index[each].astype(np.int64).T for each in (number, number + 1))
+    (first, begin), (last, end) = (dataset.sample_index[which].astype(np.int64).T for which in (number, number + 1))
     documents = last - first + 1
     ends = np.cumsum(documents)
     at = np.arange(ends[-1]) + np.repeat(first - ends + documents, documents)

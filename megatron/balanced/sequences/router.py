@@ -54,7 +54,7 @@ class PackedRouter(TopKRouter):
         found = scores_for_aux_loss, routing_map
         return _with_loss(
             self, "seq_aux_loss", "seq_load_balancing_loss", probs, *found, part=sample, parts=samples,
-            groups=[self.tp_group],
+            process_groups=[self.tp_group],
         )  # fmt: skip
 
 
@@ -82,9 +82,9 @@ class SampleRouter(TopKRouter):
     ) -> torch.Tensor:
         planned = self._planned
         assert planned is not None
-        each = planned.samples // planned.origins
+        samples = planned.samples // planned.origins
         found = scores_for_aux_loss, routing_map
-        return self._of_parts("aux_loss", "load_balancing_loss", probs, *found, samples_of_part=each)
+        return self._of_parts("aux_loss", "load_balancing_loss", probs, *found, samples_of_part=samples)
 
     def _apply_seq_aux_loss(
         self,
@@ -121,16 +121,16 @@ class SampleRouter(TopKRouter):
         """`_with_loss` of a part for each `samples_of_part` samples; a micro-batch has the mean of its parts."""
         planned, rows = self._planned, len(routing_map)
         assert planned is not None and planned.sample is not None
-        own = planned.sample
-        if rows < len(own):  # under sequence parallelism
-            own = own[self.tp_group.rank() * rows :][:rows]
+        samples = planned.sample
+        if rows < len(samples):  # under sequence parallelism
+            samples = samples[self.tp_group.rank() * rows :][:rows]
         if planned.sharing is None:
-            groups = [self.tp_dp_cp_group if planned.origins > 1 else self.tp_cp_group]
+            process_groups = [self.tp_dp_cp_group if planned.origins > 1 else self.tp_cp_group]
         else:
-            groups = [planned.sharing, self.tp_group]
+            process_groups = [planned.sharing, self.tp_group]
         return _with_loss(
-            self, kind, name, probs, scores, routing_map, part=own // samples_of_part,
-            parts=planned.samples // samples_of_part, groups=groups, micro_batches=planned.origins,
+            self, kind, name, probs, scores, routing_map, part=samples // samples_of_part,
+            parts=planned.samples // samples_of_part, process_groups=process_groups, micro_batches=planned.origins,
         )  # fmt: skip
 
 
@@ -144,23 +144,23 @@ def _with_loss(
     *,
     part: torch.Tensor,
     parts: int,
-    groups: Iterable[dist.ProcessGroup],
+    process_groups: Iterable[dist.ProcessGroup],
     micro_batches: int = 1,
 ) -> torch.Tensor:
-    """`probs` with a loss attached that adds up over the ranks of `groups` to the sum over Megatron-LM's micro-batches
-    of the mean over the parts of each.
+    """`probs` with a loss attached that adds up over the ranks of `process_groups` to the sum over Megatron-LM's
+    micro-batches of the mean over the parts of each.
 
     kind: of `--moe-router-load-balancing-type`.
     name: of the loss in Megatron-LM's log.
     probs, scores: float [row, expert].
     routing_map: bool [row, expert].
-    part, parts, groups: as `tokens_of_parts` takes them.
+    part, parts, process_groups: as `tokens_of_parts` takes them.
     micro_batches: Megatron-LM's, that the parts are of.
     """
     coefficient = router.get_aux_loss_coeff(kind)
     if not coefficient:
         return probs
-    tokens = tokens_of_parts(routing_map, part, parts, groups)
+    tokens = tokens_of_parts(routing_map, part, parts, process_groups)
     loss = loss_of_parts(scores, tokens, part, router.topk) * (coefficient * micro_batches / parts)
     return router.attach_and_log_load_balancing_loss(
         probs, coefficient, loss, name, router.tp_cp_group, valid_token_count=len(routing_map)
@@ -168,20 +168,20 @@ def _with_loss(
 
 
 def tokens_of_parts(
-    routing_map: torch.Tensor, part: torch.Tensor, parts: int, groups: Iterable[dist.ProcessGroup]
+    routing_map: torch.Tensor, part: torch.Tensor, parts: int, process_groups: Iterable[dist.ProcessGroup]
 ) -> torch.Tensor:
-    """int32 [part, expert], tokens of each part that all ranks of `groups` route to each expert.
+    """int32 [part, expert], tokens of each part that all ranks of `process_groups` route to each expert.
 
     routing_map: bool [row, expert].
     part: int [row], of this rank's rows.
     parts: their number.
-    groups: the tokens are added up over one after the other. All of their ranks call this together.
+    process_groups: the tokens are added up over one after the other. All of their ranks call this together.
     """
     tokens = torch.zeros(parts, routing_map.shape[1], dtype=torch.int32, device=routing_map.device)
     tokens.index_add_(0, part, routing_map.to(torch.int32))  # whole numbers: the same in every order
-    for group in groups:
-        if group.size() > 1:
-            dist.all_reduce(tokens, group=group)
+    for process_group in process_groups:
+        if process_group.size() > 1:
+            dist.all_reduce(tokens, group=process_group)
     return tokens
 
 

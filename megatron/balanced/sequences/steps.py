@@ -50,9 +50,9 @@ class _OfOneSize:
     samples: int
     first: int
 
-    def place(self, own: Sequence[int]) -> tuple[int, int]:
-        """Where this rank has the samples `own`: the first sample of the step, and the micro-batch."""
-        step, place = divmod(own[0] - self.first, self.samples)
+    def place(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Where this rank has the samples `indices`: the first sample of the step, and the micro-batch."""
+        step, place = divmod(indices[0] - self.first, self.samples)
         return self.first + step * self.samples, place // (self.samples // self.micro_batches)
 
 
@@ -65,16 +65,16 @@ class Steps(_OfOneSize):
 
     deal: Callable[[Sequence[int], np.ndarray], np.ndarray]
 
-    def of(self, own: Sequence[int], domain: Domain, areas: Callable[[np.ndarray], np.ndarray | None]) -> Step:
-        """The step in which this rank has the samples `own` in one of the micro-batches.
+    def of(self, indices: Sequence[int], domain: Domain, areas: Callable[[np.ndarray], np.ndarray | None]) -> Step:
+        """The step in which this rank has the samples `indices` in one of the micro-batches.
 
         areas: as in `Domain.samples`.
         """
-        first, micro_batch = self.place(own)
-        each = self.samples // self.micro_batches
+        first, micro_batch = self.place(indices)
+        size = self.samples // self.micro_batches
         samples = []
         for number in range(self.micro_batches):
-            moved = [index + (number - micro_batch) * each for index in own]
+            moved = [index + (number - micro_batch) * size for index in indices]
             samples += [
                 Sample(sample.index, number * domain.origins + sample.origin) for sample in domain.samples(moved, areas)
             ]
@@ -93,10 +93,10 @@ class WholeSteps(_OfOneSize):
     deal: Callable[[np.ndarray], np.ndarray]
 
     def of(
-        self, own: Sequence[int], domain: Domain, costs: Callable[[np.ndarray], np.ndarray | None]
+        self, indices: Sequence[int], domain: Domain, costs: Callable[[np.ndarray], np.ndarray | None]
     ) -> list[list[Sample]]:
         """[micro-batch], the samples that run in it, in Megatron-LM's order, of the step in which this rank has the
-        samples `own`.
+        samples `indices`.
 
         costs: float64 [sample], `cost` of the documents of samples int64 [sample] together; None where only their
             tokens tell. Samples then stay where they were drawn.
@@ -115,13 +115,16 @@ class WholeSteps(_OfOneSize):
         third run first, micro-batch 0 has samples 0, 1, 4, 5 of the origins 0, 0, 2, 2, and micro-batch 1 has the
         others, of the origins 1, 1, 3, 3.
         """
-        size, (_, micro_batch) = len(own), self.place(own)
-        firsts = self._first_samples(own, domain)
+        size, (_, micro_batch) = len(indices), self.place(indices)
+        firsts = self._first_samples(indices, domain)
         known = costs((firsts[:, None] + np.arange(size)).reshape(-1))
         if known is None:
-            here, each = domain.samples(own, lambda samples: None), self.samples // self.micro_batches
+            here, samples = domain.samples(indices, lambda samples: None), self.samples // self.micro_batches
             return [
-                [Sample(at.index + (number - micro_batch) * each, number * domain.origins + at.origin) for at in here]
+                [
+                    Sample(at.index + (number - micro_batch) * samples, number * domain.origins + at.origin)
+                    for at in here
+                ]
                 for number in range(self.micro_batches)
             ]
         seconds = known.reshape(-1, size).sum(1)
@@ -134,14 +137,14 @@ class WholeSteps(_OfOneSize):
             for number in range(self.micro_batches)
         ]
 
-    def _first_samples(self, own: Sequence[int], domain: Domain) -> np.ndarray:
+    def _first_samples(self, indices: Sequence[int], domain: Domain) -> np.ndarray:
         """int64 [part], the first sample of each of Megatron-LM's micro-batches that are dealt: those of the step, of
         this data-parallel rank or, where ranks share micro-batches, of all. own: as in `of`."""
-        size, each = len(own), self.samples // self.micro_batches
-        first, micro_batch = self.place(own)
+        size, samples = len(indices), self.samples // self.micro_batches
+        first, micro_batch = self.place(indices)
         alone = domain.origins == domain.groups == 1
-        of_ranks = np.array([own[0] - first - micro_batch * each]) if alone else np.arange(0, each, size)
-        return (first + np.arange(self.micro_batches)[:, None] * each + of_ranks).reshape(-1)
+        of_ranks = np.array([indices[0] - first - micro_batch * samples]) if alone else np.arange(0, samples, size)
+        return (first + np.arange(self.micro_batches)[:, None] * samples + of_ranks).reshape(-1)
 
 
 def deal_documents(
@@ -169,12 +172,12 @@ def deal_documents(
     return np.array(plan.micro_batch, dtype=np.int64)
 
 
-def step_seconds(costs: np.ndarray, *, stages: int, chunks: int, group: int | None) -> float:
+def step_seconds(costs: np.ndarray, *, stages: int, chunks: int, interleave_group: int | None) -> float:
     """Seconds of a step on a pipeline of equal stages.
 
     costs: float64 [micro-batch], seconds of forward and backward in all layers.
-    stages, chunks, group: as in `balancing.layers.operations`.
+    stages, chunks, interleave_group: as in `balancing.layers.operations`.
     """
     passes = (part * costs / (stages * chunks) for part in (_FORWARD, 1 - _FORWARD))
     forward, backward = (np.broadcast_to(seconds, (stages, chunks, len(costs))) for seconds in passes)
-    return simulate_schedule(forward, backward, len(costs), group=group).step_time
+    return simulate_schedule(forward, backward, len(costs), group=interleave_group).step_time
