@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from typing import Any
 
 import pytest
 
@@ -139,8 +140,8 @@ def test_refused_of_data_parallel_ranks(said_of_data, case):
         assert word in line, line
 
 
-def _domain(argv: list[str]) -> str:
-    """The domain in force, or what is said where there is nothing to balance."""
+def _told(argv: list[str]) -> tuple[Any, list[str]]:
+    """The settings of sequences in force, and what start-up says."""
     import contextlib
     import io
 
@@ -149,8 +150,7 @@ def _domain(argv: list[str]) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         _, config = parse_arguments(argv)
-    notes = [line for line in said.getvalue().splitlines() if "nothing to balance" in line]
-    return config.sequences.sequence_domain if config.sequences.balance_sequences else "".join(notes)
+    return config.sequences, said.getvalue().splitlines()
 
 
 # flags, and the domain or words of why there is none
@@ -169,28 +169,20 @@ def test_domains(pool, case):
     """Chosen by the layout, and off where no rank can have more to do than another."""
     flags, expected = DOMAINS[case]
     argv = [flag for flag in OF_ONE_RANK if case != "whole samples" or flag != "--dataloader-inter-document-masking"]
-    found, _ = pool.run(2, _domain, [*argv, *flags.split()])
-    assert expected in found and (expected in ("data", "context")) == (expected == found)
-
-
-def _notes(argv: list[str]) -> list[str]:
-    """What start-up says of reading ahead."""
-    import contextlib
-    import io
-
-    from megatron.balanced.arguments import parse_arguments
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        parse_arguments(argv)
-    return [line for line in said.getvalue().splitlines() if "reads all" in line]
+    (sequences, said), _ = pool.run(2, _told, [*argv, *flags.split()])
+    if expected in ("data", "context"):
+        assert sequences.balance_sequences and sequences.sequence_domain == expected
+    else:
+        assert not sequences.balance_sequences
+        assert any("nothing to balance" in line and expected in line for line in said)
 
 
 @pytest.mark.parametrize(("workers", "held"), [(0, 0), (1, 2), (2, None)])
 def test_loaders_that_are_not_ahead_of_a_step_are_named(pool, workers, held):
     """A step of four micro-batches; a worker holds two."""
     flags = f"--pipeline-model-parallel-size 2 --sequence-micro-batches --num-workers {workers}"
-    found, _ = pool.run(2, _notes, [*OF_ONE_RANK, *flags.split()])
+    (_, said), _ = pool.run(2, _told, [*OF_ONE_RANK, *flags.split()])
+    found = [line for line in said if "reads all" in line]
     assert len(found) == (held is not None)
     if found:
         assert f"all 4 micro-batches of a step before it begins, and data loaders hold {held}" in found[0]

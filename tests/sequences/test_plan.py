@@ -21,12 +21,10 @@ from balancing.sequences import (
     kv_traffic,
     limit_seconds,
     plan_sequences,
-    remap_traffic,
     step_cost,
 )
 from balancing.sequences.cost import TILE, attention_seconds, hidden_tokens, kv_bytes, tile_area
 from balancing.sequences.engine.program import Compute, Wait
-from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.rounds import SMALLEST_TURNS, number_of_turns, plan_rounds, turn_tokens, what_is_asked
 from balancing.sequences.traffic import TokenTraffic, layout_traffic, traffic_seconds
 from balancing.sequences.window import in_window
@@ -155,25 +153,6 @@ def test_short_sequences_stay_whole_in_zones():
     assert plan.exchange[3:] == ("local",) * 30
     assert len(spread[0]) == 2 and len(plan.ring(0)) == 16
     assert [len(nodes) for nodes in spread[1:3]] == [1, 1] and plan.remapped
-
-
-def test_linear_layout_of_random_nodes_moves_the_least():
-    """What crosses nodes is what nodes have over their share; what moves is what ranks have over theirs."""
-    rng = np.random.default_rng(0)
-    cluster = nodes_of(4, 4)
-    for _ in range(20):
-        tokens = rng.integers(0, 2000, 16).tolist()
-        tokens[0] += -sum(tokens) % 16
-        shards = [Shard(rank, 0, held, rank) for rank, held in enumerate(tokens) if held]
-        lengths = {shard.sequence: shard.stop for shard in shards}
-        shards = [shard._replace(sequence=at) for at, shard in enumerate(shards)]
-        quota = sum(tokens) // 16
-        linear = linear_layout(shards, cluster)
-        plan = SequencePlan(tuple(lengths.values()), 16, "test", tuple(shards), linear, ("local",) * len(shards))
-        _, far = remap_traffic(plan).between(cluster)
-        by_node = np.array(tokens).reshape(4, 4).sum(1)
-        assert far == np.clip(by_node - 4 * quota, 0, None).sum()
-        assert remap_traffic(plan).tokens.sum() == np.clip(np.array(tokens) - quota, 0, None).sum()
 
 
 def test_traffic_of_rings_and_gathered_sequences():

@@ -69,11 +69,16 @@ def _train(pool: Pool, world_size: int, argv: list[str], cache: Path) -> Run:
     return join(pool.run(world_size, _train_rank, argv, str(cache)))
 
 
+def _from_start(pool: Pool, base: list[str], folder: Path) -> list[str]:
+    """Flags with which runs begin with the same weights in every layout."""
+    first = f"--lr 0 --train-iters 1 --save {folder} --save-interval 1"
+    _train(pool, 1, [*base, *first.split()], folder)
+    return [*base, *f"--load {folder} --finetune --no-load-optim --no-load-rng".split()]
+
+
 def test_conversations_train_alike_in_every_layout(pool, tokenizer, tmp_path):
     base = _base(tokenizer, _write(tmp_path / "packed.jsonl", conversations_per_line=2))
-    first = f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1"
-    _train(pool, 1, [*base, *first.split()], tmp_path)
-    base += f"--load {tmp_path} --finetune --no-load-optim --no-load-rng".split()
+    base = _from_start(pool, base, tmp_path)
     alone = _train(pool, 1, base, tmp_path)
     assert alone.losses[-1] < alone.losses[0] - 0.05
     pipeline, spread = "--pipeline-model-parallel-size", "--balance-sequences --context-parallel-size 2"
@@ -96,9 +101,7 @@ def test_conversations_of_shared_micro_batches(pool, tokenizer, tmp_path, loss):
     base = [flag for flag in _base(tokenizer, _write(tmp_path / "packed.jsonl", 2)) if "per-token" not in flag]
     base[base.index("100,0,0")] = "50,50,0"
     base += f"--eval-interval 2 --eval-iters 1 --train-iters 2 {loss}".split()
-    first = f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1"
-    _train(pool, 1, [*base, *first.split()], tmp_path)
-    base += f"--load {tmp_path} --finetune --no-load-optim --no-load-rng".split()
+    base = _from_start(pool, base, tmp_path)
     alone = _train(pool, 1, base, tmp_path)
     shared = "--balance-sequences --sequence-domain data"
     for ranks, layout in (
@@ -116,9 +119,7 @@ def test_conversations_of_shared_micro_batches(pool, tokenizer, tmp_path, loss):
 def test_conversations_of_dealt_steps(pool, tokenizer, tmp_path):
     """Conversations change their micro-batch, of which each is then as large as its own, without padding."""
     base = _base(tokenizer, _write(tmp_path / "packed.jsonl", conversations_per_line=2))
-    first = f"--lr 0 --train-iters 1 --save {tmp_path} --save-interval 1"
-    _train(pool, 1, [*base, *first.split()], tmp_path)
-    base += f"--load {tmp_path} --finetune --no-load-optim --no-load-rng".split()
+    base = _from_start(pool, base, tmp_path)
     dealt = "--pipeline-model-parallel-size 2 --balance-sequences --sequence-micro-batches"
     for averaged in (False, True):
         flags = [flag for flag in base if not averaged or flag != "--calculate-per-token-loss"]
