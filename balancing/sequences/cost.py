@@ -22,7 +22,7 @@ host, which must start all of a layer's, attention and the rest, in no more time
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -121,15 +121,14 @@ def step_cost(
 
     Raises ValueError for a plan with more ranks than the cluster.
     """
+    if not remapped:
+        plan = replace(plan, linear=plan.attention)
     kinds = [(plan, shape.layers - shape.windowed_layers)]
     if shape.window is not None:
         kinds.append((in_window(plan, shape.window), shape.windowed_layers))
-    parts = [
-        _layers_cost(one, layers, cluster, shape, routed, remapped, gradient_width) for one, layers in kinds if layers
-    ]
-    tokens = (plan.linear_tokens if remapped else plan.tokens).max(initial=0)
+    parts = [_layers_cost(one, layers, cluster, shape, routed, gradient_width) for one, layers in kinds if layers]
     sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
-    linear = linear_seconds(int(tokens), cluster, shape)
+    linear = linear_seconds(int(plan.linear_tokens.max(initial=0)), cluster, shape)
     return StepCost(**sums, linear=linear, launches=max(part.launches for part in parts))
 
 
@@ -147,7 +146,6 @@ def _layers_cost(
     cluster: Cluster,
     shape: AttentionShape,
     routed: bool | None,
-    remapped: bool,
     gradient_width: float | None,
 ) -> StepCost:
     """The cost of attention in `layers` layers of one kind, with the host's operations for their other modules. The
@@ -164,7 +162,7 @@ def _layers_cost(
     compute = hidden_seconds(float(tile_area(plan).max(initial=0.0)), cluster, shape)
     exposed = _exposed(plan, exchange, compute)
     remap = 0.0
-    if remapped and plan.remapped:
+    if plan.remapped:
         moved = remap_traffic(plan)
         of_head = shape.head_size + shape.value_size
         numbers = (shape.heads + shape.kv_heads) * of_head  # q, k and v to attention; its output back

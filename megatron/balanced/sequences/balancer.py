@@ -467,15 +467,7 @@ class SequenceBalancer(StepCallback):
             for numbers in (counts, rows):
                 dist.broadcast(numbers, mpu.get_tensor_model_parallel_src_rank(), group=self._tensor_hosts)
         self._counts = upload(counts, torch.device("cuda", torch.cuda.current_device()))
-        expect(
-            (rows // self._rows.multiple).tolist(),
-            self._config.hidden_size,
-            mpu.get_pipeline_model_parallel_rank(),
-            mpu.get_pipeline_model_parallel_world_size(),
-            chunks=self._config.virtual_pipeline_model_parallel_size or 1,
-            interleave_group=self._config.microbatch_group_size_per_vp_stage,
-            overlap=self._config.overlap_p2p_comm,
-        )
+        expect((rows // self._rows.multiple).tolist(), self._config)
 
 
 def shape_of(args: argparse.Namespace) -> AttentionShape:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron.core import mpu
+
 from balancing.layers.simulator.schedule import program
 
 __all__ = ["expect", "expect_one_size", "with_flat_batches", "with_known_shapes"]
@@ -20,23 +22,25 @@ __all__ = ["expect", "expect_one_size", "with_flat_batches", "with_known_shapes"
 _expected: dict[str, deque[list[int]]] = {}  # shapes of messages that this stage has still to receive, by direction
 
 
-def expect(
-    rows: Sequence[int], hidden: int, rank: int, ranks: int, *, chunks: int, interleave_group: int | None, overlap: bool
-) -> None:
+def expect(rows: Sequence[int], config: Any) -> None:
     """Set the shapes of the messages of a step.
 
     rows: of each micro-batch, on this rank.
-    hidden: width of a row.
-    rank, ranks, chunks, interleave_group, overlap: of the schedule, as `balancing.layers.simulator.schedule.program`
-        takes them.
+    config: of the model.
     """
+    rank, ranks = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
     if ranks == 1:
         return
-    actions = program(rank, ranks, len(rows), chunks=chunks, group=interleave_group, overlap=overlap)
+    actions = program(
+        *(rank, ranks, len(rows)),
+        chunks=config.virtual_pipeline_model_parallel_size or 1,
+        group=config.microbatch_group_size_per_vp_stage,
+        overlap=config.overlap_p2p_comm,
+    )
     messages = [message for action in actions for message in action.receive]
     for kind in ("forward", "backward"):
         numbers = (message.micro_batch for message in messages if message.kind == kind)
-        _expected[kind] = deque([rows[micro_batch], 1, hidden] for micro_batch in numbers)
+        _expected[kind] = deque([rows[micro_batch], 1, config.hidden_size] for micro_batch in numbers)
 
 
 def expect_one_size() -> None:

@@ -15,7 +15,7 @@ parallelism: Megatron-LM takes the samples apart by the length of a whole one, a
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from megatron.balanced.recompute import Replays
 from megatron.balanced.sequences.attention import PlannedSequences, SequenceCoreAttention
 
 __all__ = ["PackedRouter", "SampleRouter", "loss_of_parts", "tokens_of_parts"]
+
+_LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}  # in Megatron-LM's log
 
 
 class PackedRouter(TopKRouter):
@@ -52,10 +54,7 @@ class PackedRouter(TopKRouter):
         first = self.tp_group.rank() * rows
         sample = torch.arange(first, first + rows, device=routing_map.device) // self._tokens_per_sample
         found = scores_for_aux_loss, routing_map
-        return _with_loss(
-            self, "seq_aux_loss", "seq_load_balancing_loss", probs, *found, part=sample, parts=samples,
-            process_groups=[self.tp_group],
-        )  # fmt: skip
+        return _with_loss(self, "seq_aux_loss", probs, *found, _Parts(sample, samples, [self.tp_group]))
 
 
 class SampleRouter(TopKRouter):
@@ -84,7 +83,7 @@ class SampleRouter(TopKRouter):
         assert planned is not None
         samples = planned.samples // planned.origins
         found = scores_for_aux_loss, routing_map
-        return self._of_parts("aux_loss", "load_balancing_loss", probs, *found, samples_of_part=samples)
+        return self._of_parts("aux_loss", probs, *found, samples_of_part=samples)
 
     def _apply_seq_aux_loss(
         self,
@@ -96,7 +95,7 @@ class SampleRouter(TopKRouter):
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
         found = scores_for_aux_loss, routing_map
-        return self._of_parts("seq_aux_loss", "seq_load_balancing_loss", probs, *found, samples_of_part=1)
+        return self._of_parts("seq_aux_loss", probs, *found, samples_of_part=1)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Count the tokens of each expert for its bias, without the rows that make micro-batches equally long."""
@@ -112,7 +111,6 @@ class SampleRouter(TopKRouter):
     def _of_parts(
         self,
         kind: str,
-        name: str,
         probs: torch.Tensor,
         scores: torch.Tensor,
         routing_map: torch.Tensor,
@@ -128,42 +126,46 @@ class SampleRouter(TopKRouter):
             process_groups = [self.tp_dp_cp_group if planned.origins > 1 else self.tp_cp_group]
         else:
             process_groups = [planned.sharing, self.tp_group]
-        return _with_loss(
-            self, kind, name, probs, scores, routing_map, part=samples // samples_of_part,
-            parts=planned.samples // samples_of_part, process_groups=process_groups, micro_batches=planned.origins,
-        )  # fmt: skip
+        number = planned.samples // samples_of_part
+        parts = _Parts(samples // samples_of_part, number, process_groups, planned.origins)
+        return _with_loss(self, kind, probs, scores, routing_map, parts)
+
+
+class _Parts(NamedTuple):
+    """The parts of a micro-batch that have losses of their own.
+
+    part, number, process_groups: `part`, `parts` and `process_groups` of `tokens_of_parts`.
+    micro_batches: Megatron-LM's, that the parts are of.
+    """
+
+    part: torch.Tensor
+    number: int
+    process_groups: Iterable[dist.ProcessGroup]
+    micro_batches: int = 1
 
 
 def _with_loss(
     router: TopKRouter,
     kind: str,
-    name: str,
     probs: torch.Tensor,
     scores: torch.Tensor,
     routing_map: torch.Tensor,
-    *,
-    part: torch.Tensor,
-    parts: int,
-    process_groups: Iterable[dist.ProcessGroup],
-    micro_batches: int = 1,
+    parts: _Parts,
 ) -> torch.Tensor:
-    """`probs` with a loss attached that adds up over the ranks of `process_groups` to the sum over Megatron-LM's
+    """`probs` with a loss attached that adds up over the ranks of all process groups to the sum over Megatron-LM's
     micro-batches of the mean over the parts of each.
 
     kind: of `--moe-router-load-balancing-type`.
-    name: of the loss in Megatron-LM's log.
     probs, scores: float [row, expert].
     routing_map: bool [row, expert].
-    part, parts, process_groups: as `tokens_of_parts` takes them.
-    micro_batches: Megatron-LM's, that the parts are of.
     """
     coefficient = router.get_aux_loss_coeff(kind)
     if not coefficient:
         return probs
-    tokens = tokens_of_parts(routing_map, part, parts, process_groups)
-    loss = loss_of_parts(scores, tokens, part, router.topk) * (coefficient * micro_batches / parts)
+    tokens = tokens_of_parts(routing_map, parts.part, parts.number, parts.process_groups)
+    loss = loss_of_parts(scores, tokens, parts.part, router.topk) * (coefficient * parts.micro_batches / parts.number)
     return router.attach_and_log_load_balancing_loss(
-        probs, coefficient, loss, name, router.tp_cp_group, valid_token_count=len(routing_map)
+        probs, coefficient, loss, _LOGGED[kind], router.tp_cp_group, valid_token_count=len(routing_map)
     )
 
 
