@@ -140,7 +140,10 @@ def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: TokenTraffic, tur
     # Every round of a ring has a message either way; the peers of gathering are spread over its turns, some in several.
     messages = 2 * rings + np.where(turns > 0, sends + receives + turns, 0)
     calls = 1 + rounds + (rings > 0)
-    launches = [calls + own + ring * rings + turn * turns for own, ring, turn in zip(_PASS, _RING, _TURN, strict=True)]
+    launches = [
+        calls + of_pass + of_ring * rings + of_turn * turns
+        for of_pass, of_ring, of_turn in zip(_PASS, _RING, _TURN, strict=True)
+    ]
     if plan.window is None:
         launches[0] += rounds  # merges
     total = launches[0] + launches[1] + sum(_MESSAGES) * messages

@@ -53,14 +53,8 @@ class Work:
     def last_round(self) -> int:
         """The last round of a ring in which the rank takes part; gradients arrive one round later."""
         late = {"ring": 0, "ring return": 1}
-        return max(
-            (
-                transfer_group.round - late[transfer_group.kind]
-                for transfer_group in self.messages
-                if transfer_group.kind in late
-            ),
-            default=0,
-        )
+        rings = [transfer_group for transfer_group in self.messages if transfer_group.kind in late]
+        return max((ring.round - late[ring.kind] for ring in rings), default=0)
 
     def start(self, kind: Kind, inter: bool, turn: int = 0) -> list[ProgramStep]:
         """The step that starts a transfer group, if the rank takes part in it."""

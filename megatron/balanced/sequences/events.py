@@ -79,13 +79,13 @@ def step_event(
     plans = [batch.plan for batch in batches]
     drawn = _drawn(batches, domain.origins, step is not None)
     padded = not args.dataloader_inter_document_masking or args.sft
-    areas = [_areas(plan, own, shape, padded) for plan, own in zip(plans, drawn, strict=True)]
+    areas = [_areas(plan, lengths, shape, padded) for plan, lengths in zip(plans, drawn, strict=True)]
     costs = [
-        np.array([document_seconds(lengths, cluster, shape).sum() for lengths in each])
-        for each in ([np.concatenate(own) for own in drawn], [plan.lengths for plan in plans])
+        np.array([document_seconds(lengths, cluster, shape).sum() for lengths in of_micro_batches])
+        for of_micro_batches in ([np.concatenate(lengths) for lengths in drawn], [plan.lengths for plan in plans])
     ]
     # Fullest rank first: it differs between micro-batches, so means by rank would hide it.
-    ordered = np.mean([[np.sort(each)[::-1] / each.mean() for each in pair] for pair in areas], axis=0)
+    ordered = np.mean([[np.sort(area)[::-1] / area.mean() for area in pair] for pair in areas], axis=0)
     return event(
         iteration + 1,
         "sequences",
