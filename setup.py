@@ -31,7 +31,7 @@ setup(
     py_modules=["pretrain_gpt"],
     install_requires=[
         "megatron-core==0.19.2",
-        "torch>=2.11,<2.16",
+        "torch>=2.10,<2.16",  # 2.9 cannot tell which flash kernels are active
         "numpy",
         "einops",  # Megatron cuts several distributed-optimizer instances and hierarchical groups with it
         "psutil",  # torch_dist checkpoints import it, and the wheel does not ask for it

@@ -6,21 +6,22 @@
 #
 #     scripts/demo.sh
 #     scripts/demo.sh --short    two runs of short steps, to try it
+#     scripts/demo.sh --venv     in .venv, also where the Python at hand has what is needed
 #
-# Everything it writes is in .venv and runs/demo. The network cards are limited where it runs as root with iproute2.
+# Everything it writes is in runs/demo, and in .venv where that is made. The network cards are limited where it runs as root with iproute2.
 set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case "$*" in
 "" | --short) ;;
 *)
-    echo "demo.sh: cannot make sense of '$*'; it takes --short or nothing" >&2
+    echo "demo.sh: cannot make sense of '$*'; it takes --short, --venv or nothing" >&2
     exit 2
     ;;
 esac
 
-# shellcheck source=scripts/environment.sh
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment "" # no extra
+prepare_environment train "" # no extra
 cd "$repository"
 
 mkdir -p runs/demo || fail "cannot write to $repository/runs/demo"

@@ -1,15 +1,24 @@
 # shellcheck shell=bash
 #
-# Sourced by quickstart.sh and test.sh. Finds a Python, makes .venv and installs this package into it, each only when
-# it is needed. Sets `python`, the interpreter of .venv.
+# Sourced by the scripts beside it. Finds a Python that has what a script needs, and makes .venv only where there is none.
+# Sets `python`, its interpreter, and `repository`. Takes --venv out of the script's arguments: then .venv is used, and
+# made or brought up to date first.
 #
-# PYTHON=/path/to/python3.12 names an interpreter; otherwise PATH, pyenv and uv are searched.
+# PYTHON=/path/to/python3.12 names an interpreter. MEGATRON_CORE=PATH names a wheel or a folder of megatron-core.
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # The versions that megatron-core 0.19.2 has wheels for, best first.
 python_versions=(3.12 3.13)
 wanted="Python 3.12 or 3.13"
+
+venv_only=
+for argument in "$@"; do
+    shift
+    if [ "$argument" = --venv ]; then venv_only=yes; else set -- "$@" "$argument"; fi
+done
+
+[ -z "${MEGATRON_CORE:-}" ] || [[ $MEGATRON_CORE == /* ]] || export MEGATRON_CORE="$PWD/$MEGATRON_CORE"
 
 fail() {
     echo "$(basename "$0"): $*" >&2
@@ -53,18 +62,74 @@ find_python() {
         "'uv python install 3.12', 'pyenv install 3.12' or 'apt-get install python3.12-venv'"
 }
 
-# prepare_environment EXTRA: makes .venv hold this package and what EXTRA, if it is not empty, adds to it.
+# ask_doctor PYTHON NEED: has the doctor look; its two lines are an interpreter and a folder of megatron-core.
+ask_doctor() {
+    (cd "$repository" && "$1" -m balancing.doctor --need "$2")
+}
+
+# find_complete NEED EXTRA: prints the doctor's lines for the first Python that has what NEED, a word of the doctor's, asks
+# for: the one that PYTHON names, else that of an active environment, of .venv, or on PATH. Fails where none has, and
+# prints what the first one lacks that could have been taken.
+find_complete() {
+    local candidate candidates=() lacks=
+    if [ -n "${PYTHON:-}" ]; then
+        candidates=("$PYTHON")
+    else
+        [ -z "${VIRTUAL_ENV:-}" ] || candidates=("$VIRTUAL_ENV/bin/python")
+        ! is_current "$2" || candidates+=("$repository/.venv/bin/python")
+        candidates+=("${python_versions[@]/#/python}" python3)
+    fi
+    for candidate in "${candidates[@]}"; do
+        candidate=$(type -P "$candidate") || continue
+        [[ $candidate == /* ]] || candidate=$PWD/$candidate
+        ask_doctor "$candidate" "$1" 2>/dev/null && return
+        if [ -z "$lacks" ] && { [ -n "${PYTHON:-}" ] || supported "$candidate"; }; then
+            lacks=$(ask_doctor "$candidate" "$1" 2>&1 || true)
+        fi
+    done
+    echo "${lacks##*balancing.doctor: error: }"
+    return 1
+}
+
+# prepare_environment NEED EXTRA: sets `python` to one that has what NEED, a word of the doctor's, asks for: the one at
+# hand, else that of .venv, which then holds this package and what EXTRA, if it is not empty, adds to it.
 prepare_environment() {
-    local extra=$1 environment=$repository/.venv found key stamp quiet=()
+    local need=$1 extra=$2 answer="" core
+    [ -z "${PYTHON:-}" ] || type -P "$PYTHON" >/dev/null ||
+        fail "PYTHON=$PYTHON is not $wanted with the venv module; unset it or name another"
+    if [ -z "$venv_only" ] && answer=$(find_complete "$need" "$extra"); then
+        python=${answer%%$'\n'*}
+        [ "$python" = "$repository/.venv/bin/python" ] || echo "Python: $python has what is needed"
+    else
+        [ -z "$answer" ] || echo "$answer"
+        make_environment "$extra"
+        answer=$(ask_doctor "$python" "$need") || exit 1
+    fi
+    # What a script starts finds the checkout and megatron-core, where they are not installed.
+    core=${answer#"$python"}
+    PYTHONPATH=${core:+${core#$'\n'}:}$repository${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH
+    unset MEGATRON_CORE
+}
+
+# What an installation depends on. A checkout that moved needs another one: .venv holds its path.
+installation_key() {
+    (cd "$repository" && { pwd; cat setup.py pyproject.toml; grep '^__version__' balancing/__init__.py; } | cksum)
+}
+
+# is_current EXTRA: whether .venv holds this package and EXTRA.
+is_current() {
+    local environment=$repository/.venv
+    [ ! -e "$environment/.installing" ] && "$environment/bin/python" -c '' 2>/dev/null &&
+        [ "$(cat "$environment/.installed${1:+-$1}" 2>/dev/null)" = "$(installation_key)" ]
+}
+
+# make_environment EXTRA: has .venv hold this package and EXTRA, and sets `python` to its interpreter.
+make_environment() {
+    local extra=$1 environment=$repository/.venv found quiet=()
     local unfinished=$environment/.installing
     python=$environment/bin/python
-
-    # What an installation depends on. A checkout that moved needs another one: .venv holds its path.
-    key=$(cd "$repository" && { pwd; cat setup.py pyproject.toml; grep '^__version__' balancing/__init__.py; } | cksum)
-    stamp=$environment/.installed${extra:+-$extra}
-    if [ ! -e "$unfinished" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && "$python" -c '' 2>/dev/null; then
-        return
-    fi
+    ! is_current "$extra" || return 0
 
     if [ -e "$unfinished" ]; then
         echo "The last installation did not finish; starting it again"
@@ -92,7 +157,7 @@ prepare_environment() {
     fi
     trap - INT
     # An installation with an extra is one without it as well.
-    echo "$key" | tee "$stamp" >"$environment/.installed"
+    installation_key | tee "$environment/.installed${extra:+-$extra}" >"$environment/.installed"
     rm -f "$unfinished"
 }
 
@@ -101,6 +166,7 @@ prepare_environment() {
 # where they cannot be installed, these tests are skipped and say so.
 install_apart() {
     local name=$1 folder=$repository/.venv/$1 list=$repository/scripts/$1.txt
+    [ "$python" = "$repository/.venv/bin/python" ] || return 0 # nothing is installed into a Python at hand
     if [ "$(cat "$folder/.installed" 2>/dev/null)" = "$(cat "$list")" ]; then
         return
     fi

@@ -7,7 +7,7 @@
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment dev
+prepare_environment test dev
 install_apart transformer_engine
 install_apart emerging_optimizers
 cd "$repository"

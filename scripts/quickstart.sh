@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: makes .venv, prepares a corpus, trains a small mixture-of-experts GPT on four
+# From a fresh clone to a trained model: finds a Python or makes .venv, prepares a corpus, trains a small mixture-of-experts GPT on four
 # processes (two pipeline stages, in each two ranks that share documents and experts) with all three balancers, and
 # reports what they gained. After a while the first layers are frozen, which makes the first stage idle until layers move.
 #
 #     scripts/quickstart.sh            what is already there is kept; an interrupted training goes on from its last checkpoint
 #     scripts/quickstart.sh --again    train from the beginning
+#     scripts/quickstart.sh --venv     in .venv, also where the Python at hand has what is needed
 #
-# Everything it writes is in .venv and runs/quickstart. It takes CUDA with four GPUs or more, otherwise the CPU.
+# Everything it writes is in runs/quickstart, and in .venv where that is made. It takes CUDA with four GPUs or more, otherwise the CPU.
 set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case "$*" in
 "" | --again) ;;
 *)
-    echo "quickstart.sh: cannot make sense of '$*'; it takes --again or nothing" >&2
+    echo "quickstart.sh: cannot make sense of '$*'; it takes --again, --venv or nothing" >&2
     exit 2
     ;;
 esac
 
-# shellcheck source=scripts/environment.sh
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment "" # no extra
+prepare_environment train "" # no extra
 cd "$repository"
 
 run=runs/quickstart
@@ -99,4 +100,4 @@ echo
 echo "Checkpoint:  $run/checkpoint"
 echo "Report:      $run/report.html"
 echo "Timeline:    $run/report/trace.json (open it in https://ui.perfetto.dev)"
-echo "TensorBoard: .venv/bin/tensorboard --logdir $run/tensorboard"
+echo "TensorBoard: $python -m tensorboard.main --logdir $run/tensorboard"

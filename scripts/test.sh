@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, type check and test. Makes .venv first where there is none.
+# Lint, type check and test, with the Python at hand where it has what the tests import, else with .venv, which is made
+# where there is none. What it has not of ruff, mypy and the packages of their own tests is left out, and named.
 #
 #     scripts/test.sh                       everything, of large families of combinations a sample
 #     scripts/test.sh --exhaustive          every combination
@@ -7,11 +8,12 @@
 #     scripts/test.sh tests/layers -k move  arguments go to pytest
 #     scripts/test.sh -n 0 --pdb            in one process, to debug
 #     scripts/test.sh --fuzz 20 --seed 7    random command lines instead: each trains two steps or is refused in one line
+#     scripts/test.sh --venv                in .venv in any case, with everything
 #     scripts/test.sh --soak 300 --seed 7   long runs with kills, resumed; nothing may leak
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment dev
+prepare_environment test dev
 install_apart transformer_engine
 install_apart flash_attn
 install_apart emerging_optimizers
@@ -28,8 +30,13 @@ elif [ "${1:-}" = --soak ]; then
     exec "$python" -m tests.support.soak --steps "${@:2}"
 fi
 
-"$python" -m ruff check .
-"$python" -m ruff format --check .
-"$python" -m mypy
+has() {
+    "$python" -m "$1" --version >/dev/null 2>&1 || { echo "$1 is not installed: not run" && false; }
+}
+if has ruff; then
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
+fi
+if has mypy; then "$python" -m mypy; fi
 # Two workers: a test of one rank leaves a core to the other. A file is one worker's, which keeps its reference runs.
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,89 +1,132 @@
-"""Probes of installed packages, each imported in a process of its own.
+"""What is installed, told by files and metadata: nothing that is looked at is imported.
 
-A package can be absent, present but broken, or another project of the same name. Megatron's own parts and Apex are told
-by their files. Packages whose import may fail, hang or crash are imported in a process of their own, with the very
-imports that Megatron tries: what these find is what Megatron will use.
+A start takes seconds where it imports torch, and a package can be absent, of another version, or another project of the
+same name. `lacks` decides in a fraction of a second whether a Python has what a task needs, also an old Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
+import os
 import re
-import signal
-import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROBES", "apex_state", "find_apex", "find_megatron", "probe", "version_of"]
+__all__ = ["MEGATRON_CORE", "NEEDS", "TORCH", "find_apex", "find_megatron", "find_torch", "lacks", "use_megatron_core"]
 
-_PROBE_SECONDS = 120
+PYTHON = (3, 12)
+MEGATRON_CORE = "0.19.2"
+# The oldest and the newest release that the tests ran on. On Hopper and Blackwell, attention asks torch which flash
+# kernels are active, which 2.9 cannot tell.
+TORCH = ((2, 10), (2, 15))
 
-PROBES = {
-    "torch": """
-import torch, torch.distributed as dist
-gpu = torch.cuda.is_available()
-cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if gpu else []
-found = dict(version=torch.__version__, cuda=torch.version.cuda, gloo=dist.is_gloo_available(),
-    nccl=".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
-    gpus=[dict(name=card.name, memory=card.total_memory) for card in cards],
-    cuda_flash=gpu and torch.backends.cuda.is_flash_attention_available(),
-    cpu_flash=hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
-    grouped_mm=hasattr(torch.nn.functional, "grouped_mm"))
-""",
-    "transformer_engine": """
-import transformer_engine
-from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast, fp8_model_init
-found = dict(version=str(getattr(transformer_engine, "__version__", "")))
-""",
-    "flash_attn": """
-import flash_attn
-from flash_attn import flash_attn_varlen_func
-found = dict(version=str(getattr(flash_attn, "__version__", "")))
-""",
+_TRAIN = ("einops", "jinja2", "matplotlib", "numpy", "packaging", "psutil", "rich", "tensorboard", "yaml")
+# Modules that a task imports, beside torch and Megatron-LM.
+NEEDS = {
+    "train": _TRAIN,
+    "test": (*_TRAIN, "hypothesis", "pytest", "scipy", "xdist"),
+    "gpu": (*_TRAIN, "hypothesis", "pytest", "triton"),
 }
+_DISTRIBUTIONS = {"yaml": "pyyaml", "xdist": "pytest-xdist"}
 
 
-def probe(name: str) -> dict[str, Any]:
-    """Try one of `PROBES` in a process of its own, for at most 2 minutes.
+def lacks(need: str) -> list[str]:
+    """What this Python has not of what a task needs, as a user would install it. need: a key of `NEEDS`."""
+    if sys.version_info < PYTHON:
+        return ["Python 3.12 or 3.13"]
+    torch, megatron = find_torch(), find_megatron()
+    wanted = []
+    if torch["version"] is None:
+        wanted.append(f"torch>={_dotted(TORCH[0])}")
+    elif numbers(torch["version"])[:2] < TORCH[0]:
+        wanted.append(f"torch>={_dotted(TORCH[0])} ({torch['version']} is installed)")
+    elif need == "gpu" and not torch["cuda"]:
+        wanted.append(f"a torch with CUDA ({torch['version']} is for CPUs)")
+    if megatron["version"] != MEGATRON_CORE:
+        found = f" ({megatron['version']} is in {megatron['core']})" if megatron["version"] else ""
+        wanted.append(f"megatron-core=={MEGATRON_CORE}{found}")
+    elif not megatron["training"]:
+        wanted.append(f"megatron.training beside {megatron['core']}")
+    elif megatron["dataset_helper"] == "absent":
+        wanted.append(f"the dataset helper of megatron-core for Python {_dotted(sys.version_info[:2])}")
+    missing = [name for name in NEEDS[need] if importlib.util.find_spec(name) is None]
+    return wanted + [_DISTRIBUTIONS.get(name, name) for name in missing]
 
-    Returns state "ok" with what it found, "missing", or "broken" with error, one line.
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def find_torch() -> dict[str, str | None]:
+    """version and cuda of the torch that would be imported, None each where there is none."""
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
+    found = dict(re.findall(r"^(__version__|cuda)\b.*= '(.+)'$", text, re.M))
+    return {"version": found.get("__version__"), "cuda": found.get("cuda")}
+
+
+def use_megatron_core() -> str | None:
+    """Put what MEGATRON_CORE names on the path of this process and of those that it starts, before anything else.
+
+    It is a wheel, which is unpacked once, or a folder: a checkout, an unpacked wheel, or one that holds the wheel.
+    Returns the folder that is on the path, None where the variable is not set. Raises ValueError for anything else.
     """
-    if importlib.util.find_spec(name) is None:
-        return {"state": "missing"}
-    code = PROBES[name] + "\nimport json; print('\\n' + json.dumps(found), flush=True)"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"state": "broken", "error": f"its import hangs, {_PROBE_SECONDS} s passed"}
-    if done.returncode < 0:
-        return {"state": "broken", "error": f"its import crashes: {signal.strsignal(-done.returncode)}"}
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        return {"state": "broken", "error": lines[-1][:200] if lines else f"exit code {done.returncode}"}
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not answers:
-        return {"state": "broken", "error": "its import ends the process"}
-    return {"state": "ok", **json.loads(answers[-1])}
+    given = os.environ.get("MEGATRON_CORE")
+    if not given:
+        return None
+    place = Path(given).absolute()
+    if place.is_dir() and not (place / "megatron" / "core").is_dir():
+        place = max(place.glob("megatron_core-*.whl"), default=place)
+    if place.suffix == ".whl" and place.is_file():
+        place = _unpacked(place)
+    if not (place / "megatron" / "core").is_dir():
+        raise ValueError(f"MEGATRON_CORE={given} is no wheel of megatron-core and no folder with megatron/core")
+    folder = str(place)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    return folder
+
+
+def _unpacked(wheel: Path) -> Path:
+    """The folder in which a wheel's files are: one for each user and wheel in the folder for temporary files."""
+    about = wheel.stat()
+    base = Path(tempfile.gettempdir()) / f"megatron-balance-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    if base.stat().st_uid != os.getuid():
+        raise ValueError(f"{base} belongs to another user; set TMPDIR to a folder of your own")
+    folder = base / f"{wheel.stem}-{about.st_size}-{about.st_mtime_ns}"
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(dir=base) as made:  # ranks may do this at once
+            try:
+                zipfile.ZipFile(wheel).extractall(made)
+            except zipfile.BadZipFile as error:
+                raise ValueError(f"MEGATRON_CORE={wheel} is damaged: {error}") from error
+            with contextlib.suppress(OSError):
+                Path(made).rename(folder)
+            Path(made).mkdir(exist_ok=True)
+    return folder
 
 
 def find_megatron() -> dict[str, Any]:
-    """Which megatron-core an import would take: the wheel, or a checkout that comes before it on the path.
+    """Which megatron-core an import takes: of MEGATRON_CORE, else the first on the path, a checkout or a wheel.
 
     Returns version (None when there is no core), core (its folder), training (whether `megatron.training` is there) and
     dataset_helper: "compiled", "compiles at start" or "absent".
     """
+    use_megatron_core()
     spec = importlib.util.find_spec("megatron")
     folders = [Path(location) for location in (spec.submodule_search_locations if spec else None) or ()]
     found: dict[str, Any] = {"version": None, "core": None, "dataset_helper": "absent"}
@@ -104,30 +147,16 @@ def find_megatron() -> dict[str, Any]:
 
 
 def find_apex() -> dict[str, Any]:
-    """The package `apex`: its state (see `apex_state`) and version."""
+    """The package `apex`: version, and state "missing", "unrelated" (PyPI's web toolkit of that name, not NVIDIA's),
+    "without kernels" (built without CUDA) or "ok"."""
     spec = importlib.util.find_spec("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
-    built = any(importlib.util.find_spec(name) for name in ("amp_C", "fused_layer_norm_cuda"))
-    return {"state": apex_state(folders[0] if folders else None, built), "version": version_of("apex")}
-
-
-def apex_state(folder: str | None, built: bool) -> str:
-    """Tell NVIDIA's Apex from PyPI's `apex`, an unrelated web toolkit.
-
-    `folder`: of the package `apex`, None where there is none. `built`: whether a module `amp_C` or
-    `fused_layer_norm_cuda` exists, which only a build with the CUDA extensions makes.
-    Returns "missing", "unrelated", "without kernels" or "ok".
-    """
-    if folder is None:
-        return "missing"
-    if not ((Path(folder) / "optimizers").is_dir() and (Path(folder) / "normalization").is_dir()):
-        return "unrelated"
-    return "ok" if built else "without kernels"
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, None when it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    state = "missing"
+    if folders:
+        parts = all((Path(folders[0]) / part).is_dir() for part in ("optimizers", "normalization"))
+        built = any(importlib.util.find_spec(name) for name in ("amp_C", "fused_layer_norm_cuda"))
+        state = "unrelated" if not parts else "ok" if built else "without kernels"
+    version = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("apex")
+    return {"state": state, "version": version}

@@ -14,6 +14,7 @@ import torch
 from balancing.experts import ReplicaPlacement, contiguous_homes
 from balancing.experts.placement import color_by_rank
 from balancing.experts.split.split import numpy_split
+from tests.support.packages_apart import why_not_interpreted
 from tests.support.patience import PATIENCE
 from tests.support.pool import single_threaded
 
@@ -22,6 +23,8 @@ pytest.importorskip("triton")
 
 def test_the_kernels_split_to_the_token_like_numpy():
     """In a process of its own: Triton decides when it is imported whether kernels are interpreted."""
+    if why := why_not_interpreted():
+        pytest.skip(why)
     code = "from tests.experts.test_split_kernel import compare; print(compare(), 'splits agree')"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.parts import PARTS
+from tests.gpu.parts import IMPORT_SECONDS, PARTS
 from tests.gpu.ranks import OnCpu, OnGpus
+from tests.gpu.verdicts import note
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -22,7 +23,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    seconds = {part.test: part.seconds for part in PARTS}
+    start = float(os.environ.get("GPU_CHECK_START", IMPORT_SECONDS))
+    seconds = {part.test: part.limit(start) for part in PARTS}
     for item in items:
         part = f"{item.path.name}::{getattr(item, 'originalname', '')}"
         if item.get_closest_marker("gpu") and part in seconds:
@@ -50,6 +52,7 @@ def ranks(device: str, request: pytest.FixtureRequest) -> Iterator[OnCpu | OnGpu
 
 
 @pytest.fixture
-def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Notes what a part measured, for the table."""
-    return lambda text: record_property("figure", text)
+def figure() -> Callable[[str], None]:
+    """Notes what a part measured, for the table, at once: what a part had is kept where it is stopped."""
+    results, part = os.environ.get("GPU_CHECK_RESULTS"), os.environ.get("GPU_CHECK_PART", "")
+    return lambda text: note(Path(results), part, figure=text) if results else print(text)

@@ -6,14 +6,13 @@ import subprocess
 from typing import Any
 
 from tests.gpu.parts import Part
-from tests.gpu.ranks import sharing
 
 __all__ = ["look", "notes", "obstacle", "problem"]
 
 
 def look() -> dict[str, Any]:
     """The doctor's facts, and of the driver: its version and the GPUs it lists."""
-    from balancing.doctor.diagnosis import examine
+    from balancing.doctor.__main__ import examine
 
     return examine() | {"driver": _driver(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
@@ -30,7 +29,7 @@ def _driver() -> dict[str, Any]:
 
 def problem(facts: dict[str, Any]) -> str | None:
     """Why nothing can run here; None where something can."""
-    from balancing.doctor.diagnosis import problem as cannot_train
+    from balancing.doctor.__main__ import problem as cannot_train
 
     torch, driver = facts["torch"], facts["driver"]
     if (reason := cannot_train(facts)) is not None:
@@ -52,29 +51,17 @@ def problem(facts: dict[str, Any]) -> str | None:
 
 def notes(facts: dict[str, Any]) -> list[str]:
     """What is missing or broken without stopping the acceptance."""
-    found, flash = [], facts["flash_attn"]
-    if flash["state"] == "broken":
-        found.append(
-            f"flash-attn is installed but broken ({flash['error']}); reinstall it for this torch, or remove it"
-        )
-    if facts["transformer_engine"]["state"] == "missing":
-        found.append("Transformer Engine is not installed: Megatron's own layers run; pip install -e '.[gpu]' for both")
-    if not facts["compiler"]:
-        found.append("no C compiler, so Triton cannot compile kernels: install gcc, or name one in CC")
-    return found
+    from balancing.doctor.__main__ import missing
+
+    return [f"{name}: {cost}" for name, cost in missing(facts).items()]
 
 
-def obstacle(part: Part, facts: dict[str, Any], failed: set[str]) -> str | None:
-    """Why a part cannot run; None where it can. failed: names of parts that did not pass."""
-    gpus, nccl = len(facts["torch"]["gpus"]), facts["torch"]["nccl"]
-    if part.after in failed:
+def obstacle(part: Part, facts: dict[str, Any], words: dict[str, str]) -> str | None:
+    """Why a part cannot run; None where it can. words: the verdicts of parts that have one."""
+    if part.after and words.get(part.after, "passed") != "passed":
         return f"it needs '{part.after}', which did not pass"
-    try:
-        sharing(part.ranks, gpus, tuple(map(int, nccl.split("."))) if nccl else ())
-    except ValueError as error:
-        return str(error)
-    if part.name == "split kernels" and not facts["compiler"]:
+    if part.name in ("split", "merges", "cost") and not facts["compiler"]:
         return "no C compiler for Triton: install gcc, or name one in CC"
-    if part.name == "Transformer Engine" and facts["transformer_engine"]["state"] != "ok":
+    if part.name == "te" and facts["transformer_engine"]["state"] != "ok":
         return f"Transformer Engine is {facts['transformer_engine']['state']}"
     return None

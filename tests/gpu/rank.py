@@ -12,6 +12,10 @@ from tests.support.pool_server import Outcome, _call, die_with_parent, result_fi
 def main(folder: Path, rank: int) -> int:
     die_with_parent()
     faulthandler.enable()
+    if os.environ.get("GPU_CHECK_STAGED"):
+        from tests.gpu.host_group import use_host_groups
+
+        use_host_groups()
     outcome = _call(pickle.loads((folder / "job").read_bytes()))
     try:
         data = pickle.dumps(outcome)

@@ -1,8 +1,11 @@
 """Ranks of a job on the CPU device or on GPUs, started alike.
 
 On the CPU they are forks of the pool's server. A process that has used CUDA cannot be forked, so on GPUs each rank is a
-process of its own. Where there are fewer GPUs than ranks, several ranks share a GPU in the multi-rank mode that NCCL
-has since 2.30, through a private MPS daemon where there is one; without one their kernels take turns.
+process of its own. Where there are fewer GPUs than ranks, several ranks share a GPU through a private MPS daemon where
+there is one; without one their kernels take turns. NCCL 2.30 has a mode for ranks that share a GPU. An older one takes
+ranks on one host for a mistake, so each rank says that it is a host of its own, and messages go through sockets: NCCL's
+kernels, streams and rules, at no speed that means anything. Where NCCL does not talk at all, tensors are staged through
+the host (`host_group.py`).
 """
 
 import contextlib
@@ -13,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import pytest
-
 from tests.gpu.mps import private_mps
 from tests.support.patience import PATIENCE
 from tests.support.pool import REPOSITORY, Pool, single_threaded
@@ -23,20 +24,22 @@ from tests.support.pool_server import GRACE_SECONDS, Job, output_file
 __all__ = ["OnCpu", "OnGpus", "sharing"]
 
 # A rank's kernels must leave room on the GPU for those of the ranks that they wait for.
-_SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0"}
+_SHARING = {"NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0"}
+_AS_HOSTS = {
+    "NCCL_HOSTID": "rank{rank}",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+}
 
 
 def sharing(ranks: int, gpus: int, nccl: tuple[int, ...]) -> dict[str, str]:
-    """The environment in which `ranks` ranks run on `gpus` GPUs. nccl: its version.
-
-    Raises ValueError where they need to share GPUs and NCCL cannot.
-    """
+    """The environment in which `ranks` ranks run on `gpus` GPUs; "{rank}" in a value stands for each rank's number.
+    nccl: its version."""
     if ranks <= gpus:
         return {}
-    if nccl < (2, 30):
-        version = ".".join(map(str, nccl)) or "missing"
-        raise ValueError(f"{ranks} ranks on {gpus} GPU(s) need the multi-rank mode of NCCL 2.30; NCCL is {version}")
-    return dict(_SHARING)
+    return _SHARING | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if nccl >= (2, 30) else _AS_HOSTS)
 
 
 class OnCpu:
@@ -75,11 +78,8 @@ class OnGpus(Pool):
         environment: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """As `Pool.run`. environment: more of it, for all ranks. Skips the test where ranks cannot share GPUs."""
-        try:
-            self._environment = sharing(world_size, self._gpus, self._nccl)
-        except ValueError as error:
-            pytest.skip(str(error))
+        """As `Pool.run`. environment: more of it, for all ranks."""
+        self._environment = sharing(world_size, self._gpus, self._nccl)
         if self._environment:
             self._environment |= self._daemon()
         self._environment |= environment or {}
@@ -100,12 +100,13 @@ class OnGpus(Pool):
         try:
             for rank in range(job.world_size):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank % max(1, self._gpus)), "MASTER_PORT": str(store.port)}
+                own |= {name: value.format(rank=rank) for name, value in self._environment.items()}
                 with output_file(job.folder, rank).open("ab") as output:
                     ranks.append(
                         subprocess.Popen(
                             [sys.executable, *self._program, str(job.folder), str(rank)],
                             cwd=REPOSITORY,
-                            env=single_threaded() | job.environment | own | self._environment,
+                            env=single_threaded() | job.environment | own,
                             stdin=subprocess.DEVNULL,
                             stdout=output,
                             stderr=output,

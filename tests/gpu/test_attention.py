@@ -1,10 +1,11 @@
-"""Every kernel of attention that a device has, in the precision it is used in, against float64 on the same inputs."""
+"""Every kernel of attention that a device has, in the precision it is used in, against float64 on the host; so merges
+of partial results and sums of gradients."""
 
 from collections.abc import Iterator
 
 import torch
 
-from balancing.sequences.engine import kernels
+from balancing.sequences.engine import kernels, merging
 from balancing.sequences.engine.kernels import Kernel, Pieces, accumulation_dtype, choose_kernel, merge
 
 SCALE = 0.2
@@ -50,14 +51,14 @@ def _inputs(pieces: Pieces, kv_heads: int, place: torch.device, dtype: torch.dty
 
 
 def _reference(inputs: list[torch.Tensor], pieces: Pieces) -> list[torch.Tensor]:
-    """Output and gradients in float64."""
-    *qkv, grad = (x.double() for x in inputs)
+    """Output and gradients in float64, on the host."""
+    *qkv, grad = (x.cpu().double() for x in inputs)
     out, logsumexp = kernels._PRODUCTS.forward(*qkv, pieces, SCALE)
     return [out, *kernels._PRODUCTS.backward(grad, *qkv, out, logsumexp, pieces, SCALE)]
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    return float((found.cpu().double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def _merged(kernel: Kernel, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,9 +105,10 @@ def test_kernel_parity(ranks, device, figure):
                 wanted = _reference([q[128:], k, v, grad[128:]], whole)
                 for one, other in zip(_merged(kernel, inputs), wanted, strict=True):
                     assert _error(one, other) <= 2 * TOLERANCE[dtype], f"{name}, merged, head {size}"
-    worst["values of another size"] = _with_other_values(place)
+        figure(f"{name}: {worst[name]:.1e}")
+    figure(f"values of another size: {_with_other_values(place):.1e}")
     _check_determinism(device)
-    figure(", ".join(f"{name}: {error:.1e}" for name, error in worst.items()))
+    figure("deterministic where torch is asked for that")
 
 
 def _worst(found: list[torch.Tensor], inputs: list[torch.Tensor], pieces: Pieces, where: str) -> float:
@@ -115,7 +117,7 @@ def _worst(found: list[torch.Tensor], inputs: list[torch.Tensor], pieces: Pieces
     wanted = _reference(inputs, pieces)
     scale, worst = max(float(part.norm()) for part in wanted), 0.0
     for what, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
-        error = float((one.double() - other).norm()) / max(float(other.norm()), 1e-2 * scale)
+        error = float((one.cpu().double() - other).norm()) / max(float(other.norm()), 1e-2 * scale)
         assert error <= TOLERANCE[inputs[0].dtype], f"{what}, {where}"
         worst = max(worst, error)
     return worst
@@ -148,6 +150,32 @@ def _check_determinism(device: str) -> None:
     finally:
         torch.use_deterministic_algorithms(before)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_merges_and_sums(ranks, device, figure):
+    """With adjacent rows and with listed ones. On a GPU the fused kernels must be those that are chosen."""
+    place, draw = torch.device(device), torch.Generator().manual_seed(0)
+    merge_rows, add_rows = merging.choose_merge(place), merging.choose_add(place)
+    assert (device == "cuda") == (merge_rows is not merging.merge_rows) == (add_rows is not merging.add_rows)
+    worst = {"merge": 0.0, "sum": 0.0}
+    for rows in (slice(3, 40), torch.randperm(50, generator=draw)[:37].int()):
+        there = rows if isinstance(rows, slice) else rows.to(place)
+        for size in (64, 128):
+            out, more, more_lse = (torch.randn(*s, generator=draw) for s in ((50, 3, size), (37, 3, size), (3, 37)))
+            lse, kept = 8 * torch.randn(3, 50, generator=draw), 8 * more_lse
+            more = more.bfloat16()
+            found = [x.to(place, copy=True) for x in (out, lse)]
+            merge_rows(*found, more.to(place), kept.to(place), there)
+            exact = [x.double() for x in (out, lse)]
+            merging.merge_rows(*exact, more.double(), kept.double(), rows)
+            worst["merge"] = max(worst["merge"], *map(_error, found, exact))
+            found = [out.to(place, copy=True)]
+            add_rows(found[0], there, (more.to(place),))
+            exact = [out.double()]
+            merging.add_rows(exact[0], rows, (more.double(),))
+            worst["sum"] = max(worst["sum"], *map(_error, found, exact))
+    assert max(worst.values()) <= 1e-6
+    figure(", ".join(f"{name}: {error:.1e}" for name, error in worst.items()))
 
 
 def test_the_tolerance_finds_a_wrong_kernel():

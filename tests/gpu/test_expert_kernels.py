@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.support.packages_apart import why_not_interpreted
 from tests.support.patience import PATIENCE
 from tests.support.pool import single_threaded
 
@@ -36,6 +37,8 @@ def splits(device: str, sizes: tuple[int, ...]) -> int:
 def test_kernels_split_like_numpy(ranks, device, figure):
     """Compiled on a GPU; interpreted on the CPU, in a process of its own, for Triton decides that when imported."""
     pytest.importorskip("triton")
+    if device == "cpu" and (why := why_not_interpreted()):
+        pytest.skip(why)
     sizes = (2, 8, 64, 128) if device == "cuda" else (2, 8)
     if device == "cuda":
         figure(f"{splits(device, sizes)} splits at {sizes} ranks")

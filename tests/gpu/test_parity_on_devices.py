@@ -1,25 +1,31 @@
-"""Balanced training on 2 and 4 ranks of a device has the losses of the unbalanced run, within rounding."""
+"""Training on a device has the losses of the same run on CPUs, and balanced training those of the unbalanced run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.gpu.ranks import OnCpu
 from tests.gpu.training import (
     EXPERTS,
     PP2,
     TOLERANCE,
     Orders,
+    Told,
     base,
     difference,
     losses,
     precisions,
+    replay_rank,
     replicated,
     run,
 )
+from tests.megatron.test_host_waits import ALLOWED
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.pool import REPOSITORY
 
 CP2 = "--context-parallel-size 2"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss"
@@ -40,19 +46,98 @@ class Differences:
         return "; ".join(f"{name}: losses within {found:.1e} ({what})" for name, (found, what) in self._largest.items())
 
 
+# What one rank can train, by name: flags, and those of the data.
+ONE_RANK = {
+    "packed documents": PACKED,
+    "experts": EXPERTS.replace("--expert-model-parallel-size 2", ""),
+    "pruning": "--prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 --prune-sparse-density 0.6",
+    "sparse attention": "--sparse-attention hash --sparse-attention-block 8 --sparse-attention-keep 2",
+    "mixture of depths": "--mixture-of-depths 0.5",
+}
+
+
+def test_one_rank_on_a_device(ranks, pool, device, tmp_path, figure):
+    """The same weights and data: losses are those of a CPU, and on a GPU this package makes the host wait nowhere but
+    where tests/megatron/test_host_waits.py says why. Experts in bf16, too."""
+    data = " ".join(write_documents(tmp_path / "documents", heavy_tailed(400, seed=1)))
+    on_cpu = OnCpu(pool)
+    for name, flags in ONE_RANK.items():
+        folder = tmp_path / name.replace(" ", "-")
+        shape = [*base(device, data=data), *flags.split(), "--device", "cpu"]
+        run(on_cpu, 1, [*shape, *f"--lr 0 --train-iters 1 --save {folder} --save-interval 1".split()])
+        shape += f"--load {folder} --finetune --no-load-optim --no-load-rng --balance-report {folder}/report".split()
+        reference = run(on_cpu, 1, shape)
+        seen = []
+        for precision in ("fp32", "bf16") if device == "cuda" and name == "experts" else ("fp32",):
+            argv = [*shape, "--device", device, *(["--bf16"] if precision == "bf16" else [])]
+            (told,) = found = run(ranks, 1, argv)
+            apart = difference(found, reference)
+            assert apart <= TOLERANCE[precision], f"{name}, {precision}: losses differ by {apart:.1e} from a CPU's"
+            seen.append(f"{precision} within {apart:.1e}")
+            files = {wait.rpartition(":")[0].removeprefix(f"{REPOSITORY}/") for wait in told.waits}
+            ours = {file for file in files if file.startswith(("balancing/", "megatron/balanced/"))}
+            assert ours <= {place.partition(":")[0] for place, _ in ALLOWED}, f"the host waits in {ours}"
+        figure(f"{name}: {', '.join(seen)}, {len(told.waits)} waits, {told.launches} kernels, {_cost(told)}")
+
+
+def _cost(told: Told) -> str:
+    peak = f", {told.peak / 2**20:.0f} MiB" if told.peak else ""
+    return f"{1e3 * told.seconds:.0f} ms an iteration{peak}"
+
+
+def _replayed(ranks: Any, pool: Any, device: str, folder: Path, flags: str, orders: Orders, figure: Any) -> list[Told]:
+    """Train on 2 CPU ranks and note what each receives; then each rank alone on the device, with what was noted. On the
+    last stage losses must be the same. Returns what the ranks told of the recorded run."""
+    on_cpu = OnCpu(pool)
+    data = " ".join(write_documents(folder / "documents", heavy_tailed(400, seed=1)))
+    argv = [*base(device, data=data), *flags.split(), "--device", "cpu"]
+    run(on_cpu, 2, [*argv, *f"--lr 0 --train-iters 1 --save {folder} --save-interval 1".split()])
+    argv += f"--load {folder} --finetune --no-load-optim --no-load-rng".split()
+    recorded = run(on_cpu, 2, argv, replace(orders, record=folder))
+    for rank, theirs in enumerate(recorded):
+        ours = ranks.run(1, replay_rank, [*argv, "--device", device], replace(orders, played=folder), rank, 2)[0]
+        pairs = list(zip(ours.losses, theirs.losses, strict=True))
+        apart = max((abs(one - other) / other for one, other in pairs), default=0.0)
+        assert apart <= (TOLERANCE["fp32"] if device == "cuda" else 0), f"rank {rank}: losses differ by {apart:.1e}"
+        assert device == "cuda" or ours.weights == theirs.weights, f"rank {rank}: weights differ"
+        assert len(ours.moves) == len(theirs.moves)
+        figure(f"rank {rank}: losses within {apart:.1e}, {ours.launches} kernels, {_cost(ours)}")
+    return recorded
+
+
+def test_replayed_experts(ranks, pool, device, tmp_path, figure):
+    report = f"--balance-report {tmp_path}/report"
+    flags = f"{EXPERTS} --balance-experts --expert-min-gain 0 {report}"
+    _replayed(ranks, pool, device, tmp_path, flags, Orders(), figure)
+    assert replicated(tmp_path / "report") > 4, "hardly anything was replicated"
+
+
+def test_replayed_sequences(ranks, pool, device, tmp_path, figure):
+    told = _replayed(ranks, pool, device, tmp_path, f"{PACKED} {CP2} --balance-sequences", Orders(), figure)
+    assert losses(told)
+
+
+def test_replayed_layers(ranks, pool, device, tmp_path, figure):
+    flags = f"{PP2} --balance-layers --use-distributed-optimizer"
+    orders = Orders({1: ((3,), (1,)), 3: ((1,), (3,))}, memory=True)
+    told = _replayed(ranks, pool, device, tmp_path, flags, orders, figure)
+    assert all(len(rank.moves) == 2 for rank in told), "nothing moved"
+
+
 def test_replicas_on_a_device(ranks, device, tmp_path, figure):
     """Replicas of experts in slots of their own, in slots that layers share, and while messages overlap compute."""
     seen = Differences()
     for precision in precisions(device):
         argv = [*base(device, precision), *EXPERTS.split()]
         reference = run(ranks, 2, argv)
-        for mode in ("resident", "shared", "shared --overlap-moe-expert-parallel-comm"):
+        overlapped = "shared --overlap-moe-expert-parallel-comm"
+        for mode in ("resident", "shared", overlapped) if precision == "fp32" else (overlapped,):
             report = tmp_path / f"{precision}-{mode.replace(' ', '')}"
             balance = f"--balance-experts --expert-min-gain 0 --expert-replica-mode {mode} --balance-report {report}"
             balanced = run(ranks, 2, [*argv, *balance.split()])
             assert replicated(report) > 4, "hardly anything was replicated"
             seen.check(precision, mode, difference(balanced, reference))
-    figure(str(seen))
+        figure(str(seen))
 
 
 def test_transformer_engines_experts_on_a_device(ranks, device, tmp_path, figure):
@@ -112,7 +197,7 @@ def test_documents_on_a_device(ranks, device, tmp_path, figure):
         for planner in PLANNERS if precision == "fp32" else ("auto",):
             flags = f"{CP2} --balance-sequences --sequence-planner {planner}"
             seen.check(precision, planner, difference(run(ranks, 2, [*argv, *flags.split()]), reference))
-    figure(str(seen))
+        figure(str(seen))
 
 
 def test_moved_layers_on_a_device(ranks, device, figure):
@@ -125,7 +210,7 @@ def test_moved_layers_on_a_device(ranks, device, figure):
         moved = run(ranks, 2, argv, Orders(plans, memory=True))
         assert all(len(rank.moves) == 2 for rank in moved), "nothing moved"
         seen.check(precision, "moved", difference(moved, reference))
-    figure(str(seen))
+        figure(str(seen))
 
 
 def test_early_exit_on_a_device(ranks, device, tmp_path, figure):

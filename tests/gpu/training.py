@@ -4,13 +4,17 @@ On a GPU the model is large enough to keep the device busy; on the CPU it is as 
 ask for, a test orders: that layers move at given iterations, that streams are late.
 """
 
+import contextlib
 import functools
 import gc
 import hashlib
+import itertools
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,11 +75,15 @@ class Orders:
     moves: layers of each stage from an iteration on.
     late: which streams are late, "side" or "main"; empty for none.
     memory: measure the memory of each move.
+    record: the folder in which each rank notes what it receives.
+    played: the folder of such a recording. The rank runs alone then, and receives what is noted.
     """
 
     moves: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     late: str = ""
     memory: bool = False
+    record: Path | None = None
+    played: Path | None = None
 
 
 @dataclass
@@ -85,15 +93,21 @@ class Told:
     losses: on the last stage, one an iteration.
     weights: sha256 of each parameter at the end.
     left: whether the rank was released.
-    moves: bytes before a move, after it, at most during it, and of the weights of one layer.
+    moves: bytes before a move, after it, at most during it, and of the weights of one layer; seconds.
     late: how often streams were made late.
+    waits: places at which the host waited for the device in the last iteration, as "file:line".
+    seconds: of the last iteration. peak: bytes of the device at most. launches: kernels of the iteration before it.
     """
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
     left: bool = False
-    moves: list[tuple[int, int, int, int]] = field(default_factory=list)
+    moves: list[tuple[int, int, int, int, float]] = field(default_factory=list)
     late: int = 0
+    waits: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    peak: int = 0
+    launches: int = 0
 
 
 def pretrain_rank(argv: list[str], orders: Orders) -> Told:
@@ -101,6 +115,7 @@ def pretrain_rank(argv: list[str], orders: Orders) -> Told:
     from megatron.balanced import arguments
 
     told, models = Told(), []
+    tape = _begin_tape(orders)
     parse = arguments.parse_arguments
 
     def parse_arguments(*args: Any) -> Any:
@@ -120,7 +135,26 @@ def pretrain_rank(argv: list[str], orders: Orders) -> Told:
     if not told.left:
         parameters = [pair for chunk in models[-1] for pair in chunk.named_parameters()]
         told.weights = {name: _digest(parameter) for name, parameter in parameters}
+    if orders.record:
+        tape.write(orders.record / f"{os.environ['RANK']}.tape")
     return told
+
+
+def replay_rank(argv: list[str], orders: Orders, rank: int, ranks: int) -> Told:
+    """The body of one rank of `ranks` that runs alone, by a recording."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
+    return pretrain_rank(argv, orders)
+
+
+def _begin_tape(orders: Orders) -> Any:
+    from tests.gpu.host_group import Tape, use_host_groups
+
+    if orders.record or orders.played:
+        played = orders.played and Tape.read(orders.played / f"{os.environ['RANK']}.tape")
+        tape = played or Tape()
+        use_host_groups(tape, record=orders.record is not None)
+        return tape
+    return None
 
 
 def _digest(parameter: Any) -> str:
@@ -138,6 +172,7 @@ def _install(orders: Orders, told: Told, models: list[Any]) -> None:
 
     shrink_mock_data()
     build, step = training.setup_model_and_optimizer, training.train_step
+    steps = itertools.count(1)
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = build(*args, **kwargs)
@@ -145,7 +180,8 @@ def _install(orders: Orders, told: Told, models: list[Any]) -> None:
         return built
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
+        with _measured(told, next(steps)):
+            result = step(*args, **kwargs)
         if "lm loss" in result[0]:
             told.losses.append(float(result[0]["lm loss"]))
         return result
@@ -160,6 +196,39 @@ def _install(orders: Orders, told: Told, models: list[Any]) -> None:
         _measure_moves(told)
 
 
+@contextlib.contextmanager
+def _measured(told: Told, number: int) -> Iterator[None]:
+    """Measure an iteration: kernels of the third, time, waits of the host and memory of all others."""
+    import torch
+
+    from megatron.balanced.cpu.device import is_cpu
+
+    if is_cpu():
+        begin = time.perf_counter()
+        yield
+        told.seconds = time.perf_counter() - begin
+        return
+    torch.cuda.synchronize()
+    if number == 3:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            yield
+            torch.cuda.synchronize()
+        told.launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+        return
+    begin = time.perf_counter()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    told.seconds = time.perf_counter() - begin
+    told.peak = torch.cuda.max_memory_allocated()
+    told.waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
+
+
 def _measure_moves(told: Told) -> None:
     import torch
 
@@ -171,6 +240,8 @@ def _measure_moves(told: Told) -> None:
 
     def measured(self: Any, plan: Any) -> Any:
         gc.collect()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
         if is_cpu():
             with _Live() as live:
                 before = live.now
@@ -178,18 +249,41 @@ def _measure_moves(told: Told) -> None:
                 gc.collect()
             after, peak = live.now, live.peak
         else:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            moved = move(self, plan)
+            with _kept_peak() as peaks:
+                moved = move(self, plan)
             gc.collect()
-            torch.cuda.synchronize()
-            after, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            after, peak = torch.cuda.memory_allocated(), max(peaks)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
         layer = self.mover.models()[0].decoder.layers[0]
-        told.moves.append((before, after, peak, sum(p.numel() * p.element_size() for p in layer.parameters())))
+        weights = sum(p.numel() * p.element_size() for p in layer.parameters())
+        told.moves.append((before, after, peak, weights, seconds))
         return moved
 
     layers.LayerBalancer.move = measured
+
+
+@contextlib.contextmanager
+def _kept_peak() -> Iterator[list[int]]:
+    """Bytes allocated at most while this lasts, also where what is measured resets the device's own maximum, as a move
+    does at its end: the maximum at each reset and at the end."""
+    import torch
+
+    reset, peaks = torch.cuda.reset_peak_memory_stats, []
+
+    def noted(*args: Any) -> None:
+        peaks.append(torch.cuda.max_memory_allocated())
+        reset(*args)
+
+    reset()
+    torch.cuda.reset_peak_memory_stats = noted
+    try:
+        yield peaks
+    finally:
+        torch.cuda.reset_peak_memory_stats = reset
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
 
 
 def run(ranks: Any, count: int, argv: list[str], orders: Orders = Orders(), **options: Any) -> list[Told]:

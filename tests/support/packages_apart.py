@@ -3,10 +3,11 @@
 import os
 import re
 import sys
+from importlib import metadata
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
-__all__ = ["add_to_path", "folder", "version", "why_missing"]
+__all__ = ["add_to_path", "folder", "version", "why_missing", "why_not_interpreted"]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -30,6 +31,14 @@ def why_missing(name: str, title: str) -> str | None:
     found = {PathDistribution(path).version for path in place.glob(f"{name}-*.dist-info")}
     if found != {version(name)}:
         return f"{place} holds {title} {', '.join(sorted(found)) or '?'}, not {version(name)}; {how}"
+    return None
+
+
+def why_not_interpreted() -> str | None:
+    """Why Triton does not interpret loops over its own numbers here, None if it does. Compiled kernels do not care."""
+    found = [tuple(map(int, re.findall(r"\d+", metadata.version(package))[:2])) for package in ("triton", "numpy")]
+    if found[0] < (3, 7) and found[1] >= (2, 5):
+        return f"the interpreter of Triton {found[0][0]}.{found[0][1]} fails with NumPy 2.5 and later"
     return None
 
 

@@ -1,7 +1,7 @@
 """Scripts and package: a Python is found or asked for, .venv is made once, and our half of the namespace is found.
 
-Interpreters are stubs here, so that every kind of machine can be had. `environment.sh` asks an interpreter for three
-things: whether it is a certain version, to make a virtual environment, and to run pip.
+Interpreters are stubs here, so that every kind of machine can be had. `environment.sh` asks an interpreter for four
+things: whether it is a certain version, what it lacks, to make a virtual environment, and to run pip.
 """
 
 import ast
@@ -28,6 +28,11 @@ case $1 in
 -m)
     case $2 in
     venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    balancing.doctor)
+        [[ "$0" -ef {has} || "$0" == */.venv/* ]] && echo "$0" && echo "${{MEGATRON_CORE:-}}" && exit
+        echo "python -m balancing.doctor: error: $0 lacks torch for $4" >&2
+        exit 2
+        ;;
     pip) echo "$*" >>"$PIP_LOG"; exit "${{PIP_STATUS:-0}}" ;;
     esac
     ;;
@@ -50,9 +55,11 @@ class Machine:
         self.pip_log = folder / "pip.log"
         self.environment = {"PATH": str(self.bin), "HOME": str(self.home), "PIP_LOG": str(self.pip_log)}
 
-    def add_python(self, version: str, path: Path, works: bool = True) -> Path:
+    def add_python(self, version: str, path: Path, works: bool = True, complete: bool = False) -> Path:
+        """works: whether it can make environments. complete: whether the doctor finds all that is needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(STUB.format(bash=shutil.which("bash"), version=version, works=str(works).lower()))
+        has = path if complete else "-"
+        path.write_text(STUB.format(bash=shutil.which("bash"), version=version, works=str(works).lower(), has=has))
         path.chmod(0o755)
         return path
 
@@ -68,8 +75,9 @@ class Machine:
     def find_python(self, **environment: str) -> subprocess.CompletedProcess:
         return self.run("source scripts/environment.sh; find_python", **environment)
 
-    def prepare(self, extra: str = "", **environment: str) -> subprocess.CompletedProcess:
-        command = f"source scripts/environment.sh; prepare_environment '{extra}'; echo using $python"
+    def prepare(self, extra: str = "", *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        command = f"set -- {' '.join(arguments)}; source scripts/environment.sh; prepare_environment train '{extra}'"
+        command += "; echo using $python; echo with $PYTHONPATH $*"
         return self.run(command, **environment)
 
     def installations(self) -> list[str]:
@@ -145,17 +153,43 @@ def test_the_second_time_nothing_is_installed(machine):
     machine.add_python("3.12", machine.bin / "python3")
     first = machine.prepare()
     assert first.returncode == 0, first.stderr
-    assert first.stdout.splitlines()[-1] == f"using {machine.clone}/.venv/bin/python"
+    assert first.stdout.splitlines()[0] == f"{machine.bin}/python3 lacks torch for train"
+    assert first.stdout.splitlines()[-2] == f"using {machine.clone}/.venv/bin/python"
     assert len(machine.installations()) == 1
     assert machine.installations()[0].endswith(f"--editable {machine.clone}")
     again = machine.prepare()
-    assert again.stdout == f"using {machine.clone}/.venv/bin/python\n"
+    assert again.stdout == f"using {machine.clone}/.venv/bin/python\nwith {machine.clone}\n"
     assert len(machine.installations()) == 1
+
+
+def test_a_python_that_has_everything_is_taken_and_nothing_is_made(machine):
+    machine.add_python("3.13", machine.bin / "python3.13", complete=True)
+    machine.add_python("3.12", machine.bin / "python3.12", works=False)
+    wheel = machine.home / "megatron_core.whl"
+    done = machine.prepare("dev", MEGATRON_CORE=str(wheel), PYTHONPATH="/theirs")
+    first, *rest = done.stdout.splitlines()
+    assert first == f"Python: {machine.bin}/python3.13 has what is needed"
+    assert rest == [f"using {machine.bin}/python3.13", f"with {wheel}:{machine.clone}:/theirs"]
+    assert not (machine.clone / ".venv").exists() and machine.installations() == []
+
+
+def test_the_order_of_pythons_at_hand(machine):
+    active = machine.add_python("3.12", machine.home / "active/bin/python", complete=True)
+    machine.add_python("3.12", machine.bin / "python3.12", complete=True)
+    named = machine.add_python("3.13", machine.home / "named", complete=True)
+    activated = {"VIRTUAL_ENV": str(active.parents[1])}
+    assert f"using {named}\n" in machine.prepare(PYTHON=str(named), **activated).stdout
+    relative = machine.prepare(PYTHON="../home/named", **activated)
+    assert f"using {machine.clone}/../home/named\n" in relative.stdout
+    assert f"using {active}\n" in machine.prepare(**activated).stdout
+    done = machine.prepare("", "--again", "--venv", **activated)
+    assert f"using {machine.clone}/.venv/bin/python\nwith {machine.clone} --again\n" in done.stdout
+    assert f"using {machine.clone}/.venv/bin/python\n" in machine.prepare().stdout, "what was made is not left aside"
 
 
 def test_an_extra_is_installed_once_and_covers_the_plain_package(machine):
     machine.add_python("3.12", machine.bin / "python3")
-    for extra in ("dev", "dev", ""):
+    for extra in ("dev", "dev", ""):  # the last has .venv at hand
         assert machine.prepare(extra).returncode == 0
     assert len(machine.installations()) == 1
     assert machine.installations()[0].endswith(f"--editable {machine.clone}[dev]")
@@ -191,7 +225,7 @@ def test_an_interrupted_installation_starts_from_nothing(machine):
     assert done.returncode == 0
     assert "did not finish" in done.stdout
     assert not (machine.clone / ".venv" / "half-written").exists()
-    assert machine.prepare().stdout.startswith("using ")
+    assert machine.prepare().stdout.startswith(f"using {machine.clone}/.venv")
 
 
 def test_an_environment_whose_python_is_gone_is_made_again(machine):

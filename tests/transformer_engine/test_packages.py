@@ -8,7 +8,9 @@ from tests.support.packages_apart import folder, version
 from tests.support.training import MOCK_DATA, MODEL
 from tests.tools.test_scripts import Machine
 
-PREPARE = "source scripts/environment.sh; prepare_environment ''; install_apart transformer_engine; echo using $python"
+PREPARE = (
+    "source scripts/environment.sh; prepare_environment train ''; install_apart transformer_engine; echo using $python"
+)
 
 
 @pytest.fixture
