@@ -28,6 +28,10 @@ _RENAMED = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
+_OF_ONE = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
 _OPERATIONS = (
     *_RENAMED,
     "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
@@ -129,9 +133,11 @@ class HostGroup(dist.ProcessGroup):
     def _carry(self, name: str, *given: Any) -> Any:
         """Start an operation over gloo, by the name that this torch's gloo has for it."""
         known = name if hasattr(self._gloo, name) else _RENAMED.get(name, name)
-        if known == "reduce_scatter_tensor_coalesced" and not hasattr(self._gloo, known):  # gloo has none before 2.14
-            return [self._gloo._reduce_scatter_base(*pair) for pair in zip(*given[:2], strict=True)]
-        return getattr(self._gloo, known)(*given)
+        if hasattr(self._gloo, known):
+            return getattr(self._gloo, known)(*given)
+        single = getattr(self._gloo, _OF_ONE[known])  # before torch 2.14
+        outputs, inputs, *options = given
+        return [single(*pair, *options) for pair in zip(outputs, inputs, strict=True)]
 
     def _played(self, name: str, number: int, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         group = self._tape.received[self._number] if self._tape and self._number < len(self._tape.received) else []
