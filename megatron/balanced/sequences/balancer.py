@@ -28,7 +28,14 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
 from balancing.messages import connect
-from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan, deal_whole, plan_sequences
+from balancing.sequences import (
+    AttentionShape,
+    SequenceAttention,
+    SequencePlan,
+    deal_whole,
+    plan_micro_batches,
+    plan_sequences,
+)
 from balancing.sequences.ahead import PlanningAhead
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernels import accumulation_dtype
@@ -204,14 +211,15 @@ class SequenceBalancer(StepCallback):
         if not self.config.sequence_micro_batches or why_whole(args):
             return None
         ranks, drawn = self.domain.ranks, args.seq_length * args.micro_batch_size * self.domain.origins
-        deal = partial(
-            deal_documents,
+        plan = partial(
+            plan_micro_batches,
             micro_batches=get_num_microbatches(),
             cluster=self._cluster,
             shape=self._shape,
             token_capacity=self.config.sequence_token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / ranks),
             step=self._step_seconds,
         )
+        deal = partial(deal_documents, plan=plan, ranks=self._cluster.world_size)
         return Steps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, deal)
 
     @cached_property
