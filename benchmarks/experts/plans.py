@@ -7,13 +7,19 @@
   before.
 - Grid: synthetic loads of known imbalance, which drift by a known part after replicas are placed.
 
+  Loads are drawn by Zipf's law, and lognormal, as recorded loads of DeepSeek-V3 are.
+
   "quota, --cluster" knows what transfers cost and hide, and "late replicas" adds some for the present load, both as
   training does with `--cluster`.
 - Time: one placement and one split, CPU time of one thread, the best of several; with a GPU, also the split there.
 
+"quota, fewest for 1 %" has the fewest transfers found that would leave 1 % of the load that is planned from
+(`benchmarks.experts.fewest`), which says how many transfers stand behind the robustness of the others. Tables count
+replicas inside a node and between nodes, and weigh them 1 and 3.
+
 The figure is the load of the busiest rank over the mean. Each row has its ratio to no balancing (none) and to the lower
 bound, at most 1 token over the mean. Nothing is trained; `benchmarks.experts.emulated` measures step times. Takes about
-6 minutes on one core with the recorded loads, less than one minute with --quick. Exit code 1 if a target is missed.
+10 minutes on one core with the recorded loads, about one minute with --quick. Exit code 1 if a target is missed.
 """
 
 import argparse
@@ -46,13 +52,15 @@ from balancing.experts import (
 from balancing.experts.planners.repair import repair
 from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
-from benchmarks.experts.synthetic import drifted, sampled_load, zipf_popularity
+from benchmarks.experts.fewest import BETWEEN, by_link, fewest_replicas
+from benchmarks.experts.synthetic import DISTRIBUTIONS, drifted, sampled_load, zipf_popularity
 from benchmarks.processor_time import milliseconds
 
 __all__ = ["Row", "grid", "replay", "times"]
 
 _CLUSTER = "h200-8x400g"
 _IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
+_FEWEST = "quota, fewest for 1 %"
 _CLUSTERED, _LATE = "quota, --cluster", "quota, --cluster, late replicas"
 _SHAPE = ExpertShape(hidden=2048, ffn_hidden=1408, bytes_per_parameter=2)
 _COSTS: dict[str, dict[str, Any]] = {  # arguments of the cost model besides the shape
@@ -98,7 +106,8 @@ class _Balance:
     fullest: list[float] = field(default_factory=list)  # over the mean
     limit: list[float] = field(default_factory=list)
     deviation: list[float] = field(default_factory=list)
-    copies: list[int] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)  # replicas whose expert lives in their node
+    between: list[int] = field(default_factory=list)
     layer: list[int] = field(default_factory=list)
 
     def add(self, load: np.ndarray, placement: ReplicaPlacement, layer: int = 0) -> None:
@@ -107,7 +116,9 @@ class _Balance:
         self.fullest.append(float(tokens.max()) / mean)
         self.limit.append(float(np.ceil(mean)) / mean)
         self.deviation.append(float(tokens.std()))
-        self.copies.append(placement.replicas)
+        inside, between = by_link(placement)
+        self.inside.append(inside)
+        self.between.append(between)
         self.layer.append(layer)
 
     def deviation_by_layer(self) -> np.ndarray:
@@ -119,7 +130,7 @@ def _rows(section: str, case: str, found: dict[str, _Balance], target: tuple[flo
     """Rows of the mean and the 99th percentile of each method. target: upper bounds of both for quota."""
     none, shadow = found["none"], found.get("shadow")
     for method, balance in found.items():
-        more = {"copies": float(np.mean(balance.copies))}
+        more = {"inside": float(np.mean(balance.inside)), "between": float(np.mean(balance.between))}
         if shadow is not None:
             # Pro-Prophet's balance degree is the standard deviation over ranks, its figure (RB) the ratio to shadowing.
             # Deviations below one token count as one.
@@ -164,8 +175,12 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
             chosen = _thin(following, samples)
             for record, layer, batch in progress.track(chosen, description=f"replay, {case}"):
                 before = counts[record, :, layer, batch - 1] if batch else counts[record - 1, :, layer, -1]
-                for name, (room, method) in plans.items():
-                    placement = plan_replicas(before, cluster, slots=room, method=method)
+                placed = {
+                    name: plan_replicas(before, cluster, slots=room, method=method)
+                    for name, (room, method) in plans.items()
+                }
+                placed[_FEWEST] = _fewest(before, cluster, slots)
+                for name, placement in placed.items():
                     found.setdefault(name, _Balance()).add(counts[record, :, layer, batch], placement, layer)
             rows += _rows("replay, last micro-batch", case, found, target)
             found = {}
@@ -181,6 +196,12 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
     return rows
 
 
+def _fewest(before: np.ndarray, cluster: Cluster, slots: int) -> ReplicaPlacement:
+    """The fewest transfers found for 1 % of imbalance; those of quota where slots are too few for that."""
+    found = fewest_replicas(before, cluster, slots=slots, trials=2)
+    return found if found is not None else plan_replicas(before, cluster, slots=slots)
+
+
 def _clustered(before: np.ndarray, now: np.ndarray, cluster: Cluster, slots: int) -> dict[str, ReplicaPlacement]:
     """The placement of training with `--cluster` for one load, and with late replicas for the one that comes."""
     costs = _COSTS["costs, hidden"]
@@ -193,14 +214,20 @@ def grid(draws: int, progress: Progress) -> list[Row]:
     """Loads of 64 ranks with two slots each, which drift after replicas are placed. draws: loads of each kind."""
     ranks, slots, tokens, rows = 64, 2, 65536, []
     cluster, methods = _cluster(ranks), ("none", "shadow", "prophet", "eplb", "quota")
-    cells = [(experts, imbalance) for experts in (128, 256) for imbalance in _IMBALANCE]
-    for experts, imbalance in progress.track(cells, description="grid"):
+    cells = [
+        (experts, name, imbalance) for experts in (128, 256) for name in DISTRIBUTIONS for imbalance in _IMBALANCE
+        if imbalance > 1 or name == "Zipf"  # at 1 they are the same
+    ]  # fmt: skip
+    for experts, name, imbalance in progress.track(cells, description="grid"):
         found: dict[float, dict[str, _Balance]] = {drift: {} for drift in _DRIFT}
         for draw in range(draws):
             generator = np.random.default_rng(1000 * experts + draw)
-            popularity = zipf_popularity(experts, ranks, imbalance, generator)
+            popularity = DISTRIBUTIONS[name](experts, ranks, imbalance, generator)
             before = sampled_load(popularity, ranks, tokens, generator)
-            plans = {method: plan_replicas(before, cluster, slots=slots, method=method) for method in methods}
+            plans: dict[str, ReplicaPlacement] = {
+                method: plan_replicas(before, cluster, slots=slots, method=method) for method in methods
+            }
+            plans[_FEWEST] = _fewest(before, cluster, slots)
             for drift in _DRIFT:
                 now = sampled_load(drifted(popularity, drift, generator), ranks, tokens, generator)
                 late = _clustered(before, now, cluster, slots) | {
@@ -209,7 +236,7 @@ def grid(draws: int, progress: Progress) -> list[Row]:
                 for method, placement in (plans | late).items():
                     found[drift].setdefault(method, _Balance()).add(now, placement)
         for drift in _DRIFT:
-            case = f"E {experts}, imbalance {imbalance:g}, drift {drift:g}"
+            case = f"E {experts}, {name} {imbalance:g}, drift {drift:g}"
             rows += [row for row in _rows("grid", case, found[drift], None) if row.unit == "mean"]
     return rows
 
@@ -305,7 +332,11 @@ def _fill(table: Table, rows: Sequence[Row]) -> None:
     for row in rows:
         by_case[row.case, row.method][row.unit] = row
     timed = rows[0].unit == "ms"
-    heads = ["ms", "/ limit"] if timed else ["mean", "p99", "/ none", "/ limit", "replicas", "RB / shadow"]
+    heads = (
+        ["ms", "/ limit"]
+        if timed
+        else ["mean", "p99", "/ none", "/ limit", "inside", "between", "weighted", "RB / shadow"]
+    )
     for head in ("case", "method", *heads, "target"):
         table.add_column(head, justify="left" if head in ("case", "method", "target") else "right", no_wrap=True)
     for (case, method), found in by_case.items():
@@ -316,7 +347,7 @@ def _fill(table: Table, rows: Sequence[Row]) -> None:
             continue
         rb = (
             f"{first.more['rb_over_shadow_least']:.1f}-{first.more['rb_over_shadow_most']:.1f}"
-            if len(first.more) > 1
+            if "rb_over_shadow_least" in first.more
             else ""
         )
         table.add_row(
@@ -326,21 +357,27 @@ def _fill(table: Table, rows: Sequence[Row]) -> None:
             f"{found['p99'].figure:.4f}",
             f"{first.to_none:.3f}",
             f"{first.to_limit:.4f}",
-            f"{first.more['copies']:.1f}",
+            *_links(first),
             rb,
             target,
         )
 
 
 def _fill_grid(table: Table, rows: Sequence[Row]) -> None:
-    """One line for each planner and imbalance, drift from left to right."""
-    for head in ("E, imbalance", "method", *(f"drift {drift:g}" for drift in _DRIFT)):
+    """One line for each planner and imbalance, drift from left to right, and its transfers where nothing drifts."""
+    for head in ("E, imbalance", "method", *(f"drift {drift:g}" for drift in _DRIFT), "inside", "between", "weighted"):
         table.add_column(head, justify="left" if head in ("E, imbalance", "method") else "right", no_wrap=True)
-    lines: dict[tuple[str, str], list[float]] = {}
+    lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        lines.setdefault((row.case.rpartition(", drift")[0], row.method), []).append(row.figure)
-    for (case, method), figures in lines.items():
-        table.add_row(case, method, *(f"{figure:.3f}" for figure in figures))
+        lines.setdefault((row.case.rpartition(", drift")[0], row.method), []).append(row)
+    for (case, method), own in lines.items():
+        table.add_row(case, method, *(f"{row.figure:.3f}" for row in own), *_links(own[0]))
+
+
+def _links(row: Row) -> tuple[str, str, str]:
+    """Replicas inside nodes, between nodes, and both weighed."""
+    inside, between = row.more["inside"], row.more["between"]
+    return f"{inside:.1f}", f"{between:.1f}", f"{inside + BETWEEN * between:.0f}"
 
 
 def _read(options: argparse.Namespace) -> LoadTrace:
@@ -395,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"experts: {error}", file=sys.stderr)
         return 2
     print(f"{os.cpu_count()} cores, load {load:.1f} before the start; loads: {options.trace or 'made up'}\n")
-    _show(rows, Console(width=max(120, Console().width)))
+    _show(rows, Console(width=max(140, Console().width)))
     return 0 if all(row.met for row in rows) else 1
 
 
