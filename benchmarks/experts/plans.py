@@ -179,7 +179,7 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
                     name: plan_replicas(before, cluster, slots=room, method=method)
                     for name, (room, method) in plans.items()
                 }
-                placed[_FEWEST] = _fewest(before, cluster, slots)
+                placed[_FEWEST] = _fewest(before, cluster, slots, trials=3)
                 for name, placement in placed.items():
                     found.setdefault(name, _Balance()).add(counts[record, :, layer, batch], placement, layer)
             rows += _rows("replay, last micro-batch", case, found, target)
@@ -190,15 +190,17 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
                 for method in ("none", "prophet", "eplb", "quota"):
                     placement = plan_replicas(before, cluster, slots=slots, method=method)
                     found.setdefault(method, _Balance()).add(now, placement, layer)
-                for name, placement in _clustered(before, now, cluster, slots).items():
+                others = _clustered(before, now, cluster, slots)
+                others[_FEWEST] = _fewest(before, cluster, slots, trials=3)
+                for name, placement in others.items():
                     found.setdefault(name, _Balance()).add(now, placement, layer)
             rows += _rows("replay, last record", case, found, None) if chosen else ()
     return rows
 
 
-def _fewest(before: np.ndarray, cluster: Cluster, slots: int) -> ReplicaPlacement:
+def _fewest(before: np.ndarray, cluster: Cluster, slots: int, trials: int) -> ReplicaPlacement:
     """The fewest transfers found for 1 % of imbalance; those of quota where slots are too few for that."""
-    found = fewest_replicas(before, cluster, slots=slots, trials=2)
+    found = fewest_replicas(before, cluster, slots=slots, trials=trials)
     return found if found is not None else plan_replicas(before, cluster, slots=slots)
 
 
@@ -227,7 +229,7 @@ def grid(draws: int, progress: Progress) -> list[Row]:
             plans: dict[str, ReplicaPlacement] = {
                 method: plan_replicas(before, cluster, slots=slots, method=method) for method in methods
             }
-            plans[_FEWEST] = _fewest(before, cluster, slots)
+            plans[_FEWEST] = _fewest(before, cluster, slots, trials=9)
             for drift in _DRIFT:
                 now = sampled_load(drifted(popularity, drift, generator), ranks, tokens, generator)
                 late = _clustered(before, now, cluster, slots) | {
