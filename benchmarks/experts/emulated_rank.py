@@ -209,7 +209,7 @@ def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
 
 
 def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: float) -> Any:
-    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 
     class Exposed(ReplicaSlots):
         """Slots without overlap: every transfer is waited for where it starts."""
@@ -227,13 +227,10 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: fl
 
     homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
     slots = (ReplicaSlots if variant.overlap else Exposed)(
-        homes,
+        HomeExperts(homes, gradient=lambda weight: weight.main_grad),
         variant.slots,
         group,
         shared=variant.shared,
-        gradient=lambda weight: weight.main_grad,
-        final=lambda layer: None,
-        complete=lambda layer: None,
         expert_share=expert_share if variant.in_parts and variant.overlap else None,
     )
     for position, layer in enumerate(layers):

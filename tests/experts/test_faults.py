@@ -173,7 +173,7 @@ def _plant_death(method: str, iteration: int) -> None:
     @functools.wraps(transfer)
     def transfer_and_die(slots: ReplicaSlots, layer: int, *args: Any) -> None:
         transfer(slots, layer, *args)
-        if iterations >= iteration and 0 <= layer < len(slots.homes) and slots.is_used(layer):
+        if iterations >= iteration and 0 <= layer < len(slots.homes.parameters) and slots.is_used(layer):
             os.kill(os.getpid(), signal.SIGKILL)
 
     ReplicaSlots.begin_step = begin

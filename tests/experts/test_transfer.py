@@ -36,7 +36,7 @@ def _slots(used, shared):
     import torch
     import torch.distributed as dist
 
-    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
 
     dist.init_process_group("gloo")
@@ -48,13 +48,10 @@ def _slots(used, shared):
         ReplicaPlacement(np.arange(2), [[1], [0]] if layer in used else [[-1], [-1]]) for layer in range(LAYERS)
     ]
     slots = ReplicaSlots(
-        homes,
+        HomeExperts(homes, gradient=lambda weight: weight.main_grad),
         1,
         dist.group.WORLD,
         shared=shared,
-        gradient=lambda weight: weight.main_grad,
-        final=lambda layer: None,
-        complete=lambda layer: None,
     )
     return slots, placements, homes, rank
 
@@ -146,7 +143,7 @@ def _post(connections, boundaries):
     import torch.distributed as dist
 
     from balancing.experts.engine import relay
-    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
     from tests.support.checkers.noted_device import install
     from tests.support.checkers.stream_races import watch_streams
@@ -160,13 +157,10 @@ def _post(connections, boundaries):
     rank = dist.get_rank()
     weight, total = torch.full((SIZE,), 1.0 + rank, requires_grad=True), torch.zeros(SIZE)
     slots = ReplicaSlots(
-        [[[weight]]],
+        HomeExperts([[[weight]]], gradient=lambda weight: total),
         1,
         dist.group.WORLD,
         shared=False,
-        gradient=lambda weight: total,
-        final=lambda layer: None,
-        complete=lambda layer: None,
     )
     placement = ReplicaPlacement(np.arange(CHAIN), [[-1], [0], [0], [0]])
     posted = []
@@ -233,7 +227,7 @@ def _post_in_parts():
     import torch.distributed as dist
 
     from balancing.experts.engine import relay
-    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
     from tests.support.checkers.noted_device import install
     from tests.support.checkers.stream_races import watch_streams
@@ -249,13 +243,10 @@ def _post_in_parts():
     homes = [[[torch.full((SIZE,), 1.0 + rank + layer, requires_grad=True)]] for layer in range(2)]
     sums = {id(layer[0][0]): torch.zeros(SIZE) for layer in homes}
     slots = ReplicaSlots(
-        homes,
+        HomeExperts(homes, gradient=lambda weight: sums[id(weight)]),
         1,
         dist.group.WORLD,
         shared=False,
-        gradient=lambda weight: sums[id(weight)],
-        final=lambda layer: None,
-        complete=lambda layer: None,
         expert_share=SHARE["experts"],
     )
     placement = ReplicaPlacement(np.arange(CHAIN), [[-1], [0], [0], [0]])

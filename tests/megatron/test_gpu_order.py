@@ -37,6 +37,13 @@ def test_turns_are_posted_between_modules(pool):
     assert len(directions) == 2, "forward and backward"
 
 
+def test_all_transfers_of_replicas_share_a_stream(pool):
+    """torch has 32 streams, from which NCCL's communicators take theirs, too: one more for each transfer, and transfers
+    would wait for what has nothing to do with them."""
+    ranks = checked(pool, "experts, resident slots, many buckets, both overlaps")
+    assert [rank.streams for rank in ranks] == [1] * 4
+
+
 @pytest.mark.parametrize("job", SMALL_JOBS)
 def test_small_jobs_are_right_before_a_fault_is_planted(pool, job):
     notes = [noted for _, noted in small(pool, job)]

@@ -161,7 +161,7 @@ def _two_layers_at_once() -> list[int]:
     import torch.distributed as dist
 
     from balancing.experts.engine import relay
-    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
 
     dist.init_process_group("gloo")
@@ -180,14 +180,10 @@ def _two_layers_at_once() -> list[int]:
     relay.start_message = started
     for first in (0, 2):
         slots = ReplicaSlots(
-            homes,
+            HomeExperts(homes, gradient=lambda weight: weight.main_grad, first_layer=first),
             2,
             dist.group.WORLD,
             shared=False,
-            gradient=lambda weight: weight.main_grad,
-            final=lambda layer: None,
-            complete=lambda layer: None,
-            first_layer=first,
         )
         slots.begin_step([placement] * 2, 1)
         for layer in (0, 1):

@@ -9,6 +9,7 @@ compute in between. All ranks of a group post the same turns at the same points,
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from balancing.experts.engine.relay import Hop, Relay
@@ -38,17 +39,25 @@ class _Posting:
 
 
 class Postings:
-    """The transfers of one group that have turns left to post.
+    """The transfers of one process group that have turns left to post.
 
-    group: of the ranks that relay.
+    process_group: of the ranks that relay.
+    stream: that transfers run on; None on the CPU.
     turn_by_turn: whether turns are posted one at a time, by `advance`.
     expert_share: part of a layer's compute that is its experts'. None posts transfers whole.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, turn_by_turn: bool, expert_share: float | None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        stream: torch.cuda.Stream | None,
+        *,
+        turn_by_turn: bool,
+        expert_share: float | None,
+    ) -> None:
         assert expert_share is None or 0 <= expert_share <= 1, f"expert_share={expert_share}"
         self.turn_by_turn = turn_by_turn
-        self._group = group
+        self._process_group, self._stream = process_group, stream
         self._expert_share = None if turn_by_turn else expert_share
         self._left: list[_Posting] = []  # the oldest first; the same transfers on all ranks
 
@@ -61,8 +70,8 @@ class Postings:
         """
         in_parts = self._expert_share is not None and len(shares) > 1
         if not (turns and (self.turn_by_turn or in_parts)):
-            return Relay(hops, self._group)
-        posting = _Posting(Relay(hops, self._group, turns), list(shares))
+            return Relay(hops, self._process_group, self._stream)
+        posting = _Posting(Relay(hops, self._process_group, self._stream, turns), list(shares))
         if in_parts:
             posting.post_part()
         else:

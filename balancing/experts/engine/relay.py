@@ -62,7 +62,8 @@ class Relay:
     """The hops of one rank, in flight from construction until `wait_sent`.
 
     hops: of this rank, in any order.
-    group: process group that is used for nothing else at the same time.
+    process_group: used for nothing else at the same time.
+    stream: that the messages of a GPU run on; None on the CPU. Relays that follow each other may have the same.
     turns: number of turns of the longest chain of the group, to post them by `post`; None posts all of them now.
 
     Turns that are posted together follow each other at once, beside whatever else the links carry then. Posted a few at
@@ -75,9 +76,15 @@ class Relay:
     not answered within the group's timeout.
     """
 
-    def __init__(self, hops: Sequence[Hop], group: dist.ProcessGroup, turns: int | None = None) -> None:
-        self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
+    def __init__(
+        self,
+        hops: Sequence[Hop],
+        process_group: dist.ProcessGroup,
+        stream: torch.cuda.Stream | None = None,
+        turns: int | None = None,
+    ) -> None:
+        self._process_group = process_group
+        self._ranks = dist.get_process_group_ranks(process_group)
         self._hops = sorted(hops, key=lambda hop: hop.turn)  # keeps the tensors alive, too
         self._incoming: list[dist.Work] = []
         self._outgoing: list[dist.Work] = []
@@ -86,11 +93,10 @@ class Relay:
         self._error: BaseException | None = None
         self._received: torch.cuda.Event | None = None
         self._sent: torch.cuda.Event | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = stream if hops else None
         self.posted = 0  # turns
         self.turns = max((hop.turn + 1 for hop in hops), default=0) if turns is None else turns
-        if hops and hops[0].piece.is_cuda:
-            self._stream = torch.cuda.Stream(hops[0].piece.device)
+        if self._stream is not None:
             self._last_received = max((hop.turn - 1 for hop in hops if hop.source is not None), default=-1)
         else:
             self._receive_on_host()
@@ -185,7 +191,7 @@ class Relay:
         self.post(self.turns)
 
     def _operation(self, send_or_receive: Callable, hop: Hop, other: int) -> dist.P2POp:
-        return dist.P2POp(send_or_receive, hop.piece, self._ranks[other], self._group, hop.tag)
+        return dist.P2POp(send_or_receive, hop.piece, self._ranks[other], self._process_group, hop.tag)
 
     def _receive(self, hop: Hop) -> dist.Work:
         assert hop.source is not None

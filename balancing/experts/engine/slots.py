@@ -8,33 +8,70 @@ are in no optimizer and no checkpoint.
 
 Slots have two modes. Resident: each layer has its own buffer; weights are sent once an iteration and gradients returned
 once, whatever the number of micro-batches. Shared: two buffers serve all layers; while one layer computes, the next
-layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass. Where
-forward passes alternate with backward passes of another micro-batch, layer by layer, one is in the first half of the
-layers while the other is in the second, and each half has two buffers.
+layer's weights arrive in the other. Weights are sent for each pass, gradients returned after each backward pass.
 
+Three layers and two micro-batches. F1 and B1 are the forward and backward pass through the experts of layer 1; W1 below
+one of them says that the weights of layer 1 set out when it begins, G1 that its gradients do when it has ended:
+
+    begin  F0  F1  F2  B2  B1      B0  F0  F1  F2  B2  B1      B0
+    W0     W1  W2                                  G2  G1      G0   resident
+    W0     W1  W2      G2  W0, G1  G0      W2      G2  W0, G1  G0   shared
+
+With shared slots, layers 0 and 2 have the same buffer: a backward pass finds layers 2 and 1 where the forward pass left
+them, and layer 0 comes again. Where forward passes alternate with backward passes of another micro-batch, layer by
+layer (`alternating`), one is in the first half of the layers while the other is in the second, and each half has two
+buffers.
+
+A pass waits for the weights of its layer. Gradients are waited for two layers later, or when the iteration ends.
 Transfers run while the rank computes, in turns that are posted when the links are free (`balancing.experts.engine.
-posting`).
-
-Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches gives.
+posting`). Every rank of the group calls the same methods in the same order, which the order of layers and micro-batches
+gives.
 """
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
+from balancing.experts.engine.chains import Chain, Numbers, chains_of, hops_of
 from balancing.experts.engine.posting import Postings
 from balancing.experts.engine.relay import Hop, Relay, split_pieces
 from balancing.experts.engine.weights import Parameters, WeightFormat, WeightLayout
 from balancing.experts.placement import ReplicaPlacement
 
-__all__ = ["ReplicaSlots", "TransferStatistics"]
+__all__ = ["HomeExperts", "ReplicaSlots", "TransferStatistics"]
 
-_MOST_PIECES = 1 << 12  # of one expert; message numbers leave room for as many
+
+def _nothing(layer: int) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class HomeExperts:
+    """The experts that are at home on this rank, in the MoE layers of one model chunk.
+
+    parameters: [layer][home expert] -> its parameters; all experts have the same shapes.
+    gradient: home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in.
+    fused: whether products with a replica's weight add its gradient to the attribute `main_grad` of the weight, which
+        has the type of `gradient` then, rather than to `grad`.
+    format: how parameters are stored.
+    final: called with a layer's number before the weights of its homes are read.
+    complete: called with a layer's number after each backward pass, when the gradients of its replicas have been added
+        to those of their homes; layers come in the order of `end_pass`.
+    first_layer: number of the first layer in messages; slots that share a process group must not have a number twice.
+    """
+
+    parameters: Sequence[Sequence[Parameters]]
+    gradient: Callable[[torch.Tensor], torch.Tensor]
+    fused: bool = False
+    format: WeightFormat = field(default_factory=WeightFormat)
+    final: Callable[[int], None] = _nothing
+    complete: Callable[[int], None] = _nothing
+    first_layer: int = 0
 
 
 @dataclass
@@ -50,22 +87,6 @@ class TransferStatistics:
     exposed_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """The chain of one expert.
-
-    expert: its logical number.
-    ranks: the ranks that hold it in the order in which they relay it, home first.
-    place: position of this rank in the chain; None if it has no part.
-    slot: slot of this rank's replica; None at the home and without a part.
-    """
-
-    expert: int
-    ranks: tuple[int, ...]
-    place: int | None
-    slot: int | None
-
-
 class _Reduction(NamedTuple):
     """A layer's gradients in flight.
 
@@ -77,85 +98,120 @@ class _Reduction(NamedTuple):
     received: list[tuple[int, torch.Tensor]]
 
 
-def _buffers(layers: int, shared: bool, alternating: bool) -> int:
-    return min(4 if alternating else 2, layers) if shared else layers
+@dataclass
+class _Layer:
+    """The slots of one layer, and what happens to them in an iteration.
+
+    homes: [home expert] -> its parameters.
+    buffer: number of the buffer that its slots are in.
+    weights: of the buffer, [slot, numbers of an expert].
+    leaves: [slot] -> the replica's parameters, in the memory of `weights`.
+    chains: of its experts with replicas.
+    fetching: weights in flight.
+    accumulated: gradients of this rank's replicas, [slot, numbers of an expert]; None before the first ones.
+    reduction: gradients in flight.
+    backwards: number of backward passes so far.
+    moved_bytes: sent by all ranks together, weights and gradients.
+    """
+
+    homes: Sequence[Parameters]
+    buffer: int
+    weights: torch.Tensor
+    leaves: list[list[torch.Tensor]]
+    chains: list[Chain] = field(default_factory=list)
+    fetching: list[Relay] = field(default_factory=list)
+    accumulated: torch.Tensor | None = None
+    reduction: _Reduction | None = None
+    backwards: int = 0
+    moved_bytes: int = 0
+
+    def begin_step(self, chains: list[Chain]) -> None:
+        """Begin an iteration with replicas in `chains`."""
+        self.chains, self.backwards, self.moved_bytes = chains, 0, 0
+
+    @property
+    def replicas(self) -> list[list[torch.Tensor]]:
+        """The parameters of each replica on this rank."""
+        return [self.leaves[chain.slot] for chain in self.chains if chain.slot is not None]
+
+
+class _Buffers(NamedTuple):
+    """How many buffers the slots of `layers` layers have, and which of them each layer has."""
+
+    layers: int
+    shared: bool
+    alternating: bool
+
+    @property
+    def number(self) -> int:
+        return min(4 if self.alternating else 2, self.layers) if self.shared else self.layers
+
+    def of(self, layer: int) -> int:
+        if self.number == self.layers:
+            return layer
+        return layer % 2 + (2 if self.alternating and layer >= self.layers / 2 else 0)
 
 
 class ReplicaSlots:
     """The replica slots of this rank for the MoE layers of one model chunk.
 
-    homes: [layer][home expert] -> its parameters; all experts have the same shapes.
+    homes: the experts of this rank in these layers.
     slots: maximal number of replicas of a layer on this rank.
-    group: expert-parallel group, used for nothing else at the same time.
+    process_group: expert-parallel group, used for nothing else at the same time.
     shared: whether two buffers serve all layers, instead of one buffer for each layer.
     alternating: whether a forward and a backward pass alternate, for which shared slots have four buffers.
-    gradient: home parameter -> the fp32 (or float64) tensor that its gradient is accumulated in.
-    fused: whether products with a replica's weight add its gradient to the attribute `main_grad` of the weight, which
-        has the type of `gradient` then, rather than to `grad`.
-    format: how parameters are stored.
-    final: called with a layer's number before the weights of its homes are read.
     expert_share: part of a layer's compute that is its experts'. None posts transfers whole.
-    first_layer: number of the first layer in messages; slots that share a group must not have a number twice.
-    complete: called with a layer's number after each backward pass, when the gradients of its replicas have been added
-        to those of their homes; layers come in the order of `end_pass`.
     """
 
     def __init__(
         self,
-        homes: Sequence[Sequence[Parameters]],
+        homes: HomeExperts,
         slots: int,
-        group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup,
         *,
         shared: bool,
-        gradient: Callable[[torch.Tensor], torch.Tensor],
-        final: Callable[[int], None],
-        complete: Callable[[int], None],
-        fused: bool = False,
-        format: WeightFormat | None = None,
         alternating: bool = False,
         expert_share: float | None = None,
-        first_layer: int = 0,
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
-        self._statistics = TransferStatistics()
-        self._gradient, self._first_layer = gradient, first_layer
-        self._final, self._complete = final, complete
-        self._rank = dist.get_rank(group)
-        self._homes_per_rank = len(homes[0])
-        first = homes[0][0]
+        first = homes.parameters[0][0]
+        self._rank = dist.get_rank(process_group)
+        self._homes_per_rank = len(homes.parameters[0])
+        self._experts = self._homes_per_rank * dist.get_world_size(process_group)
         self._shapes = [p.shape for p in first]
-        self._experts = self._homes_per_rank * dist.get_world_size(group)
         self._size = sum(p.numel() for p in first)
-        self._format = format or WeightFormat()
-        self._layout = WeightLayout(first, self._format)
+        self._layout = WeightLayout(first, homes.format)
         self._device = first[0].device
+        self._gradient_dtype = torch.float64 if first[0].dtype is torch.float64 else torch.float32
+        if homes.fused:
+            self._gradient_dtype = homes.gradient(first[0]).dtype
+        self._like_weights = torch.empty(self._layout.size, dtype=self._layout.dtype, device="meta")
+        self._like_gradients = torch.empty(self._size, dtype=self._gradient_dtype, device="meta")
+        buffers = _Buffers(len(homes.parameters), shared, alternating)
+        self._weights = torch.zeros(
+            buffers.number, slots, self._layout.size, dtype=self._layout.dtype, device=self._device
+        )
+        self._layers = [
+            self._make_layer(experts, buffers.of(number)) for number, experts in enumerate(homes.parameters)
+        ]
+        self._content: list[int | None] = [None] * buffers.number  # the layer that each buffer holds or receives
+        # One stream for all transfers: torch has 32, which NCCL's communicators take theirs from, too.
+        stream = torch.cuda.Stream(self._device) if self._weights.is_cuda else None
+        # The variable is the same on all ranks.
+        one_queue = stream is not None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        self._postings = Postings(process_group, stream, turn_by_turn=one_queue, expert_share=expert_share)
+        self._leaving: list[Relay] = []  # received, and perhaps still sending
+        self._passed: list[int] = []  # layers after a backward pass whose gradients may be in flight
+        self._micro_batches = 1
+        self._statistics = TransferStatistics()
         self._clock: DeviceClock = CudaClock() if self._device.type == "cuda" else CpuClock()
         self._waits: list[tuple[Any, Any]] = []  # begin and end, marks of the clock
-        self._fused = fused
-        self._gradient_dtype = torch.float64 if first[0].dtype is torch.float64 else torch.float32
-        if fused:
-            self._gradient_dtype = gradient(first[0]).dtype
-        buffers = _buffers(len(homes), shared, alternating)
-        self._weights = torch.zeros(buffers, slots, self._layout.size, dtype=self._layout.dtype, device=self._device)
+
+    def _make_layer(self, homes: Sequence[Parameters], buffer: int) -> _Layer:
         # Leaves of autograd. They share the buffers' memory but not their version counters: a shared buffer is written
         # again between a forward pass and its backward pass, and holds the same weights when the backward pass runs.
-        self._leaves = [
-            [self._layout.replicas(first, self._weights[self._buffer(layer)].data[slot]) for slot in range(slots)]
-            for layer in range(len(homes))
-        ]
-        self._accumulated: list[torch.Tensor | None] = [None] * len(homes)
-        self._chains: list[list[_Chain]] = [[] for _ in homes]
-        self._content: list[int | None] = [None] * buffers
-        # The variable is the same on all ranks.
-        one_queue = self._weights.is_cuda and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        self._postings = Postings(group, turn_by_turn=one_queue, expert_share=expert_share)
-        self._fetching: dict[int, list[Relay]] = {}
-        self._leaving: list[Relay] = []  # received, and perhaps still sending
-        self._reducing: dict[int, _Reduction] = {}
-        self._passed: list[int] = []  # layers after a backward pass whose gradients may be in flight
-        self._backwards = [0] * len(homes)
-        self._moved = [0] * len(homes)
-        self._micro_batches = 1
+        weights = self._weights[buffer].data
+        return _Layer(homes, buffer, weights, [self._layout.replicas(homes[0], flat) for flat in weights])
 
     @staticmethod
     def bytes_needed(
@@ -169,21 +225,18 @@ class ReplicaSlots:
     ) -> int:
         """Bytes of memory that replicas take on this rank, with gradients.
 
-        homes, slots, shared, alternating, format: as in `ReplicaSlots`.
+        homes: [layer][home expert] -> its parameters.
+        slots, shared, alternating: as in `ReplicaSlots`.
+        format: how parameters are stored.
         copies: bytes that the layers keep for each number of a replica beside the slots, such as a quantized weight.
         """
-        size = sum(p.numel() for p in homes[0][0])
-        stored = WeightLayout(homes[0][0], format or WeightFormat()).nbytes
-        gradient = size * max(4, homes[0][0][0].element_size())
+        first = homes[0][0]
+        size = sum(p.numel() for p in first)
+        stored = WeightLayout(first, format or WeightFormat()).nbytes
+        gradient = size * max(4, first[0].element_size())
         # Of shared gradients, one is filled while the other is sent.
-        weights, gradients = (_buffers(len(homes), shared, more) for more in (alternating, False))
+        weights, gradients = (_Buffers(len(homes), shared, more).number for more in (alternating, False))
         return slots * (weights * stored + gradients * gradient + len(homes) * size * copies)
-
-    def _buffer(self, layer: int) -> int:
-        buffers, layers = len(self._weights), len(self.homes)
-        if buffers == layers:
-            return layer
-        return layer % 2 + (2 if buffers > 2 and layer >= layers / 2 else 0)
 
     # Trans.
 
@@ -193,71 +246,16 @@ class ReplicaSlots:
         placements: one for each layer, with homes in contiguous blocks.
         micro_batches: number of backward passes of each layer in this iteration.
         """
-        assert not (self._fetching or self._leaving or self._reducing or self._passed), (
-            "transfers of the last iteration are not finished"
-        )
+        in_flight = any(layer.fetching or layer.reduction for layer in self._layers)
+        assert not (in_flight or self._leaving or self._passed), "transfers of the last iteration are not finished"
         self._waits.clear()
-        self._chains = [self._chains_of(placement) for placement in placements]
         self._content = [None] * len(self._content)
-        self._backwards = [0] * len(self.homes)
-        self._moved = [0] * len(self.homes)
         self._micro_batches = micro_batches
-        first = self._first_used(range(len(self.homes)))
+        for layer, placement in zip(self._layers, placements, strict=True):
+            layer.begin_step(chains_of(placement, self._rank))
+        first = self._first_used(range(len(self._layers)))
         if first is not None:
             self.prefetch(first)
-
-    def _chains_of(self, placement: ReplicaPlacement) -> list[_Chain]:
-        chains = []
-        for expert, ranks in placement.chains.items():
-            place = ranks.index(self._rank) if self._rank in ranks else None
-            slot = placement.slots_of(self._rank).index(expert) if place else None
-            chains.append(_Chain(expert, ranks, place, slot))
-        return chains
-
-    def _hops(
-        self, kind: int, layer: int, chains: list[_Chain], buffers: Callable[[_Chain], tuple[torch.Tensor, Any]]
-    ) -> list[Hop]:
-        """This rank's hops of a layer.
-
-        kind: 0 for weights, which leave the home; 1 for gradients, which go there.
-        layer: the layer's number.
-        chains: of the experts that are sent.
-        buffers: chain -> the flat tensor that is received and sent, and the one that is added in between or None.
-        """
-        hops = []
-        for chain in chains:
-            if chain.place is None:
-                continue
-            ranks, place = chain.ranks, chain.place
-            if kind == 1:
-                ranks, place = ranks[::-1], len(ranks) - 1 - place
-            source = ranks[place - 1] if place else None
-            target = ranks[place + 1] if place + 1 < len(ranks) else None
-            passed, added = (None if flat is None else split_pieces(flat) for flat in buffers(chain))
-            assert passed is not None and len(passed) <= _MOST_PIECES, "an expert of that size"
-            number = 2 * (self._first_layer + layer) + kind
-            first = (number * self._experts + chain.expert) * _MOST_PIECES
-            for at, piece in enumerate(passed):
-                add = None if added is None else added[at]
-                hops.append(Hop(source, target, piece, add, tag=first + at, turn=place + at))
-        return hops
-
-    def _flat_home(self, layer: int, expert: int) -> torch.Tensor:
-        return self._layout.flat(self.homes[layer][expert % self._homes_per_rank])
-
-    def _relay(
-        self, hops: list[Hop], chains: list[_Chain], size: int, dtype: torch.dtype, shares: Sequence[float]
-    ) -> Relay:
-        """Start this rank's hops of `chains`, which are the same on all ranks.
-
-        size, dtype: of what is sent of each expert.
-        shares: as `Postings.start` has them.
-        """
-        turns = 0
-        if chains:
-            pieces = len(split_pieces(torch.empty(size, dtype=dtype, device="meta")))
-            turns = max(len(chain.ranks) for chain in chains) - 1 + pieces - 1
-        return self._postings.start(hops, turns, shares)
 
     @property
     def turn_by_turn(self) -> bool:
@@ -278,107 +276,116 @@ class ReplicaSlots:
         """
         self._postings.begin_compute()
 
-    def prefetch(self, layer: int, shares: Sequence[float] = (1.0,)) -> None:
-        """Start sending the weights of `layer`'s replicas, unless they are in the slots or in flight.
+    def prefetch(self, number: int, shares: Sequence[float] = (1.0,)) -> None:
+        """Start sending the weights of the replicas of layer `number`, unless they are in the slots or in flight.
 
         shares: parts to post now and at each `begin_compute` that follows.
         """
-        buffer = self._buffer(layer)
-        if self._content[buffer] == layer:
+        layer = self._layers[number]
+        if self._content[layer.buffer] == number:
             return
         # A layer that just got its first replicas (`add`) takes a shared buffer from one that runs after it.
-        for other in [other for other in self._fetching if self._buffer(other) == buffer]:
-            for relay in self._fetching.pop(other):
-                self._wait(relay.wait_sent)
-        self._content[buffer] = layer
-        self._fetch(layer, self._chains[layer], shares)
+        for other in self._layers:
+            if other.buffer == layer.buffer:
+                for relay in other.fetching:
+                    self._wait(relay.wait_sent)
+                other.fetching.clear()
+        self._content[layer.buffer] = number
+        self._fetch(number, layer.chains, shares)
 
-    def _fetch(self, layer: int, chains: list[_Chain], shares: Sequence[float]) -> None:
-        self._final(layer)
-        weights = self._weights[self._buffer(layer)].data
-        hops = self._hops(
-            0,
-            layer,
-            chains,
-            lambda chain: (
-                self._flat_home(layer, chain.expert) if chain.slot is None else weights[chain.slot],
-                None,
-            ),
-        )
+    def _fetch(self, number: int, chains: list[Chain], shares: Sequence[float]) -> None:
+        layer = self._layers[number]
+        self.homes.final(number)
+
+        def tensors(chain: Chain) -> tuple[torch.Tensor, None]:
+            at_home = chain.slot is None
+            return self._flat_home(layer, chain.expert) if at_home else layer.weights[chain.slot], None
+
+        hops = hops_of(chains, self._numbers(number, homeward=False), tensors)
         self._statistics.weight_bytes += sum(hop.sent_bytes for hop in hops)
-        self._moved[layer] += sum(len(chain.ranks) - 1 for chain in chains) * self._layout.nbytes
-        relay = self._relay(hops, chains, self._layout.size, self._layout.dtype, shares)
-        self._fetching.setdefault(layer, []).append(relay)
+        layer.moved_bytes += sum(chain.replicas for chain in chains) * self._layout.nbytes
+        layer.fetching.append(self._relay(hops, chains, self._like_weights, shares))
 
-    def add(self, layer: int, placement: ReplicaPlacement) -> None:
-        """Add late replicas to empty slots of `layer` before its first pass of the iteration, which waits for them.
+    def _flat_home(self, layer: _Layer, expert: int) -> torch.Tensor:
+        return self._layout.flat(layer.homes[expert % self._homes_per_rank])
 
+    def _numbers(self, number: int, *, homeward: bool) -> Numbers:
+        return Numbers(self.homes.first_layer + number, homeward, self._experts)
+
+    def _relay(self, hops: list[Hop], chains: list[Chain], like: torch.Tensor, shares: Sequence[float]) -> Relay:
+        """Start this rank's hops of `chains`, which are the same on all ranks.
+
+        like: of the size and type of what is sent of each expert.
+        shares: as `Postings.start` has them.
+        """
+        turns = 0
+        if chains:
+            turns = max(chain.replicas for chain in chains) + len(split_pieces(like)) - 1
+        return self._postings.start(hops, turns, shares)
+
+    def add(self, number: int, placement: ReplicaPlacement) -> None:
+        """Add late replicas to empty slots of a layer before its first pass of the iteration, which waits for them.
+
+        number: of the layer.
         placement: differs from that of `begin_step` only where slots were empty.
         """
-        assert not self._backwards[layer], "replicas are added before the first pass"
-        before = {chain.expert: chain.ranks for chain in self._chains[layer]}
-        chains = self._chains_of(placement)
-        self._chains[layer] = chains
-        if self._content[self._buffer(layer)] != layer:
+        layer = self._layers[number]
+        assert not layer.backwards, "replicas are added before the first pass"
+        before = {chain.expert: chain.ranks[1:] for chain in layer.chains}
+        layer.chains = chains_of(placement, self._rank)
+        if self._content[layer.buffer] != number:
             return  # nothing is sent yet; the first pass will request all
         missing = []
-        for chain in chains:
-            known = set(before.get(chain.expert, ())[1:])
-            ranks = tuple(rank for rank in chain.ranks if rank not in known)
+        for chain in layer.chains:
+            ranks = tuple(rank for rank in chain.ranks if rank not in before.get(chain.expert, ()))
             if len(ranks) > 1:
                 place = ranks.index(self._rank) if self._rank in ranks else None
-                missing.append(_Chain(chain.expert, ranks, place, chain.slot))
-        self._fetch(layer, missing, (1.0,))
+                missing.append(Chain(chain.expert, ranks, place, chain.slot))
+        self._fetch(number, missing, (1.0,))
 
-    def acquire(self, layer: int, *, forward: bool) -> None:
-        """Wait for the weights of `layer`'s replicas, and start sending those of the next layer with replicas in the
-        forward or backward direction."""
+    def acquire(self, number: int, *, forward: bool) -> None:
+        """Wait for the weights of the replicas of layer `number`, and start sending those of the next layer with
+        replicas in the forward or backward direction."""
+        layer = self._layers[number]
         self._finish_sends()
-        self.prefetch(layer)
-        fetched = self._fetching.pop(layer, [])
-        for relay in fetched:
+        self.prefetch(number)
+        for relay in layer.fetching:
             self._wait(relay.wait_received)
             self._leaving.append(relay)
-        if fetched:
-            self._format.received([leaf for leaves in self._held(layer) for leaf in leaves])
+        if layer.fetching:
+            self.homes.format.received([leaf for leaves in layer.replicas for leaf in leaves])
+            layer.fetching.clear()
         self.begin_compute()
-        self._prefetch_after(layer, forward)
-        if self._fused and not forward and self.is_held(layer):
-            accumulated = self._accumulator(layer)
-            for slot, leaves in enumerate(self._leaves[layer]):
-                for leaf, gradient in zip(leaves, self._like_parameters(accumulated[slot]), strict=True):
+        self._prefetch_after(number, forward)
+        if self.homes.fused and not forward and layer.replicas:
+            accumulated = self._accumulator(number)
+            for leaves, flat in zip(layer.leaves, accumulated, strict=True):
+                for leaf, gradient in zip(leaves, self._like_parameters(flat), strict=True):
                     leaf.main_grad = gradient  # type: ignore[attr-defined]
 
-    def _prefetch_after(self, layer: int, forward: bool) -> None:
-        following = self._first_used(range(layer + 1, len(self.homes)) if forward else range(layer - 1, -1, -1))
-        if following is not None and self._buffer(following) != self._buffer(layer):
+    def _prefetch_after(self, number: int, forward: bool) -> None:
+        following = self._first_used(range(number + 1, len(self._layers)) if forward else range(number - 1, -1, -1))
+        if following is not None and self._layers[following].buffer != self._layers[number].buffer:
             self.prefetch(following, self._postings.shares(begins_with_experts=True))
 
-    def _first_used(self, layers: range) -> int | None:
-        return next((layer for layer in layers if self.is_used(layer)), None)
+    def _first_used(self, numbers: range) -> int | None:
+        return next((number for number in numbers if self.is_used(number)), None)
 
-    def is_used(self, layer: int) -> bool:
-        """Whether `layer` has a replica on any rank of the group in this iteration."""
-        return bool(self._chains[layer])
+    def is_used(self, number: int) -> bool:
+        """Whether layer `number` has a replica on any rank of the group in this iteration."""
+        return bool(self._layers[number].chains)
 
-    def is_held(self, layer: int) -> bool:
-        """Whether this rank has a replica of `layer` in this iteration."""
-        return bool(self._held(layer))
+    def is_held(self, number: int) -> bool:
+        """Whether this rank has a replica of layer `number` in this iteration."""
+        return bool(self._layers[number].replicas)
 
-    def _held(self, layer: int) -> list[list[torch.Tensor]]:
-        """The parameters of this rank's replicas."""
-        return [self._leaves[layer][chain.slot] for chain in self._chains[layer] if chain.slot is not None]
+    def moved_bytes(self, number: int) -> int:
+        """Bytes that all ranks together have sent for layer `number` in this iteration, weights and gradients."""
+        return self._layers[number].moved_bytes
 
-    def moved_bytes(self, layer: int) -> int:
-        """Bytes that all ranks together have sent for `layer` in this iteration, weights and gradients."""
-        return self._moved[layer]
-
-    def _replicas(self, layer: int) -> int:
-        return sum(len(chain.ranks) - 1 for chain in self._chains[layer])
-
-    def leaves(self, layer: int) -> list[list[torch.Tensor]]:
+    def leaves(self, number: int) -> list[list[torch.Tensor]]:
         """[slot] -> the replica's parameters, filled by `acquire`; autograd accumulates gradients in them."""
-        return self._leaves[layer]
+        return self._layers[number].leaves
 
     def _finish_sends(self) -> None:
         for relay in self._leaving:
@@ -392,98 +399,97 @@ class ReplicaSlots:
 
     # Agg.
 
-    def accumulate_gradients(self, layer: int) -> None:
-        """After a backward pass through `layer`'s replicas: add up their gradients.
+    def accumulate_gradients(self, number: int) -> None:
+        """After a backward pass through the replicas of layer `number`: add up their gradients.
 
         With resident slots they are returned after the last micro-batch, with shared slots after each one.
         """
         if self.shared:  # memory suffices for the gradients of one layer in flight
-            for other in list(self._reducing):
+            for other in range(len(self._layers)):
                 self._finish_reduction(other)
-        self._backwards[layer] += 1
-        for chain in self._chains[layer]:
+        layer = self._layers[number]
+        layer.backwards += 1
+        for chain in layer.chains:
             if chain.slot is None:
                 continue
-            accumulated = self._accumulator(layer)
-            start = 0
-            for leaf in self._leaves[layer][chain.slot]:
+            accumulated = self._accumulator(number)[chain.slot]
+            for leaf, flat in zip(layer.leaves[chain.slot], self._like_parameters(accumulated), strict=True):
                 if leaf.grad is not None:
-                    accumulated[chain.slot, start : start + leaf.numel()].add_(leaf.grad.reshape(-1))
-                start += leaf.numel()
-        for slot in self._leaves[layer]:
-            for leaf in slot:
+                    flat.add_(leaf.grad)
+        for leaves in layer.leaves:
+            for leaf in leaves:
                 leaf.grad = None
-        if self.shared or self._backwards[layer] == self._micro_batches:
-            self._start_reduction(layer)
+        if self.shared or layer.backwards == self._micro_batches:
+            self._start_reduction(number)
 
-    def _accumulator(self, layer: int) -> torch.Tensor:
-        """Gradients of the replicas of `layer` on this rank, [slot, numbers of an expert], 0 at first."""
-        accumulated = self._accumulated[layer]
-        if accumulated is None:
-            accumulated = torch.zeros(self.slots, self._size, dtype=self._gradient_dtype, device=self._device)
-            self._accumulated[layer] = accumulated
-        return accumulated
+    def _accumulator(self, number: int) -> torch.Tensor:
+        """Gradients of the replicas of layer `number` on this rank, [slot, numbers of an expert], 0 at first."""
+        layer = self._layers[number]
+        if layer.accumulated is None:
+            layer.accumulated = torch.zeros(self.slots, self._size, dtype=self._gradient_dtype, device=self._device)
+        return layer.accumulated
 
     def _like_parameters(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of an expert's gradients, one for each parameter."""
         pieces = flat.split([shape.numel() for shape in self._shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
-    def _start_reduction(self, layer: int) -> None:
-        if self._fused:
-            for leaves in self._leaves[layer]:
+    def _start_reduction(self, number: int) -> None:
+        layer = self._layers[number]
+        assert layer.reduction is None, "a layer has two reductions in flight"
+        if self.homes.fused:
+            for leaves in layer.leaves:
                 for leaf in leaves:
                     leaf.main_grad = None  # type: ignore[attr-defined]
-        accumulated = self._accumulated[layer]
-        self._accumulated[layer] = None
+        accumulated, layer.accumulated = layer.accumulated, None
         received: list[tuple[int, torch.Tensor]] = []
 
-        def buffers(chain: _Chain) -> tuple[torch.Tensor, torch.Tensor | None]:
-            own = None
-            if chain.slot is not None:
-                assert accumulated is not None
-                own = accumulated[chain.slot]
-                if chain.ranks[-1] == self._rank:
-                    return own, None
-            coming = torch.empty(self._size, dtype=self._gradient_dtype, device=self._device)
-            if own is None:
-                received.append((chain.expert % self._homes_per_rank, coming))
-            return coming, own
+        def tensors(chain: Chain) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if chain.slot is None:
+                total = self._empty_gradient()
+                received.append((chain.expert % self._homes_per_rank, total))
+                return total, None
+            assert accumulated is not None
+            of_slot = accumulated[chain.slot]
+            return (of_slot, None) if chain.ranks[-1] == self._rank else (self._empty_gradient(), of_slot)
 
-        hops = self._hops(1, layer, self._chains[layer], buffers)
+        hops = hops_of(layer.chains, self._numbers(number, homeward=True), tensors)
         self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
-        self._moved[layer] += self._replicas(layer) * self._size * self._gradient_dtype.itemsize
-        assert layer not in self._reducing, "a layer has two reductions in flight"
+        size = self._size * self._gradient_dtype.itemsize
+        layer.moved_bytes += sum(chain.replicas for chain in layer.chains) * size
         # An exchange of tokens comes first.
         shares = 0.0, *self._postings.shares(begins_with_experts=False)
-        relay = self._relay(hops, self._chains[layer], self._size, self._gradient_dtype, shares)
-        self._reducing[layer] = _Reduction(relay, received)
+        layer.reduction = _Reduction(self._relay(hops, layer.chains, self._like_gradients, shares), received)
 
-    def end_pass(self, layer: int) -> None:
-        """After a backward pass through the experts of `layer`, homes and replicas, also without replicas.
+    def _empty_gradient(self) -> torch.Tensor:
+        """Memory for the gradients of an expert."""
+        return torch.empty(self._size, dtype=self._gradient_dtype, device=self._device)
+
+    def end_pass(self, number: int) -> None:
+        """After a backward pass through the experts of layer `number`, homes and replicas, also without replicas.
 
         Gradients are waited for two layers later. The layer is then complete: at the same point of the backward pass
         whatever the placements of this group and of others are.
         """
-        self._passed.append(layer)
+        self._passed.append(number)
         while len(self._passed) > 2:
             self._finish(self._passed.pop(0))
 
-    def _finish(self, layer: int) -> None:
-        self._finish_reduction(layer)
-        self._complete(layer)
+    def _finish(self, number: int) -> None:
+        self._finish_reduction(number)
+        self.homes.complete(number)
 
-    def _finish_reduction(self, layer: int) -> None:
-        reduction = self._reducing.pop(layer, None)
-        if reduction is None:
+    def _finish_reduction(self, number: int) -> None:
+        layer = self._layers[number]
+        if layer.reduction is None:
             return
-        relay, received = reduction
+        (relay, received), layer.reduction = layer.reduction, None
         relay.post_rest()  # here on all ranks, also on those that receive nothing
         if received:
             self._wait(relay.wait_received)
         for home, flat in received:
-            for parameter, piece in zip(self.homes[layer][home], self._like_parameters(flat), strict=True):
-                self._gradient(parameter).add_(piece)
+            for parameter, piece in zip(layer.homes[home], self._like_parameters(flat), strict=True):
+                self.homes.gradient(parameter).add_(piece)
         self._leaving.append(relay)
 
     def take_statistics(self) -> TransferStatistics:
@@ -499,11 +505,13 @@ class ReplicaSlots:
     def end_step(self) -> None:
         """After all backward passes of the iteration: wait for every gradient."""
         # Layers whose input needs no gradient come last, since their backward pass does not reach `end_pass`.
-        for layer in [*self._passed, *reversed(range(len(self.homes)))]:
-            self._finish(layer)
+        for number in [*self._passed, *reversed(range(len(self._layers)))]:
+            self._finish(number)
         self._passed.clear()
-        for relays in self._fetching.values():  # requested for a pass that did not run
-            self._leaving += relays
-        self._fetching.clear()
+        for layer in self._layers:  # requested for a pass that did not run
+            self._leaving += layer.fetching
+            layer.fetching.clear()
         self._finish_sends()
-        assert all(n in (0, self._micro_batches) for n in self._backwards), "a layer missed a backward pass"
+        assert all(layer.backwards in (0, self._micro_batches) for layer in self._layers), (
+            "a layer missed a backward pass"
+        )

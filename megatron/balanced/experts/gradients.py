@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from balancing.experts.engine.slots import ReplicaSlots
+from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.quantized_weights import weight_format
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP, home_parameters
@@ -33,7 +33,7 @@ class ExpertChunk:
 
     ddp: the model chunk, wrapped for data parallelism.
     layers: its MoE layers, in model order, at least one.
-    group: expert-parallel group, used for nothing else at the same time.
+    process_group: expert-parallel group, used for nothing else at the same time.
     shared, expert_share: as in `ReplicaSlots`.
     """
 
@@ -41,7 +41,7 @@ class ExpertChunk:
         self,
         ddp: torch.nn.Module,
         layers: list[BalancedMoELayer],
-        group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup,
         shared: bool,
         expert_share: float | None,
     ):
@@ -49,18 +49,20 @@ class ExpertChunk:
         self._waiting: dict[int, dict[torch.nn.Parameter, Callable[[], None]]] = {}
         homes = [home_parameters(layer.experts) for layer in layers]
         self.slots = ReplicaSlots(
-            homes,
+            HomeExperts(
+                homes,
+                gradient=lambda parameter: parameter.main_grad,
+                fused=_accumulates_fused(layers[0].experts),
+                format=weight_format(homes[0][0]),
+                final=self._finish_gathers,
+                complete=self._release,
+                first_layer=layers[0].index,  # all chunks of a rank share the process group
+            ),
             layers[0].slots,
-            group,
+            process_group,
             shared=shared,
-            gradient=lambda parameter: parameter.main_grad,
-            final=self._finish_gathers,
-            complete=self._release,
-            fused=_accumulates_fused(layers[0].experts),
-            format=weight_format(homes[0][0]),
             alternating=layers[0].config.overlap_moe_expert_parallel_comm,
             expert_share=expert_share,
-            first_layer=layers[0].index,  # all chunks of a rank share the group
         )
         for position, layer in enumerate(layers):
             layer.experts.slots, layer.experts.position = self.slots, position
@@ -76,14 +78,14 @@ class ExpertChunk:
                 bucket_group.next_param_gather_bucket_group = None  # `begin_step` starts all gathers
         if config.overlap_grad_reduce:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
-            for bucket_group in {group: None for layer in self._buckets for group in layer}:
+            for bucket_group in {bucket_group: None for of_layer in self._buckets for bucket_group in of_layer}:
                 bucket_group.register_grad_ready = self._deferred(bucket_group)
 
     def _advance_transfers(self) -> list[Any]:
         """Post a turn of the transfers before each module with weights in the transformer layers, in both directions,
         and before the experts. Those modules run in the same order on all ranks of the expert-parallel group."""
         slots, experts = self.slots, [layer.experts for layer in self.layers]
-        within = {module for each in experts for module in each.modules()}
+        within = {module for of_layer in experts for module in of_layer.modules()}
         blocks = [module for module in self._ddp.modules() if isinstance(module, TransformerLayer)]
         between = [m for block in blocks for m in block.modules() if m._parameters and m not in within]
 
@@ -145,7 +147,7 @@ class ExpertChunk:
         waiting = self._waiting.pop(position, None)
         if waiting is None:
             return
-        for expert in reversed(self.slots.homes[position]):
+        for expert in reversed(self.slots.homes.parameters[position]):
             for parameter in reversed(expert):
                 if parameter in waiting:
                     waiting.pop(parameter)()

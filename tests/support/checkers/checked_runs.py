@@ -123,10 +123,11 @@ RUNS = {
 
 @dataclass
 class Noted:
-    """What one rank tells: its operations, and the accesses that race."""
+    """What one rank tells: its operations, the accesses that race, and how many streams were made."""
 
     operations: list[Operation]
     races: list[str]
+    streams: int = 0
 
 
 def noted_rank(argv: list[str], plans: Any, per_node: int, queues: int = 1, checked: bool = True) -> Noted:
@@ -152,7 +153,7 @@ def noted_rank(argv: list[str], plans: Any, per_node: int, queues: int = 1, chec
     except SystemExit as left:
         if left.code != 0:  # else the rank has left the job, which went on
             raise
-    return Noted(log.operations, races.found) if log and races else Noted([], [])
+    return Noted(log.operations, races.found, log.streams) if log and races else Noted([], [])
 
 
 _STEPS = "--train-iters 3 --global-batch-size 4 --init-method-std 0.1".split()

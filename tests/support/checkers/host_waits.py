@@ -16,6 +16,7 @@ Only the thread that trains is watched; others may wait.
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,7 @@ class WaitCounter:
     def __init__(self) -> None:
         self.on = False
         self.waits: Counter[tuple[str, str]] = Counter()
+        self._thread = threading.get_ident()  # that trains
         self._inside = 0  # of something that was counted as a whole
         self._host_groups: set[str] = set()
 
@@ -113,7 +115,7 @@ class WaitCounter:
             self._inside -= 1
 
     def count(self, kind: str) -> None:
-        if not self.on or self._inside:
+        if not self.on or self._inside or threading.get_ident() != self._thread:
             return
         frame: Any = sys._getframe(1)
         while frame is not None:

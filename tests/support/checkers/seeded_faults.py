@@ -181,13 +181,13 @@ def _freed_buffer(log: DeviceLog, rank: int) -> None:
 
 def _slot_refilled_too_soon(log: DeviceLog, rank: int) -> None:
     """Weights come into a slot while the layer that had it may still compute."""
-    from balancing.experts.engine import relay
+    from balancing.experts.engine import slots
 
     class Stream(torch.cuda.Stream):
         def wait_stream(self, stream: Any) -> None:
             pass
 
-    relay.torch = _Instead(torch, cuda=_Instead(torch.cuda, Stream=Stream))
+    slots.torch = _Instead(torch, cuda=_Instead(torch.cuda, Stream=Stream))
 
 
 def _receive_too_large(log: DeviceLog, rank: int) -> None:

@@ -19,7 +19,7 @@ RANKS = {"slots": 3, "attention": 3, "layers": 3, "buckets": 2, "exits": 2, "rel
 
 def slots(shared: bool) -> list[np.ndarray]:
     """Two experts of the first rank have replicas on both others, in three layers, for two iterations."""
-    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
 
     dist.init_process_group("gloo")
@@ -29,13 +29,10 @@ def slots(shared: bool) -> list[np.ndarray]:
     sums = {id(weight): torch.zeros(6) for layer in homes for expert in layer for weight in expert}
     placement = ReplicaPlacement(np.repeat(np.arange(3), 2), [[-1, -1], [0, 1], [0, 1]])
     held = ReplicaSlots(
-        homes,
+        HomeExperts(homes, gradient=lambda weight: sums[id(weight)]),
         2,
         dist.group.WORLD,
         shared=shared,
-        gradient=lambda weight: sums[id(weight)],
-        final=lambda layer: None,
-        complete=lambda layer: None,
     )
     outputs = []
     for _ in range(2):
