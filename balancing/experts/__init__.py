@@ -32,7 +32,7 @@ Example: 3 ranks, 3 experts, one slot a rank. Expert 0 is hot.
     tokens sent without / with          90 / 45              of 135; ranks keep what their own instances serve
 """
 
-from balancing.experts.cost import ExpertShape, MoELayerCost, break_even_tokens, layer_cost
+from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, break_even_tokens, layer_cost
 from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
@@ -55,6 +55,7 @@ __all__ = [
     "MoELayerCost",
     "ReplicaPlacement",
     "Splitter",
+    "TransferWindow",
     "break_even_tokens",
     "contiguous_homes",
     "layer_cost",

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from balancing.cluster import Cluster
 from balancing.command_line import Parser, real_number, whole_number
-from balancing.experts.cost import ExpertShape, MoELayerCost, layer_cost
+from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, layer_cost
 from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
 from balancing.experts.split.split import traffic
@@ -216,7 +216,8 @@ def _replay(
                 sent = traffic(counts[at, :, layer, batch], plan)
                 imbalance[number, layer, batch] = sent.sum(0).max() / max(sent.sum() / ranks, 1)
                 if shape is not None:
-                    seconds[layer].append(layer_cost(sent, plan, cluster, shape, first=layer == 0, **costs))
+                    window = TransferWindow(first=layer == 0, **costs)
+                    seconds[layer].append(layer_cost(sent, plan, cluster, shape, window))
     mean = [_mean(each) for each in seconds] if shape is not None else []
     return _Replay(imbalance, replicas / (len(follow) * layers), mean)
 

@@ -19,6 +19,7 @@ from balancing.experts.placement import ReplicaPlacement
 __all__ = [
     "ExpertShape",
     "MoELayerCost",
+    "TransferWindow",
     "break_even_tokens",
     "copy_seconds",
     "layer_cost",
@@ -66,6 +67,22 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class TransferWindow:
+    """What a layer's replicas are transferred under, and for how many micro-batches.
+
+    hidden_under: seconds of forward compute outside the experts that overlaps the transfers (T_FNEC; twice that
+        backward). Expert compute then overlaps them, too (Eq. 8). None for exposed transfers (Eq. 6).
+    first: whether this is the first MoE layer, so that no expert compute overlaps its transfers: its weights are sent
+        before all others, its gradients after all others.
+    micro_batches: number of micro-batches that one transfer serves; more than one with resident slots.
+    """
+
+    hidden_under: float | None = None
+    first: bool = False
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
 class MoELayerCost:
     """Seconds of one MoE layer and micro-batch, forward and backward, on the slowest rank or link.
 
@@ -102,10 +119,7 @@ def layer_cost(
     placement: ReplicaPlacement,
     cluster: Cluster,
     shape: ExpertShape,
-    *,
-    hidden_under: float | None = None,
-    first: bool = False,
-    micro_batches: int = 1,
+    window: TransferWindow = TransferWindow(),
 ) -> MoELayerCost:
     """The cost of one layer and micro-batch.
 
@@ -113,15 +127,11 @@ def layer_cost(
     placement: the replicas. Rank i of the placement is rank i of the cluster.
     cluster: compute and link speeds.
     shape: size of an expert.
-    hidden_under: seconds of forward compute outside the experts that overlaps the transfers (T_FNEC; twice that
-        backward). Expert compute then overlaps them, too (Eq. 8). None for exposed transfers (Eq. 6).
-    first: whether this is the first MoE layer, so that no expert compute overlaps its transfers: its weights are sent
-        before all others, its gradients after all others.
-    micro_batches: number of micro-batches that one transfer serves; more than one with resident slots.
+    window: what the transfers are hidden under.
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
     all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
-    return with_transfers(all_to_all, forward, placement, cluster, shape, hidden_under, first, micro_batches)
+    return with_transfers(all_to_all, forward, placement, cluster, shape, window)
 
 
 def with_transfers(
@@ -130,9 +140,7 @@ def with_transfers(
     placement: ReplicaPlacement,
     cluster: Cluster,
     shape: ExpertShape,
-    hidden_under: float | None,
-    first: bool,
-    micro_batches: int,
+    window: TransferWindow,
 ) -> MoELayerCost:
     """The cost from seconds that are known: `all_to_all` of one exchange of tokens, `forward` of expert compute.
 
@@ -140,10 +148,10 @@ def with_transfers(
     """
     copy = copy_seconds(placement, cluster)
     trans, agg = copy * shape.weight_bytes, copy * shape.parameters * shape.gradient_bytes
-    window, slowed = 0.0, 0.0
-    if hidden_under is not None:
-        window = hidden_under if first else forward + hidden_under
-        busy = 4 * all_to_all + 3 * (forward + hidden_under)
+    hidden, slowed = 0.0, 0.0
+    if window.hidden_under is not None:
+        hidden = window.hidden_under + (0.0 if window.first else forward)
+        busy = 4 * all_to_all + 3 * (forward + window.hidden_under)
         exchanging = 4 * all_to_all / busy if busy else 0.0  # part of the time that all-to-alls take
         # A transfer has half the bandwidth during that part, so it takes 1 / (1 - exchanging / 2) times as long.
         slowed = (trans + agg) * exchanging / (2 - exchanging)
@@ -152,10 +160,10 @@ def with_transfers(
         forward=forward,
         trans=trans,
         agg=agg,
-        trans_exposed=max(0.0, trans - window),
-        agg_exposed=max(0.0, agg - 2 * window),
+        trans_exposed=max(0.0, trans - hidden),
+        agg_exposed=max(0.0, agg - 2 * hidden),
         slowed=slowed,
-        micro_batches=micro_batches,
+        micro_batches=window.micro_batches,
     )
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.cluster import Cluster
-from balancing.experts.cost import ExpertShape
-from balancing.experts.placement import ReplicaPlacement, SplitRule, contiguous_homes
+from balancing.experts.cost import ExpertShape, TransferWindow
+from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.planners.prophet import prophet_slots
 from balancing.experts.planners.quota import QuotaPlanner
 
@@ -20,8 +20,6 @@ __all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers"]
 
 Method = Literal["none", "quota", "prophet"]
 METHODS: tuple[Method, ...] = get_args(Method)
-
-_SPLIT: dict[str, SplitRule] = {"none": "level", "quota": "level", "prophet": "own"}
 
 
 def plan_replicas(
@@ -53,8 +51,9 @@ def plan_replicas(
     Raises ValueError for a load that is not two-dimensional, negative or not finite, for experts that do not divide by
     the ranks, more ranks than the cluster has, negative slots, and an unknown method.
     """
-    loads, homes = _checked(np.asarray(load)[None], cluster, slots, home, method)
-    return _plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches)[0]
+    options = {"slots": slots, "shape": shape, "home": home, "method": method}
+    window = {"hidden_under": hidden_under, "first": first, "micro_batches": micro_batches}
+    return plan_replicas_layers(np.asarray(load)[None], cluster, **options, **window)[0]  # type: ignore[arg-type]
 
 
 def plan_replicas_layers(
@@ -76,7 +75,19 @@ def plan_replicas_layers(
     The other parameters are those of `plan_replicas`.
     """
     loads, homes = _checked(np.asarray(load), cluster, slots, home, method)
-    return tuple(_plan(loads, homes, cluster, slots, shape, method, hidden_under, first, micro_batches))
+    ranks = loads.shape[1]
+    nodes = min(ranks, cluster.ranks_per_node), cluster.nics_per_node
+    if method == "none" or slots == 0 or ranks == 1:
+        return (ReplicaPlacement(homes, np.full((ranks, slots), -1), "level", *nodes),) * len(loads)
+    if method == "quota":
+        window = TransferWindow(hidden_under, first, micro_batches)
+        return tuple(QuotaPlanner(cluster, homes, slots, shape, window)(loads))
+    return tuple(
+        ReplicaPlacement(
+            homes, prophet_slots(load, homes, cluster, slots, shape=shape, hidden_under=hidden_under), "own", *nodes
+        )
+        for load in loads
+    )
 
 
 def _checked(
@@ -103,30 +114,3 @@ def _checked(
     if homes.shape != blocks.shape:
         raise ValueError(f"home has shape {homes.shape}, but the load has {experts} experts")
     return counts, ReplicaPlacement(homes, np.full((ranks, 0), -1)).home
-
-
-def _plan(
-    loads: np.ndarray,
-    home: np.ndarray,
-    cluster: Cluster,
-    slots: int,
-    shape: ExpertShape | None,
-    method: Method,
-    hidden_under: float | None,
-    first: bool,
-    micro_batches: int,
-) -> list[ReplicaPlacement]:
-    ranks = loads.shape[1]
-    per_node = min(ranks, cluster.ranks_per_node)
-
-    def placement(slot_expert: np.ndarray) -> ReplicaPlacement:
-        return ReplicaPlacement(home, slot_expert, _SPLIT[method], per_node, cluster.nics_per_node)
-
-    nothing = np.full((ranks, slots), -1)
-    if method == "none" or slots == 0 or ranks == 1:
-        return [placement(nothing) for _ in loads]
-    if method == "quota":
-        return QuotaPlanner(cluster, home, slots, shape, hidden_under, first, micro_batches)(loads)
-    return [
-        placement(prophet_slots(load, home, cluster, slots, shape=shape, hidden_under=hidden_under)) for load in loads
-    ]

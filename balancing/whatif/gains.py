@@ -14,7 +14,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
-from balancing.experts import ExpertShape, LoadTrace, layer_cost, plan_replicas, traffic
+from balancing.experts import ExpertShape, LoadTrace, TransferWindow, layer_cost, plan_replicas, traffic
 from balancing.sequences.cost import StepCost, step_cost
 from balancing.sequences.domain import WORTH as DOMAIN_WORTH
 from balancing.sequences.domain import planned_ranks
@@ -140,7 +140,7 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
                 method="quota" if slots else "none", micro_batches=job.micro_batches,
             )  # fmt: skip
             sent = traffic(load, placement)
-            cost = layer_cost(sent, placement, cluster, shape, hidden_under=hidden, micro_batches=job.micro_batches)
+            cost = layer_cost(sent, placement, cluster, shape, TransferWindow(hidden, micro_batches=job.micro_batches))
             busiest = sent.sum(0).max() / sent.sum(0).mean()
             exchange = model.exchange_seconds() * cost.all_to_all / level_exchange
             extra = (cost.exposed + cost.slowed / job.micro_batches) / 3  # a third of it forward

@@ -19,7 +19,7 @@ import numpy as np
 
 from balancing.experts import ReplicaPlacement, read_load_trace, traffic
 from balancing.experts.config import ExpertConfig
-from balancing.experts.cost import layer_cost
+from balancing.experts.cost import TransferWindow, layer_cost
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.emulated_workload import SHAPE, Loads, Scale, made_up_loads, recorded_loads
 
@@ -46,7 +46,9 @@ def of_forced_balance(loads: Loads, scale: Scale, method: Any, micro_batches: in
             options: dict[str, Any] = {"hidden_under": hidden, "first": layer == 0, "micro_batches": micro_batches}
 
             def seconds(load: np.ndarray, plan: ReplicaPlacement, options: dict[str, Any] = options) -> float:
-                return layer_cost(traffic(load, plan), plan, cluster, SHAPE, **options).total + 3 * hidden
+                return (
+                    layer_cost(traffic(load, plan), plan, cluster, SHAPE, TransferWindow(**options)).total + 3 * hidden
+                )
 
             def tokens(load: np.ndarray) -> np.ndarray:
                 return np.rint(load * scale.tokens).astype(np.int64)

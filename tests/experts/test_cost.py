@@ -17,7 +17,7 @@ from balancing.experts import (
     plan_replicas,
     traffic,
 )
-from balancing.experts.cost import copy_seconds
+from balancing.experts.cost import TransferWindow, copy_seconds
 from balancing.experts.planners.lower_bound import CostLowerBound
 from balancing.experts.planners.prophet import paper_seconds
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
@@ -169,14 +169,15 @@ class TestEquations:
         exposed = layer_cost(tokens, placement, cluster, SHAPE)
         assert exposed.exposed == pytest.approx(trans + agg)
         assert exposed.total == pytest.approx(3 * forward + trans + agg)
-        hidden = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=1.0)
+        hidden = layer_cost(tokens, placement, cluster, SHAPE, TransferWindow(hidden_under=1.0))
         assert hidden.trans_exposed == pytest.approx(trans - forward - 1.0)
         assert hidden.agg_exposed == pytest.approx(agg - 2 * forward - 2.0)
-        assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).exposed == 0
-        assert layer_cost(tokens, placement, cluster, SHAPE, hidden_under=3.0).slowed == 0, "no token is sent"
-        first = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=1.0, first=True)
+        long = layer_cost(tokens, placement, cluster, SHAPE, TransferWindow(hidden_under=3.0))
+        assert long.exposed == 0
+        assert long.slowed == 0, "no token is sent"
+        first = layer_cost(tokens, placement, cluster, SHAPE, TransferWindow(hidden_under=1.0, first=True))
         assert (first.trans_exposed, first.agg_exposed) == (pytest.approx(trans - 1.0), pytest.approx(agg - 2.0))
-        shared = layer_cost(tokens, placement, cluster, SHAPE, micro_batches=4)
+        shared = layer_cost(tokens, placement, cluster, SHAPE, TransferWindow(micro_batches=4))
         assert shared.total == pytest.approx(3 * forward + (trans + agg) / 4)
 
 
@@ -184,9 +185,10 @@ def test_hidden_transfers_hold_up_tokens():
     """All-to-alls take half of the time: a transfer of 1 s takes 4/3 s and shares the link for 2/3 s of them."""
     placement = ReplicaPlacement(np.arange(2), [[-1], [0]])
     cluster, tokens = nodes(1, 2, inside=9e6), np.array([[50, 50], [50, 50]])
-    cost = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=10.0)
+    cost = layer_cost(tokens, placement, cluster, SHAPE, TransferWindow(hidden_under=10.0))
     exchanging = 4 * cost.all_to_all
-    even = layer_cost(tokens, placement, cluster, SHAPE, hidden_under=exchanging / 3 - cost.forward, micro_batches=2)
+    window = TransferWindow(hidden_under=exchanging / 3 - cost.forward, micro_batches=2)
+    even = layer_cost(tokens, placement, cluster, SHAPE, window)
     assert (even.trans + even.agg, even.exposed) == (pytest.approx(1.0), pytest.approx((1.0 - exchanging) / 2))
     assert even.slowed == pytest.approx(1 / 3)
     assert even.total == pytest.approx(exchanging + 3 * even.forward + even.exposed + 1 / 6)
@@ -207,8 +209,9 @@ def test_no_split_costs_less_than_the_bound(nics, options):
         odd = np.array([[generator.choice(np.flatnonzero(home != rank)), -1] for rank in range(ranks)])
         good, none = (plan_replicas(load, cluster, slots=2, home=home, method=each) for each in ("quota", "none"))
         placements = good, none, ReplicaPlacement(home, odd, ranks_per_node=per_node)
-        bounds = CostLowerBound(load, home, cluster, SHAPE, **options)(placements)
-        costs = [layer_cost(traffic(load, each), each, cluster, SHAPE, **options) for each in placements]
+        bounds = CostLowerBound(load, home, cluster, SHAPE, TransferWindow(**options))(placements)
+        window = TransferWindow(**options)
+        costs = [layer_cost(traffic(load, each), each, cluster, SHAPE, window) for each in placements]
         for bound, cost in zip(bounds, costs, strict=True):
             assert 0.5 * cost.total < bound.total <= cost.total * (1 + 1e-9)
         assert bounds[1].total == pytest.approx(costs[1].total)
@@ -216,7 +219,8 @@ def test_no_split_costs_less_than_the_bound(nics, options):
 
 def test_no_tokens_under_nothing_take_no_time():
     placement = ReplicaPlacement(np.arange(2), [[-1], [-1]])
-    assert layer_cost(np.zeros((2, 2), dtype=int), placement, nodes(1, 2), SHAPE, hidden_under=0.0).total == 0
+    cost = layer_cost(np.zeros((2, 2), dtype=int), placement, nodes(1, 2), SHAPE, TransferWindow(hidden_under=0.0))
+    assert cost.total == 0
 
 
 def test_a_size_that_is_none():

@@ -14,6 +14,7 @@ from balancing.experts import (
     split_tokens,
     traffic,
 )
+from balancing.experts.cost import TransferWindow
 from balancing.experts.planners.pack import pack_replicas
 from balancing.experts.planners.prophet import prophet_slots
 from balancing.experts.planners.repair import repair
@@ -250,10 +251,11 @@ def test_as_many_copies_as_are_hidden_are_taken():
     scale, home = Scale(16, 32, 0.24), contiguous_homes(32, 16)
     seen = made_up_loads(scale, 4, 1, 3).before.mean(3)  # [step, source rank, layer, expert]
     for number, load in enumerate(np.rint(seen * scale.tokens).astype(np.int64).swapaxes(1, 2).reshape(12, 16, 32)):
-        costs = {"shape": EMULATED, "hidden_under": scale.attention_seconds, "first": not number % 4}
+        window = {"hidden_under": scale.attention_seconds, "first": not number % 4}
 
-        def seconds(placement, load=load, costs=costs):
-            return layer_cost(traffic(load, placement), placement, scale.cluster, **costs).total
+        def seconds(placement, load=load, window=window):
+            sent = traffic(load, placement)
+            return layer_cost(sent, placement, scale.cluster, EMULATED, TransferWindow(**window)).total
 
         copies, _ = pack_replicas(load.sum(0).astype(float), home, 16, 2, ranks_per_node=8, least=(0.0, 0.0))
         fewer = []
@@ -261,5 +263,5 @@ def test_as_many_copies_as_are_hidden_are_taken():
             slots = [[expert for expert, at in copies[:end] if at == rank] for rank in range(16)]
             full = np.array([[*held, -1, -1][:2] for held in slots])
             fewer.append(seconds(ReplicaPlacement(home, full, "level", 8, scale.cluster.nics_per_node)))
-        found = plan_replicas(load, scale.cluster, slots=2, **costs)
+        found = plan_replicas(load, scale.cluster, slots=2, shape=EMULATED, **window)
         assert seconds(found) <= 1.03 * min(fewer), number

@@ -10,7 +10,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.cluster.links import link_seconds, node_masks
-from balancing.experts.cost import ExpertShape, MoELayerCost, with_transfers
+from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, with_transfers
 from balancing.experts.placement import ReplicaPlacement
 
 __all__ = ["CostLowerBound"]
@@ -33,13 +33,9 @@ class CostLowerBound:
         home: np.ndarray,
         cluster: Cluster,
         shape: ExpertShape,
-        *,
-        hidden_under: float | None = None,
-        first: bool = False,
-        micro_batches: int = 1,
+        window: TransferWindow,
     ) -> None:
-        self._cluster, self._shape = cluster, shape
-        self._hidden_under, self._first, self._micro_batches = hidden_under, first, micro_batches
+        self._cluster, self._shape, self._window = cluster, shape, window
         self._ranks, tokens = len(load), load.astype(np.float64)
         self._per_node = min(self._ranks, cluster.ranks_per_node)
         self._nodes = -(-self._ranks // self._per_node)
@@ -58,9 +54,9 @@ class CostLowerBound:
         would be hidden, which may save as much.
         """
         cluster, shape = self._cluster, self._shape
-        slots = np.stack([each.slot_expert for each in placements])
+        slots = np.stack([placement.slot_expert for placement in placements])
         costs = [
-            with_transfers(*times, placement, cluster, shape, self._hidden_under, self._first, self._micro_batches)
+            with_transfers(*times, placement, cluster, shape, self._window)
             for times, placement in zip(self._exchanged(slots), placements, strict=True)
         ]
         return [replace(cost, slowed=0.0) if cost.exposed else cost for cost in costs]
@@ -75,8 +71,8 @@ class CostLowerBound:
         node, plan = np.arange(ranks) // self._per_node, np.arange(plans)[:, None, None]
         homes = np.broadcast_to(self._by_home.reshape(ranks, -1), (plans, ranks, number // ranks))
         experts = np.concatenate([homes, slots], axis=2)
-        held = np.bincount((experts + plan * (number + 1) + 1).reshape(-1), minlength=plans * (number + 1))
-        alone = held.reshape(plans, -1)[:, 1:] == 1
+        instances = np.bincount((experts + plan * (number + 1) + 1).reshape(-1), minlength=plans * (number + 1))
+        alone = instances.reshape(plans, -1)[:, 1:] == 1
         nowhere = np.ones((self._nodes, plans, number + 1))
         nowhere[node[:, None], plan, experts] = 0  # the last column is for empty slots, -1
         leaving = (nowhere @ self._by_node).swapaxes(0, 1).reshape(plans, -1)[:, :ranks]

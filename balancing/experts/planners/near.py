@@ -38,7 +38,7 @@ def near_slots(
     order = np.argsort(-wanted, axis=None, kind="stable")[: np.count_nonzero(wanted)]
     node, expert = np.divmod(order, experts)
     leaving = list(zip(node.tolist(), expert.tolist(), wanted[node, expert].tolist(), strict=True))
-    return [each for slots in starts for each in _near(load, home, slots, ranks_per_node, numbers, leaving)]
+    return [found for slots in starts for found in _near(load, home, slots, ranks_per_node, numbers, leaving)]
 
 
 def _near(
@@ -52,20 +52,20 @@ def _near(
     """As `near_slots`, of one start. leaving: (node, expert, tokens) that leave with homes alone, most tokens first."""
     ranks, experts = len(start), load.shape[1]
     rank, slot = np.nonzero(start >= 0)
-    held = start[rank, slot]
-    share = load.sum(0) / (1 + np.bincount(held, minlength=experts))
-    serves = (np.bincount(home, share, ranks) + np.bincount(rank, share[held], ranks)).tolist()
-    there = set(zip((rank // ranks_per_node).tolist(), held.tolist(), strict=True))
+    replicated = start[rank, slot]
+    share = load.sum(0) / (1 + np.bincount(replicated, minlength=experts))
+    serves = (np.bincount(home, share, ranks) + np.bincount(rank, share[replicated], ranks)).tolist()
+    served = set(zip((rank // ranks_per_node).tolist(), replicated.tolist(), strict=True))
     filled = start.tolist()
     # The empty slots of each rank, the first one last, and the ranks of each node that have any.
-    free = [[at for at, expert in enumerate(own) if expert < 0][::-1] for own in filled]
+    free = [[at for at, expert in enumerate(of_rank) if expert < 0][::-1] for of_rank in filled]
     able = [[rank for rank in range(at, at + ranks_per_node) if free[rank]] for at in range(0, ranks, ranks_per_node)]
     found: list[np.ndarray] = []
     homes, added = home.tolist(), 0
     for node, expert, tokens in leaving:
         if len(found) == len(numbers):
             break
-        if not able[node] or (node, expert) in there:
+        if not able[node] or (node, expert) in served:
             continue
         best = min(able[node], key=serves.__getitem__)
         filled[best][free[best].pop()] = expert

@@ -100,9 +100,9 @@ def _search(
 ) -> tuple[float, np.ndarray]:
     """Algorithm 1 for one n: the least estimate, and the slots [rank, slot] that it belongs to."""
     ranks, experts = load.shape
-    total, own = load.sum(0), load[home, np.arange(experts)]
+    total, at_home = load.sum(0), load[home, np.arange(experts)]
     computed = np.bincount(home, weights=total, minlength=ranks)
-    received = np.bincount(home, weights=total - own, minlength=ranks)
+    received = np.bincount(home, weights=total - at_home, minlength=ranks)
     enough = alpha * computed.sum() / ranks
     used, used_slots = np.zeros(experts, dtype=bool), np.zeros(ranks, dtype=np.int64)
     placed = np.full((ranks, slots), -1)
@@ -112,7 +112,7 @@ def _search(
         candidates = np.flatnonzero((home == device) & ~used)
         if not candidates.size:
             break
-        expert = int(candidates[(total - own)[candidates].argmax()])
+        expert = int(candidates[(total - at_home)[candidates].argmax()])
         used[expert] = True
         others = np.array([rank for rank in range(ranks) if rank != device])
         # The n with the fewest tokens are left out; among equals, those with higher numbers.

@@ -62,7 +62,7 @@ def spread_counts(totals: np.ndarray, home: np.ndarray, ranks: int, slots: int) 
         carried[layer, rank, at] = share
     if not picks:
         return np.full((layers, 0), -1)
-    found, urgency = (np.stack(each, axis=1).reshape(layers, -1) for each in (picks, urgencies))
+    found, urgency = (np.stack(columns, axis=1).reshape(layers, -1) for columns in (picks, urgencies))
     return np.take_along_axis(found, np.argsort(-urgency, axis=1, kind="stable")[:, :wanted], 1)
 
 
@@ -106,7 +106,7 @@ def spread_slots(
             placed[best].append(expert)
             holders[expert].append(best)
             load[best] = height + tokens if len(placed[best]) < slots else math.inf  # full
-    placed = [[*own, *[-1] * (slots - len(own))] for own in placed]
+    placed = [[*experts, *[-1] * (slots - len(experts))] for experts in placed]
     return np.array(placed, dtype=np.int64).reshape(ranks, slots)
 
 
@@ -125,9 +125,9 @@ def fill_slots(
     if not empty:
         return filled
     count = (1 + np.bincount(slot_expert[slot_expert >= 0], minlength=len(totals))).tolist()
-    total, held = totals.tolist(), [set(own) for own in filled.tolist()]
+    total, present = totals.tolist(), [set(experts) for experts in filled.tolist()]
     for expert, rank in enumerate(home.tolist()):
-        held[rank].add(expert)
+        present[rank].add(expert)
     size = ranks_per_node or ranks
     hottest: list[tuple[float, int]] = []
     node = -1
@@ -135,19 +135,19 @@ def fill_slots(
         if rank // size != node:
             node = rank // size
             experts = (
-                set().union(*held[node * size : (node + 1) * size]) - {-1} if ranks_per_node else range(len(total))
+                set().union(*present[node * size : (node + 1) * size]) - {-1} if ranks_per_node else range(len(total))
             )
             hottest = [(-total[expert] / count[expert], expert) for expert in experts]
             heapify(hottest)
         passed = []
-        while hottest and hottest[0][1] in held[rank]:
+        while hottest and hottest[0][1] in present[rank]:
             passed.append(heappop(hottest))
         if hottest and hottest[0][0] < 0:
             expert = hottest[0][1]
             filled[rank, slot] = expert
-            held[rank].add(expert)
+            present[rank].add(expert)
             count[expert] += 1
             heapreplace(hottest, (-total[expert] / count[expert], expert))
-        for each in passed:
-            heappush(hottest, each)
+        for skipped in passed:
+            heappush(hottest, skipped)
     return filled
