@@ -79,11 +79,12 @@ class ReplicaPlacement:
         object.__setattr__(self, "home", home)
         object.__setattr__(self, "slot_expert", slots)
         object.__setattr__(self, "ranks_per_node", int(self.ranks_per_node) or ranks)
-        held = self.phys2log.reshape(ranks, -1)
-        held = np.sort(np.where(held < 0, -1 - np.arange(held.shape[1]), held), axis=1)  # empty slots differ
-        rank, column = np.nonzero(held[:, 1:] == held[:, :-1])
+        present = self.phys2log.reshape(ranks, -1)
+        empty = -1 - np.arange(present.shape[1])  # which all differ
+        present = np.sort(np.where(present < 0, empty, present), axis=1)
+        rank, column = np.nonzero(present[:, 1:] == present[:, :-1])
         if rank.size:
-            twice = held[rank[0], column[0]]
+            twice = present[rank[0], column[0]]
             raise ValueError(f"expert {twice} is twice on rank {rank[0]}; a replica there has no use")
 
     @property
@@ -163,19 +164,19 @@ class ReplicaPlacement:
         order = np.argsort(expert, kind="stable")
         home, per_node = self.home.tolist(), self.ranks_per_node
         members: dict[int, list[int]] = {}
-        for each, holder in zip(expert[order].tolist(), rank[order].tolist(), strict=True):
-            members.setdefault(each, [home[each]]).append(holder)
+        for hot, holder in zip(expert[order].tolist(), rank[order].tolist(), strict=True):
+            members.setdefault(hot, [home[hot]]).append(holder)
         crossing = []
-        for each, ranks in members.items():
+        for hot, ranks in members.items():
             node = ranks[0] // per_node
             if min(ranks) // per_node != node or max(ranks) // per_node != node:
-                crossing.append(each)
+                crossing.append(hot)
         if crossing:
             nic = self._nics()
             leaving, entering = [0] * len(nic), [0] * len(nic)
-            for each in sorted(crossing, key=lambda each: len(members[each])):  # those with the fewest choices first
-                members[each] = _across(members[each], per_node, nic, leaving, entering)
-        return {each: tuple(ranks) for each, ranks in members.items()}
+            for hot in sorted(crossing, key=lambda hot: len(members[hot])):  # those with the fewest choices first
+                members[hot] = _across(members[hot], per_node, nic, leaving, entering)
+        return {hot: tuple(ranks) for hot, ranks in members.items()}
 
     def _nics(self) -> list[int]:
         """The NIC of each rank, as in `Cluster.nics`, but with numbers of its own."""
@@ -250,15 +251,15 @@ def _across(ranks: list[int], per_node: int, nic: list[int], leaving: list[int],
     for rank in ranks[1:]:
         nodes.setdefault(rank // per_node, []).append(rank)
     chain, last = [ranks[0]], len(nodes) - 1
-    for at, own in enumerate(nodes.values()):
+    for at, inside in enumerate(nodes.values()):
         if at:
-            entry = min(own, key=lambda rank: entering[nic[rank]])
+            entry = min(inside, key=lambda rank: entering[nic[rank]])
             entering[nic[entry]] += 1
-            own.remove(entry)
+            inside.remove(entry)
             chain.append(entry)
-        if at < last and own:
-            own.append(own.pop(own.index(min(own, key=lambda rank: leaving[nic[rank]]))))
-        chain += own
+        if at < last and inside:
+            inside.append(inside.pop(inside.index(min(inside, key=lambda rank: leaving[nic[rank]]))))
+        chain += inside
         if at < last:
             leaving[nic[chain[-1]]] += 1
     return chain

@@ -125,11 +125,11 @@ def read_routing_trace(
     per_stage, columns = len(paths) // stages, []
     names: list[int] = []
     for stage in range(stages):
-        own = loads[stage * per_stage : (stage + 1) * per_stage]
-        layers = sorted({layer for load in own for _, layer in load})
+        of_stage = loads[stage * per_stage : (stage + 1) * per_stage]
+        layers = sorted({layer for load in of_stage for _, layer in load})
         for layer in layers:
             try:
-                columns.append(np.array([[load[step, layer] for load in own] for step in steps]))
+                columns.append(np.array([[load[step, layer] for load in of_stage] for step in steps]))
             except KeyError as error:
                 raise ValueError(
                     f"routing trace {directory}: no record of layer {layer} in step {error.args[0][0]} on some rank of "

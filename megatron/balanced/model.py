@@ -8,6 +8,8 @@ is patched.
 import argparse
 import copy
 import dataclasses
+import functools
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -219,3 +221,18 @@ def model_config(
     if replacements and args.spec is None:
         config.transformer_layer_spec = LayerSpecs(replacements, of_prediction)
     return config
+
+
+def with_the_models_modules(original: Callable) -> Callable:
+    """Replaces `mtp_block_spec`, which derives the layer spec of multi-token prediction (`--mtp-num-layers`) from
+    Megatron-LM's own whatever layer spec the model was given: for a model with `LayerSpecs`, its layers have the same
+    modules as the decoder's."""
+
+    @functools.wraps(original)
+    def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
+        spec = original(config, transformer_layer_spec, vp_stage=vp_stage)
+        for layer in spec.layer_specs if spec is not None else ():
+            config.transformer_layer_spec.fill_in_prediction(layer)
+        return spec
+
+    return mtp_block_spec

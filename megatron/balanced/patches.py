@@ -24,9 +24,8 @@ from megatron.balanced.callbacks import registered, with_callbacks
 from megatron.balanced.config import BalanceConfig
 from megatron.balanced.dry_run import assumes_gpus
 from megatron.balanced.experts.known_counts import with_known_counts
-from megatron.balanced.experts.mtp import with_the_models_modules
 from megatron.balanced.layers.graphs import remembered
-from megatron.balanced.model import replaces_in_prediction
+from megatron.balanced.model import replaces_in_prediction, with_the_models_modules
 from megatron.balanced.sequences.checks import why_whole
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 from megatron.balanced.sequences.prediction import with_planned_losses

@@ -4,14 +4,17 @@ import argparse
 import contextlib
 import enum
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from balancing.experts import ReplicaPlacement
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.experts.checks import check_experts
 from megatron.balanced.experts.graphs import (
     captures_experts,
+    check_kernels,
     leave_out_preprocessing,
     with_captured_iterations,
 )
@@ -158,6 +161,7 @@ def _captured(interval: int, **changes: Any) -> tuple[ExpertConfig, list[str]]:
         moe_flex_dispatcher_backend="hybridep",
         moe_expert_rank_capacity_factor=1.5,
         use_transformer_engine_op_fuser=True,
+        expert_model_parallel_size=64,
     )
     vars(args).update(changes)
     return with_captured_iterations(args, ExpertConfig(balance_experts=True, expert_plan_interval=interval))
@@ -177,6 +181,7 @@ def test_placements_change_seldom_where_iterations_are_captured():
     [
         (0, {}, ("--expert-plan-interval 0", "--cuda-graph-impl full_iteration", "use --expert-plan-interval 100")),
         (100, {"moe_enable_routing_replay": True}, ("--moe-enable-routing-replay", "use --cuda-graph-impl none")),
+        (100, {"expert_model_parallel_size": 160}, ("--expert-model-parallel-size 160 above 128", "use --cuda-graph")),
         (100, {"use_transformer_engine_op_fuser": False}, ("--use-transformer-engine-op-fuser", "reads")),
         (100, {"moe_expert_rank_capacity_factor": None}, ("--moe-expert-rank-capacity-factor 1.5", "reads")),
         (100, {"moe_flex_dispatcher_backend": "deepep"}, ("--moe-flex-dispatcher-backend hybridep", "reads")),
@@ -188,6 +193,12 @@ def test_what_graphs_of_iterations_cannot_have(interval, changes, words):
     assert "\n" not in str(refusal.value)
     for word in words:
         assert word in str(refusal.value)
+
+
+def test_a_graph_of_iterations_needs_kernels_that_split():
+    layer = SimpleNamespace(placement=ReplicaPlacement([0, 1], [[1], [0]]), device=None)
+    with pytest.raises(ValueError, match=r"Triton's kernels.*use --cuda-graph-impl none"):
+        check_kernels([layer])
 
 
 # arguments, and the words that the line must have

@@ -62,7 +62,7 @@ def _routed(argv: list[str], recorded: list | None) -> tuple[RankRun, list, int]
                     for chunk in balancer._chunk_at.values():
                         for layer in chunk.layers:
                             right = balancer._planner.place_known(layer, layer.loads, balancer._overlap(chunk, layer))
-                            wrong += right.digest() != balancer._plans[layer].placed.digest()
+                            wrong += right.placement.digest() != balancer._plans[layer].placed.digest()
 
     run = train_rank(argv, True, callbacks=[Routing()])
     routers = len(RouterReplay.global_router_replay_instances)

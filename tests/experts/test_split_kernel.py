@@ -13,7 +13,8 @@ import torch
 
 from balancing.experts import ReplicaPlacement, contiguous_homes
 from balancing.experts.placement import color_by_rank
-from balancing.experts.split.split import numpy_split
+from balancing.experts.split.split import Splitter
+from balancing.upload import upload
 from tests.support.packages_apart import why_not_interpreted
 from tests.support.patience import PATIENCE
 from tests.support.pool import single_threaded
@@ -43,8 +44,8 @@ def test_kernels_that_are_wrong_on_a_device_are_not_used(monkeypatch):
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused: None)
     monkeypatch.setattr(split_kernel.SplitKernels, "__call__", lambda self, load: load.new_zeros(4, 16))
     split_kernel.kernels_work.cache_clear()
-    with pytest.warns(UserWarning, match="step by step"):
-        assert not split_kernel.kernels_work(4, torch.device("cpu"), numpy_split)
+    with pytest.warns(UserWarning, match="on the host"):
+        assert not split_kernel.kernels_work(4, torch.device("cpu"))
     split_kernel.kernels_work.cache_clear()
 
 
@@ -58,9 +59,9 @@ def test_kernels_that_cannot_be_compiled_are_not_used(monkeypatch):
     monkeypatch.setattr(split_kernel.SplitKernels, "__init__", lambda *unused: None)
     monkeypatch.setattr(split_kernel.SplitKernels, "__call__", fail)
     split_kernel.kernels_work.cache_clear()
-    with pytest.warns(UserWarning, match="step by step, for Triton cannot compile.*C compiler") as told:
-        assert not split_kernel.kernels_work(4, torch.device("cpu"), numpy_split)
-        assert not split_kernel.kernels_work(4, torch.device("cpu"), numpy_split)
+    with pytest.warns(UserWarning, match="on the host, for Triton cannot compile.*C compiler") as told:
+        assert not split_kernel.kernels_work(4, torch.device("cpu"))
+        assert not split_kernel.kernels_work(4, torch.device("cpu"))
     assert len(told) == 1 and "\n" not in str(told[0].message)
     split_kernel.kernels_work.cache_clear()
 
@@ -88,16 +89,17 @@ def test_the_kernels_compile_for_gpus(kernel, pointers, architecture):
 
 def compare() -> int:
     """Split all cases with NumPy and with the kernels, on the CPU. How many there were."""
-    from balancing.experts.split.split_kernel import SplitKernels, kernels_work
+    from balancing.experts.split.split_kernel import SplitKernels, kernel_tables, kernels_work
 
     splits = 0
     for placement, load, sweeps in _cases():
         classes = color_by_rank(placement)
-        kernels = SplitKernels(placement, classes, sweeps if placement.split == "level" else 0, "cpu")
+        tables = upload(kernel_tables(placement, classes), None)
+        kernels = SplitKernels(placement, len(classes), sweeps if placement.split == "level" else 0, tables)
         found = kernels(torch.from_numpy(load)).numpy()
-        assert np.array_equal(found, numpy_split(placement, sweeps, load)), (placement, load, sweeps)
+        assert np.array_equal(found, Splitter(placement, sweeps=sweeps)(load)), (placement, load, sweeps)
         splits += 1
-    assert all(kernels_work(ranks, torch.device("cpu"), numpy_split) for ranks in (2, 7, 16))
+    assert all(kernels_work(ranks, torch.device("cpu")) for ranks in (2, 7, 16))
     return splits
 
 

@@ -16,8 +16,9 @@ def splits(device: str, sizes: tuple[int, ...]) -> int:
     import torch
 
     from balancing.experts.placement import ReplicaPlacement, color_by_rank
-    from balancing.experts.split.split import numpy_split
-    from balancing.experts.split.split_kernel import SplitKernels
+    from balancing.experts.split.split import Splitter
+    from balancing.experts.split.split_kernel import SplitKernels, kernel_tables
+    from balancing.upload import upload
 
     generator, done = np.random.default_rng(0), 0
     for ranks in sizes:
@@ -27,9 +28,11 @@ def splits(device: str, sizes: tuple[int, ...]) -> int:
             placement = ReplicaPlacement(home, slots, ranks_per_node=ranks_per_node)
             for most in (10, 100_000):
                 load = generator.integers(0, most, (ranks, 2 * ranks)) * (generator.random((ranks, 2 * ranks)) < 0.7)
-                kernels = SplitKernels(placement, color_by_rank(placement), 4, device)
+                classes = color_by_rank(placement)
+                tables = upload(kernel_tables(placement, classes), torch.device(device))
+                kernels = SplitKernels(placement, len(classes), 4, tables)
                 found = kernels(torch.from_numpy(load).to(device)).cpu().numpy()
-                assert np.array_equal(found, numpy_split(placement, 4, load)), (ranks, ranks_per_node, most)
+                assert np.array_equal(found, Splitter(placement, sweeps=4)(load)), (ranks, ranks_per_node, most)
                 done += 1
     return done
 

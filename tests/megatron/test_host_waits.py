@@ -58,7 +58,7 @@ MEASUREMENT = "a measurement of plasticity, every --freeze-layers-interval itera
 # Where this package waits, what for, and why.
 ALLOWED: dict[tuple[str, str], str] = {
     (
-        "megatron/balanced/experts/planning.py:_to_host",
+        "megatron/balanced/experts/planning.py:ReplicaPlanner.repair",
         "copy to the host",
     ): "with --cluster, late replicas are chosen on "
     "the host from the first load of a step; the dispatcher waits for the same counts",
@@ -84,9 +84,11 @@ def _waits(argv: list[str]) -> Counter[tuple[str, str]]:
     from megatron.balanced.callbacks import StepCallback
     from megatron.balanced.experts import moe_layer
     from tests.support.checkers.host_waits import WaitCounter
+    from tests.support.stand_ins import split_kernels
 
     counter = WaitCounter().install()
     moe_layer.is_cpu = lambda: False
+    split_kernels.install()
     observer.CpuClock = CudaClock
 
     class Window(StepCallback):

@@ -57,6 +57,7 @@ def _build(layer: Layer) -> Any:
 
     from megatron.balanced.experts import moe_layer
     from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+    from tests.support.stand_ins import split_kernels
 
     options: dict[str, Any] = {
         "num_layers": 1,
@@ -84,6 +85,7 @@ def _build(layer: Layer) -> Any:
     moe = partial(BalancedMoELayer, slots=len(layer.slot_expert[0])) if balanced else MoELayer
     if layer.split_on_device:
         moe_layer.is_cpu = lambda: False
+        split_kernels.install()
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     built = moe(config, MoESubmodules(experts=partial(experts, submodules=linears)), layer_number=1)
     for expert, module in zip(built.local_expert_indices, built.experts.local_experts, strict=True):
@@ -170,21 +172,18 @@ def _start(world_size: int) -> int:
 def _fill_slots(built: Any, layer: Layer) -> Any:
     import torch.distributed as dist
 
-    from balancing.experts.engine.slots import ReplicaSlots
+    from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
 
     slot_expert = np.array(layer.slot_expert).reshape(len(layer.chosen), -1)
-    built.place(ReplicaPlacement(built.without_replicas.home, slot_expert))
+    built.place(ReplicaPlacement(built.placement.home, slot_expert))
     homes = [[list(expert.parameters()) for expert in built.experts.local_experts]]
     group = dist.new_group(list(range(len(layer.chosen))))
     slots = ReplicaSlots(
-        homes,
+        HomeExperts(homes, gradient=lambda parameter: parameter.grad),
         slot_expert.shape[1],
         group,
         shared=layer.shared,
-        gradient=lambda parameter: parameter.grad,
-        final=lambda layer: None,
-        complete=lambda layer: None,
     )
     built.experts.slots = slots
     return slots

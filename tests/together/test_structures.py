@@ -48,12 +48,12 @@ def _place_at_random() -> Planned:
     from megatron.balanced.experts.balancer import ExpertBalancer
 
     def plan(self: Any, layer: Any, own: Any, loads: Any, iteration: int, *unused: Any) -> planning.Planned:
-        alone = layer.without_replicas
+        alone = layer.without_replicas.placement
         # Ranks that split a sequence or an expert among them plan together.
         together = dist.get_process_group_ranks(layer._logical.tp_ep_group)
         random = np.random.default_rng([iteration, layer.index, min(together)])
         if random.random() < 0.4:
-            return planning.Planned(alone, 0.0, 0.0)
+            return planning.Planned(layer.without_replicas, 0.0, 0.0)
         ranks = layer.ep_group.size()
         slots = np.full((ranks, layer.slots), -1)
         for rank in range(ranks):
@@ -61,7 +61,7 @@ def _place_at_random() -> Planned:
             chosen = random.permutation(away)[: random.integers(0, layer.slots + 1)]
             slots[rank, : len(chosen)] = chosen
         nodes = {"ranks_per_node": self._cluster.ranks_per_node, "nics_per_node": self._cluster.nics_per_node}
-        return planning.Planned(ReplicaPlacement(alone.home, slots, **nodes), 0.0, 0.0)
+        return planning.Planned(layer.tables(ReplicaPlacement(alone.home, slots, **nodes)), 0.0, 0.0)
 
     planning.ReplicaPlanner._plan = plan
     planned: Planned = {}

@@ -8,20 +8,15 @@ minimizes the largest load). Experts without a common rank take their turn toget
 reach the optimum.
 
 All arithmetic is on integers with a fixed number of steps, so every rank computes the same split whatever its hardware.
-The same code runs on NumPy arrays and, without synchronization with the device, on torch tensors. Step by step that is
-too slow on a GPU, where `split_kernel` does the same in two kernels.
+On a GPU `split_kernel` does the same in two kernels.
 """
 
-from typing import Any
-
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
-from balancing.experts.split.arrays import Arrays
 
-__all__ = ["Splitter", "check_counts", "numpy_split", "run_starts", "split_tokens", "traffic"]
+__all__ = ["Splitter", "check_counts", "run_starts", "split_tokens", "sweeps_of", "traffic"]
 
 _TURNS = 40  # of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
 _MOST = 1 << 31  # tokens of an expert; their square must stay below 2^63
@@ -70,38 +65,39 @@ def check_counts(load: ArrayLike, placement: ReplicaPlacement) -> np.ndarray:
     return counts.astype(np.int64)
 
 
-class Splitter(Arrays):
+def sweeps_of(placement: ReplicaPlacement, classes: int) -> int:
+    """Turns that each class of experts takes by default, as many as take constant time together.
+
+    placement: the instances; without balancing there are none.
+    classes: of experts without a common rank.
+    """
+    if placement.split != "level":
+        return 0
+    return min(16, max(4, _TURNS // classes)) if classes > 1 else 1
+
+
+class Splitter:
     """Splits loads over one placement. Construction takes about a millisecond, a call less.
 
     placement: the instances, and the rule by which tokens are divided over them.
     sweeps: turns of each class of experts, as in `split_tokens`.
-    device: None for NumPy arrays, or the torch device of loads and results. A call then only queues kernels: no step
-        depends on values, and the host never waits for the device.
     """
 
-    def __init__(self, placement: ReplicaPlacement, *, sweeps: int | None = None, device: Any = None) -> None:
+    def __init__(self, placement: ReplicaPlacement, *, sweeps: int | None = None) -> None:
         if sweeps is not None and sweeps < 1:
             raise ValueError(f"sweeps={sweeps} must be at least 1")
         self.placement = placement
-        super().__init__(device)
-        members = color_by_rank(placement)
-        turns = len(members)
-        self._sweeps = sweeps or (min(16, max(4, _TURNS // turns)) if turns > 1 else 1)  # one class needs one
-        self._kernels = None
-        if members and device is not None and torch.empty(0, device=device).is_cuda:  # "cuda" may be a CPU
-            self._kernels = _kernels(placement, members, self._sweeps, device)
-        if self._kernels is None:
-            self._build(members)
+        classes = color_by_rank(placement)
+        self._sweeps = sweeps or sweeps_of(placement, len(classes))
+        self._build(classes)
 
-    def __call__(self, load: Any) -> Any:
+    def __call__(self, load: np.ndarray) -> np.ndarray:
         """Tokens of each source rank that each instance serves: int64 [source_rank, physical].
 
         load: int [source_rank, expert], not checked.
         """
-        if self._kernels is not None:
-            return self._kernels(load)
-        starting = self._transposed(load)  # [expert, source], so that gathers read whole rows
-        served = self._zeros(starting, len(self.placement.phys2log), self.placement.num_ranks)
+        starting = np.ascontiguousarray(load.T, dtype=np.int64)  # [expert, source], so that gathers read whole rows
+        served = np.zeros((len(self.placement.phys2log), self.placement.num_ranks), dtype=np.int64)
         served[self._home_only] = starting[self._expert_home_only]
         if not self._classes:
             return served.T
@@ -112,42 +108,39 @@ class Splitter(Arrays):
         share = self._by_class(self._even(total))
         if self.placement.split == "level":
             self._balance(totals, self._by_class(total), share)
-        quota = self._xp.concatenate([x.reshape(-1) for x in share])[self._cell]
+        quota = np.concatenate([x.reshape(-1) for x in share])[self._cell]
         served[self._physical] = self._by_source(starting, quota)
         return served.T
 
-    def _build(self, members: list[list[int]]) -> None:
+    def _build(self, classes: list[list[int]]) -> None:
         """Build the index tables. Rows are experts with replicas, class by class; ranks are in the order of chains."""
         place = self.placement
         chains = place.chains
         home_only = np.flatnonzero((place.phys2log >= 0) & ~np.isin(place.phys2log, list(chains)))
-        self._home_only, self._expert_home_only = self._array(home_only), self._array(place.phys2log[home_only])
-        self._classes: list[tuple[Any, Any]] = []  # of each class the ranks, and the numbers 1, 2, 3, ... along a chain
-        if not members:
+        self._home_only, self._expert_home_only = home_only, place.phys2log[home_only]
+        # Of each class the ranks, and the numbers 1, 2, 3, ... along a chain.
+        self._classes: list[tuple[np.ndarray, np.ndarray]] = []
+        if not classes:
             return
-        rows = np.array([expert for experts in members for expert in experts], dtype=np.int64)
-        self._rows = self._array(rows)
+        self._rows = rows = np.array([expert for experts in classes for expert in experts], dtype=np.int64)
         count = np.array([len(chains[expert]) for expert in rows.tolist()], dtype=np.int64)
         row = np.repeat(np.arange(len(rows)), count)
         rank = np.array([rank for expert in rows.tolist() for rank in chains[expert]], dtype=np.int64)
-        cell = self._build_cells(np.array([len(experts) for experts in members]), rows, count, row)
+        self._cell = self._build_cells(np.array([len(experts) for experts in classes]), rows, count, row)
         ranks = np.full(len(self._cell_expert), place.num_ranks)  # no rank, behind the end of a chain
-        ranks[cell] = rank
-        self._cell = self._array(cell)
-        by_class = self._by_class(self._array(ranks)), self._by_class(self._cell_position + 1)
-        self._classes = list(zip(*by_class, strict=True))
-        self._row, self._rank, self._expert = self._array(row), self._array(rank), self._array(rows[row])
-        self._instance = self._array(np.arange(len(row)))
-        self._physical = self._array(place.log2phys[rows[row], rank])
-        self._home = self._array(place.log2phys[rows, place.home[rows]])
-        self._replica = self._array((place.home[rows[row]] != rank).astype(np.int64))
+        ranks[self._cell] = rank
+        self._classes = list(zip(self._by_class(ranks), self._by_class(self._cell_position + 1), strict=True))
+        self._row, self._rank, self._expert = row, rank, rows[row]
+        self._instance = np.arange(len(row))
+        self._physical = place.log2phys[rows[row], rank]
+        self._home = place.log2phys[rows, place.home[rows]]
+        self._replica = (place.home[rows[row]] != rank).astype(np.int64)
         self._nodes = -(-place.num_ranks // place.ranks_per_node)
         self._padding = self._nodes * place.ranks_per_node - place.num_ranks
-        self._node = self._array(rank // place.ranks_per_node)
-        self._row_start = self._array(run_starts(row))
-        self._row_end = self._array(np.flatnonzero(np.append(row[1:] != row[:-1], True)))
-        in_node = row * self._nodes + rank // place.ranks_per_node
-        self._node_start, self._node_end = self._array(run_starts(in_node)), self._array(_ends(in_node))
+        self._node = rank // place.ranks_per_node
+        self._row_start, self._row_end = run_starts(row), np.flatnonzero(np.append(row[1:] != row[:-1], True))
+        in_node = row * self._nodes + self._node
+        self._node_start, self._node_end = run_starts(in_node), _ends(in_node)
 
     def _build_cells(self, sizes: np.ndarray, rows: np.ndarray, count: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Lay out one table [place in the chain, row] a class, as long as its longest chain, one after another.
@@ -166,33 +159,32 @@ class Splitter(Arrays):
         inside = np.arange(cuts[-1]) - cuts[at]
         position = inside // sizes[at]
         of = first[at] + inside % sizes[at]
-        tables = rows[of], count[of], position
-        self._cell_expert, self._cell_count, self._cell_position = map(self._array, tables)
+        self._cell_expert, self._cell_count, self._cell_position = rows[of], count[of], position
         self._cuts = list(zip(cuts.tolist(), cuts[1:].tolist(), sizes.tolist(), strict=False))
         at = np.repeat(np.arange(len(sizes)), sizes)[row]
         place = np.arange(len(row)) - (np.cumsum(count) - count)[row]
         return cuts[at] + place * sizes[at] + row - first[at]
 
-    def _by_class(self, cells: Any) -> list[Any]:
+    def _by_class(self, cells: np.ndarray) -> list[np.ndarray]:
         """Views of the values of all cells: [instance, row] for each class."""
         return [cells[first:last].reshape(-1, size) for first, last, size in self._cuts]
 
-    def _even(self, total: Any) -> Any:
+    def _even(self, total: np.ndarray) -> np.ndarray:
         """Equal shares of the instances, [cell], remainders to the first ones. total: tokens of the expert, [cell]."""
         position, count = self._cell_position, self._cell_count
         return total // count * (position < count) + (position < total % count)
 
-    def _balance(self, totals: Any, total: list[Any], share: list[Any]) -> None:
+    def _balance(self, totals: np.ndarray, total: list[np.ndarray], share: list[np.ndarray]) -> None:
         """Balance the loads of ranks by water-filling, in place.
 
         totals: tokens of each expert, [expert].
         total: tokens of each instance's expert, for each class [instance, row].
         share: tokens of each instance, for each class [instance, row]; updated.
         """
-        xp, place = self._xp, self.placement
-        load = self._zeros(totals, place.num_ranks + 1)
-        load[-1:] = _FULL
-        alone = self._zeros(totals, len(place.phys2log))
+        place = self.placement
+        load = np.zeros(place.num_ranks + 1, dtype=np.int64)
+        load[-1] = _FULL
+        alone = np.zeros(len(place.phys2log), dtype=np.int64)
         alone[self._home_only] = totals[self._expert_home_only]
         load[:-1] = alone.reshape(place.num_ranks, -1).sum(1)
         for x, (ranks, _) in zip(share, self._classes, strict=True):
@@ -202,57 +194,59 @@ class Splitter(Arrays):
             for at, (ranks, numbers) in enumerate(self._classes):
                 others = load[ranks]
                 others -= share[at]
-                water = self._of_least(others)
+                # Cumulative sums in ascending order: the smallest load, the sum of the two smallest, ...
+                water = others.copy()
+                water.sort(0)
+                np.add.accumulate(water, 0, out=water)
                 water += total[at]
                 water //= numbers
-                height = self._least(water)
-                poured = xp.maximum(others, height)
+                height = np.minimum.reduce(water)  # the method min takes twice as long
+                poured = np.maximum(others, height)
                 poured -= others
-                rest = total[at][0] - self._sum(poured)  # fewer tokens than instances below the water level
+                rest = total[at][0] - np.add.reduce(poured)  # fewer tokens than instances below the water level
                 if sweep < self._sweeps:
                     first = poured[0]
                     first += rest
                 else:
                     reached = others <= height
-                    poured = poured + reached * (xp.cumsum(reached, 0) <= rest)
+                    poured = poured + reached * (np.cumsum(reached, 0) <= rest)
                 share[at] = poured
                 others += poured
                 load[ranks] = others
 
-    def _serve_own(self, starting: Any, served: Any) -> Any:
+    def _serve_own(self, starting: np.ndarray, served: np.ndarray) -> np.ndarray:
         """Each replica serves the tokens of its own rank, the home serves the others."""
-        own = starting[self._expert, self._rank] * self._replica
-        kept = self._zeros(starting, *starting.shape)
-        kept[self._expert, self._rank] = own
-        served[self._physical, self._rank] = own
+        stays = starting[self._expert, self._rank] * self._replica
+        kept = np.zeros_like(starting)
+        kept[self._expert, self._rank] = stays
+        served[self._physical, self._rank] = stays
         served[self._home] = (starting - kept)[self._rows]
         return served
 
-    def _by_source(self, starting: Any, quota: Any) -> Any:
+    def _by_source(self, starting: np.ndarray, quota: np.ndarray) -> np.ndarray:
         """Divide quotas over sources, first the same rank, then the same node: int64 [instance, source_rank]."""
-        xp = self._xp
-        own = xp.minimum(starting[self._expert, self._rank], quota)
+        kept = np.minimum(starting[self._expert, self._rank], quota)
         supply = starting[self._rows]
-        supply[self._row, self._rank] -= own
-        quota = quota - own
-        served = self._zeros(starting, len(own), supply.shape[1])
+        supply[self._row, self._rank] -= kept
+        quota = quota - kept
+        served = np.zeros((len(kept), supply.shape[1]), dtype=np.int64)
         if self._nodes > 1:
             # Tokens and quotas of an expert within a node are matched as far as possible.
             inside = supply
             if self._padding:
-                inside = xp.concatenate([supply, self._zeros(supply, len(supply), self._padding)], 1)
+                inside = np.concatenate([supply, np.zeros((len(supply), self._padding), dtype=np.int64)], 1)
             inside = inside.reshape(-1, self.placement.ranks_per_node)
             local = self._in_node(inside, self._row * self._nodes + self._node, quota)
-            given = self._zeros(starting, len(own), self._nodes, self.placement.ranks_per_node)
+            given = np.zeros((len(kept), self._nodes, self.placement.ranks_per_node), dtype=np.int64)
             given[self._instance, self._node] = local
-            served = given.reshape(len(own), -1)[:, : supply.shape[1]]
+            served = given.reshape(len(kept), -1)[:, : supply.shape[1]]
             quota = quota - local.sum(1)
             supply = supply - self._per_row(served)
         served = served + self._overlap(supply, self._row, quota, self._row_start)
-        served[self._instance, self._rank] += own
+        served[self._instance, self._rank] += kept
         return served
 
-    def _in_node(self, supply: Any, at: Any, quota: Any) -> Any:
+    def _in_node(self, supply: np.ndarray, at: np.ndarray, quota: np.ndarray) -> np.ndarray:
         """Match tokens and quotas of an expert within a node, in proportion: int64 [instance, source in node].
 
         What is left to cross nodes is then in proportion, too, and spread over the NICs.
@@ -261,71 +255,48 @@ class Splitter(Arrays):
         at: row and node of each instance.
         quota: tokens that each instance may still serve.
         """
-        xp = self._xp
-        end = xp.cumsum(quota, 0)
+        end = np.cumsum(quota, 0)
         before = (end - quota)[self._node_start]
         wanted = end[self._node_end] - before  # of an instance's expert in its node
         offered = supply.sum(1)
-        wanted_in = self._zeros(quota, len(supply))
+        wanted_in = np.zeros(len(supply), dtype=np.int64)
         wanted_in[at] = wanted
-        matched = xp.minimum(offered, wanted_in)
-        upto = xp.cumsum(supply, 1)
-        share, of = matched[:, None], self._at_least_one(offered)[:, None]
+        matched = np.minimum(offered, wanted_in)
+        upto = np.cumsum(supply, 1)
+        share, of = matched[:, None], np.maximum(offered, 1)[:, None]
         given = upto * share // of - (upto - supply) * share // of
-        share, of = matched[at], self._at_least_one(wanted)
+        share, of = matched[at], np.maximum(wanted, 1)
         taken = (end - before) * share // of - (end - quota - before) * share // of
         return self._overlap(given, at, taken, self._node_start)
 
-    def _overlap(self, supply: Any, at: Any, quota: Any, start: Any) -> Any:
-        """Match supply and demand of each group in order, both laid end to end as intervals: int64 [instance, source].
+    def _overlap(self, supply: np.ndarray, at: np.ndarray, quota: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """Match supply and demand of a section in order, both laid end to end as intervals: int64 [instance, source].
 
-        supply: tokens, [group, source].
-        at: group of each instance.
+        supply: tokens, [section, source]; a section is an expert, or an expert in a node.
+        at: section of each instance.
         quota: demand of each instance.
-        start: first instance of each instance's group.
+        start: first instance of each instance's section.
         """
-        upper = self._xp.cumsum(supply, 1)
-        end = self._xp.cumsum(quota, 0)
+        upper = np.cumsum(supply, 1)
+        end = np.cumsum(quota, 0)
         begin = end - quota
         offset = begin[start]
         low, high = (begin - offset)[:, None], (end - offset)[:, None]
-        shared = self._xp.minimum(upper[at], high) - self._xp.maximum((upper - supply)[at], low)
-        return self._positive(shared)
+        return np.maximum(np.minimum(upper[at], high) - np.maximum((upper - supply)[at], low), 0)
 
-    def _per_row(self, given: Any) -> Any:
+    def _per_row(self, given: np.ndarray) -> np.ndarray:
         """Sum [instance, source] over the instances of each row."""
-        upto = self._xp.cumsum(given, 0)[self._row_end]
+        upto = np.cumsum(given, 0)[self._row_end]
         upto[1:] = upto[1:] - upto[:-1]
         return upto
 
 
-def _kernels(placement: ReplicaPlacement, members: list[list[int]], sweeps: int, device: Any) -> Any:
-    """The split in two kernels; None where it has few steps anyway, has too many ranks, or Triton is missing."""
-    if placement.split == "own":
-        return None
-    try:
-        from balancing.experts.split.split_kernel import MOST_RANKS, SplitKernels, kernels_work
-    except ImportError:
-        return None
-    if placement.num_ranks > MOST_RANKS or not kernels_work(placement.num_ranks, torch.device(device), numpy_split):
-        return None
-    return SplitKernels(placement, members, sweeps if placement.split == "level" else 0, device)
-
-
-def numpy_split(placement: ReplicaPlacement, sweeps: int, load: np.ndarray) -> np.ndarray:
-    """The split in NumPy, the reference that the kernels are checked against: int64 [source_rank, physical].
-
-    load: int [source_rank, expert], not checked.
-    """
-    return Splitter(placement, sweeps=sweeps)(load)
-
-
-def run_starts(group: np.ndarray) -> np.ndarray:
+def run_starts(keys: np.ndarray) -> np.ndarray:
     """For each position, the first position of its run of equal values."""
-    first = np.concatenate([[True], group[1:] != group[:-1]])
-    return np.maximum.accumulate(np.where(first, np.arange(len(group)), 0))
+    first = np.concatenate([[True], keys[1:] != keys[:-1]])
+    return np.maximum.accumulate(np.where(first, np.arange(len(keys)), 0))
 
 
-def _ends(group: np.ndarray) -> np.ndarray:
+def _ends(keys: np.ndarray) -> np.ndarray:
     """For each position, the last position of its run of equal values."""
-    return len(group) - 1 - run_starts(group[::-1])[::-1]
+    return len(keys) - 1 - run_starts(keys[::-1])[::-1]

@@ -10,7 +10,6 @@ an expert is a masked sum over pairs of ranks. Pairs of ranks must fit the regis
 """
 
 import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,11 +19,18 @@ import triton
 import triton.language as tl
 
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
+from balancing.experts.split.placed_split import MOST_RANKS
+from balancing.experts.split.split import Splitter
 from balancing.upload import upload
 
-__all__ = ["MOST_RANKS", "SplitKernels", "balance", "divide", "kernels_work", "launch_options"]
-
-MOST_RANKS = 128  # pairs of more ranks do not fit the registers of one program
+__all__ = [
+    "SplitKernels",
+    "balance",
+    "divide",
+    "kernel_tables",
+    "kernels_work",
+    "launch_options",
+]
 
 # Rows of a class's table, each over ranks: values of the expert of the class on that rank, -1 without one.
 _EXPERT = tl.constexpr(0)
@@ -35,40 +41,46 @@ _PHYSICAL = tl.constexpr(4)
 _ROWS = tl.constexpr(5)
 
 
-class SplitKernels:
-    """Splits loads over one placement as `Splitter` does. A call queues a sum, a fill and two kernels.
+def kernel_tables(placement: ReplicaPlacement, classes: list[list[int]]) -> np.ndarray:
+    """What the kernels read of a placement, in one array for a single copy to the device: int32.
 
     placement: the instances, on at most MOST_RANKS ranks.
     classes: the experts with replicas in classes without a common rank (`color_by_rank`), at least one class.
+    """
+    assert classes and placement.num_ranks <= MOST_RANKS
+    width = _width(placement.num_ranks)
+    chains, homes = placement.chains, placement.homes_per_rank
+    experts = np.array([expert for members in classes for expert in members])
+    count = np.array([len(chains[expert]) for expert in experts.tolist()])
+    expert = np.repeat(experts, count)
+    at = np.repeat(np.repeat(np.arange(len(classes)), [len(members) for members in classes]), count)
+    rank = np.array([rank for expert in experts.tolist() for rank in chains[expert]])
+    instance = np.arange(len(rank))
+    position = instance - np.repeat(np.cumsum(count) - count, count)
+    of_classes = np.full((len(classes), _ROWS.value, width), -1, dtype=np.int32)
+    rows = expert, position, np.repeat(count, count), instance, placement.log2phys[expert, rank]
+    of_classes[at, :, rank] = np.stack(rows, axis=1)
+    by_expert = np.full((2, placement.experts), -1, dtype=np.int32)  # class, and physical number at home
+    by_expert[0, expert] = at
+    by_expert[1] = placement.log2phys[np.arange(placement.experts), placement.home]
+    home = placement.phys2log.reshape(placement.num_ranks, -1)[:, :homes].T
+    home_only = np.full((homes, width), -1, dtype=np.int32)
+    home_only[:, : placement.num_ranks] = np.where(by_expert[0, home] < 0, home, -1)
+    return np.concatenate([of_classes.reshape(-1), home_only.reshape(-1), by_expert.reshape(-1)])
+
+
+class SplitKernels:
+    """Splits loads over one placement as `Splitter` does. A call queues a sum, a fill and two kernels.
+
+    placement: the instances.
+    classes: number of classes of experts.
     sweeps: turns of each class; 0 for equal shares.
-    device: where loads are and kernels run.
+    tables: `kernel_tables` of the placement, where loads are and kernels run.
     """
 
-    def __init__(self, placement: ReplicaPlacement, classes: list[list[int]], sweeps: int, device: Any) -> None:
-        assert classes and placement.num_ranks <= MOST_RANKS
-        self._placement, self._classes, self._sweeps = placement, len(classes), sweeps
-        self._width = max(16, triton.next_power_of_2(placement.num_ranks))
-        chains, homes = placement.chains, placement.homes_per_rank
-        experts = np.array([expert for members in classes for expert in members])
-        count = np.array([len(chains[expert]) for expert in experts.tolist()])
-        expert = np.repeat(experts, count)
-        at = np.repeat(np.repeat(np.arange(len(classes)), [len(members) for members in classes]), count)
-        rank = np.array([rank for expert in experts.tolist() for rank in chains[expert]])
-        instance = np.arange(len(rank))
-        position = instance - np.repeat(np.cumsum(count) - count, count)
-        table = np.full((len(classes), _ROWS.value, self._width), -1, dtype=np.int32)
-        rows = expert, position, np.repeat(count, count), instance, placement.log2phys[expert, rank]
-        table[at, :, rank] = np.stack(rows, axis=1)
-        by_expert = np.full((2, placement.experts), -1, dtype=np.int32)  # class, and physical number at home
-        by_expert[0, expert] = at
-        by_expert[1] = placement.log2phys[np.arange(placement.experts), placement.home]
-        home = placement.phys2log.reshape(placement.num_ranks, -1)[:, :homes].T
-        home_only = np.full((homes, self._width), -1, dtype=np.int32)
-        home_only[:, : placement.num_ranks] = np.where(by_expert[0, home] < 0, home, -1)
-        self._instances = len(rank)
-        # One array, for a single copy to the device.
-        parts = [table.reshape(-1), home_only.reshape(-1), by_expert.reshape(-1)]
-        self._tables = upload(np.concatenate(parts), torch.device(device))
+    def __init__(self, placement: ReplicaPlacement, classes: int, sweeps: int, tables: torch.Tensor) -> None:
+        self._placement, self._classes, self._sweeps, self._tables = placement, classes, sweeps, tables
+        self._instances = sum(map(len, placement.chains.values()))
 
     def __call__(self, load: torch.Tensor) -> torch.Tensor:
         """Split a load: int [source_rank, expert] on the device -> int64 [source_rank, physical]."""
@@ -77,7 +89,7 @@ class SplitKernels:
         served = load.new_zeros(place.num_ranks, len(place.phys2log))
         quota = load.new_empty(self._instances)
         sizes = self._classes, place.homes_per_rank
-        options = launch_options(self._width)
+        options = launch_options(_width(place.num_ranks))
         with torch.cuda.device_of(load):
             balance[(1,)](load.sum(0), self._tables, quota, *sizes, self._sweeps, **options)
             nodes = (place.num_ranks, place.ranks_per_node, place.experts, len(place.phys2log))
@@ -86,30 +98,34 @@ class SplitKernels:
 
 
 @cache
-def kernels_work(
-    ranks: int, device: torch.device, reference: Callable[[ReplicaPlacement, int, np.ndarray], np.ndarray]
-) -> bool:
+def kernels_work(ranks: int, device: torch.device) -> bool:
     """Whether the kernels compile, and split a sample load on this device as NumPy does. Cached; a wrong split would
     hang a run or change its numbers. Where they do not, a warning says why.
 
     ranks: of the sample's placement.
-    device: where the kernels run.
-    reference: (placement, sweeps, load int [source_rank, expert]) -> int64 [source_rank, physical], in NumPy.
+    device: where the kernels run. The host waits for it.
     """
     generator, home = np.random.default_rng(0), np.arange(2 * ranks) // 2
     slots = np.stack([generator.choice(np.flatnonzero(home != rank), 2, replace=False) for rank in range(ranks)])
     placement = ReplicaPlacement(home, slots, ranks_per_node=-(-ranks // 2))
     load = generator.integers(0, 1000, (ranks, 2 * ranks))
+    classes = color_by_rank(placement)
     try:
-        found = SplitKernels(placement, color_by_rank(placement), 4, device)(torch.from_numpy(load).to(device))
+        tables = upload(kernel_tables(placement, classes), device)
+        found = SplitKernels(placement, len(classes), 4, tables)(torch.from_numpy(load).to(device))
     except Exception as error:  # of Triton, of the compilers that it starts, or of the driver
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(f"tokens are split step by step, for Triton cannot compile the kernels: {reason}", stacklevel=2)
+        warnings.warn(f"tokens are split on the host, for Triton cannot compile the kernels: {reason}", stacklevel=2)
         return False
-    works = np.array_equal(found.cpu().numpy(), reference(placement, 4, load))
+    works = np.array_equal(found.cpu().numpy(), Splitter(placement, sweeps=4)(load))
     if not works:
-        warnings.warn("tokens are split step by step, for the kernels that do it give other counts here", stacklevel=2)
+        warnings.warn("tokens are split on the host, for the kernels that do it give other counts here", stacklevel=2)
     return works
+
+
+def _width(ranks: int) -> int:
+    """Ranks of a vector: a power of two."""
+    return max(16, triton.next_power_of_2(ranks))
 
 
 def launch_options(width: int) -> dict[str, Any]:
@@ -182,9 +198,9 @@ def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, e
         position = tl.load(row + _POSITION * WIDTH)
         wanted = tl.load(quota + tl.load(row + _INSTANCE * WIDTH), mask=has, other=0)
         physical = tl.load(row + _PHYSICAL * WIDTH)
-        own = tl.minimum(starting, wanted)
-        supply = starting - own
-        wanted -= own
+        kept = tl.minimum(starting, wanted)
+        supply = starting - kept
+        wanted -= kept
         chain_upto = position[:, None] <= position[None, :]
         # Tokens and quotas within a node are matched as far as possible, in proportion.
         node = rank // ranks_per_node
@@ -208,7 +224,7 @@ def divide(load, quota, tables, served, classes, homes, ranks, ranks_per_node, e
             of = _only(rank, it)
             given = _shared(upto - supply, upto, _only(end - wanted, it), _only(end, it))
             local = _shared(lower, upper, _only(low, it), _only(high, it))
-            given += tl.where(node == of // ranks_per_node, local, 0) + tl.where(rank == of, own, 0)
+            given += tl.where(node == of // ranks_per_node, local, 0) + tl.where(rank == of, kept, 0)
             tl.store(served + rank * physicals + _only(physical, it), given, mask=rank < ranks)
 
 

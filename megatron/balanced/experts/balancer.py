@@ -28,10 +28,10 @@ from balancing.launch import detect_launch
 from megatron.balanced import callbacks
 from megatron.balanced.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.cpu.device import is_cpu
-from megatron.balanced.experts.events import layer_event
+from megatron.balanced.experts.events import LayerMilliseconds, layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
-from megatron.balanced.experts.graphs import captures_iterations, graph_of_iterations
-from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.experts.graphs import captures_iterations, check_kernels, graph_of_iterations
+from megatron.balanced.experts.moe_layer import BalancedMoELayer, place_layers
 from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans, expert_share
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import take_known_loads
@@ -89,7 +89,7 @@ class ExpertBalancer(StepCallback):
         self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
         self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
-        self._shared = self._agree_on_mode([own for own in self._layers_of_model() if own])
+        self._shared = self._agree_on_mode([layers for layers in self._layers_of_model() if layers])
         config = self.config
         if self._captures:  # loads are submitted when a plan is due
             config = dataclasses.replace(config, expert_plan_interval=1)
@@ -98,15 +98,17 @@ class ExpertBalancer(StepCallback):
             if ddp.ddp_config.overlap_grad_reduce:
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
         self.layers_moved()
+        if self._captures:
+            check_kernels(self._layers())
         self._attached = True
 
     def held(self) -> HeldBytes:
         if not self._attached:
             return HeldBytes()
-        chunks = [own for own in self._layers_of_model() if own]
+        chunks = [layers for layers in self._layers_of_model() if layers]
         if self._shared:
-            return HeldBytes(buffers=sum(self._slot_bytes(own, True) for own in chunks))
-        of_layers = {layer.index: self._slot_bytes([layer], False) for own in chunks for layer in own}
+            return HeldBytes(buffers=sum(self._slot_bytes(layers, True) for layers in chunks))
+        of_layers = {layer.index: self._slot_bytes([layer], False) for layers in chunks for layer in layers}
         last = self._args.num_layers  # what follows are layers of multi-token prediction, which do not move
         return HeldBytes(
             {number: size for number, size in of_layers.items() if number < last},
@@ -145,11 +147,11 @@ class ExpertBalancer(StepCallback):
         for chunk in self._chunk_at.values():
             chunk.close()
         before, moved, self._plans, self._chunk_at = self._plans, self._attached, {}, {}
-        for position, (ddp, own) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
-            if own:
-                share = expert_share(self._args, own)
-                chunk = self._chunk_at[position] = ExpertChunk(ddp, own, self._process_group, self._shared, share)
-                for layer in own:
+        for position, (ddp, layers) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
+            if layers:
+                share = expert_share(self._args, layers)
+                chunk = self._chunk_at[position] = ExpertChunk(ddp, layers, self._process_group, self._shared, share)
+                for layer in layers:
                     if layer not in before:
                         layer.set_topology(self._cluster.ranks_per_node, self._cluster.nics_per_node)
                         before[layer] = LayerPlan(layer.without_replicas, arrived=moved)
@@ -187,9 +189,9 @@ class ExpertBalancer(StepCallback):
     def _mode(self, chunks: list[list[BalancedMoELayer]], free: int) -> tuple[bool, str | None]:
         """Whether slots are shared, and the error message if they do not fit into `free` bytes."""
         slots, mode = self.config.expert_replica_slots, self.config.expert_replica_mode
-        resident = sum(self._slot_bytes(own, False) for own in chunks)
+        resident = sum(self._slot_bytes(layers, False) for layers in chunks)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)
-        need = sum(self._slot_bytes(own, True) for own in chunks) if shared else resident
+        need = sum(self._slot_bytes(layers, True) for layers in chunks) if shared else resident
         if need <= free:
             return shared, None
         more = "" if shared else ", or more with --expert-replica-mode shared"
@@ -226,12 +228,14 @@ class ExpertBalancer(StepCallback):
 
     def begin_schedule(self) -> None:
         self._place_known()
+        tables = {}
         for layer in self._layers():
             plan = self._plans[layer]
             if layer.frozen:  # replicas would be sent for a forward pass alone
-                plan.placed = layer.without_replicas
+                plan.tables = layer.without_replicas
             if layer.placement != plan.placed:
-                layer.place(plan.placed)
+                tables[layer] = plan.tables
+        place_layers(tables)
         if not self._captures:
             self._begin_run()
         self._finalize = self._model_config.finalize_model_grads_func
@@ -257,7 +261,7 @@ class ExpertBalancer(StepCallback):
             return
         for (layer, chunk), known in zip(layers.items(), loads, strict=True):
             plan = self._plans[layer]
-            plan.placed, plan.age = self._planner.place_known(layer, known, self._overlap(chunk, layer)), 0
+            plan.tables, plan.age = self._planner.place_known(layer, known, self._overlap(chunk, layer)), 0
         check_same_plans([self._plans[layer] for layer in layers], self._hosts)
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,11 +275,13 @@ class ExpertBalancer(StepCallback):
         if self._captures and self._is_due(self._iteration):
             for chunk in self._chunk_at.values():
                 for layer in chunk.layers:
-                    loads = list(torch.stack(layer.loads))  # a copy: the next replay writes where the graph wrote
                     overlap = self._overlap(chunk, layer)
-                    self._planner.submit(layer, self._plans[layer], loads, self._iteration + 1, overlap)
+                    self._planner.submit(layer, self._plans[layer], layer.loads, self._iteration + 1, overlap)
 
     def end_step(self) -> None:
+        if self._args.cuda_graph_impl != "none":  # a capture that comes next fails where another thread waits
+            self._planner.wait()
+        waited_ms = self._planner.take_waited_ms()
         if (
             self._report is None
             or mpu.get_expert_model_parallel_rank()
@@ -286,17 +292,14 @@ class ExpertBalancer(StepCallback):
         layers = len(self._layers())
         for chunk in self._chunk_at.values():
             statistics = chunk.slots.take_statistics()
+            spent = LayerMilliseconds(
+                exposed=statistics.exposed_seconds / len(chunk.layers) * 1e3,
+                plan=self._planner.plan_ms / layers,
+                plan_wait=waited_ms / layers,
+            )
             for layer in chunk.layers:
-                line = layer_event(
-                    self._iteration,
-                    layer,
-                    chunk,
-                    self._plans[layer],
-                    planner=self.config.expert_planner,
-                    exposed_ms=statistics.exposed_seconds / len(chunk.layers) * 1e3,
-                    plan_ms=self._planner.plan_ms / layers,
-                    plan_wait_ms=self._planner.waited_ms / layers,
-                )
+                plan, planner = self._plans[layer], self.config.expert_planner
+                line = layer_event(self._iteration, layer, chunk, plan, planner, spent)
                 self._report(line)
 
     def _choose_placement(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> ReplicaPlacement:

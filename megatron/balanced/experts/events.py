@@ -1,7 +1,7 @@
 """The event of one balanced MoE layer and step, for the report's event log."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,20 @@ from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.planning import LayerPlan
 
-__all__ = ["layer_event"]
+__all__ = ["LayerMilliseconds", "layer_event"]
+
+
+class LayerMilliseconds(NamedTuple):
+    """What a layer took in a step, in milliseconds.
+
+    exposed: for which computation waited for the layer's replicas.
+    plan: spent planning the layer.
+    plan_wait: for which the step waited for the layer's plan.
+    """
+
+    exposed: float
+    plan: float
+    plan_wait: float
 
 
 def layer_event(
@@ -19,11 +32,8 @@ def layer_event(
     layer: BalancedMoELayer,
     chunk: ExpertChunk,
     plan: LayerPlan,
-    *,
     planner: str,
-    exposed_ms: float,
-    plan_ms: float,
-    plan_wait_ms: float,
+    spent: LayerMilliseconds,
 ) -> Callable[[], dict[str, Any]]:
     """One line of the event log, as a function to be called once the device has passed the end of the step: the host
     does not wait for the copies of loads that start here.
@@ -33,15 +43,13 @@ def layer_event(
     chunk: its model chunk, whose slots know what was sent.
     plan: the layer's placement and history.
     planner: the value of --expert-planner.
-    exposed_ms: milliseconds for which computation waited for the layer's replicas.
-    plan_ms: milliseconds spent planning the layer.
-    plan_wait_ms: milliseconds for which the step waited for the layer's plan.
+    spent: what the layer took.
     """
     homes, replicas = layer.num_local_experts, layer.placement.replicas
     loads, served = _copy(layer.loads), _copy(layer.served) if replicas else None
     known = {
-        "plan_ms": plan_ms,
-        "apply_ms": exposed_ms,
+        "plan_ms": spent.plan,
+        "apply_ms": spent.exposed,
         "moved_bytes": chunk.slots.moved_bytes(layer.experts.position),
         "action": "replicate" if replicas else "keep",
         "reason": "" if replicas else _why_none(layer, iteration),
@@ -51,7 +59,7 @@ def layer_event(
         "plan_age": plan.age,
         "replicas": replicas,
         "added": replicas - plan.placed.replicas,
-        "plan_wait_ms": plan_wait_ms,
+        "plan_wait_ms": spent.plan_wait,
     }
 
     def line() -> dict[str, Any]:
@@ -61,8 +69,8 @@ def layer_event(
             iteration + 1,
             "experts",
             "layer",
-            imbalance_before=float(np.mean([imbalance(each) for each in at_home])),
-            imbalance_after=float(np.mean([imbalance(each) for each in tokens])),
+            imbalance_before=float(np.mean([imbalance(of_ranks) for of_ranks in at_home])),
+            imbalance_after=float(np.mean([imbalance(of_ranks) for of_ranks in tokens])),
             tokens_per_rank=tokens.sum(0),
             **known,
         )

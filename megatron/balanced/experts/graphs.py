@@ -14,15 +14,17 @@ Megatron-LM runs --cuda-graph-warmup-steps iterations without a graph before a c
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from balancing.experts.config import ExpertConfig
+from balancing.experts.split.placed_split import MOST_RANKS, kernels_split
 from megatron.balanced.checks.incompatible import shown
 
 __all__ = [
     "captures_experts",
     "captures_iterations",
+    "check_kernels",
     "graph_of_iterations",
     "leave_out_preprocessing",
     "with_captured_iterations",
@@ -99,6 +101,12 @@ def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> 
             f"--expert-plan-interval 0 is incompatible with {flag}: loads drift on each expert-parallel group by "
             f"itself, and all ranks capture together; use --expert-plan-interval {_INTERVAL}"
         )
+    if args.expert_model_parallel_size > MOST_RANKS or config.expert_planner == "prophet":
+        raise ValueError(
+            f"--balance-experts is incompatible with {flag} where the host divides tokens over instances: with "
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} above {MOST_RANKS}, and with "
+            "--expert-planner prophet; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
+        )
     notes = []
     without = 1 + args.cuda_graph_warmup_steps  # that which captures runs once more
     if config.expert_plan_interval <= without:
@@ -109,6 +117,18 @@ def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> 
         "without a replay, of which the last captures"
     )
     return config, notes
+
+
+def check_kernels(layers: Iterable[Any]) -> None:
+    """Raise ValueError where the host would divide the tokens of a layer, and a graph of iterations could not.
+
+    layers: MoE layers with replicas (`BalancedMoELayer`), complete and on their device.
+    """
+    if not all(kernels_split(layer.placement, layer.device) for layer in layers):
+        raise ValueError(
+            "--balance-experts is incompatible with --cuda-graph-impl full_iteration where Triton's kernels, which "
+            "divide tokens on the GPU, do not work (a warning says why); use --cuda-graph-impl none"
+        )
 
 
 def graph_of_iterations(schedule: Any, before: Callable[[], None]) -> Any:

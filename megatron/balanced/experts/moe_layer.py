@@ -21,39 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
-from balancing.experts.split.split import Splitter, run_starts
-from balancing.upload import upload
+from balancing.experts.split.placed_split import PlacedSplit, SplitTables, kernels_split, place_all
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.known_counts import known_counts
 from megatron.balanced.recompute import Replays
 
-__all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP"]
-
-
-class _PlacedSplit:
-    """A placement and what is computed from it once: the splitter and index tables, on the layer's device.
-
-    placement: the replica placement.
-    split: int [source_rank, expert] -> int64 [source_rank, physical].
-    expert: int64 tensor [physical], the logical expert of each physical one; 0 for an empty slot.
-    """
-
-    def __init__(self, placement: ReplicaPlacement, device: torch.device | None) -> None:
-        self.placement = placement
-        self.split = Splitter(placement, device=device)
-        self.expert = upload(np.maximum(placement.phys2log, 0), device)
-        # In this order of physical numbers, the instances of an expert are neighbours.
-        order = np.argsort(placement.phys2log, kind="stable")
-        tables = order, run_starts(placement.phys2log[order]), np.argsort(order)
-        self._order, self._group_start, self._back = (
-            table if device is None else upload(table, device) for table in tables
-        )
-
-    def tokens_before(self, served: Any) -> Any:
-        """[.., physical]: tokens of lower numbered instances of the same logical expert. served: int [.., physical]."""
-        tokens = served[..., self._order]
-        total = tokens.cumsum(-1) - tokens
-        return (total - total[..., self._group_start])[..., self._back]
+__all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP", "place_layers"]
 
 
 @dataclass(slots=True)
@@ -67,7 +40,7 @@ class _Share:
         logical expert on this rank, numbered from 1, for which first < number <= last.
     """
 
-    placed: _PlacedSplit
+    placed: PlacedSplit
     counts: torch.Tensor | None = None
     interval: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -182,6 +155,13 @@ class ReplicatedSequentialMLP(SequentialMLP):
         )
 
 
+def place_layers(tables: dict["BalancedMoELayer", SplitTables]) -> None:
+    """Split the following micro-batches of each layer over another placement, with one copy to the device for all."""
+    device = next(iter(tables)).device if tables else None
+    for layer, placed in zip(tables, place_all(list(tables.values()), device), strict=True):
+        layer._placed = placed
+
+
 class BalancedMoELayer(MoELayer):
     """An MoE layer that dispatches to physical experts while there are replicas, and is Megatron's otherwise."""
 
@@ -221,7 +201,7 @@ class BalancedMoELayer(MoELayer):
         self.choose_placement: Callable[[Any], ReplicaPlacement] | None = None
         self._splits: Replays[_Share] = Replays()
         # The split is computed where the tokens are, so that the host does not wait for counts. None: in NumPy.
-        self._device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
+        self.device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
         self._in_use: _Share | None = None  # of the pass in progress
         self.set_topology(0, 0)
 
@@ -239,14 +219,18 @@ class BalancedMoELayer(MoELayer):
         """Set the nodes and NICs of the expert-parallel group as `ReplicaPlacement` takes them; drops all replicas."""
         ranks = self.ep_group.size()
         home, slots = contiguous_homes(self.config.num_moe_experts, ranks), np.full((ranks, self.slots), -1)
-        self.without_replicas = ReplicaPlacement(
-            home, slots, ranks_per_node=ranks_per_node, nics_per_node=nics_per_node
-        )
-        self.place(self.without_replicas)
+        nodes = {"ranks_per_node": ranks_per_node, "nics_per_node": nics_per_node}
+        self.without_replicas = self.tables(ReplicaPlacement(home, slots, **nodes))
+        place_layers({self: self.without_replicas})
+        kernels_split(self.placement, self.device)  # compiles them now, and not in a step
+
+    def tables(self, placement: ReplicaPlacement) -> SplitTables:
+        """What splits over `placement` read, for `place_layers`. Any thread may call it."""
+        return SplitTables(placement, self.device)
 
     def place(self, placement: ReplicaPlacement) -> None:
         """Split the following micro-batches over `placement`."""
-        self._placed = _PlacedSplit(placement, self._device)
+        place_layers({self: self.tables(placement)})
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         dispatched, *rest = self._preprocess(hidden_states, probs, routing_map)
@@ -336,7 +320,7 @@ class BalancedMoELayer(MoELayer):
         """Add a micro-batch to `loads` and choose the placement. gathered: int64 tensor, flat, what each rank sends to
         each expert. Returns it as int64 [source_rank, tensor_rank, expert]."""
         dispatcher = self._logical
-        counts = gathered.numpy() if self._device is None else gathered
+        counts = gathered.numpy() if self.device is None else gathered
         counts = counts.reshape(-1, dispatcher.tp_size, self.config.num_moe_experts)
         load = counts.sum(1) if dispatcher.tp_size > 1 else counts[:, 0]
         if self.choose_placement is not None:
@@ -346,7 +330,7 @@ class BalancedMoELayer(MoELayer):
         self.loads.append(load)
         return counts
 
-    def _split(self, placed: _PlacedSplit, counts: Any, load: Any) -> tuple[_Share, Any]:
+    def _split(self, placed: PlacedSplit, counts: Any, load: Any) -> tuple[_Share, Any]:
         """Divide a load over the instances of `placed`; also returns the tokens that each rank computes, int [rank].
 
         counts: int64 [source_rank, tensor_rank, expert].
@@ -360,18 +344,18 @@ class BalancedMoELayer(MoELayer):
             return self._on_device(placed, served, first, first + served[rank]), by_rank
         # A source's tokens go to the instances of their expert in the order of physical numbers. Tensor-parallel ranks
         # of one source hold its tokens one after the other.
-        expert = placed.expert if self._device is not None else placed.expert.numpy()
-        own = counts[:, :, expert]  # [source_rank, tensor_rank, physical]
-        none = own * 0
+        expert = placed.expert if self.device is not None else placed.expert.numpy()
+        of_source = counts[:, :, expert]  # [source_rank, tensor_rank, physical]
+        none = of_source * 0
         first = placed.tokens_before(served)[:, None] - (counts.cumsum(1) - counts)[:, :, expert]
-        last = (first + served[:, None]).clip(none, own)
-        first = first.clip(none, own)
+        last = (first + served[:, None]).clip(none, of_source)
+        first = first.clip(none, of_source)
         return self._on_device(placed, last - first, first[rank, part], last[rank, part]), by_rank
 
-    def _on_device(self, placed: _PlacedSplit, sent: Any, first: Any, last: Any) -> _Share:
+    def _on_device(self, placed: PlacedSplit, sent: Any, first: Any, last: Any) -> _Share:
         """The share of counts [source_rank, .., physical] and an interval [physical], as tensors."""
         parts = sent.reshape(-1), first, last
-        counts, *interval = (torch.from_numpy(part) if self._device is None else part for part in parts)
+        counts, *interval = (torch.from_numpy(part) if self.device is None else part for part in parts)
         return _Share(placed, counts, tuple(interval))
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:

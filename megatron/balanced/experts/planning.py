@@ -7,8 +7,10 @@ load, so all ranks of an expert-parallel group make the same ones; `check_same_p
 
 import argparse
 import hashlib
+import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,22 +23,25 @@ from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas
 from balancing.experts.config import ExpertConfig
 from balancing.experts.planners.repair import repair
+from balancing.experts.split.placed_split import SplitTables
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
 __all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "expert_share"]
 
+# So long, instead of 5 ms, may the thread that plans keep Python's lock while the one that launches work waits for it.
+_SWITCH_SECONDS = 1e-4
 _DRIFT = 0.05  # total variation of the load after which replicas are placed again, with --expert-plan-interval 0
 
 
 class Planned(NamedTuple):
     """Result of one planning task.
 
-    placement: the layer's new placement; None keeps the current one.
+    tables: of the layer's new placement; None keeps the current one.
     drift: total variation between the last two loads.
     seconds: time spent planning.
     """
 
-    placement: ReplicaPlacement | None
+    tables: SplitTables | None
     drift: float
     seconds: float
 
@@ -56,7 +61,7 @@ class Overlap(NamedTuple):
 class LayerPlan:
     """One layer's placement and loads from iteration to iteration.
 
-    placed: the placement that an iteration begins with; late replicas (`ReplicaPlanner.repair`) are not in it.
+    tables: of `placed`.
     history: loads of past iterations.
     drift: total variation between the last two loads.
     age: iterations since the load that `placed` was planned from.
@@ -65,12 +70,17 @@ class LayerPlan:
         than at home until the interval is over, which the balancer of layers would measure.
     """
 
-    placed: ReplicaPlacement
+    tables: SplitTables
     history: LoadHistory = field(default_factory=LoadHistory)
     drift: float = 0.0
     age: int = 0
     due: int = 0
     arrived: bool = False
+
+    @property
+    def placed(self) -> ReplicaPlacement:
+        """The placement that an iteration begins with; late replicas (`ReplicaPlanner.repair`) are not in it."""
+        return self.tables.placement
 
 
 class ReplicaPlanner:
@@ -95,7 +105,9 @@ class ReplicaPlanner:
         self._cluster, self._shared = cluster, shared
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._submitted: dict[int, tuple[LayerPlan, Future[Planned]]] = {}  # by the identity of the record
-        self.plan_ms = self.waited_ms = 0.0  # of the last placements that were adopted, all layers together
+        self._switch_seconds = sys.getswitchinterval()
+        self.plan_ms = 0.0  # of the last placements that were adopted, all layers together
+        self.waited_ms = 0.0
 
     def submit(
         self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
@@ -109,23 +121,35 @@ class ReplicaPlanner:
         overlap: the compute that its transfers overlap.
         """
         if id(plan) not in self._submitted:
-            planned = self._thread.submit(self._plan, layer, plan, loads, iteration, overlap)
+            sys.setswitchinterval(_SWITCH_SECONDS)
+            planned = self._thread.submit(self._plan, layer, plan, _on_host(loads), iteration, overlap)
             self._submitted[id(plan)] = plan, planned
+
+    def wait(self) -> None:
+        """Wait for the submitted plans. Until the next `submit`, no thread of ours waits for the device."""
+        begin = time.perf_counter()
+        wait([planned for _, planned in self._submitted.values()])
+        self.waited_ms += (time.perf_counter() - begin) * 1e3
 
     def adopt(self) -> bool:
         """Wait for the submitted plans and take their placements. Returns whether a layer got a placement."""
         if not self._submitted:
             return False
-        begin = time.perf_counter()
-        done = [(plan, future.result()) for plan, future in self._submitted.values()]
-        self.waited_ms = (time.perf_counter() - begin) * 1e3
+        self.wait()
+        sys.setswitchinterval(self._switch_seconds)
+        done = [(plan, planned.result()) for plan, planned in self._submitted.values()]
         self.plan_ms = sum(planned.seconds for _, planned in done) * 1e3
         for plan, planned in done:
             plan.drift, plan.age = planned.drift, plan.age + 1
-            if planned.placement is not None:
-                plan.placed, plan.age = planned.placement, 1
+            if planned.tables is not None:
+                plan.tables, plan.age = planned.tables, 1
         self._submitted.clear()
-        return any(planned.placement is not None for _, planned in done)
+        return any(planned.tables is not None for _, planned in done)
+
+    def take_waited_ms(self) -> float:
+        """Milliseconds for which steps have waited for plans since this was last called."""
+        waited, self.waited_ms = self.waited_ms, 0.0
+        return waited
 
     def repair(self, layer: BalancedMoELayer, load: Any) -> ReplicaPlacement:
         """The layer's placement, with late replicas where `load` shows that they pay although they are exposed.
@@ -134,7 +158,10 @@ class ReplicaPlanner:
         """
         if self._machine is None or layer.placement.split != "level":
             return layer.placement
-        (load,) = _to_host([load])
+        if self._args.moe_token_dispatcher_type == "flex":  # which does not wait for the device, so we do not, either
+            return layer.placement
+        if isinstance(load, torch.Tensor):
+            load = load.cpu().numpy()
         return repair(
             load,
             layer.placement,
@@ -145,9 +172,14 @@ class ReplicaPlanner:
         )
 
     def _plan(
-        self, layer: BalancedMoELayer, plan: LayerPlan, loads: list[Any], iteration: int, overlap: Overlap
+        self,
+        layer: BalancedMoELayer,
+        plan: LayerPlan,
+        on_host: Callable[[], np.ndarray],
+        iteration: int,
+        overlap: Overlap,
     ) -> Planned:
-        loads = _to_host(loads)
+        loads = on_host()
         begin = time.perf_counter()
         history, interval = plan.history, self._config.expert_plan_interval
         drift = float(history.record(np.mean(loads, axis=0)))
@@ -155,11 +187,11 @@ class ReplicaPlanner:
         if waits and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
         plan.due, plan.arrived = iteration + history.interval(_DRIFT), False
-        placement = self._place(layer, history.predict(), overlap)
-        return Planned(placement, drift, time.perf_counter() - begin)
+        tables = self._place(layer, history.predict(), overlap)
+        return Planned(tables, drift, time.perf_counter() - begin)
 
-    def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> ReplicaPlacement:
-        """The placement for loads that are known.
+    def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> SplitTables:
+        """The placement for loads that are known, and its tables.
 
         layer: the layer, whose sizes and homes are read.
         loads: int [source_rank, expert] of each micro-batch.
@@ -167,7 +199,7 @@ class ReplicaPlanner:
         """
         return self._place(layer, np.rint(np.mean(loads, axis=0)).astype(np.int64), overlap)
 
-    def _place(self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap) -> ReplicaPlacement:
+    def _place(self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap) -> SplitTables:
         costs: dict[str, Any] = {}
         if self._machine is not None:
             costs = {
@@ -183,8 +215,11 @@ class ReplicaPlanner:
             method=self._config.expert_planner,
             **costs,
         )
-        gain = 1 - _busiest(load, placement) / max(_busiest(load, layer.without_replicas), 1)
-        return placement if gain >= self._config.expert_min_gain else layer.without_replicas
+        alone = layer.without_replicas
+        gain = 1 - _busiest(load, placement) / max(_busiest(load, alone.placement), 1)
+        tables = layer.tables(placement) if gain >= self._config.expert_min_gain else alone
+        tables.placement.digest()  # computed here, and kept
+        return tables
 
     def _micro_batches_served(self) -> int:
         """Micro-batches that one transfer of replicas serves."""
@@ -197,16 +232,26 @@ def check_same_plans(plans: list[LayerPlan], hosts: dist.ProcessGroup) -> None:
     hosts: the ranks of the group on gloo, so that no host waits for its device.
     """
     digest = hashlib.sha256("".join(plan.placed.digest() for plan in plans).encode()).digest()
-    own = torch.tensor([int.from_bytes(digest[:7], "little")])
+    digest_here = torch.tensor([int.from_bytes(digest[:7], "little")])
     digests = torch.empty(dist.get_world_size(hosts), dtype=torch.int64)
-    dist.all_gather_into_tensor(digests, own, group=hosts)
+    dist.all_gather_into_tensor(digests, digest_here, group=hosts)
     if len(set(digests.tolist())) > 1:
         raise RuntimeError("ranks of an expert-parallel group made different plans for the same load")
 
 
-def _to_host(values: list[Any]) -> list[np.ndarray]:
-    """NumPy arrays as they are; tensors of one shape as NumPy arrays, with one copy from the GPU."""
-    return list(torch.stack(values).cpu().numpy()) if isinstance(values[0], torch.Tensor) else values
+def _on_host(loads: list[Any]) -> Callable[[], np.ndarray]:
+    """Start the copy of loads of one shape from the GPU, if they are there. Returns what waits for it, and for nothing
+    that is queued later: [micro-batch, source_rank, expert]."""
+    if not isinstance(loads[0], torch.Tensor):
+        return lambda: np.stack(loads)
+    copied = torch.stack(loads).to("cpu", non_blocking=True)
+    done = torch.cuda.current_stream().record_event()
+
+    def wait() -> np.ndarray:
+        done.synchronize()
+        return copied.numpy()
+
+    return wait
 
 
 def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:

@@ -44,7 +44,7 @@ class QuantizedWeights(WeightFormat):
         return kind(shape=parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=True, **stored)
 
     def received(self, replicas: Parameters) -> None:
-        fp8_utils.post_all_gather_processing([each for each in replicas if fp8_utils.is_float8tensor(each)])
+        fp8_utils.post_all_gather_processing([weight for weight in replicas if fp8_utils.is_float8tensor(weight)])
 
 
 def weight_format(expert: Parameters) -> WeightFormat:

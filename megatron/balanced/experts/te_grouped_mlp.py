@@ -110,12 +110,12 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the homes and the replicas of this rank as one."""
         physical = self._homes_and(slots)
-        own = self.linear_fc1, self.linear_fc2
+        of_homes = self.linear_fc1, self.linear_fc2
         linears = physical.linear_fc1, physical.linear_fc2
-        for linear, twin in zip(own, linears, strict=True):
+        for linear, twin in zip(of_homes, linears, strict=True):
             twin.is_first_microbatch = linear.is_first_microbatch
         result = TEGroupedMLP.forward(physical, *inputs)
-        for linear, twin in zip(own, linears, strict=True):
+        for linear, twin in zip(of_homes, linears, strict=True):
             linear.is_first_microbatch = twin.is_first_microbatch
         return result
 

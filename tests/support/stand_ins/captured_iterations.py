@@ -331,12 +331,14 @@ def install() -> None:
 
     from balancing.experts.engine import relay
     from megatron.balanced.experts import moe_layer
+    from tests.support.stand_ins import split_kernels
 
     install_flex()
     fused_a2a.HybridEPBuffer = _HybridEPBuffer
     TEGroupedMLP._is_fused_impl_supported = lambda self: True
     TEGroupedMLP._fused_forward = _fused_forward
     moe_layer.is_cpu = lambda: False
+    split_kernels.install(as_kernel)
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, _graph
     torch.cuda.graph_pool_handle = lambda: (0, 0)
     torch.distributed.Work.wait = _noted_wait

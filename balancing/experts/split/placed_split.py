@@ -1,0 +1,123 @@
+"""A placement that micro-batches are split over, with the tables that are computed from it once.
+
+`SplitTables` are NumPy arrays. A thread that plans can build them, while the one that trains goes on. What the GPU
+reads of the tables of all layers is then sent there in one copy (`place_all`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from balancing.experts.placement import ReplicaPlacement, color_by_rank
+from balancing.experts.split.split import Splitter, run_starts, sweeps_of
+from balancing.upload import upload
+
+__all__ = ["MOST_RANKS", "PlacedSplit", "SplitTables", "kernels_split", "place_all"]
+
+MOST_RANKS = 128  # that the kernels take: pairs of more ranks do not fit the registers of one program
+
+
+def kernels_split(placement: ReplicaPlacement, device: torch.device | None) -> bool:
+    """Whether kernels split loads over `placement` where they are. Elsewhere NumPy does, and the host waits for each
+    load of a GPU: with more ranks than the kernels take, with Pro-Prophet's rule, and without a Triton that works. The
+    first call for a device compiles them."""
+    if device is None or placement.split == "own" or placement.num_ranks > MOST_RANKS:
+        return False
+    try:
+        from balancing.experts.split import split_kernel
+    except ImportError:
+        return False
+    return split_kernel.kernels_work(placement.num_ranks, device)
+
+
+class SplitTables:
+    """What the split over a placement reads, on the host.
+
+    placement: the instances.
+    device: where loads are; None for NumPy arrays.
+    """
+
+    def __init__(self, placement: ReplicaPlacement, device: torch.device | None) -> None:
+        self.placement, self.device = placement, device
+        # In this order of physical numbers, the instances of an expert are neighbours.
+        order = np.argsort(placement.phys2log, kind="stable")
+        first = run_starts(placement.phys2log[order])
+        self.indices = np.stack([np.maximum(placement.phys2log, 0), order, first, np.argsort(order)])
+        self.splitter: Splitter | None = None
+        self.of_kernels: np.ndarray | None = None
+        if placement.replicas and kernels_split(placement, device):
+            from balancing.experts.split.split_kernel import kernel_tables
+
+            classes = color_by_rank(placement)
+            self.classes = len(classes)
+            self.of_kernels = kernel_tables(placement, classes)
+        else:
+            self.splitter = Splitter(placement)
+
+
+class PlacedSplit:
+    """Splits loads over one placement. Arrays are NumPy's, or tensors on the device of the tables.
+
+    tables: of the placement.
+    indices, of_kernels: of the tables, on their device.
+
+    placement: the replica placement.
+    expert: int64 tensor [physical], the logical expert of each physical one; 0 for an empty slot.
+    """
+
+    def __init__(self, tables: SplitTables, indices: Any, of_kernels: torch.Tensor | None) -> None:
+        self.placement, self._device = tables.placement, tables.device
+        expert, self._order, self._first, self._back = indices
+        self.expert: torch.Tensor = torch.as_tensor(expert)
+        self._splitter, self._kernels = tables.splitter, None
+        if of_kernels is not None:
+            from balancing.experts.split.split_kernel import SplitKernels
+
+            sweeps = sweeps_of(tables.placement, tables.classes)
+            self._kernels = SplitKernels(tables.placement, tables.classes, sweeps, of_kernels)
+
+    def split(self, load: Any) -> Any:
+        """Tokens of each source rank that each instance serves: int64 [source_rank, physical].
+
+        load: int [source_rank, expert].
+        """
+        if self._kernels is not None:
+            return self._kernels(load)
+        assert self._splitter is not None
+        if self._device is None:
+            return self._splitter(load)
+        return upload(self._splitter(load.cpu().numpy()), self._device)
+
+    def tokens_before(self, served: Any) -> Any:
+        """[.., physical]: tokens of lower numbered instances of the same logical expert. served: int [.., physical]."""
+        tokens = served[..., self._order]
+        total = tokens.cumsum(-1) - tokens
+        return (total - total[..., self._first])[..., self._back]
+
+
+def place_all(tables: Sequence[SplitTables], device: torch.device | None) -> list[PlacedSplit]:
+    """The split over each placement, with one copy to the device for all of them.
+
+    tables: of placements for loads on `device`.
+    """
+    if device is None or not tables:
+        return [PlacedSplit(of_layer, of_layer.indices, None) for of_layer in tables]
+    parts = [part for of_layer in tables for part in _parts(of_layer)]
+    uploaded = iter(upload(np.concatenate(parts), device).split([len(part) for part in parts]))
+    placed = []
+    for of_layer in tables:
+        indices = next(uploaded).view(of_layer.indices.shape)
+        of_kernels = None if of_layer.of_kernels is None else next(uploaded).view(torch.int32)
+        placed.append(PlacedSplit(of_layer, indices, of_kernels))
+    return placed
+
+
+def _parts(tables: SplitTables) -> list[np.ndarray]:
+    """The tables as int64 arrays; two numbers of the kernels' tables, which have 32 bits, make one."""
+    parts = [tables.indices.reshape(-1)]
+    if tables.of_kernels is not None:
+        odd = len(tables.of_kernels) % 2
+        parts.append(np.append(tables.of_kernels, np.zeros(odd, dtype=np.int32)).view(np.int64))
+    return parts

@@ -1,0 +1,158 @@
+"""The thread that plans replicas: what it takes off the thread that launches work, and what it must not disturb."""
+
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
+
+TRAINING = (
+    "--num-layers 3 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --init-method-std 0.1 "
+    "--balance-experts --expert-min-gain 0 --train-iters 6 --global-batch-size 4"
+).split()
+
+
+def _uploads(argv: list[str]) -> list[tuple[int, int, int]]:
+    """Train on the paths of a GPU. For each step: the layers that get other replicas when it begins, the copies to the
+    device for it, and the tables of placements that this thread builds."""
+    from balancing.experts.split import placed_split
+    from megatron.balanced.experts import balancer, moe_layer
+    from megatron.balanced.experts.balancer import ExpertBalancer
+    from tests.support.stand_ins import split_kernels
+
+    moe_layer.is_cpu = lambda: False
+    split_kernels.install()
+    upload, place, build = placed_split.upload, balancer.place_layers, placed_split.SplitTables.__init__
+    begin = ExpertBalancer.begin_schedule
+    steps: list[tuple[int, int, int]] = []
+    changed = copies = built = 0
+
+    def counted_upload(*args: Any) -> Any:
+        nonlocal copies
+        copies += 1
+        return upload(*args)
+
+    def counted_place(tables: dict) -> None:
+        nonlocal changed
+        changed += len(tables)
+        place(tables)
+
+    def counted_build(*args: Any, **kwargs: Any) -> None:
+        nonlocal built
+        built += threading.current_thread() is threading.main_thread()
+        build(*args, **kwargs)
+
+    def begin_schedule(self: ExpertBalancer) -> None:
+        nonlocal changed, copies, built
+        changed = copies = built = 0
+        begin(self)
+        steps.append((changed, copies, built))
+
+    placed_split.upload, balancer.place_layers = counted_upload, counted_place
+    placed_split.SplitTables.__init__ = counted_build
+    ExpertBalancer.begin_schedule = begin_schedule
+    train_rank(argv, False)
+    return steps
+
+
+def test_placements_of_all_layers_come_in_one_copy_of_tables_that_are_ready(pool):
+    for steps in pool.run(2, _uploads, [*MODEL, *MOCK_DATA, *MOE, *TRAINING]):
+        assert max(changed for changed, _, _ in steps) > 1, "not several layers at once, so nothing was tested"
+        assert all(copies == (changed > 0) for changed, copies, _ in steps), steps
+        assert all(built == 0 for _, _, built in steps), steps
+
+
+def _planner(dispatcher: str = "alltoall", machine: Any = None) -> Any:
+    from balancing.cluster import Cluster
+    from balancing.experts.config import ExpertConfig
+    from megatron.balanced.experts.planning import ReplicaPlanner
+
+    args = SimpleNamespace(moe_token_dispatcher_type=dispatcher, cuda_graph_impl="transformer_engine")
+    return ReplicaPlanner(args, ExpertConfig(), machine, Cluster.preset("h200-8x400g").relabel(1, 2), False)
+
+
+def _while_a_plan_is_made() -> tuple[float, float, float]:
+    """How long a thread may keep Python's lock: before a plan is made, meanwhile, and after it was adopted."""
+    from megatron.balanced.experts.planning import Planned
+
+    planner, end = _planner(), threading.Event()
+
+    def plan(*unused: Any) -> Planned:
+        end.wait(60)
+        return Planned(None, 0.0, 0.0)
+
+    planner._plan = plan
+    found = [sys.getswitchinterval()]
+    planner.submit(None, SimpleNamespace(drift=0.0, age=0), [np.zeros((2, 4))], 1, None)
+    found.append(sys.getswitchinterval())
+    end.set()
+    planner.adopt()
+    return *found, sys.getswitchinterval()
+
+
+def test_the_thread_that_plans_hands_on_pythons_lock_at_once(pool):
+    """The functions of a backward pass want it some hundred times while the layers are planned."""
+    ((before, meanwhile, after),) = pool.run(1, _while_a_plan_is_made)
+    assert meanwhile <= 1e-4 < before == after
+
+
+def _ends_of_a_step() -> list[bool]:
+    """Whether all plans are made when a step ends, where layers are captured and where none is."""
+    from megatron.balanced.experts.balancer import ExpertBalancer
+    from megatron.balanced.experts.planning import Planned
+
+    found = []
+    for graphs in ("transformer_engine", "none"):
+        planner, end = _planner(), threading.Event()
+
+        def plan(*unused: Any, end: threading.Event = end) -> Planned:
+            end.wait(60)
+            return Planned(None, 0.0, 0.0)
+
+        planner._plan = plan
+        planner.submit(None, SimpleNamespace(drift=0.0, age=0), [np.zeros((2, 4))], 1, None)
+        balancer = object.__new__(ExpertBalancer)
+        balancer._args, balancer._planner, balancer._report = SimpleNamespace(cuda_graph_impl=graphs), planner, None
+        timer = threading.Timer(0.2, end.set)
+        timer.start()
+        balancer.end_step()
+        found.append(all(planned.done() for _, planned in planner._submitted.values()) and end.is_set())
+        timer.cancel()
+        end.set()
+        planner.adopt()
+    return found
+
+
+def test_no_plan_is_being_made_where_layers_may_be_captured(pool):
+    """A thread that waits for the device makes a capture fail, and the next one may begin when a step has ended."""
+    assert pool.run(1, _ends_of_a_step) == [[True, False]]
+
+
+def _looks_at_the_load(dispatcher: str) -> bool:
+    """Whether the load of a first micro-batch is read for late replicas."""
+    from balancing.cluster import Cluster
+    from megatron.balanced.experts import planning
+
+    read = False
+
+    def repair(load: Any, placement: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal read
+        read = True
+        return placement
+
+    planning.repair, planning._expert_shape = repair, lambda layer: None
+    planner = _planner(dispatcher, Cluster.preset("h200-8x400g"))
+    planner._micro_batches_served = lambda: 1
+    layer = SimpleNamespace(placement=SimpleNamespace(split="level"))
+    assert planner.repair(layer, np.zeros((2, 4))) is layer.placement
+    return read
+
+
+@pytest.mark.parametrize(("dispatcher", "looks"), [("flex", False), ("alltoall", True)])
+def test_late_replicas_make_the_host_wait_only_where_the_dispatcher_does(pool, dispatcher, looks):
+    """The backends of the flex dispatcher never wait for counts."""
+    assert pool.run(1, _looks_at_the_load, dispatcher) == [looks]
