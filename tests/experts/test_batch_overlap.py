@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.experts.test_training import _assert_same
-from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, join, train, train_rank
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, assert_close, join, train, train_rank
 
 BASE = [
     *MODEL,
@@ -72,7 +71,7 @@ def test_replicas_of_two_micro_batches_in_parts_change_no_number(pool, tmp_path,
     )
     results = pool.run(ranks, _train_in_parts, [*BASE, *balanced.split()])
     assert all(both > 3 for _, both in results), "hardly anything ran in turn"
-    _assert_same(join([run for run, _ in results]), reference)
+    assert_close(join([run for run, _ in results]), reference)
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line["action"] == "replicate" for line in lines) > 5, "hardly anything was replicated"
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, train, train_rank
+from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, assert_close, train, train_rank
 
 EXPERTS = (
     "--swiglu --disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
@@ -94,14 +94,6 @@ def _reference(pool, ranks: int, flags: str) -> Run:
     return train(pool, ranks, flags, base=BASE, parameters=True)
 
 
-def _assert_same(balanced: Run, reference: Run) -> None:
-    np.testing.assert_allclose(balanced.losses, reference.losses, rtol=1e-12, atol=0)
-    assert balanced.parameters.keys() == reference.parameters.keys()
-    for name, value in reference.parameters.items():
-        difference = np.linalg.norm(balanced.parameters[name] - value)
-        assert difference <= 1e-12 * np.linalg.norm(value), f"{name}: {difference / np.linalg.norm(value)}"
-
-
 DISPATCHERS, MODES, PLANNERS = ("alltoall", "allgather"), ("resident", "shared"), ("quota", "prophet")
 
 
@@ -120,7 +112,7 @@ def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, pla
     ranks, flags = LAYOUTS[layout]
     flags += f" --moe-token-dispatcher-type {dispatcher}"
     balanced = _balanced(pool, tmp_path, ranks, flags, f"--expert-replica-mode {mode} --expert-planner {planner}")
-    _assert_same(balanced, _reference(pool, ranks, flags))
+    assert_close(balanced, _reference(pool, ranks, flags))
 
 
 def _others() -> Iterator[Any]:
@@ -135,7 +127,7 @@ def _others() -> Iterator[Any]:
 def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     ranks, flags = OTHERS[case]
     flags += " --moe-token-dispatcher-type alltoall"
-    _assert_same(
+    assert_close(
         _balanced(pool, tmp_path, ranks, flags, f"--expert-replica-mode {mode}"), _reference(pool, ranks, flags)
     )
 
@@ -146,7 +138,7 @@ def test_how_often_replicas_are_placed(pool, tmp_path, interval):
     ranks, flags = LAYOUTS["EP 2"]
     flags += " --moe-token-dispatcher-type alltoall"
     balanced = _balanced(pool, tmp_path, ranks, flags, f"--expert-plan-interval {interval}")
-    _assert_same(balanced, _reference(pool, ranks, flags))
+    assert_close(balanced, _reference(pool, ranks, flags))
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     ages = [line["plan_age"] for line in lines if line.get("layer") == 0 and line["unit"] == "layer"]
     assert all(0 < line["drift"] < 1 for line in lines if line.get("plan_age") and line["iteration"] > 3)
@@ -177,7 +169,7 @@ def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
     balanced = _balanced(pool, tmp_path, ranks, flags, never)
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line.get("added", 0) for line in lines) > 10
-    _assert_same(balanced, _reference(pool, ranks, flags))
+    assert_close(balanced, _reference(pool, ranks, flags))
 
 
 def _begins_of_compute(argv: list[str]) -> dict[str, int]:
@@ -209,3 +201,41 @@ def test_parts_of_transfers_are_posted_when_compute_begins(pool):
     for begins in pool.run(2, _begins_of_compute, argv):
         assert begins["postprocess"] == begins["backward"] == passes
         assert begins["acquire"] > passes / 2, "hardly anything was replicated, so nothing was tested"
+
+
+def _first_gathers(argv: list[str]) -> list[list[bool]]:
+    """Train this rank. For each step: whether the parameters of each gather that starts before the forward pass are of
+    experts, in the order of starts."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
+
+    from megatron.balanced.experts.gradients import ExpertChunk
+
+    start, begin = BucketGroup.start_param_sync, ExpertChunk.begin_step
+    steps: list[list[bool]] = []
+    noted = False
+
+    def start_param_sync(self: Any, force_sync: bool = False) -> None:
+        if noted:
+            parameters = [parameter for bucket in self.buckets for parameter in bucket.params_list]
+            steps[-1].append(all(not getattr(parameter, "allreduce", True) for parameter in parameters))
+        start(self, force_sync=force_sync)
+
+    def begin_step(self: ExpertChunk) -> None:
+        nonlocal noted
+        steps.append([])
+        noted = True
+        begin(self)
+        noted = False
+
+    BucketGroup.start_param_sync, ExpertChunk.begin_step = start_param_sync, begin_step
+    train_rank(argv, False)
+    return steps
+
+
+def test_parameters_of_the_first_layers_are_gathered_before_those_of_experts(pool):
+    overlaps = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+    argv = [*BASE, *f"--expert-model-parallel-size 2 --balance-experts {overlaps}".split()]
+    for steps in pool.run(4, _first_gathers, argv):
+        gathers = [step for step in steps if step]
+        assert len(gathers) > 4 and all(len(step) > 2 for step in gathers)
+        assert all(step[0] is False and all(step[1:]) for step in gathers)

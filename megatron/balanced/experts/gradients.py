@@ -72,10 +72,12 @@ class ExpertChunk:
         self._buckets = [
             {bucket_of[p]: None for expert in layer for p in expert if p in bucket_of} for layer in homes
         ]  # by layer, in the same order on all ranks
+        self._gathers = [*ddp.bucket_groups[-1:], *ddp.expert_parallel_bucket_groups]  # that `begin_step` starts
         if config.overlap_param_gather:
-            for bucket_group in ddp.expert_parallel_bucket_groups:
+            for bucket_group in self._gathers:
                 bucket_group.start_param_sync = self._once(bucket_group)
-                bucket_group.next_param_gather_bucket_group = None  # `begin_step` starts all gathers
+            for bucket_group in ddp.expert_parallel_bucket_groups:
+                bucket_group.next_param_gather_bucket_group = None
         if config.overlap_grad_reduce:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
             for bucket_group in {bucket_group: None for of_layer in self._buckets for bucket_group in of_layer}:
@@ -156,8 +158,9 @@ class ExpertChunk:
     def begin_step(self) -> None:
         if self._gathers_ahead():
             # Replicas are sent before a forward pass would gather their weights. Which layers have replicas differs
-            # between expert-parallel groups, but gathers must start in the same order on all ranks: start all now.
-            for bucket_group in self._ddp.expert_parallel_bucket_groups:
+            # between expert-parallel groups, but gathers must start in the same order on all ranks: start all now,
+            # behind that of the first dense layers, which the forward pass waits for first.
+            for bucket_group in self._gathers:
                 bucket_group.start_param_sync()
         self.slots.begin_step([layer.placement for layer in self.layers], get_num_microbatches())
 
