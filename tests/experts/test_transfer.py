@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from balancing.experts.engine.chains import Numbers
 from balancing.layers import operations
 
 LAYERS, SIZE = 5, 6
@@ -302,3 +303,13 @@ def test_transfers_leave_the_links_to_exchanges_of_tokens(pool):
         for (name, messages), (expected, kind, begin, end) in zip(posted, parts, strict=True):
             assert name == expected
             assert messages == sum(_turns(CHAIN - 1 - rank if kind == "gradients" else rank)[begin:end]), (name, kind)
+
+
+def test_numbers_of_messages_fit_torchs_32_bits():
+    """Of a thousand layers with a thousand experts each."""
+    last = Numbers(layer=1023, homeward=True, experts=1024).first(1023)
+    assert 0 < last + 511 < 2**31
+    assert (
+        Numbers(layer=1, homeward=False, experts=4).first(2) - Numbers(layer=1, homeward=False, experts=4).first(1)
+        == 512
+    )
