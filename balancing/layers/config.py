@@ -15,7 +15,7 @@ class LayerConfig:
         default=False,
         metadata={
             "help": "Move layers between pipeline stages while training, so that stages cost the same. Losses do not "
-            "change, but for dropout, which then draws from a stream of each layer's own."
+            "change; with dropout, masks differ after a move."
         },
     )
     balance_layers_once: bool = field(

@@ -6,7 +6,7 @@ layer needs the boundaries of documents.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from balancing.sequences.sequence_plan import SequencePlan
 from megatron.balanced.sequences.checks import packs_samples_of_losses
 
 if TYPE_CHECKING:
+    from megatron.balanced.observer import Observer
     from megatron.balanced.sequences.balancer import SequenceBalancer
 
 __all__ = ["forward_step", "is_packed", "train_valid_test_datasets"]
@@ -50,8 +51,6 @@ _BATCH_KEYS = (
     "local_cp_size",
     "hybrid_cp_group",
 )
-
-DocumentObserver = Callable[[list[int], int, SequencePlan | None, int], None]
 
 
 def is_packed(args: argparse.Namespace) -> bool:
@@ -283,8 +282,7 @@ def forward_step(
     model: torch.nn.Module,
     return_schedule_plan: bool = False,
     *,
-    on_documents: DocumentObserver | None = None,
-    on_parts: Sequence[Callable[[Any, int], None]] = (),
+    observer: "Observer | None" = None,
     sequences: "SequenceBalancer | None" = None,
 ) -> tuple[Any, Callable]:
     """Run the forward pass of one micro-batch. Returns the output tensor and the loss function, as schedules expect.
@@ -293,9 +291,7 @@ def forward_step(
     model: the model chunk.
     return_schedule_plan: return Megatron-LM's plan of the forward and backward pass in the place of the output tensor,
         which the schedule then runs in parts (`--overlap-moe-expert-parallel-comm`).
-    on_documents: called with the document lengths, the model chunk and the plan of each micro-batch, and with this rank
-        among those of the plan.
-    on_parts: called with Megatron-LM's plan, if it is returned, and the model chunk.
+    observer: told of each micro-batch, and of Megatron-LM's plan if that is returned.
     sequences: plans how documents are spread over ranks; None for Megatron-LM's own layout.
     """
     args = get_args()
@@ -313,8 +309,8 @@ def forward_step(
         batch, packed, plan = sequences.next_batch(data_iterator, vp_stage or 0)
         rank, weigh = sequences.domain.rank, packed.weigh
     timers("batch-generator").stop()
-    if on_documents is not None:
-        on_documents(_document_lengths(args, packed, plan), vp_stage or 0, plan, rank)
+    if observer is not None:
+        observer.documents(partial(_document_lengths, args, packed, plan), vp_stage or 0, plan, rank)
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(
         batch["tokens"],
@@ -324,6 +320,6 @@ def forward_step(
         loss_mask=batch["loss_mask"],
         packed_seq_params=packed,
     )
-    for call in on_parts if return_schedule_plan else ():
-        call(output, vp_stage or 0)
+    if observer is not None and return_schedule_plan:
+        observer.parts(output, vp_stage or 0)
     return output, partial(_loss, batch["loss_mask"], weigh=weigh, training=model.training)

@@ -79,10 +79,13 @@ class Observer(StepCallback):
         if self.step is not None:
             self.step.events.append(event)
 
-    def documents(self, lengths: list[int], chunk: int, plan: SequencePlan | None = None, place: int = 0) -> None:
+    def documents(
+        self, lengths_of: Callable[[], list[int]], chunk: int, plan: SequencePlan | None = None, place: int = 0
+    ) -> None:
         """A micro-batch enters its forward pass.
 
-        lengths: tokens of each of its documents.
+        lengths_of: gives the tokens of each of its documents, for which the host may wait for the device. Called only
+            for a report.
         chunk: the model chunk of this rank.
         plan: how the documents are spread over ranks; None where Megatron-LM splits them.
         place: of this rank among those of the plan.
@@ -93,6 +96,7 @@ class Observer(StepCallback):
         self._hooks.begin_micro_batch(chunk)
         if chunk or self._writer is None:  # the same documents pass through every chunk of the rank
             return
+        lengths = lengths_of()
         step.longest = max(step.longest, *lengths)
         if plan is not None:
             step.tokens += int(plan.linear_tokens[place])

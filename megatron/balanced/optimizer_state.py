@@ -5,16 +5,9 @@ float32, and the distributed optimizer for the shard of either that this data-pa
 one form: flat tensors that cover elements start to stop of a parameter. New optimizers leave out parameters that no
 longer require a gradient, so their state is dropped.
 
-With --use-precision-aware-optimizer Transformer Engine's FusedAdam keeps moments, and mostly main parameters too, in
-other types: a main parameter in float32 as the 16 bits that the weight in bfloat16 lacks, and state in float16 or 8
-bits with a scale for each tensor. State is carried as it is stored. Only where shards with different scales become one
-tensor, float16 and 8 bits are rounded to a common scale.
-
-With --optimizer-cpu-offload a HybridDeviceOptimizer steps some parameters on the host and some on the device, each with
-a main parameter in float32, by optimizers of its own. These are taken for the optimizers of their parameters. Which of
-them are on the host follows from the order of all, so state may come back on the other side. Transformer Engine's
-FusedAdam, on the device, counts steps once a group, and torch's, on the host, for each parameter: the number travels
-as that of a parameter.
+With --use-precision-aware-optimizer Transformer Engine's FusedAdam may keep moments in bfloat16, and a main parameter
+in float32 as the 16 bits that the weight in bfloat16 lacks. State is carried as it is stored. State with a scale for
+each tensor, in float16 or 8 bits, is refused (`megatron.balanced.checks.incompatible`), and so is state on the host.
 
 Muon keeps one momentum for a matrix and leaves the rest to Adam. The layer-wise distributed optimizer gives each
 data-parallel rank whole parameters, by turns among all of a stage in the order of their size, so that a move may change
@@ -32,7 +25,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor, is_mxfp8tensor, modify_underlying_storage
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.param_layout import FullParamLayout
@@ -42,7 +34,6 @@ __all__ = [
     "FlatWeights",
     "ParameterState",
     "Part",
-    "Scaled",
     "Taken",
     "bucket_layout",
     "future_ranges",
@@ -58,7 +49,6 @@ __all__ = [
 ]
 
 MAIN = "main"  # the main parameter; the other kinds of state have the names of torch's optimizer
-_STEP = "step"
 
 
 @dataclass
@@ -66,24 +56,14 @@ class ParameterState:
     """The state that this rank's optimizer keeps for one parameter.
 
     start, stop: the elements of the flat parameter that it covers.
-    tensors: kind -> flat tensor [stop - start], as it is stored; bytes, if that is in 8 bits.
+    tensors: kind -> flat tensor [stop - start], as it is stored.
     scalars: kind -> one number, such as the number of steps, as torch's optimizer keeps it.
-    scales: kind -> parts of the parameter that were stored with one scale; absent where state is stored without.
     """
 
     start: int
     stop: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
-    scales: dict[str, list["Scaled"]] = field(default_factory=dict)
-
-
-class Scaled(NamedTuple):
-    """Elements start to stop of a flat parameter, which are `scale` times what is stored."""
-
-    start: int
-    stop: int
-    scale: float
 
 
 class Part(NamedTuple):
@@ -91,7 +71,6 @@ class Part(NamedTuple):
 
     parameter: of the model. main: the tensor that torch's `optimizer` steps in its place; a view of the parameter where
     Transformer Engine keeps main parameters as state. start, stop: the elements of the flat parameter that it covers.
-    hybrid: the HybridDeviceOptimizer that `optimizer` is a part of, if there is one.
     """
 
     parameter: torch.nn.Parameter
@@ -99,7 +78,6 @@ class Part(NamedTuple):
     start: int
     stop: int
     optimizer: torch.optim.Optimizer
-    hybrid: HybridDeviceOptimizer | None = None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -119,18 +97,12 @@ def optimizer_of(config: Any) -> ChainedOptimizer:
 def parts(optimizer: ChainedOptimizer) -> Iterator[Part]:
     """The parts of all parameters that `optimizer` steps on this rank."""
     for each in _chained(optimizer):
-        hybrid = each.optimizer if isinstance(each.optimizer, HybridDeviceOptimizer) else None
-        owners = {} if hybrid is None else {own: sub for sub in hybrid.sub_optimizers for own in _stepped(sub)}
         for parameter, main in _main_parameters(each):
             start, stop = 0, parameter.numel()
             if isinstance(each, DistributedOptimizer):
                 covered = each._get_model_param_range_map(parameter)["param"]
                 start, stop = covered.start, covered.end
-            if hybrid is None:
-                yield Part(parameter, main, start, stop, each.optimizer)
-            else:
-                inner = hybrid.param_to_inner_param[main]
-                yield Part(parameter, inner, start, stop, owners[inner], hybrid)
+            yield Part(parameter, main, start, stop, each.optimizer)
 
 
 def _chained(optimizer: ChainedOptimizer) -> Iterator[Any]:
@@ -140,10 +112,6 @@ def _chained(optimizer: ChainedOptimizer) -> Iterator[Any]:
             yield from _chained(each)
         elif not each.is_stub_optimizer:
             yield each
-
-
-def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -194,11 +162,11 @@ def state_bytes(
     Adam has two moments, Muon one for each matrix but the embedding and the head; beside them there is a main parameter
     if weights have fewer bits than float32. A distributed optimizer shards them over data-parallel ranks.
 
-    config: the optimizer's, which may ask for other types than float32, or keep a part on the host, which counts.
+    config: the optimizer's, which may ask for other types than float32.
     """
     moments = 1 if of_matrix and config is not None and config.optimizer == "muon" else 2
     whole = moments * max(dtype.itemsize, 4) + (4 if dtype.itemsize < 4 else 0)
-    if config is not None and config.use_precision_aware_optimizer and not config.optimizer_cpu_offload:
+    if config is not None and config.use_precision_aware_optimizer:
         main = config.main_params_dtype.itemsize
         if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and config.store_param_remainders and main == 4:
             main -= dtype.itemsize if dtype == torch.bfloat16 else 0
@@ -216,34 +184,13 @@ def states_of(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, Parameter
         state = ParameterState(part.start, part.stop)
         if part.has_main:
             state.tensors[MAIN] = part.main.detach().view(-1)
-        steps = _group_step([part.optimizer]) if part.hybrid is not None else None
-        if steps is not None:
-            state.scalars[_STEP] = torch.tensor(float(steps))
         for kind, value in part.optimizer.state.get(part.main, {}).items():
-            if value is part.main:  # where a HybridDeviceOptimizer refers to it for checkpoints
-                continue
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == part.main.shape:
-                state.tensors[kind] = getattr(value, "_data", value).view(-1)  # a Float8Tensor has its bytes there
-                if (scale := _scale_of(part, kind, value)) is not None:
-                    state.scales[kind] = [Scaled(part.start, part.stop, scale)]
+                state.tensors[kind] = value.view(-1)
             else:
                 state.scalars[kind] = value.cpu() if isinstance(value, torch.Tensor) else value
         states[part.parameter] = state
     return states
-
-
-def _scale_of(part: Part, kind: str, value: torch.Tensor) -> float | None:
-    """The scale with which Transformer Engine's FusedAdam stores `value`; None for other types and optimizers."""
-    if hasattr(value, "_scale_inv"):
-        return float(value._scale_inv)
-    if value.dtype != torch.float16 or not hasattr(part.optimizer, "_scales"):
-        return None
-    return float(part.optimizer._scales[part.main][kind])
-
-
-def _group_step(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
-    """The number of steps where optimizers count them once a group, else None."""
-    return max((group[_STEP] for each in optimizers for group in each.param_groups if _STEP in group), default=None)
 
 
 def take(optimizer: ChainedOptimizer) -> Taken:
@@ -251,18 +198,16 @@ def take(optimizer: ChainedOptimizer) -> Taken:
     scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
     states = states_of(optimizer)
     stepping = [part.optimizer for part in _chained(optimizer)]
-    group_step = _group_step(each for each in stepping if not isinstance(each, HybridDeviceOptimizer))
+    steps = [group["step"] for each in stepping for group in each.param_groups if "step" in group]
     for each in stepping:
         each.state.clear()
-        if isinstance(each, HybridDeviceOptimizer):
-            vars(each).clear()  # hooks on its optimizers refer to it, so that it would live until the next collection
     optimizer.chained_optimizers = []
     for parameter in states:
         parameter.grad = None
         for name in ("main_param", "main_grad"):
             if hasattr(parameter, name):
                 delattr(parameter, name)
-    return Taken(states, scalers, group_step)
+    return Taken(states, scalers, max(steps, default=None))
 
 
 def stash_in_gradients(states: Mapping[torch.nn.Parameter, ParameterState]) -> None:
@@ -301,68 +246,26 @@ def put_back(
         if part.has_main:
             part.main.data.copy_(kinds.pop(MAIN).view(part.main.shape))
         if kinds or state.scalars:
-            part.optimizer.state[part.main] = {kind: _own(value) for kind, value in state.scalars.items()}
+            # Copies of scalars: torch's optimizers increment the tensor that they are given.
+            part.optimizer.state[part.main] = copy.deepcopy(state.scalars)
         for kind, tensor in kinds.items():
-            _store(part, kind, tensor.view(part.main.shape), _with_one_scale(state, kind))
-        if part.hybrid is not None and (kinds or state.scalars):
-            _finish_hybrid(part)
+            _store(part, kind, tensor.view(part.main.shape))
     for number, part in enumerate(new.chained_optimizers):
         scaler = scalers[number] if number < len(scalers) else copy.deepcopy(scalers[0])
         if scaler is not None:
             part.grad_scaler = scaler
-    for each in [part.optimizer for part in _chained(new)]:
-        if isinstance(each, HybridDeviceOptimizer):
-            each._sync_sub_optimizers_state_to_hdo()
-        elif group_step is not None:
-            for group in each.param_groups:
-                group["step"] = group_step
+    if group_step is not None:
+        for param_group in [group for part in _chained(new) for group in part.optimizer.param_groups]:
+            param_group["step"] = group_step
     optimizer.__dict__.update(new.__dict__)
 
 
-def _finish_hybrid(part: Part) -> None:
-    """Put the state of `part` on the side, host or device, where its optimizer is, and count steps as this does."""
-    state = part.state
-    for kind, value in state.items():
-        state[kind] = value.to(part.main.device)
-    if _STEP in state and not type(part.optimizer).__module__.startswith("torch."):
-        steps = int(state.pop(_STEP))
-        for group in part.optimizer.param_groups:
-            group[_STEP] = steps
-
-
-def _with_one_scale(state: ParameterState, kind: str) -> float:
-    """Round the state of `kind`, in place, to the largest of the scales that it has. Returns that scale."""
-    scales = state.scales.get(kind, [])
-    largest = max((part.scale for part in scales), default=1.0)
-    stored = state.tensors[kind]
-    if scales and stored.dtype == torch.uint8:
-        stored = stored.view(torch.float8_e4m3fn)
-    for part in scales:
-        if part.scale != largest:
-            numbers = stored[part.start - state.start : part.stop - state.start]
-            numbers.copy_(numbers.float() * (part.scale / largest))
-    return largest
-
-
-def _store(part: Part, kind: str, tensor: torch.Tensor, scale: float) -> None:
+def _store(part: Part, kind: str, tensor: torch.Tensor) -> None:
     """Make `tensor` state of `part`, as its optimizer stores it."""
-    optimizer: Any = part.optimizer
-    if tensor.dtype == torch.uint8:
-        optimizer._initialize_state(part.main, kind, zero_buffer=False)
-        stored = part.state[kind]
-        stored._data.copy_(tensor)
-        stored._scale_inv.fill_(scale)
-        stored._reset_caches()
-    else:
-        part.state[kind] = tensor
-    if hasattr(optimizer, "_scales") and tensor.dtype not in (torch.float32, torch.int16):
-        scales = optimizer._scales.setdefault(part.main, {})
-        scales[kind] = torch.full([1], scale, dtype=torch.float32, device=tensor.device)
-
-
-def _own(value: Any) -> Any:
-    """A copy: torch's optimizers increment the tensor that they are given."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    part.state[kind] = tensor
+    scales = getattr(part.optimizer, "_scales", None)
+    if scales is not None and tensor.dtype == torch.bfloat16:  # FusedAdam asks for a scale, and does not use it
+        scales.setdefault(part.main, {})[kind] = torch.ones(1, dtype=torch.float32, device=tensor.device)
 
 
 def bucket_layout(ddp: DistributedDataParallel, chunk: int) -> FullParamLayout | None:

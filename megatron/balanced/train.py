@@ -22,7 +22,6 @@ from megatron.balanced.dry_run import plan_lines
 from megatron.balanced.dynamics.schemes import dynamics_callbacks
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.balancer import LayerBalancer
-from megatron.balanced.layers.dropout import DropoutStreams
 from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.release import Released
 from megatron.balanced.model import model_config
@@ -75,12 +74,10 @@ def _features(
     the forward step."""
     cluster = cluster_from_flags(config, args.world_size)
     features: list[StepCallback] = []
-    on_parts: list[Callable] = []
     observer = sequences = None
     if config.balance_report is not None or config.layers.enabled:
         observer = Observer(args, config)
         features.append(observer)
-        on_parts.append(observer.parts)
     note = observer.note if observer is not None and config.balance_report is not None else None
     report = note or _no_report
     if config.dynamics.enabled:
@@ -94,14 +91,9 @@ def _features(
     if config.layers.enabled:
         assert observer is not None
         features.append(LayerBalancer(args, config.layers, model, observer))
-        if args.attention_dropout or args.hidden_dropout:
-            streams = DropoutStreams(args)
-            features.append(streams)
-            on_parts.append(streams.parts)
         if args.cuda_graph_impl == "transformer_engine":
             features.append(GraphsOfLayers())
-    on_documents = None if observer is None else observer.documents
-    forward = partial(forward_step, on_documents=on_documents, on_parts=on_parts, sequences=sequences)
+    forward = partial(forward_step, observer=observer, sequences=sequences)
     datasets = train_valid_test_datasets
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
 

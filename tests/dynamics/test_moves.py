@@ -14,7 +14,6 @@ PP2 = "--pipeline-model-parallel-size 2"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 UNTIED = "--untie-embeddings-and-output-weights"
 EXACTLY = " ".join(EXACT)
-DROPOUT = f"{EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1"
 BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1 --global-batch-size 4".split()]
 
 # Frozen are one layer in iteration 2, two in 3, three in 4, and none from 5 on. Moves come before all that, together
@@ -31,7 +30,7 @@ PLASTICITY = (
 
 # ranks, flags, plans
 CASES = {
-    "freezing, PP 2, DP 2, both overlaps, dropout": (4, f"{DROPOUT} {PP2} {OVERLAPS} {FREEZE}", WHILE_FREEZING),
+    "freezing, PP 2, DP 2, both overlaps": (4, f"{EXACTLY} {PP2} {OVERLAPS} {FREEZE}", WHILE_FREEZING),
     "freezing, interleaved, mixture of experts": (
         2,
         f"{EXACTLY} {PP2} {' '.join(MOE)} --num-experts 2 --num-layers 5 {UNTIED} "

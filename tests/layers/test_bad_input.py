@@ -46,6 +46,14 @@ REFUSED = {
     "FSDP": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "fp4": ({"fp4": "e2m1"}, "--fp4-format e2m1", "use --bf16"),
     "experts in one tensor": ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight", "drop it"),
+    "optimizer on the host": (
+        {"optimizer_cpu_offload": True},
+        "--optimizer-cpu-offload",
+        "use --use-distributed-optimizer",
+    ),
+    "main parameters with scales": ({"main_params_dtype": "fp16"}, "--main-params-dtype fp16", "dtype fp32"),
+    "first moments with scales": ({"exp_avg_dtype": "fp16"}, "--exp-avg-dtype fp16", "use --exp-avg-dtype bf16"),
+    "second moments with scales": ({"exp_avg_sq_dtype": "fp8"}, "--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype bf16"),
     "optimizer": ({"optimizer": "soap"}, "--optimizer soap", "shape of a weight", "use --optimizer muon"),
     "optimizer that cannot run": ({"optimizer": "adaptive_muon"}, "--optimizer adaptive_muon", "use --optimizer muon"),
     "offloading in CUDA graphs": (

@@ -1,9 +1,5 @@
 """Layers move with the state of optimizers that keep it elsewhere than Adam does, and no number changes."""
 
-from dataclasses import replace
-from functools import cache
-from typing import Any
-
 import pytest
 
 from tests.layers.test_move import (
@@ -16,83 +12,11 @@ from tests.layers.test_move import (
     _assert_same_run,
     _assert_same_tensors,
 )
-from tests.support import moving
-from tests.support.moving import Plans, moving_rank, train_moving
-from tests.support.training import Run, join, train
+from tests.support.moving import Plans, train_moving
+from tests.support.training import train
 
 SINGLE = "--bf16 --clip-grad 0 --attention-dropout 0 --hidden-dropout 0"
 THERE_AND_BACK: Plans = {1: ((3,), (1,)), 3: ((1,), (3,))}
-
-# Optimizers on the host: --optimizer-cpu-offload.
-
-OFFLOAD = f"{PP2} {SINGLE} --use-precision-aware-optimizer --optimizer-cpu-offload"
-HALF = "half of it, DP 2, both overlaps, copied meanwhile"
-# ranks, flags, plans
-OFFLOADED = {
-    HALF: (
-        4,
-        f"{OFFLOAD} {OVERLAPS} --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
-        TO_THE_RIGHT,
-    ),
-    "all of it": (2, f"{OFFLOAD} {SHARDED}", THERE_AND_BACK),
-    "a third, experts, gradients in bf16, not pinned": (
-        4,
-        f"{OFFLOAD} {SHARDED} {EP2} --optimizer-offload-fraction 0.3 --main-grads-dtype bf16 --no-pin-cpu-grads",
-        THERE_AND_BACK,
-    ),
-}
-
-
-def _beside_a_host(argv: list[str], plans: Plans) -> tuple[Any, dict[str, Any]]:
-    """The body of a rank. Returns also which parameters this rank's optimizer steps on the host."""
-    from megatron.balanced import callbacks
-    from megatron.balanced.layers.state import named_parameters
-    from megatron.balanced.optimizer_state import parts
-    from tests.support.stand_ins.host_memory import install, is_on_host
-
-    install()
-    sides: dict[str, bool] = {}
-    state_of = moving._state_of
-
-    def watched(mover: Any, states: Any) -> dict[str, Any]:
-        names = {parameter: name for name, parameter in named_parameters(mover.models())}
-        for part in parts(callbacks.trained().optimizer):
-            sides[names[part.parameter]] = is_on_host(part.main)
-            tensors = [value for value in part.state.values() if value.dim()]
-            assert {is_on_host(tensor) for tensor in tensors} == {is_on_host(part.main)}
-        return state_of(mover, states)
-
-    moving._state_of = watched
-    run, seen = moving_rank(argv, plans)
-    return run, seen | {"sides": sides}
-
-
-@cache
-def _train(pool: Any, ranks: int, flags: str, plans: tuple) -> tuple[Run, dict[str, Any], list[dict[str, bool]]]:
-    argv = [*BASE, *flags.split(), "--balance-layers"]
-    done = pool.run(ranks, _beside_a_host, argv, dict(plans))
-    run = join([run for run, _ in done])
-    return run, moving._whole([seen["state"] for _, seen in done]), [seen["sides"] for _, seen in done]
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case != HALF)) for case in OFFLOADED]
-)
-def test_a_move_of_state_on_the_host_changes_no_number(pool, case):
-    ranks, flags, plans = OFFLOADED[case]
-    run, state, sides = _train(pool, ranks, flags, tuple(plans.items()))
-    reference, expected, before = _train(pool, ranks, flags, ())
-    if "--main-grads-dtype bf16" in flags:  # the norm is summed up in bf16 then
-        assert run.grad_norms == pytest.approx(reference.grad_norms, rel=1e-2)
-        run = replace(run, grad_norms=reference.grad_norms)
-    _assert_same_run(run, reference)
-    _assert_same_tensors(state, expected)
-    assert len([name for name in expected if name.endswith("exp_avg_sq")]) > 4 * 8
-    on_host = [{name for rank in each for name in rank if rank[name]} for each in (sides, before)]
-    assert all(on_host)
-    if case != "all of it":
-        assert on_host[0] != on_host[1], "nothing changed sides"
-
 
 # Muon and others of NVIDIA's emerging optimizers.
 

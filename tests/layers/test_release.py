@@ -90,12 +90,7 @@ def _train(
 # ranks, those that stay, flags, plans
 CASES = {
     "PP 2 to 1, DP 2, both overlaps, validated": (4, 2, f"{PP2} {EXACTLY} {OVERLAPS} {VALIDATED}", {2: ((4,),)}),
-    "PP 4 to 3 to 1, dropout": (
-        4,
-        1,
-        f"{PP4} {EXACTLY} --attention-dropout 0.1 --hidden-dropout 0.1",
-        {1: ((1,), (2,), (1,)), 2: ((4,),)},
-    ),
+    "PP 4 to 3 to 1": (4, 1, f"{PP4} {EXACTLY}", {1: ((1,), (2,), (1,)), 2: ((4,),)}),
     "PP 2 to 1, EP 2": (4, 2, f"{PP2} {EXACTLY} {EP2} --use-distributed-optimizer", {2: ((4,),)}),
     "PP 4 to 2, bf16, untied": (
         4,

@@ -41,6 +41,7 @@ RUNS = {
     ),
     "sequences, micro-batches": (2, f"{PP2} --balance-sequences --sequence-micro-batches {DOCUMENTS}"),
     "layers": (2, f"{PP2} --balance-layers --layer-balance-interval 100 {OVERLAPS}"),
+    "layers, documents": (2, f"{PP2} --balance-layers --layer-balance-interval 100 {DOCUMENTS}"),
     "layers, experts, report": (4, f"{PP2} --balance-layers --layer-balance-interval 100 {EP2} {EXPERTS} {REPORT}"),
     "early exit": (2, f"{PP2} --early-exit-layers 1,2 --early-exit-threshold 0.5 --early-exit-loss-weight 0.5"),
     "pruning, mixture of depths, sparse attention": (
@@ -70,6 +71,10 @@ ALLOWED: dict[tuple[str, str], str] = {
         "balancing/sequences/engine/attention_call.py:Statistics.exposed_seconds",
         "synchronize event",
     ): "likewise",
+    (
+        "megatron/balanced/model.py:PackedDotProductAttention.forward",
+        "tolist",
+    ): "without Transformer Engine each document is attended to by itself",
     ("balancing/dynamics/gather_tokens.py:tokens_of", "item"): "the number of tokens left is a shape; once an exit",
     ("balancing/dynamics/freezing.py:similarity_loss", "item"): MEASUREMENT,
     ("megatron/balanced/dynamics/plasticity.py:Plasticity.end_step", "copy to the device"): MEASUREMENT,

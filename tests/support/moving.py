@@ -44,8 +44,6 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
 
 
 def _state_of(mover: Any, states: Any) -> dict[str, Any]:
-    import torch
-
     from megatron.balanced.layers.state import named_parameters
 
     pieces = {}
@@ -54,10 +52,7 @@ def _state_of(mover: Any, states: Any) -> dict[str, Any]:
         if state is not None:
             where = name.split(".", 2)[2] if name.startswith("stage") else name  # which the end of a run may differ in
             for kind, tensor in state.tensors.items():
-                if tensor.dtype == torch.uint8:
-                    tensor = tensor.view(torch.float8_e4m3fn)
-                (scale,) = {part.scale for part in state.scales.get(kind, ())} or {1.0}
-                pieces[f"{where}:{kind}"] = (state.start, parameter.numel(), scale * tensor.double().numpy())
+                pieces[f"{where}:{kind}"] = (state.start, parameter.numel(), tensor.double().numpy())
             for kind, number in state.scalars.items():
                 pieces[f"{where}:{kind}"] = (0, 1, np.array([float(number)]))
     return pieces

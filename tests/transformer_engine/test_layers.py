@@ -20,7 +20,6 @@ OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-ga
 THERE_AND_BACK = {1: ((1,), (3,)), 2: ((3,), (1,))}
 
 REMAINDERS = "precision-aware, main parameters as remainders, moments in bf16, DP 2"
-SCALED = "precision-aware, main parameters and moments in fp16 with scales"
 PRECISION = f"{PP2} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
 
 # model, ranks, flags, plans
@@ -39,18 +38,6 @@ MOVES = {
         f"{PRECISION} {OVERLAPS} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16",
         THERE_AND_BACK,
     ),
-    SCALED: (
-        "",
-        2,
-        f"{PRECISION} --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
-        THERE_AND_BACK,
-    ),
-    "precision-aware, moments in fp8 and fp16": (
-        "",
-        2,
-        f"{PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
-        THERE_AND_BACK,
-    ),
 }
 
 
@@ -66,7 +53,7 @@ def _assert_same_state(state: dict[str, np.ndarray], expected: dict[str, np.ndar
         np.testing.assert_array_equal(whole, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", cases(MOVES, "PP 2", "grouped experts, EP 2", REMAINDERS, SCALED))
+@pytest.mark.parametrize("case", cases(MOVES, "PP 2", "grouped experts, EP 2", REMAINDERS))
 def test_a_move_of_transformer_engine_changes_no_number(model_of, case):
     model, ranks, flags, plans = MOVES[case]
     model = model_of(model)
@@ -75,26 +62,6 @@ def test_a_move_of_transformer_engine_changes_no_number(model_of, case):
     _assert_same(moved, stayed)
     assert state.keys() == expected.keys()
     _assert_same_state(state, expected)
-
-
-def _rounded() -> tuple[float, list[float], float, list[float]]:
-    """Largest scale and state in float16, then in 8 bits, of two shards that were stored with scales 0.5 and 2."""
-    import torch
-
-    from megatron.balanced.optimizer_state import ParameterState, Scaled, _with_one_scale
-
-    found: list[Any] = []
-    for dtype in (torch.float16, torch.float8_e4m3fn):
-        numbers = torch.tensor([8.0, 4.0, 3.0, 1.0]).to(dtype)
-        stored = numbers.view(torch.uint8) if dtype.itemsize == 1 else numbers
-        state = ParameterState(10, 14, {"exp_avg": stored}, {}, {"exp_avg": [Scaled(10, 12, 0.5), Scaled(12, 14, 2.0)]})
-        found += [_with_one_scale(state, "exp_avg"), numbers.float().tolist()]
-    return tuple(found)
-
-
-def test_shards_with_different_scales_become_one(engine):
-    """Only the numbers of the smaller scale are rounded: 8 x 0.5 is 2 x 2."""
-    assert engine.run(1, _rounded) == [(2.0, [2.0, 1.0, 3.0, 1.0], 2.0, [2.0, 1.0, 3.0, 1.0])]
 
 
 IN_PARTS = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --delay-wgrad-compute"

@@ -1,4 +1,4 @@
-"""Activations and optimizer state that are offloaded to the host, beside layers that move and replicas.
+"""Activations that are offloaded to the host, beside layers that move and replicas.
 
 Megatron-LM finds out in its first iteration which activations are offloaded (`--fine-grained-activation-offloading`),
 and knows them by their order afterwards.
@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.layers.test_optimizers import _beside_a_host
 from tests.support.moving import Plans, moving_rank, train_moving
 from tests.support.training import join, train, train_rank
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
-from tests.transformer_engine.test_layers import OVERLAPS, PP2, THERE_AND_BACK
+from tests.transformer_engine.test_layers import OVERLAPS, PP2
 from tests.transformer_engine.test_sequences import CP2, PACKED
 
 OFFLOAD = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules"
 ATTENTION = f"{OFFLOAD} attn_norm qkv_linear core_attn attn_proj mlp_norm"
 EP2 = "--expert-model-parallel-size 2 --moe-grouped-gemm"
-HALF_ON_HOST = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 INTERLEAVED = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 
 SIX = "--num-layers 6"
@@ -112,20 +110,3 @@ def test_activations_of_spread_documents_are_offloaded(model_of):
     model = model_of(SIX)
     run = join(model.pool.run(4, _offloading_beside_replicas, model.argv(flags)))
     assert_close(run, model.alone(PACKED), 1e-5, 1e-4)
-
-
-@pytest.mark.exhaustive
-def test_state_that_changes_sides_counts_its_steps(model_of):
-    """Transformer Engine's optimizer, on the device, counts them once a group, and torch's, on the host, for each
-    parameter. The two round in other ways."""
-    model = model_of("")
-    base = model.argv(f"{PP2} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer {HALF_ON_HOST}")
-    moved, state = train_moving(model.pool, 2, "", THERE_AND_BACK, base=base, body=_beside_a_host)
-    stayed, expected = train_moving(model.pool, 2, "", {}, base=base, body=_beside_a_host)
-    assert state.keys() == expected.keys()
-    steps = {name: (state[name].item(), expected[name].item()) for name in state if name.endswith(":step")}
-    assert len(steps) > 4 * 5 and set(steps.values()) == {(4, 4)}
-    assert moved.losses == pytest.approx(stayed.losses, rel=1e-4)
-    for name in state:
-        if name.endswith(":main"):
-            assert np.linalg.norm(state[name] - expected[name]) <= 1e-3 * np.linalg.norm(expected[name]), name

@@ -108,6 +108,7 @@ _DROPS = "it drops tokens by the others on their rank"
 _STEPS = "documents are dealt over steps of one size"
 _TOKENS = "each rank has only a part of the tokens to choose from"
 _POSITIONS = "it assumes that no token is left out before a given position"
+_SCALES = "it is stored with a scale for each shard, and a move cuts other shards"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
 
 INCOMPATIBLE: tuple[Incompatible, ...] = (
@@ -248,8 +249,11 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
                  "use --optimizer adam"),
     Incompatible("use_precision_aware_optimizer", _OFF, (DYNAMICS,),
                  "its main parameters and moments cannot be read"),
-    Incompatible("optimizer_cpu_offload", _OFF, (DYNAMICS,), "it keeps optimizer state on the host",
+    Incompatible("optimizer_cpu_offload", _OFF, (LAYERS, DYNAMICS), "it keeps optimizer state on the host",
                  "use --use-distributed-optimizer to save memory"),
+    Incompatible("main_params_dtype", ("fp32",), (LAYERS,), _SCALES, "use --main-params-dtype fp32"),
+    Incompatible("exp_avg_dtype", ("fp32", "bf16"), (LAYERS,), _SCALES, "use --exp-avg-dtype bf16"),
+    Incompatible("exp_avg_sq_dtype", ("fp32", "bf16"), (LAYERS,), _SCALES, "use --exp-avg-sq-dtype bf16"),
     Incompatible("num_distributed_optimizer_instances", (1, None), (RELEASE,),
                  "the optimizer's groups cannot shrink yet"),
     Incompatible("non_persistent_ckpt_type", (None, "global", "in_memory"), (LAYERS,),

@@ -18,7 +18,6 @@ their stages unless the pipeline gets shorter: then the last stages send everyth
 
 import argparse
 import datetime
-import gc
 import hashlib
 import time
 from collections.abc import Callable, Iterable
@@ -141,21 +140,18 @@ class LayerMover:
         return self._sum_up(self._travelling)
 
     def resting_bytes(self) -> np.ndarray:
-        """Bytes of each of these parts that a rank's device holds between steps: those of a move but for what is on the
-        host, and gradients. [layers + 3]"""
+        """Bytes of each of these parts that a rank holds between steps: those of a move, and gradients. [layers + 3]"""
         weight = self._args.params_dtype.itemsize
         gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
-        config = callbacks.trained().optimizer.config
-        on_device = 1 - config.optimizer_offload_fraction if config.optimizer_cpu_offload else 1.0
-        return self._sum_up(lambda parameter: self._travelling(parameter, on_device) + gradient * parameter.numel())
+        return self._sum_up(lambda parameter: self._travelling(parameter) + gradient * parameter.numel())
 
-    def _travelling(self, parameter: torch.nn.Parameter, share_of_state: float = 1.0) -> float:
+    def _travelling(self, parameter: torch.nn.Parameter) -> float:
         dtype, of_expert = self._args.params_dtype, not getattr(parameter, "allreduce", True)
         config = callbacks.trained().optimizer.config
         weight = sum(tensor.nbytes for tensor in weight_tensors(parameter).values())
         matrix = is_managed_by_layer_wise_optimizer(parameter)
         state = state_bytes(self._chunks[0], dtype, of_expert=of_expert, of_matrix=matrix, config=config)
-        return weight + share_of_state * state * parameter.numel()
+        return weight + state * parameter.numel()
 
     def _sum_up(self, of_parameter: Callable[[torch.nn.Parameter], float]) -> np.ndarray:
         """The sum of `of_parameter` over parameters, on a rank that holds them: [layers + 3]."""
@@ -207,7 +203,6 @@ class LayerMover:
             requests,
             self._tensors,
             self._timeout,
-            to_host=optimizer.config.optimizer_cpu_offload,
         )
         request.targets.clear()
         finish_weights(parameter for layer, _ in arrived for parameter in layer.parameters())
@@ -344,8 +339,6 @@ class LayerMover:
                 config_overrides=overrides,
                 use_gloo_process_groups=self._args.use_gloo_process_groups,
             )
-        if optimizer.config.optimizer_cpu_offload:
-            gc.collect()  # Megatron-LM has made an optimizer of whole parameters first, and its hooks refer to it
         put_back(optimizer, new, states, taken.scalers, taken.group_step)
         for ddp in self._chunks:
             ddp.zero_grad_buffer()

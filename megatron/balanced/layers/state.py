@@ -17,7 +17,7 @@ from megatron.core import mpu
 
 from balancing.layers.transfer import Piece, Transfer, plan_transfers, run_transfers
 from megatron.balanced.layers.quantized import Scaling, known_scaling, scaling_of, weight_tensors
-from megatron.balanced.optimizer_state import ParameterState, Scaled
+from megatron.balanced.optimizer_state import ParameterState
 
 __all__ = [
     "HeldTensors",
@@ -44,7 +44,6 @@ class Inventory:
     pieces: the elements that it holds.
     dtypes: name of a tensor -> its type.
     scalars: name of a parameter -> scalars of its optimizer state, by kind.
-    scales: name of a tensor of optimizer state -> the parts of it that this rank stores with a scale.
     frozen: names of parameters without gradients.
     buffers: name -> shape, type, and whether checkpoints contain it.
     scaling: module of a layer -> what is known of its delayed scaling beside the tensors.
@@ -53,7 +52,6 @@ class Inventory:
     pieces: list[Piece] = field(default_factory=list)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    scales: dict[str, list[Scaled]] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     buffers: dict[str, tuple[torch.Size, torch.dtype, bool]] = field(default_factory=dict)
     scaling: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -126,7 +124,6 @@ def take_inventory(
         state = states.get(parameter)
         if state is not None:
             inventory.scalars[name] = state.scalars
-            inventory.scales |= {f"{name}:{kind}": scales for kind, scales in state.scales.items()}
             for kind, tensor in state.tensors.items():
                 held[f"{name}:{kind}"] = (state.start, tensor)
     for buffer in named_buffers(models):
@@ -178,10 +175,6 @@ def make_request(
     """
     rank = dist.get_rank()
     scalars = {name: numbers for inventory in inventories for name, numbers in inventory.scalars.items()}
-    scales: dict[str, set[Scaled]] = {}
-    for inventory in inventories:
-        for tensor, parts in inventory.scales.items():
-            scales.setdefault(tensor, set()).update(parts)
     kinds: dict[str, set[str]] = {}
     for inventory in inventories:
         for tensor in inventory.dtypes:
@@ -209,11 +202,6 @@ def make_request(
             request.states[parameter] = ParameterState(start, stop, scalars=scalars.get(name, {}))
             for kind in sorted(filter(_is_state, kinds[name])):
                 request.pieces.append(Piece(f"{name}:{kind}", rank, start, stop))
-                request.states[parameter].scales[kind] = [
-                    Scaled(max(part.start, start), min(part.stop, stop), part.scale)
-                    for part in sorted(scales.get(f"{name}:{kind}", ()))
-                    if part.start < stop and start < part.stop
-                ]
     return request
 
 
@@ -225,8 +213,6 @@ def transfer(
     requests: Sequence[Piece],
     group: dist.ProcessGroup,
     timeout: datetime.timedelta,
-    *,
-    to_host: bool = False,
 ) -> int:
     """Send and receive the tensors of all layers that move, and fill in `request`.
 
@@ -235,7 +221,6 @@ def transfer(
     inventories, requests: of all ranks.
     group: all ranks of the job, connected by an earlier collective.
     timeout: of each wait.
-    to_host: keep the optimizer state that arrives in the memory of the host. What is there is sent from the device.
 
     Returns the bytes that this rank sent to others.
     """
@@ -255,17 +240,13 @@ def transfer(
                 targets[piece.tensor] = _memory_for(piece, held, dtypes[piece.tensor])
         sent += run_transfers(
             [each for each in rounds[number] if not _is_in_place(each, held, targets)],
-            lambda each: _elements(held[each.tensor], each).to(torch.cuda.current_device()),
+            lambda each: _elements(held[each.tensor], each),
             lambda each: _elements(targets[each.tensor], each),
             group,
             timeout,
         )
         for name in [name for name in held if layer_of(name) == number]:
             del held[name]
-        for name in [piece.tensor for piece in request.pieces if to_host and layer_of(piece.tensor) == number]:
-            if _is_state(name.rpartition(":")[2]):
-                start, tensor = targets[name]
-                targets[name] = start, tensor.cpu()
     held.clear()
     own = dict(named_parameters(models))
     for piece in request.pieces:
