@@ -75,6 +75,10 @@ ALLOWED: dict[tuple[str, str], str] = {
         "megatron/balanced/model.py:PackedDotProductAttention.forward",
         "tolist",
     ): "without Transformer Engine each document is attended to by itself",
+    (
+        "megatron/balanced/data.py:_packed_parameters",
+        "item",
+    ): "kernels for packed documents take the longest one as a number; Megatron-LM's entry script waits for it, too",
     ("balancing/dynamics/gather_tokens.py:tokens_of", "item"): "the number of tokens left is a shape; once an exit",
     ("balancing/dynamics/freezing.py:similarity_loss", "item"): MEASUREMENT,
     ("megatron/balanced/dynamics/plasticity.py:Plasticity.end_step", "copy to the device"): MEASUREMENT,
