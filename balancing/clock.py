@@ -41,7 +41,12 @@ def pace(seconds: float) -> None:
 
 
 class DeviceClock(Protocol):
-    """Marks moments of a device's work, and tells later how far apart they were. Marking never waits for the device."""
+    """Marks moments of a device's work, and tells later how far apart they were. Marking never waits for the device.
+
+    tells_waiting: whether seconds of work leave out what the device waits for other ranks.
+    """
+
+    tells_waiting: bool
 
     def mark(self) -> Any:
         """This moment, in the order of the work launched so far."""
@@ -56,6 +61,8 @@ class DeviceClock(Protocol):
 class CpuClock:
     """Wall-clock and device time of the calling thread; a mark is both."""
 
+    tells_waiting = True
+
     def mark(self) -> tuple[float, float]:
         return time.perf_counter(), device_time()
 
@@ -67,6 +74,8 @@ class CpuClock:
 
 class CudaClock:
     """CUDA events on the current stream. A kernel that waits for other ranks, as NCCL's do, counts as work."""
+
+    tells_waiting = False
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -6,26 +6,56 @@ that start messages at once, so whoever may share it with another thread starts 
 
 import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+
+from balancing.launch import detect_launch
 
 __all__ = ["connect", "start_message"]
 
 _starting = threading.Lock()
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_ALL_PAIRS = 16  # ranks of the largest process group in which all pairs are connected
 
 
-def connect(group: dist.ProcessGroup) -> None:
-    """Build the communicator of `group`, which all of its ranks do together. Does nothing the second time.
+def connect(process_group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
+    """Build the communicator of `process_group` and connect pairs of its ranks. All of them call it together. Does
+    nothing the second time.
 
-    NCCL builds it at the first use of the group. If that were a message between two ranks, they would hang, since the
-    others do not take part in it.
+    peers: in a group of more than 16 ranks, the global ranks that this one will exchange messages with, and they with
+        it; by default those of its node. In a smaller group these are all ranks.
+
+    NCCL builds a communicator at its first use. If that were a message between two ranks, they would hang, since the
+    others do not take part in it. It connects a pair at its first message: both hosts wait for each other, and memory
+    is allocated, which free memory does not show before. Pairs that are not among `peers` still connect in this way.
     """
-    if group not in _connected:
-        if dist.get_backend(group) == "nccl":
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        _connected.add(group)
+    if process_group in _connected:
+        return
+    if dist.get_backend(process_group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=process_group)
+        _connect_pairs(process_group, _peers(process_group, peers))
+    _connected.add(process_group)
+
+
+def _peers(process_group: dist.ProcessGroup, peers: Iterable[int] | None) -> list[int]:
+    """The ranks to connect with, ascending."""
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
+    if len(ranks) > _ALL_PAIRS:
+        per_node = detect_launch().ranks_per_node
+        wanted = range(rank // per_node * per_node, (rank // per_node + 1) * per_node) if peers is None else peers
+        ranks = sorted(set(ranks) & set(wanted))
+    return [peer for peer in ranks if peer != rank]
+
+
+def _connect_pairs(process_group: dist.ProcessGroup, peers: list[int]) -> None:
+    """Exchange a byte with each of `peers`, in one batch."""
+    sent = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    messages = [dist.P2POp(dist.isend, sent, peer, process_group) for peer in peers]
+    messages += [dist.P2POp(dist.irecv, torch.empty_like(sent), peer, process_group) for peer in peers]
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
 
 
 def start_message(operation: dist.P2POp) -> dist.Work:

@@ -65,7 +65,7 @@ class LayerConfig:
         metadata={
             "type": float,
             "metavar": "GB",
-            "help": "10^9 bytes a rank may use with fewer stages (default: 0.9 of the GPU's). Without "
+            "help": "10^9 bytes a rank may use with fewer stages (default: what torch can have of the GPU). Without "
             "--repack-throughput-floor, the pipeline gets as short as fits and saves GPU-hours.",
         },
     )

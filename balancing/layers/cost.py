@@ -143,16 +143,19 @@ class LayerSeconds:
         return LayerSeconds(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5]))
 
 
-def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike) -> FloatArray:
+def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_waiting: bool = True) -> FloatArray:
     """Combine the measurements of several ranks that hold the same layers.
 
     device, wall: float arrays [rank, ...], device and wall-clock seconds.
     experts: int array [rank], the expert-parallel group of each rank.
+    tells_waiting: whether device seconds leave out waits for other ranks, as a CPU's do. A GPU's contain the kernels
+        that wait.
 
-    Ranks of a group wait for each other in every MoE layer, so a layer takes as long as on the slowest, or longer, for
-    the clock of a CPU leaves out messages, such as tokens on their way to experts. The rank that comes last waits for
-    messages only, so the shortest wall-clock time of a group is that of its layer, messages included. A rank alone in
-    its group waits for no other, and its device seconds count: on a shared machine wall-clock seconds are longer.
+    Ranks of a group wait for each other in every MoE layer. The rank that comes last waits for messages only, so the
+    shortest wall-clock time of a group is that of its layer, messages included. The longest one contains the wait of
+    the rank that came first, for what others had to do before this layer. Where device seconds leave out waits, a layer
+    takes at least as long as on the slowest rank. A rank alone in its group waits for no other, and its device seconds
+    count: on a shared machine wall-clock seconds are longer.
 
     Returns an array [...], the mean over groups, which are data-parallel replicas with different data. Raises
     ValueError for arrays of different numbers of ranks.
@@ -160,10 +163,14 @@ def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike) -> FloatA
     work, waited, group = np.asarray(device, dtype=float), np.asarray(wall, dtype=float), np.asarray(experts)
     if waited.shape != work.shape or group.shape != work.shape[:1]:
         raise ValueError(f"wall has shape {waited.shape} and experts {group.shape}, for device of shape {work.shape}")
-    members = [(work[group == each], waited[group == each]) for each in np.unique(group)]
-    return np.asarray(
-        np.mean([np.maximum(w.max(axis=0), t.min(axis=0)) if len(w) > 1 else w[0] for w, t in members], axis=0)
-    )
+    of_groups = []
+    for number in np.unique(group):
+        busy, shortest = work[group == number], waited[group == number].min(axis=0)
+        if len(busy) == 1:
+            of_groups.append(busy[0])
+        else:
+            of_groups.append(np.maximum(busy.max(axis=0), shortest) if tells_waiting else shortest)
+    return np.asarray(np.mean(of_groups, axis=0))
 
 
 @dataclass

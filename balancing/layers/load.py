@@ -45,11 +45,14 @@ def layer_seconds(record: RankRecord, layers: int, *, in_turn: bool = False) -> 
     return np.where(counted > 0, seconds / np.maximum(counted, 1), np.nan)
 
 
-def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[LayerSeconds]:
+def join_ranks(
+    seconds: Sequence[FloatArray], experts: Sequence[int], *, tells_waiting: bool = True
+) -> list[LayerSeconds]:
     """The cost of the whole model in each of several iterations.
 
     seconds: for each rank an array [iteration, layers + 3, 2, 2] from `layer_seconds`.
     experts: for each rank the number of its expert-parallel group.
+    tells_waiting: whether device seconds leave out waits for other ranks, as in `over_ranks`.
 
     Raises ValueError if a part of the model was measured on no rank; one without multi-token prediction has none.
     """
@@ -58,13 +61,13 @@ def join_ranks(seconds: Sequence[FloatArray], experts: Sequence[int]) -> list[La
     mtp = measured.shape[2] - 1
     whole[:, mtp] = 0.0
     for part in range(measured.shape[2]):
-        there = ~np.isnan(measured[:, 0, part, 0, 0])
-        if not there.any():
+        holders = ~np.isnan(measured[:, 0, part, 0, 0])
+        if not holders.any():
             if part == mtp:
                 continue
             raise ValueError(f"part {part} of {mtp} (layers, embedding, head) was measured on no rank")
-        device, wall = np.moveaxis(measured[there, :, part], -1, 0)
-        whole[:, part] = over_ranks(device, wall, group[there])
+        device, wall = np.moveaxis(measured[holders, :, part], -1, 0)
+        whole[:, part] = over_ranks(device, wall, group[holders], tells_waiting=tells_waiting)
     return [LayerSeconds(step[:-3, 0], step[:-3, 1], 0.0, *((end[0], end[1]) for end in step[-3:])) for step in whole]
 
 

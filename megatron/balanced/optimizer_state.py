@@ -31,7 +31,6 @@ from megatron.core.optimizer.param_layout import FullParamLayout
 from torch.overrides import TorchFunctionMode
 
 __all__ = [
-    "FlatWeights",
     "ParameterState",
     "Part",
     "Taken",
@@ -40,8 +39,8 @@ __all__ = [
     "optimizer_of",
     "parts",
     "place_weights",
+    "placed_weights",
     "put_back",
-    "reused_buffers",
     "stash_in_gradients",
     "state_bytes",
     "states_of",
@@ -118,9 +117,9 @@ def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch
     """Each parameter of one optimizer of the chain, with the tensor that torch's optimizer steps in its place."""
     if isinstance(optimizer, DistributedOptimizer):
         in_state = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        mains = optimizer.shard_float16_groups if in_state else optimizer.shard_fp32_from_float16_groups
+        main_groups = optimizer.shard_float16_groups if in_state else optimizer.shard_fp32_from_float16_groups
         pairs = [
-            (optimizer.model_float16_groups, mains),
+            (optimizer.model_float16_groups, main_groups),
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         ]
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
@@ -129,11 +128,11 @@ def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch
             (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
         ]
     else:
-        groups = [group["params"] for group in optimizer.optimizer.param_groups]
-        pairs = [(groups, groups)]
-    for parameters, mains in pairs:
-        for own, held in zip(parameters, mains, strict=True):
-            yield from zip(own, held, strict=True)
+        stepped = [param_group["params"] for param_group in optimizer.optimizer.param_groups]
+        pairs = [(stepped, stepped)]
+    for param_groups, main_groups in pairs:
+        for parameters, mains in zip(param_groups, main_groups, strict=True):
+            yield from zip(parameters, mains, strict=True)
 
 
 class Taken(NamedTuple):
@@ -198,9 +197,10 @@ def take(optimizer: ChainedOptimizer) -> Taken:
     scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
     states = states_of(optimizer)
     stepping = [part.optimizer for part in _chained(optimizer)]
-    steps = [group["step"] for each in stepping for group in each.param_groups if "step" in group]
-    for each in stepping:
-        each.state.clear()
+    param_groups = [param_group for inner in stepping for param_group in inner.param_groups]
+    steps = [param_group["step"] for param_group in param_groups if "step" in param_group]
+    for inner in stepping:
+        inner.state.clear()
     optimizer.chained_optimizers = []
     for parameter in states:
         parameter.grad = None
@@ -295,41 +295,33 @@ def future_ranges(
         return {p: (0, p.numel()) for p in ddp.module.parameters() if p.requires_grad}
     ranges = {}
     for key, buffer in layout.layouts.items():
-        group = ddp.intra_expt_dp_group if key.is_expert_parallel else ddp.intra_dp_cp_group
+        sharing = ddp.intra_expt_dp_group if key.is_expert_parallel else ddp.intra_dp_cp_group
         for parameter, (begin, end, bucket) in buffer.param_index_map.items():
             bucket_begin, bucket_end = buffer.bucket_indices[bucket]
-            size = (bucket_end - bucket_begin) // group.size()
-            own = bucket_begin + group.rank() * size
-            start, stop = max(begin, own), min(end, own + size)
+            size = (bucket_end - bucket_begin) // sharing.size()
+            first = bucket_begin + sharing.rank() * size
+            start, stop = max(begin, first), min(end, first + size)
             if start < stop:
                 ranges[parameter] = (start - begin, stop - begin)
     return ranges
 
 
-class FlatWeights(NamedTuple):
-    """A buffer of Megatron-LM: its elements, and the memory of its weights; None for weights in MXFP8, which are
-    gathered through the buffer of gradients."""
-
-    size: int
-    memory: torch.Tensor | None
-
-
-def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Module]) -> list[FlatWeights]:
-    """Allocate the flat buffers of weights of `layout`, and move parameters there. Returns the buffers in its order.
+def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
+    """Allocate the flat buffers of weights of `layout`, and move parameters there. Returns the buffers in its order,
+    None for weights in MXFP8, which are gathered through the buffer of gradients.
 
     arrived: modules whose weights have no content yet.
 
     Megatron-LM allocates buffers of weights together with those of gradients. The weights would then be in memory twice
-    beside these. Here they move while there are no gradients; `reused_buffers` gives Megatron the buffers.
+    beside these. Here they move while there are no gradients; `placed_weights` gives Megatron the buffers.
     """
     empty = {parameter for module in arrived for parameter in module.parameters()}
-    buffers = []
+    buffers: list[torch.Tensor | None] = []
     for key, buffer in {} if layout is None else layout.layouts.items():
-        size = buffer.bucket_indices[-1][1]
         if any(map(is_mxfp8tensor, buffer.param_index_map)):
-            buffers.append(FlatWeights(size, None))
+            buffers.append(None)
             continue
-        flat = torch.zeros(size, dtype=key.param_dtype, device=torch.cuda.current_device())
+        flat = torch.zeros(buffer.bucket_indices[-1][1], dtype=key.param_dtype, device=torch.cuda.current_device())
         for parameter, (begin, end, _) in buffer.param_index_map.items():
             place = flat[begin:end].view(parameter.shape)
             if is_float8tensor(parameter):
@@ -338,36 +330,33 @@ def place_weights(layout: FullParamLayout | None, arrived: Iterable[torch.nn.Mod
             if parameter not in empty:
                 place.copy_(parameter.data)
             parameter.data = place
-        buffers.append(FlatWeights(size, flat))
+        buffers.append(flat)
     return buffers
 
 
 @contextlib.contextmanager
-def reused_buffers(buffers: list[FlatWeights]) -> Iterator[None]:
-    """A context in which Megatron-LM's flat buffers get their weights from `buffers`, of `place_weights`, in place of
-    new memory. The copy of weights there is then one of a tensor to itself."""
-    mode = _Reuse(buffers)
-    with mode:
+def placed_weights(buffers: list[torch.Tensor | None]) -> Iterator[None]:
+    """A context in which Megatron-LM's flat buffers get the weights that `place_weights` has placed in `buffers`, not
+    new memory for them. The copy of weights there is then one of a tensor to itself."""
+    # It allocates memory for weights and then for gradients of each buffer, or one memory for both.
+    allocations = [memory for weights in buffers for memory in ((None,) if weights is None else (weights, None))]
+    with _Allocations(allocations):
         yield
-    assert not mode.left, "Megatron-LM made other buffers than planned"
+    assert not allocations, "Megatron-LM made other buffers than planned"
 
 
-class _Reuse(TorchFunctionMode):
-    """For each buffer Megatron-LM calls `torch.zeros` twice, for its weights and for its gradients; or once, where both
-    share the memory."""
+class _Allocations(TorchFunctionMode):
+    """Has Megatron-LM's buffers take their memory from a list, and allocate it where this has None."""
 
-    def __init__(self, buffers: list[FlatWeights]) -> None:
+    def __init__(self, allocations: list[torch.Tensor | None]) -> None:
         super().__init__()
-        self.left = list(buffers)
-        self._has_weights = False
+        self._allocations = allocations
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and self.left and args == (self.left[0].size,) and "requires_grad" in kwargs:
-            memory = self.left[0].memory
-            self._has_weights = memory is not None and not self._has_weights
-            if memory is not None and self._has_weights:
-                assert kwargs["dtype"] == memory.dtype, "a buffer has another type than planned"
+        if func is torch.zeros and "requires_grad" in kwargs and self._allocations:
+            memory = self._allocations.pop(0)
+            if memory is not None:
+                assert (args, kwargs["dtype"]) == ((memory.numel(),), memory.dtype), "a buffer is not as planned"
                 return memory
-            self.left.pop(0)
         return func(*args, **kwargs)

@@ -1,15 +1,21 @@
 """Process groups: a second group of the same ranks, and the part of the cluster that a group runs on."""
 
 import datetime
+import os
+import resource
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from balancing.cluster import Cluster
 from balancing.launch import detect_launch
 from balancing.messages import connect
 
-__all__ = ["cluster_of", "duplicate_group", "split_group"]
+__all__ = ["cluster_of", "duplicate_group", "gather_objects", "options_like", "split_group"]
+
+_SPARE_FILES = 256  # that a rank may open beside sockets of a new group
+_OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")  # that a user can set
 
 
 def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
@@ -28,30 +34,74 @@ def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host
     """A new group of the ranks of `group`, so that messages of both do not mix. All ranks of the job call it together.
 
     timeout_minutes: of the new group.
-    on_host: make it on gloo, for small messages that hosts exchange without waiting for their devices.
+    on_host: make it on gloo, for small messages that hosts exchange without waiting for their devices. Otherwise it has
+        the NCCL options of `group`.
+
+    Raises ValueError if this rank may not open a socket to each rank of a group on the host.
     """
-    return _new_group(dist.get_process_group_ranks(group), timeout_minutes, on_host)
+    return _new_group(dist.get_process_group_ranks(group), group, timeout_minutes, on_host)
 
 
 def split_group(group: dist.ProcessGroup, parts: int, timeout_minutes: float) -> dist.ProcessGroup:
     """The part of `group` that this rank is in, if it is cut into equal parts of neighbours, as a new group. All ranks
     of the job call it together. timeout_minutes: of the new group."""
     ranks = dist.get_process_group_ranks(group)
-    each = len(ranks) // parts
-    first = ranks.index(dist.get_rank()) // each * each
-    return _new_group(ranks[first : first + each], timeout_minutes, on_host=False)
+    size = len(ranks) // parts
+    first = ranks.index(dist.get_rank()) // size * size
+    return _new_group(ranks[first : first + size], group, timeout_minutes, on_host=False)
 
 
-def _new_group(own: list[int], timeout_minutes: float, on_host: bool) -> dist.ProcessGroup:
-    members: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(members, own)
+def gather_objects(local: Any, process_group: dist.ProcessGroup) -> list[Any]:
+    """All-gather an object over the ranks of `process_group`. Returns the objects in the order of ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(gathered, local, group=process_group)
+    return gathered
+
+
+def options_like(process_group: dist.ProcessGroup, timeout: datetime.timedelta) -> Any:
+    """The NCCL options that the user gave `process_group` (--nccl-communicator-config-path,
+    --high-priority-stream-groups), for a group beside it; None on other backends."""
+    if dist.get_backend(process_group) != "nccl":
+        return None
+    given = process_group._get_backend(torch.device("cuda")).options
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    options._timeout = timeout
+    for name in _OPTIONS:
+        if getattr(given.config, name) is not None:
+            setattr(options.config, name, getattr(given.config, name))
+    return options
+
+
+def _new_group(ranks: list[int], like: dist.ProcessGroup, timeout_minutes: float, on_host: bool) -> dist.ProcessGroup:
+    members = gather_objects(ranks, dist.group.WORLD)
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    backend = "gloo" if on_host else None
-    groups = {
-        ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend)
-        for ranks in sorted({tuple(r) for r in members})
+    if on_host:
+        _allow_sockets(len(ranks))
+    made = {
+        of: dist.new_group(
+            list(of),
+            timeout=timeout,
+            backend="gloo" if on_host else None,
+            pg_options=None if on_host else options_like(like, timeout),
+        )
+        for of in sorted({tuple(each) for each in members})
     }
-    duplicate = groups[tuple(members[dist.get_rank()])]
+    duplicate = made[tuple(ranks)]
     if not on_host:
         connect(duplicate)
     return duplicate
+
+
+def _allow_sockets(ranks: int) -> None:
+    """Let this process open a socket to each of so many ranks, as gloo does in each group."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    needed = opened + ranks + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"a rank needs a socket to each of {ranks} ranks, has {opened} files open, and may have {hard}; allow "
+            f"{needed} (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -24,7 +24,7 @@ def _train_willing(argv: list[str]) -> RankRun:
     from megatron.balanced.layers import planning
 
     planning._BANDWIDTH, planning._FIXED_SECONDS = 1e18, 0.0
-    planning._device_memory = lambda: 1e12  # as on a GPU, whose memory plans have to keep to
+    planning.usable_memory = lambda: 1e12  # as on a GPU, whose memory plans have to keep to
     return train_rank(argv, True)
 
 

@@ -189,6 +189,9 @@ def test_messages_are_a_cost_of_the_layer_and_waiting_for_another_rank_is_not():
     device, wall = [[1.0], [2.0]], [[8.5], [3.5]]
     assert over_ranks(device, wall, [0, 0]).tolist() == [3.5]
     assert over_ranks(device, wall, [0, 1]).tolist() == [1.5], "alone in its group a rank waits for no other"
+    # A GPU's events have the wait of the rank that came first in its work.
+    assert over_ranks(wall, wall, [0, 0], tells_waiting=False).tolist() == [3.5]
+    assert over_ranks(wall, wall, [0, 1], tells_waiting=False).tolist() == [6.0]
 
 
 def noisy(draw, scale=1.0, noise=0.05):

@@ -357,3 +357,36 @@ def test_groups_are_destroyed_in_one_order_on_all_their_ranks(pool):
     for name, held in members.items():
         if leave & set(held) and not leave >= set(held):
             assert all(name in dict(ranks[rank]) for rank in held), f"{name} is left on a rank"
+
+
+def _groups_of_steps(argv: list[str]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """What each process group of this rank is for, and its ranks, at the end of each step."""
+    import torch.distributed as dist
+
+    from megatron.balanced.callbacks import StepCallback
+
+    found = []
+
+    class Groups(StepCallback):
+        def end_step(self) -> None:
+            groups = dist.distributed_c10d._world.pg_names
+            found.append([(group.group_desc, tuple(dist.get_process_group_ranks(group))) for group in groups])
+
+    if "--balance-layers" in argv:
+        move_at({1: ((4,),)})
+    try:
+        train_rank(argv, False, callbacks=[Groups()])
+    except SystemExit as left:
+        assert left.code == 0
+    return found
+
+
+def test_a_release_keeps_the_groups_that_it_can(pool):
+    """A second communicator of the same ranks would keep its memory until the job ends."""
+    flags = f"{EXACTLY} {EP2} --use-distributed-optimizer --train-iters 2"
+    (before, after), *_ = pool.run(4, _groups_of_steps, [*BASE, *f"{flags} {PP2} {RELEASE}".split()])
+    (alone, _), *_ = pool.run(2, _groups_of_steps, [*BASE, *flags.split()])
+    megatrons = [sorted(group for group in groups if group[0].isupper()) for groups in (after, alone)]
+    assert megatrons[0] == megatrons[1] and len(megatrons[0]) > 10
+    ours = [sum(not group[0].isupper() for group in groups) for groups in (before, after)]
+    assert ours[0] == ours[1]

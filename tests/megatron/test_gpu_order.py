@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.checkers.checked_runs import RUNS, checked
 from tests.support.checkers.collective_order import replay
+from tests.support.checkers.device_log import Operation
 from tests.support.checkers.fault_runs import changes_no_number, small
 from tests.support.checkers.seeded_faults import FAULTS, SMALL_JOBS
 
@@ -26,6 +27,36 @@ def test_operations_meet_under_the_rules_of_nccl(pool, name):
     missing = [name for name in RUNS[name].files if not any(file.endswith(name) for file in files)]
     assert not missing, "the run did not start what is to be checked"
     assert replay(logs) is None
+
+
+_OURS = ("/balancing/", "/megatron/balanced/")
+_OF_STEPS = tuple(f"megatron/core/{part}/" for part in ("pipeline_parallel", "distributed", "optimizer"))
+
+
+def _connected_late(log: list[Operation]) -> list[Operation]:
+    """The operations of a rank that connect ranks for messages of balancers once training has begun, but for those of
+    a release."""
+    late, trains, released = [], False, False
+    known: set[tuple[str, int | None]] = set()  # communicators, and pairs in them, that have been connected
+    for operation in log:
+        files = [file for file, _ in operation.where]
+        trains |= any(part in files[0] for part in _OF_STEPS)
+        released |= any(file.endswith("layers/release.py") for file in files)
+        connects = files[0].endswith("balancing/messages.py")
+        meets = {(operation.comm, message.peer) for message in operation.messages} or {(operation.comm, None)}
+        is_ours = any(part in files[0] for part in _OURS) and not operation.on_host
+        if is_ours and (trains and not released if connects else meets - known):
+            late.append(operation)
+        if connects or not operation.messages:
+            known |= meets
+    return late
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_connects_while_training(pool, name):
+    """NCCL would take memory that nobody has counted, and the hosts of two ranks would wait for each other."""
+    for rank in checked(pool, name):
+        assert [str(operation) for operation in _connected_late(rank.operations)] == []
 
 
 def test_turns_are_posted_between_modules(pool):

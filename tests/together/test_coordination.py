@@ -65,7 +65,7 @@ def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
     from tests.support.set_clock import SetClock, slow_layers
 
     planning._BANDWIDTH, planning._FIXED_SECONDS = 1e18, 0.0
-    planning._device_memory = lambda: 1e12  # as on a GPU, whose memory plans have to keep to
+    planning.usable_memory = lambda: 1e12  # as on a GPU, whose memory plans have to keep to
     at = {"iteration": 0}
     begin, end = LayerBalancer.begin_step, LayerBalancer.end_step
 

@@ -3,12 +3,13 @@
 `train()` of Megatron-LM keeps references to the model chunks, the optimizer, the scheduler and their bound methods, so
 a move keeps these objects and replaces their contents:
 
-1. Finish an all-gather of parameters that is in flight, and take the state out of the optimizer.
-2. Free the gradient buffers, which makes room for tensors that arrive.
-3. Set the new layout and build missing layers (`megatron.balanced.layers.build`).
-4. Exchange inventories and requests of tensors, and transfer the tensors (`megatron.balanced.layers.state`).
-5. Wrap the layers for data parallelism anew, build a new optimizer, and put the state back. Meanwhile main parameters
-   are stashed in the new gradient buffers.
+1. Take apart: finish an all-gather of parameters that is in flight, take the state out of the optimizer, and free the
+   gradient buffers, which makes room for tensors that arrive.
+2. Build: set the new layout and build missing layers (`megatron.balanced.layers.build`).
+3. Transfer: exchange requests of tensors and the tensors (`megatron.balanced.layers.state`).
+4. Put together: wrap the layers for data parallelism anew, build a new optimizer, and put the state back. Meanwhile
+   main parameters are stashed in the new gradient buffers.
+5. Tell all callbacks.
 
 So the peak memory of a rank is the larger of before and after the move, plus one layer. Weights of a distributed
 optimizer are copied to their new buffer where the gradients were. Embedding, final norm and head stay on
@@ -21,7 +22,9 @@ import datetime
 import hashlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,27 +51,27 @@ from megatron.balanced.layers.build import change_layers, complete_ends, set_lay
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
 from megatron.balanced.layers.release import Departure
 from megatron.balanced.layers.state import (
-    HeldTensors,
     Inventory,
     Request,
-    hold_weights,
+    Shards,
+    find_weights,
     make_request,
     take_inventory,
     transfer,
 )
 from megatron.balanced.optimizer_state import (
-    FlatWeights,
     ParameterState,
     Taken,
     bucket_layout,
     future_ranges,
     place_weights,
+    placed_weights,
     put_back,
-    reused_buffers,
     stash_in_gradients,
     state_bytes,
     take,
 )
+from megatron.balanced.process_groups import duplicate_group, gather_objects, options_like
 
 __all__ = ["LayerMover", "Moved"]
 
@@ -85,6 +88,40 @@ class Moved(NamedTuple):
     rebuild_ms: float
 
 
+class _Before(NamedTuple):
+    """What a rank had before a move.
+
+    hooked: of each chunk, whether forward passes overlap with the all-gather of its weights.
+    taken: out of the optimizer.
+    shards: the tensors of this rank.
+    inventories: of all ranks.
+    """
+
+    hooked: list[bool]
+    taken: Taken
+    shards: Shards
+    inventories: list[Inventory]
+
+
+@dataclass
+class _After:
+    """What a rank will have after a move; nothing, if it leaves the job.
+
+    departure: the release of ranks, if there is one.
+    ends: final norm and head, if they are new here.
+    arrived: new layers, with their chunks.
+    layouts, weights: of the buffers of each chunk, and their memory for weights (`place_weights`).
+    request: the tensors that it needs.
+    """
+
+    departure: Departure | None
+    ends: list[torch.nn.Module] = field(default_factory=list)
+    arrived: list[tuple[torch.nn.Module, int]] = field(default_factory=list)
+    layouts: list[Any] = field(default_factory=list)
+    weights: list[list[torch.Tensor | None]] = field(default_factory=list)
+    request: Request = field(default_factory=Request)
+
+
 class LayerMover:
     """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
 
@@ -98,36 +135,50 @@ class LayerMover:
         self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
         self._chunks: list[DistributedDataParallel] = []
         self._nodes: dict[torch.nn.Parameter, Any] = {}
-        self._objects: Any = None
+        self._stage_hosts: Any = None
+        self._pipeline_hosts: Any = None
         self._tensors: Any = None
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Remember the wrapped model chunks of this rank."""
+        """Remember the wrapped model chunks of this rank, and connect the ranks of the job."""
         self._chunks = chunks
-        self._make_groups()
+        self.connect()
         self._remember_nodes()
         mine = [tuple(layer.layer_number - 1 for layer in model.decoder.layers) for model in self.models()]
-        every = self.gather((mpu.get_pipeline_model_parallel_rank(), mine))
-        stages = {stage: tuple(layers) for stage, layers in every}
+        stages = dict(self.gather((mpu.get_pipeline_model_parallel_rank(), tuple(mine))))
         self.plan = StagePlan(
             tuple(stages[stage] for stage in sorted(stages)),
             mtp_layers=self._args.mtp_num_layers or 0,
             mtp_chunk=_mtp_chunk(self._args, self._spec),
         )
 
+    def connect(self) -> None:
+        """Make the groups of a move and connect them, before anybody measures what memory is free. Does nothing the
+        second time."""
+        if self._tensors is None:
+            self._make_groups()
+
     def _make_groups(self) -> None:
-        self._objects = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._tensors = dist.new_group(timeout=self._timeout)
+        minutes = self._args.distributed_timeout_minutes
+        # gloo has a socket to each rank of a group. In these two a rank has fewer than in one of all ranks.
+        if self._stage_hosts is None:  # else ranks have left, and this one lost none
+            stage = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            self._stage_hosts = duplicate_group(stage, minutes, on_host=True)
+        self._pipeline_hosts = duplicate_group(_pipeline(), minutes, on_host=True)
+        self._tensors = dist.new_group(timeout=self._timeout, pg_options=options_like(_pipeline(), self._timeout))
+        rank, per_stage = dist.get_rank(), dist.get_world_size(self._stage_hosts)
+        # Replicas share the work, so that weights mostly come from the rank in the same place of a neighbouring stage.
+        connect(self._tensors, (rank - per_stage, rank + per_stage))
 
     def models(self) -> list[torch.nn.Module]:
         """The model chunks of this rank, unwrapped."""
         return unwrap_model(self._chunks)
 
-    def gather(self, own: Any) -> list[Any]:
+    def gather(self, local: Any) -> list[Any]:
         """All-gather an object over the ranks of the job. Returns the objects in the order of ranks."""
-        every: list[Any] = [None] * dist.get_world_size(self._objects)
-        dist.all_gather_object(every, own, group=self._objects)
-        return every
+        of_stage = gather_objects((dist.get_rank(), local), self._stage_hosts)
+        gathered = chain.from_iterable(gather_objects(of_stage, self._pipeline_hosts))
+        return [value for _, value in sorted(gathered, key=itemgetter(0))]
 
     def parameters(self) -> np.ndarray:
         """Parameters of each layer, of the embedding, of the head and of multi-token prediction, with its embedding, on
@@ -164,7 +215,7 @@ class LayerMover:
                 parts[-1] = mtp if model.pre_process else torch.nn.ModuleList([mtp, embedding])
             for number, part in parts.items():
                 if part is not None:
-                    sums[number] = sum(of_parameter(each) for each in part.parameters())
+                    sums[number] = sum(of_parameter(parameter) for parameter in part.parameters())
         return np.max(self.gather(sums), axis=0)
 
     def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
@@ -176,92 +227,97 @@ class LayerMover:
         plan = replace(plan, mtp_layers=self.plan.mtp_layers, mtp_chunk=self.plan.mtp_chunk)
         self._agree(plan)
         begin = time.perf_counter()
-        hooked = _finish_gathering(self._chunks, optimizer)
-        taken = take(optimizer)
-        held, inventory = take_inventory(self.models(), taken.states)
-        inventories = self.gather(inventory)
-        taken.states.clear()
-        self._free_buffers()
-        # Tensors that arrive would be carved out of the cached memory of gradients, and the new buffers need it whole.
-        torch.cuda.empty_cache()
-        departure = self._depart(plan) if plan.stages < self.plan.stages else None
-        arrived: list[tuple[torch.nn.Module, int]] = []
-        ends: list[torch.nn.Module] = []
-        layouts: list[Any] = []
-        weights: list[list[FlatWeights]] = []
-        request = Request([], {}, {})
-        if departure is None or not departure.leaves:
-            if departure is not None:
-                ends = complete_ends(plan.stages, self.models()[0], self._spec)
-            arrived, layouts, weights, request = self._change(plan, ends, inventories, held)
-        requests = [piece for pieces in self.gather(request.pieces) for piece in pieces]
-        sent = transfer(
-            self.models(),
-            held,
-            request,
-            inventories,
-            requests,
-            self._tensors,
-            self._timeout,
-        )
-        request.targets.clear()
-        finish_weights(parameter for layer, _ in arrived for parameter in layer.parameters())
-        forget_modules(self._chunks)
-        if self._args.fine_grained_activation_offloading:
-            _forget_offloaded(self.models())
-        if departure is not None:
-            self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
-            departure.finish()
-            self._make_groups()
-            callbacks.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
+        before = self._take_apart(optimizer)
+        after = self._build(plan, before)
+        sent = self._transfer(before, after)
         moved = time.perf_counter()
-        torch.cuda.empty_cache()
-        for chunk, ddp in enumerate(self._chunks):
-            with reused_buffers(weights[chunk]):
-                self._wrap(ddp, chunk, layouts[chunk], hooked[chunk])
-        self._remember_nodes()
-        self._renew(optimizer, scheduler, request.states, taken)
-        for layer, chunk in arrived:
-            for callback in callbacks.registered:
-                callback.layer_arrived(layer, chunk)
-        for callback in callbacks.registered if departure is not None else []:
-            callback.after_release(self.models()[0] if ends else None)
-        for callback in callbacks.registered:
-            callback.layers_moved()
+        self._put_together(before, after, optimizer, scheduler)
+        self._tell(after)
         self.plan = plan
         torch.cuda.reset_peak_memory_stats()  # peaks from now on are those of the new layers
         took = self.gather((sent, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3))
         return Moved(sum(bytes for bytes, _, _ in took), max(ms for _, ms, _ in took), max(ms for _, _, ms in took))
 
-    def _depart(self, plan: StagePlan) -> Departure:
-        for callback in callbacks.registered:
-            callback.before_release()
-        per_node = detect_launch().ranks_per_node
-        return Departure(
-            self._args, release_of(self._args.world_size, self.plan.stages, plan.stages, per_node), self._chunks
-        )
-
-    def _change(
-        self, plan: StagePlan, ends: list[torch.nn.Module], inventories: list[Inventory], held: HeldTensors
-    ) -> tuple[list[tuple[torch.nn.Module, int]], list[Any], list[list[FlatWeights]], Request]:
-        """Build the modules of `plan`. Returns new layers with their chunks, layouts of buffers, the buffers of weights
-        of each chunk (`place_weights`), and the request. held: of this rank; its weights are now those in buffers.
-        """
-        set_layout(plan, self._chunks, self._spec, self._args)
-        in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
-        arrived, norms = change_layers(plan, self.models(), self._spec, inventories, without_memory=in_buffers)
-        new = [*ends, *norms, *(layer for layer, _ in arrived)]
-        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
-        weights = [place_weights(layout, new) for layout in layouts]
-        hold_weights(self.models(), new, held)
-        ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
-        return arrived, layouts, weights, make_request(self.models(), new, ranges, inventories)
-
     def _agree(self, plan: StagePlan) -> None:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()
         if len(set(self.gather(digest))) > 1:
             raise RuntimeError("ranks made different plans for the same layers")
-        connect(self._tensors)
+
+    # The phases of a move.
+
+    def _take_apart(self, optimizer: ChainedOptimizer) -> _Before:
+        """Take the state out of the optimizer, tell the other ranks what is here, and free the gradient buffers."""
+        hooked = _finish_gathering(self._chunks, optimizer)
+        taken = take(optimizer)
+        shards, inventory = take_inventory(self.models(), taken.states)
+        inventories = self.gather(inventory)
+        taken.states.clear()
+        self._free_buffers()
+        # Tensors that arrive would be carved out of the cached memory of gradients, and the new buffers need it whole.
+        torch.cuda.empty_cache()
+        return _Before(hooked, taken, shards, inventories)
+
+    def _build(self, plan: StagePlan, before: _Before) -> _After:
+        """Build the modules of `plan`, place weights in their new buffers, and request the tensors that are missing. A
+        rank that leaves the job builds nothing."""
+        departure = None
+        ends: list[torch.nn.Module] = []
+        if plan.stages < self.plan.stages:
+            for callback in callbacks.registered:
+                callback.before_release()
+            per_node = detect_launch().ranks_per_node
+            release = release_of(self._args.world_size, self.plan.stages, plan.stages, per_node)
+            departure = Departure(self._args, release, self._chunks, self.gather)
+            if departure.leaves:
+                return _After(departure)
+            ends = complete_ends(plan.stages, self.models()[0], self._spec)
+        set_layout(plan, self._chunks, self._spec, self._args)
+        in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
+        inventories = before.inventories
+        arrived, norms = change_layers(plan, self.models(), self._spec, inventories, without_memory=in_buffers)
+        new = [*ends, *norms, *(layer for layer, _ in arrived)]
+        layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
+        weights = [place_weights(layout, new) for layout in layouts]
+        find_weights(self.models(), new, before.shards)
+        ranges = {p: r for pair in zip(self._chunks, layouts, strict=True) for p, r in future_ranges(*pair).items()}
+        request = make_request(self.models(), new, ranges, inventories)
+        return _After(departure, ends, arrived, layouts, weights, request)
+
+    def _transfer(self, before: _Before, after: _After) -> int:
+        """Transfer all tensors, and forget what referred to their old places. Ranks that leave the job end here.
+        Returns the bytes that this rank sent."""
+        requests = [piece for pieces in self.gather(after.request.pieces) for piece in pieces]
+        sent = transfer(before.shards, after.request, before.inventories, requests, self._tensors, self._timeout)
+        after.request.targets.clear()
+        finish_weights(parameter for layer, _ in after.arrived for parameter in layer.parameters())
+        forget_modules(self._chunks)
+        if self._args.fine_grained_activation_offloading:
+            _forget_offloaded(self.models())
+        if after.departure is not None:
+            self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
+            after.departure.finish()
+            self._make_groups()
+            callbacks.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
+        return sent
+
+    def _put_together(self, before: _Before, after: _After, optimizer: ChainedOptimizer, scheduler: Any) -> None:
+        """Wrap the layers for data parallelism, build a new optimizer, and put the state back."""
+        torch.cuda.empty_cache()
+        for chunk, ddp in enumerate(self._chunks):
+            with placed_weights(after.weights[chunk]):
+                self._wrap(ddp, chunk, after.layouts[chunk], before.hooked[chunk])
+        self._remember_nodes()
+        self._renew(optimizer, scheduler, after.request.states, before.taken)
+
+    def _tell(self, after: _After) -> None:
+        """Tell all callbacks what has changed."""
+        for layer, chunk in after.arrived:
+            for callback in callbacks.registered:
+                callback.layer_arrived(layer, chunk)
+        for callback in callbacks.registered if after.departure is not None else []:
+            callback.after_release(self.models()[0] if after.ends else None)
+        for callback in callbacks.registered:
+            callback.layers_moved()
 
     def _free_buffers(self) -> None:
         """Free Megatron's flat buffers. One that holds weights is freed once these are in the new one or were sent.
@@ -343,6 +399,11 @@ class LayerMover:
         for ddp in self._chunks:
             ddp.zero_grad_buffer()
         scheduler.step(0)  # gives the groups their learning rate and weight decay
+
+
+def _pipeline() -> dist.ProcessGroup:
+    process_groups = mpu.get_pipeline_model_parallel_group()  # Megatron-LM may have several of the same ranks
+    return process_groups[0] if isinstance(process_groups, list) else process_groups
 
 
 def _mtp_chunk(args: argparse.Namespace, spec: GPTModelConfig) -> int | None:

@@ -33,12 +33,12 @@ from megatron.balanced import callbacks
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
 
-__all__ = ["Choice", "LayerPlanner"]
+__all__ = ["Choice", "LayerPlanner", "usable_memory"]
 
 # The assumed bandwidth (bytes/s) and fixed seconds of a move until one was measured: slow, so that the first one needs
 # a clear gain.
 _BANDWIDTH, _FIXED_SECONDS = 1e9, 1.0
-_SPARE = 0.05  # fraction of a device's memory that plans leave free
+_SPARE = 0.05  # fraction of what torch can have of a device that plans leave free, for fragments
 
 
 class Choice(NamedTuple):
@@ -151,7 +151,10 @@ class LayerPlanner:
         """
         place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
         every = self._mover.gather((place, np.stack(self._seconds), self._steps, torch.cuda.max_memory_allocated()))
-        for cost in join_ranks([seconds for _, seconds, _, _ in every], [group for (_, group), *_ in every]):
+        # In turn with another micro-batch, spans are of parts of layers that wait for nobody.
+        tells_waiting = is_cpu() or self._args.overlap_moe_expert_parallel_comm
+        measured, experts = [seconds for _, seconds, _, _ in every], [group for (_, group), *_ in every]
+        for cost in join_ranks(measured, experts, tells_waiting=tells_waiting):
             self.costs.add(cost)
         steps = [
             (iterations[0][0], max(seconds for _, seconds in iterations))
@@ -166,7 +169,7 @@ class LayerPlanner:
     def _plan(self, cost: LayerSeconds, peaks: np.ndarray) -> StagePlan:
         plan, micro_batches = self._mover.plan, get_num_microbatches()
         fewest = min(self._fewest(), *(len(chunk) for chunk in plan.order[: len(plan.order) - plan.behind]))
-        limit = min(self._mover.gather(_device_memory()))
+        limit = min(self._mover.gather(usable_memory()))
         memory = room = None
         if limit < np.inf:
             held, others = self._mover.resting_bytes(), self._held_by_others()
@@ -228,6 +231,7 @@ class LayerPlanner:
         return self._mover.travelling_bytes()[:-3]
 
 
-def _device_memory() -> float:
-    """Bytes that a plan may use on this rank; infinite on a CPU, whose ranks share the memory of the machine."""
-    return np.inf if is_cpu() else (1 - _SPARE) * torch.cuda.mem_get_info()[1]
+def usable_memory() -> float:
+    """Bytes that a plan may use on this rank's device now: what torch has and what is free, but for a spare; the rest
+    belongs to others, such as communicators. Infinite on a CPU, whose ranks share the memory of the machine."""
+    return np.inf if is_cpu() else (1 - _SPARE) * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())

@@ -65,7 +65,7 @@ class Scaling(NamedTuple):
 
     path: str
     module: torch.nn.Module
-    own: str
+    name: str
     tensor: torch.Tensor
 
 

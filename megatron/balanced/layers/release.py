@@ -2,35 +2,42 @@
 
 Ranks are numbered stage after stage, so the ranks that stay keep their numbers, and whole nodes become free. torch
 cannot remove ranks from its default group, but the group can be replaced: by a new one of the ranks that stay, in which
-Megatron's groups are created anew. Modules that refer to a group across stages get its successor. Groups within a stage
-lose no rank and remain valid for their users, such as checkpoint strategies and replicas of experts.
+Megatron-LM makes its groups. Groups within a stage lose no rank, so that it gets those that it had, with their
+communicators. Modules that refer to a group across stages get its successor, which is connected at once, while no
+gradients take the memory.
 
 A rank leaves once all others have received its tensors, with exit code 0, so that no launcher reports a failure. Under
 SLURM the first rank then returns its nodes.
 """
 
 import argparse
+import contextlib
 import datetime
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
+from megatron.core import mpu, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars
 
 from balancing.layers.repack import Release
+from balancing.messages import connect
 
 __all__ = ["Departure", "Released", "hand_over_tensorboard"]
 
 # A rank's last message comes before its interpreter has shut down. SLURM counts a node that it takes away from a living
 # process as a failure of the job.
 _GRACE_SECONDS = 10.0
+
+_Key = tuple[str, tuple[int, ...]]  # what a process group is for, and its ranks
 
 
 class Released(SystemExit):
@@ -43,17 +50,30 @@ class Departure:
     On ranks that stay, the groups of torch and Megatron then contain only these; ranks that leave are unchanged.
     """
 
-    def __init__(self, args: argparse.Namespace, release: Release, chunks: Iterable[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        release: Release,
+        chunks: Iterable[torch.nn.Module],
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
         self.release = release
         self.leaves = args.rank in release.ranks
         self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
         self._rank, self._stay = args.rank, range(release.stay)
         self._store = dist.PrefixStore(f"release/{args.world_size}", dist.distributed_c10d._get_default_store().clone())
         self._shared = _groups_of_both(release)
+        here = _groups_of_megatron()
+        # How many groups of each kind and ranks there are on any rank: all ranks must make the same groups.
+        known = Counter[_Key]()
+        for counts in gather({key: len(process_groups) for key, process_groups in here.items()}):
+            known |= Counter(counts)
         smaller = dist.new_group(list(self._stay), timeout=self._timeout)
         if not self.leaves:
             dist.group.WORLD = smaller
-            _regroup(args, release, list(chunks))
+            connect(smaller)
+            with _groups_kept(here, known):
+                _regroup(args, release, list(chunks))
 
     def finish(self) -> None:
         """Called when this rank has sent and received everything. Destroys the groups of ranks that stay and ranks that
@@ -91,6 +111,46 @@ def _groups_of_both(release: Release) -> list[dist.ProcessGroup]:
     return groups
 
 
+def _groups_of_megatron() -> dict[_Key, list[dist.ProcessGroup]]:
+    """Megatron-LM's groups of this rank, in the order in which they were made, but for those of hosts, which it
+    destroys before it makes new ones."""
+    found: dict[_Key, list[dist.ProcessGroup]] = {}
+    names = dist.distributed_c10d._world.pg_names
+    for process_group in sorted(names, key=lambda made: int(names[made])):
+        name = process_group.group_desc
+        if name not in ("undefined", "default_pg") and not name.endswith("_GLOO"):
+            key = process_group.group_desc, tuple(dist.get_process_group_ranks(process_group))
+            found.setdefault(key, []).append(process_group)
+    return found
+
+
+@contextlib.contextmanager
+def _groups_kept(here: dict[_Key, list[dist.ProcessGroup]], known: Counter[_Key]) -> Iterator[None]:
+    """A context in which Megatron-LM gets the groups that there are instead of new ones of the same ranks, and in which
+    new ones are connected.
+
+    here: those of this rank, by what they are for and their ranks. known: their number on any rank.
+    """
+    make = parallel_state.create_group
+
+    def create_group(ranks: list[int], *options: Any, group_desc: str, **more: Any) -> Any:
+        key = group_desc, tuple(ranks)
+        is_member = dist.get_rank() in ranks
+        if known[key]:
+            known[key] -= 1
+            return here[key].pop(0) if is_member else dist.GroupMember.NON_GROUP_MEMBER
+        process_group = make(ranks, *options, group_desc=group_desc, **more)
+        if is_member:
+            connect(process_group)
+        return process_group
+
+    parallel_state.create_group = create_group
+    try:
+        yield
+    finally:
+        parallel_state.create_group = make
+
+
 def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.Module]) -> None:
     """Create Megatron's groups for the ranks that stay, and put them into the model."""
     old = ProcessGroupCollection.use_mpu_process_groups()
@@ -115,13 +175,13 @@ def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.M
     )
     new = ProcessGroupCollection.use_mpu_process_groups()
     names = [field.name for field in fields(ProcessGroupCollection)]
-    replaced = {id(group): getattr(new, name, None) for name in names if (group := getattr(old, name, None))}
+    replaced = {id(before): getattr(new, name, None) for name in names if (before := getattr(old, name, None))}
     for module in {id(module): module for chunk in chunks for module in chunk.modules()}.values():
         for name, value in list(vars(module).items()):
             if isinstance(value, ProcessGroupCollection):
-                for own in names:
-                    if hasattr(value, own) and hasattr(new, own):
-                        setattr(value, own, getattr(new, own))
+                for field_name in names:
+                    if hasattr(value, field_name) and hasattr(new, field_name):
+                        setattr(value, field_name, getattr(new, field_name))
             elif isinstance(value, dist.ProcessGroup) and id(value) in replaced:
                 setattr(module, name, replaced[id(value)])
         if hasattr(getattr(module, "config", None), "pipeline_model_parallel_size"):

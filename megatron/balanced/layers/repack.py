@@ -8,18 +8,15 @@ after a log line.
 import argparse
 
 import numpy as np
-import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from balancing.launch import detect_launch
 from balancing.layers import LayerSeconds, StagePlan, choose_repack, repack_options
 from balancing.layers.config import LayerConfig
 from balancing.layers.from_report import RecordedRun, estimate_memory
-from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.layers.planning import usable_memory
 
 __all__ = ["Repacker"]
-
-_SHARE_OF_DEVICE = 0.9  # of a GPU's memory that stages may fill: some goes to buffers of collectives
 
 
 class Repacker:
@@ -80,6 +77,5 @@ class Repacker:
         """Bytes that a rank may use; None if the user gave no limit and there is no device with a memory of its own."""
         if self._config.repack_memory_limit is not None:
             return self._config.repack_memory_limit * 1e9
-        if is_cpu():  # ranks share the machine's memory
-            return None
-        return _SHARE_OF_DEVICE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        usable = usable_memory()
+        return usable if usable < np.inf else None

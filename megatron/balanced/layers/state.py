@@ -20,10 +20,10 @@ from megatron.balanced.layers.quantized import Scaling, known_scaling, scaling_o
 from megatron.balanced.optimizer_state import ParameterState
 
 __all__ = [
-    "HeldTensors",
     "Inventory",
     "Request",
-    "hold_weights",
+    "Shards",
+    "find_weights",
     "make_request",
     "named_buffers",
     "named_parameters",
@@ -34,7 +34,9 @@ __all__ = [
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _WEIGHT, _BUFFER, _SCALING = "weight", "buffer", "scaling"  # a weight in 8 bits has several kinds: weight.data, ...
 
-HeldTensors = dict[str, tuple[int, torch.Tensor]]  # name of a tensor -> first element on this rank, and the elements
+_LITTLE = 0.05  # of the device's memory: when less is free, cached memory is given back
+
+Shards = dict[str, tuple[int, torch.Tensor]]  # name of a tensor -> first element on this rank, and the elements
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Buffer(NamedTuple):
 
     name: str
     module: torch.nn.Module
-    own: str
+    attribute: str
     tensor: torch.Tensor
 
 
@@ -84,18 +86,18 @@ def named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[Buffer]:
         for layer in model.decoder.layers:
             for path, module in layer.named_modules():
                 beside = next(module.parameters(recurse=False), None)  # sharded in the same way
-                for own, buffer in module.named_buffers(recurse=False):
-                    whole = f"{path}.{own}" if path else own
-                    yield Buffer(f"{layer.layer_number - 1}.{whole}@{_coordinates(beside)}", module, own, buffer)
+                for name, buffer in module.named_buffers(recurse=False):
+                    whole = f"{path}.{name}" if path else name
+                    yield Buffer(f"{layer.layer_number - 1}.{whole}@{_coordinates(beside)}", module, name, buffer)
 
 
 def named_scaling(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Scaling]]:
     """The tensors of delayed scaling of this rank's layers, with names that all ranks share."""
     for model in models:
         for layer in model.decoder.layers:
-            for each in scaling_of(layer):
-                beside = next(each.module.parameters(recurse=False), None)
-                yield f"{layer.layer_number - 1}.{each.path}.{each.own}@{_coordinates(beside)}", each
+            for scaling in scaling_of(layer):
+                beside = next(scaling.module.parameters(recurse=False), None)
+                yield f"{layer.layer_number - 1}.{scaling.path}.{scaling.name}@{_coordinates(beside)}", scaling
 
 
 def _coordinates(parameter: torch.Tensor | None) -> str:
@@ -113,51 +115,54 @@ def layer_of(name: str) -> int:
 
 def take_inventory(
     models: Sequence[torch.nn.Module], states: Mapping[torch.nn.Parameter, ParameterState]
-) -> tuple[HeldTensors, Inventory]:
+) -> tuple[Shards, Inventory]:
     """The tensors of this rank, and the inventory of them. states: taken out of the optimizer."""
-    held: HeldTensors = {}
+    shards: Shards = {}
     inventory = Inventory()
     for name, parameter in named_parameters(models):
-        held |= {f"{name}:{kind}": (0, tensor) for kind, tensor in weight_tensors(parameter).items()}
+        shards |= {f"{name}:{kind}": (0, tensor) for kind, tensor in weight_tensors(parameter).items()}
         if not parameter.requires_grad:
             inventory.frozen.add(name)
         state = states.get(parameter)
         if state is not None:
             inventory.scalars[name] = state.scalars
             for kind, tensor in state.tensors.items():
-                held[f"{name}:{kind}"] = (state.start, tensor)
+                shards[f"{name}:{kind}"] = (state.start, tensor)
     for buffer in named_buffers(models):
-        held[f"{buffer.name}:{_BUFFER}"] = (0, buffer.tensor.data.reshape(-1))
-        persistent = buffer.own not in buffer.module._non_persistent_buffers_set
+        shards[f"{buffer.name}:{_BUFFER}"] = (0, buffer.tensor.data.reshape(-1))
+        persistent = buffer.attribute not in buffer.module._non_persistent_buffers_set
         inventory.buffers[buffer.name] = (buffer.tensor.shape, buffer.tensor.dtype, persistent)
     for name, scaling in named_scaling(models):
-        held[f"{name}:{_SCALING}"] = (0, scaling.tensor.view(-1))
+        shards[f"{name}:{_SCALING}"] = (0, scaling.tensor.view(-1))
         inventory.scaling[f"{layer_of(name)}.{scaling.path}"] = known_scaling(scaling.module)
-    for name, (start, tensor) in held.items():
+    for name, (start, tensor) in shards.items():
         inventory.pieces.append(Piece(name, dist.get_rank(), start, start + tensor.numel()))
         inventory.dtypes[name] = tensor.dtype
-    return held, inventory
+    return shards, inventory
 
 
-def hold_weights(models: Sequence[torch.nn.Module], arrived: Iterable[torch.nn.Module], held: HeldTensors) -> None:
-    """Let `held` refer to weights where they are now. arrived: modules whose weights have no content yet."""
+def find_weights(models: Sequence[torch.nn.Module], arrived: Iterable[torch.nn.Module], shards: Shards) -> None:
+    """Let `shards` refer to weights where they are now. arrived: modules whose weights have no content yet."""
     empty = {parameter for module in arrived for parameter in module.parameters()}
     for name, parameter in named_parameters(models):
         if parameter not in empty:
-            held |= {f"{name}:{kind}": (0, tensor) for kind, tensor in weight_tensors(parameter).items()}
+            shards |= {f"{name}:{kind}": (0, tensor) for kind, tensor in weight_tensors(parameter).items()}
 
 
-class Request(NamedTuple):
+@dataclass
+class Request:
     """The tensors that this rank needs after a move.
 
     pieces: the elements.
     targets: the tensors to write to, where memory is allocated already.
     states: parameter -> its optimizer state, whose tensors `transfer` fills in.
+    state_of: name of a tensor of optimizer state -> the state, and the kind of the tensor in it.
     """
 
-    pieces: list[Piece]
-    targets: HeldTensors
-    states: dict[torch.nn.Parameter, ParameterState]
+    pieces: list[Piece] = field(default_factory=list)
+    targets: Shards = field(default_factory=dict)
+    states: dict[torch.nn.Parameter, ParameterState] = field(default_factory=dict)
+    state_of: dict[str, tuple[ParameterState, str]] = field(default_factory=dict)
 
 
 def make_request(
@@ -182,7 +187,7 @@ def make_request(
             kinds.setdefault(name, set()).add(kind)
     empty = {id(tensor) for module in arrived for tensor in (*module.parameters(), *module.buffers())}
     new = {id(part) for module in arrived for part in module.modules()}
-    request = Request([], {}, {})
+    request = Request()
     tensors = [
         (f"{name}:{kind}", tensor)
         for name, parameter in named_parameters(models)
@@ -190,70 +195,80 @@ def make_request(
         for kind, tensor in weight_tensors(parameter).items()
     ]
     tensors += [
-        (f"{each.name}:{_BUFFER}", each.tensor.data) for each in named_buffers(models) if id(each.tensor) in empty
+        (f"{buffer.name}:{_BUFFER}", buffer.tensor.data)
+        for buffer in named_buffers(models)
+        if id(buffer.tensor) in empty
     ]
-    tensors += [(f"{name}:{_SCALING}", each.tensor) for name, each in named_scaling(models) if id(each.module) in new]
+    tensors += [
+        (f"{name}:{_SCALING}", scaling.tensor) for name, scaling in named_scaling(models) if id(scaling.module) in new
+    ]
     for name, tensor in tensors:
         request.targets[name] = (0, tensor.view(-1))
         request.pieces.append(Piece(name, rank, 0, tensor.numel()))
     for name, parameter in named_parameters(models):
         if parameter in ranges:
             start, stop = ranges[parameter]
-            request.states[parameter] = ParameterState(start, stop, scalars=scalars.get(name, {}))
+            state = ParameterState(start, stop, scalars=scalars.get(name, {}))
+            request.states[parameter] = state
             for kind in sorted(filter(_is_state, kinds[name])):
                 request.pieces.append(Piece(f"{name}:{kind}", rank, start, stop))
+                request.state_of[f"{name}:{kind}"] = state, kind
     return request
 
 
 def transfer(
-    models: Sequence[torch.nn.Module],
-    held: HeldTensors,
+    shards: Shards,
     request: Request,
     inventories: Sequence[Inventory],
     requests: Sequence[Piece],
-    group: dist.ProcessGroup,
+    process_group: dist.ProcessGroup,
     timeout: datetime.timedelta,
 ) -> int:
     """Send and receive the tensors of all layers that move, and fill in `request`.
 
-    models: the chunks of this rank.
-    held: the tensors of this rank; empty afterwards.
+    shards: the tensors of this rank; empty afterwards.
     inventories, requests: of all ranks.
-    group: all ranks of the job, connected by an earlier collective.
+    process_group: all ranks of the job, connected by an earlier collective.
     timeout: of each wait.
 
     Returns the bytes that this rank sent to others.
     """
     dtypes = {name: dtype for inventory in inventories for name, dtype in inventory.dtypes.items()}
-    mine = {*held, *(piece.tensor for piece in request.pieces)}  # no other tensor leaves or reaches this rank
+    named = {*shards, *(piece.tensor for piece in request.pieces)}  # no other tensor leaves or reaches this rank
     rounds: dict[int, list[Transfer]] = {}
-    for each in plan_transfers(
-        (piece for inventory in inventories for piece in inventory.pieces if piece.tensor in mine),
-        (piece for piece in requests if piece.tensor in mine),
+    for planned in plan_transfers(
+        (piece for inventory in inventories for piece in inventory.pieces if piece.tensor in named),
+        (piece for piece in requests if piece.tensor in named),
     ):
-        rounds.setdefault(layer_of(each.tensor), []).append(each)
+        rounds.setdefault(layer_of(planned.tensor), []).append(planned)
     targets = request.targets
     sent = 0
     for number in sorted(rounds):
         for piece in request.pieces:
             if layer_of(piece.tensor) == number and piece.tensor not in targets:
-                targets[piece.tensor] = _memory_for(piece, held, dtypes[piece.tensor])
+                targets[piece.tensor] = _memory_for(piece, shards, dtypes[piece.tensor])
         sent += run_transfers(
-            [each for each in rounds[number] if not _is_in_place(each, held, targets)],
-            lambda each: _elements(held[each.tensor], each),
-            lambda each: _elements(targets[each.tensor], each),
-            group,
+            [planned for planned in rounds[number] if not _is_in_place(planned, shards, targets)],
+            lambda planned: _elements(shards[planned.tensor], planned),
+            lambda planned: _elements(targets[planned.tensor], planned),
+            process_group,
             timeout,
         )
-        for name in [name for name in held if layer_of(name) == number]:
-            del held[name]
-    held.clear()
-    own = dict(named_parameters(models))
-    for piece in request.pieces:
-        name, _, kind = piece.tensor.rpartition(":")
-        if _is_state(kind):
-            request.states[own[name]].tensors[kind] = targets[piece.tensor][1]
+        for name in [name for name in shards if layer_of(name) == number]:
+            del shards[name]
+        _give_cache_back()
+    shards.clear()
+    for name, (state, kind) in request.state_of.items():
+        state.tensors[kind] = targets[name][1]
     return sent
+
+
+def _give_cache_back() -> None:
+    """Return cached memory to a device that has little left. Shards with other bounds do not fit into the memory that
+    those of an earlier layer left."""
+    free, total = torch.cuda.mem_get_info()
+    if free < _LITTLE * total:
+        torch.cuda.empty_cache()
 
 
 def _is_state(kind: str) -> bool:
@@ -261,21 +276,21 @@ def _is_state(kind: str) -> bool:
     return kind not in (_BUFFER, _SCALING) and kind.partition(".")[0] != _WEIGHT
 
 
-def _memory_for(piece: Piece, held: HeldTensors, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-    """Memory for `piece`: the tensor in `held` if it has exactly these elements, else a new one."""
-    start, tensor = held.get(piece.tensor, (0, None))
+def _memory_for(piece: Piece, shards: Shards, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+    """Memory for `piece`: the tensor in `shards` if it has exactly these elements, else a new one."""
+    start, tensor = shards.get(piece.tensor, (0, None))
     if tensor is not None and (start, start + tensor.numel()) == (piece.start, piece.stop):
         return start, tensor
     return piece.start, torch.empty(piece.stop - piece.start, dtype=dtype, device=torch.cuda.current_device())
 
 
-def _is_in_place(transfer: Transfer, held: HeldTensors, targets: HeldTensors) -> bool:
+def _is_in_place(planned: Transfer, shards: Shards, targets: Shards) -> bool:
     """Whether a transfer of this rank to itself has one tensor as source and target."""
-    if not transfer.source == transfer.target == dist.get_rank():
+    if not planned.source == planned.target == dist.get_rank():
         return False
-    return held[transfer.tensor][1] is targets[transfer.tensor][1]
+    return shards[planned.tensor][1] is targets[planned.tensor][1]
 
 
-def _elements(tensor: tuple[int, torch.Tensor], transfer: Transfer) -> torch.Tensor:
-    start, flat = tensor
-    return flat[transfer.start - start : transfer.stop - start]
+def _elements(shard: tuple[int, torch.Tensor], planned: Transfer) -> torch.Tensor:
+    start, flat = shard
+    return flat[planned.start - start : planned.stop - start]

@@ -234,7 +234,7 @@ def _ranks_do_not_meet(log: DeviceLog, rank: int) -> None:
     """The first thing in a group is a message between two of its three ranks."""
     from balancing import messages
 
-    messages.connect = lambda group: None
+    messages.connect = lambda process_group: None
 
 
 def _sent_while_written(log: DeviceLog, rank: int) -> None:
