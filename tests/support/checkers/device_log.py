@@ -32,7 +32,7 @@ Site = tuple[tuple[str, int], ...]  # file and line, the innermost first
 
 _REPOSITORY = str(Path(__file__).parents[2]) + "/"
 _BETWEEN = (
-    *operations.BETWEEN,
+    *(file for file in operations.BETWEEN if not file.endswith("messages.py")),
     *(str(Path(__file__).with_name(name)) for name in ("device_log.py", "noted_device.py", "stream_races.py")),
     str(Path(functools.__file__).parent / "contextlib"),
     str(Path(functools.__file__).parent / "threading"),
