@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
     stop: int
 
 
-def plan_transfers(held: Iterable[Piece], requested: Iterable[Piece]) -> list[Transfer]:
+def plan_transfers(stored: Iterable[Piece], requested: Iterable[Piece]) -> list[Transfer]:
     """The transfers that give every rank the pieces it requests, in the order of tensors in `requested`.
 
     A rank that already holds elements copies them from itself. Otherwise the first of the ranks that request the same
@@ -46,7 +46,7 @@ def plan_transfers(held: Iterable[Piece], requested: Iterable[Piece]) -> list[Tr
     requested element.
     """
     holders: dict[str, list[Piece]] = defaultdict(list)
-    for piece in sorted(held):
+    for piece in sorted(stored):
         holders[piece.tensor].append(piece)
     by_tensor: dict[str, list[Piece]] = {}
     for piece in requested:
@@ -58,20 +58,20 @@ def plan_transfers(held: Iterable[Piece], requested: Iterable[Piece]) -> list[Tr
     return transfers
 
 
-def _fill(requested: Piece, held: Sequence[Piece], number: int) -> list[Transfer]:
-    """The transfers from `held` that fill `requested`, the `number`-th piece of its tensor."""
+def _fill(requested: Piece, stored: Sequence[Piece], number: int) -> list[Transfer]:
+    """The transfers from `stored` that fill `requested`, the `number`-th piece of its tensor."""
     transfers = []
     at = requested.start
-    own = [piece for piece in held if piece.rank == requested.rank and piece.start < requested.stop]
+    local = [piece for piece in stored if piece.rank == requested.rank and piece.start < requested.stop]
     while at < requested.stop:
-        source = next((piece for piece in own if piece.start <= at < piece.stop), None)
+        source = next((piece for piece in local if piece.start <= at < piece.stop), None)
         stop = requested.stop
         if source is None:
-            there = [piece for piece in held if piece.start <= at < piece.stop]
-            if not there:
+            sources = [piece for piece in stored if piece.start <= at < piece.stop]
+            if not sources:
                 raise ValueError(f"no rank holds element {at} of {requested.tensor}, which rank {requested.rank} needs")
-            source = there[number % len(there)]
-            stop = min([stop, *(piece.start for piece in own if piece.start > at)])
+            source = sources[number % len(sources)]
+            stop = min([stop, *(piece.start for piece in local if piece.start > at)])
         stop = min(stop, source.stop)
         transfers.append(Transfer(requested.tensor, source.rank, requested.rank, at, stop))
         at = stop
@@ -82,7 +82,7 @@ def run_transfers(
     transfers: Sequence[Transfer],
     read: Callable[[Transfer], torch.Tensor],
     write: Callable[[Transfer], torch.Tensor],
-    group: dist.ProcessGroup,
+    process_group: dist.ProcessGroup,
     timeout: datetime.timedelta,
 ) -> int:
     """Carry out this rank's part of `transfers`. Returns the bytes that it sent to other ranks.
@@ -90,12 +90,12 @@ def run_transfers(
     transfers: the same on every rank and in the same order.
     read: transfer -> flat tensor of the elements that it takes from this rank.
     write: transfer -> flat tensor of the elements that it fills on this rank.
-    group: numbers ranks as the transfers do. A collective must have run in it before, which connects its ranks.
+    process_group: numbers ranks as the transfers do. A collective must have run in it before, which connects its ranks.
     timeout: of each wait.
 
     Raises RuntimeError when a message does not arrive in time or its peer is gone.
     """
-    rank = dist.get_rank(group)
+    rank = dist.get_rank(process_group)
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for transfer in transfers:
@@ -107,8 +107,8 @@ def run_transfers(
             incoming[transfer.source].append(write(transfer))
     messages = {peer: _packed(parts) for peer, parts in outgoing.items()}
     arriving = {peer: parts[0].new_empty(_bytes(parts), dtype=torch.uint8) for peer, parts in incoming.items()}
-    operations = [_operation(dist.isend, flat, peer, group) for peer, flat in messages.items()]
-    operations += [_operation(dist.irecv, flat, peer, group) for peer, flat in arriving.items()]
+    operations = [_operation(dist.isend, flat, peer, process_group) for peer, flat in messages.items()]
+    operations += [_operation(dist.irecv, flat, peer, process_group) for peer, flat in arriving.items()]
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait(timeout)
@@ -121,8 +121,8 @@ def run_transfers(
     return sum(flat.numel() for flat in messages.values())
 
 
-def _operation(kind: Callable, flat: torch.Tensor, peer: int, group: dist.ProcessGroup) -> dist.P2POp:
-    return dist.P2POp(kind, flat, dist.get_global_rank(group, peer), group)
+def _operation(kind: Callable, flat: torch.Tensor, peer: int, process_group: dist.ProcessGroup) -> dist.P2POp:
+    return dist.P2POp(kind, flat, dist.get_global_rank(process_group, peer), process_group)
 
 
 def _widest_first(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,10 +12,14 @@ from balancing.cluster import Cluster
 from balancing.launch import detect_launch
 from balancing.messages import connect
 
-__all__ = ["cluster_of", "duplicate_group", "gather_objects", "options_like", "split_group"]
+__all__ = ["SocketLimitError", "cluster_of", "duplicate_group", "gather_objects", "options_like", "split_group"]
 
 _SPARE_FILES = 256  # that a rank may open beside sockets of a new group
 _OPTIONS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")  # that a user can set
+
+
+class SocketLimitError(ValueError):
+    """A rank may not open a socket to each rank of a group."""
 
 
 def cluster_of(ranks: list[int], cluster: Cluster | None) -> Cluster:
@@ -37,7 +41,7 @@ def duplicate_group(group: dist.ProcessGroup, timeout_minutes: float, *, on_host
     on_host: make it on gloo, for small messages that hosts exchange without waiting for their devices. Otherwise it has
         the NCCL options of `group`.
 
-    Raises ValueError if this rank may not open a socket to each rank of a group on the host.
+    Raises SocketLimitError if this rank may not open a socket to each rank of a group on the host.
     """
     return _new_group(dist.get_process_group_ranks(group), group, timeout_minutes, on_host)
 
@@ -100,7 +104,7 @@ def _allow_sockets(ranks: int) -> None:
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
-        raise ValueError(
+        raise SocketLimitError(
             f"a rank needs a socket to each of {ranks} ranks, has {opened} files open, and may have {hard}; allow "
             f"{needed} (ulimit -Hn)"
         )

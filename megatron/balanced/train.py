@@ -26,6 +26,7 @@ from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.release import Released
 from megatron.balanced.model import model_config
 from megatron.balanced.observer import Observer
+from megatron.balanced.process_groups import SocketLimitError
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.watchdog.heartbeat import stop
 from megatron.balanced.watchdog.stall import report_stalls
@@ -90,7 +91,9 @@ def _features(
         features.append(ExpertBalancer(args, config.experts, cluster, note))
     if config.layers.enabled:
         assert observer is not None
-        features.append(LayerBalancer(args, config.layers, model, observer))
+        layers = LayerBalancer(args, config.layers, model, observer)
+        features.append(layers)
+        model.pre_wrap_hooks.append(layers.before_wrapping)
         if args.cuda_graph_impl == "transformer_engine":
             features.append(GraphsOfLayers())
     forward = partial(forward_step, observer=observer, sequences=sequences)
@@ -119,7 +122,7 @@ def _pretrain(args: argparse.Namespace, model: GPTModelConfig, datasets: Callabl
             forward,
             get_embedding_ranks=partial(_embedding_ranks, args, model) if args.mtp_num_layers else None,
         )
-    except ReplicaMemoryError as error:
+    except (ReplicaMemoryError, SocketLimitError) as error:
         stop(error)
     except Released:
         sys.stdout.flush()

@@ -53,6 +53,12 @@ class LayerBalancer(StepCallback):
         self._planner = LayerPlanner(args, config, self.mover)
         self._repacker = Repacker(args, config)
 
+    def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Connect the ranks of the job before others measure what memory is free. Returns `chunks`, as Megatron-LM's
+        model hooks must."""
+        self.mover.connect()
+        return chunks
+
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         """Remember the wrapped model chunks of this rank."""
         self.mover.attach(chunks)
@@ -124,7 +130,6 @@ class LayerBalancer(StepCallback):
             return
         freed = self._args.world_size // plan.stages * (before.stages - plan.stages)
         print_rank_0(f"> {plan.stages} of {before.stages} pipeline stages go on, {freed} ranks left the job")
-        loads = [costs.cost.stage_loads(each) for each in (before, plan)] if costs.iterations else [[1.0], [1.0]]
-        self._report(
-            release_event(self.iteration, before, plan, loads, moved, ranks_freed=freed, reason=self._repacker.reason)
-        )
+        cost = costs.cost if costs.iterations else None
+        released = release_event(self.iteration, before, plan, cost, moved, self._repacker.reason)
+        self._report(released | {"ranks_freed": freed})

@@ -216,11 +216,10 @@ def complete_ends(stages: int, model: torch.nn.Module, spec: GPTModelConfig) -> 
     if model.post_process or not fresh.post_process:
         return []
     arrived = []
-    for own, new, parts in ((model, fresh, ("output_layer",)), (model.decoder, fresh.decoder, ("final_layernorm",))):
-        own.__dict__.update({name: value for name, value in vars(new).items() if name not in _OF_EVERY_MODULE})
-        for part in parts:
-            setattr(own, part, getattr(new, part).train(own.training))
-            arrived.append(getattr(own, part))
+    for kept, built, part in ((model, fresh, "output_layer"), (model.decoder, fresh.decoder, "final_layernorm")):
+        kept.__dict__.update({name: value for name, value in vars(built).items() if name not in _OF_EVERY_MODULE})
+        setattr(kept, part, getattr(built, part).train(kept.training))
+        arrived.append(getattr(kept, part))
     return arrived
 
 
@@ -231,6 +230,6 @@ def _register_buffers(layers: dict[int, torch.nn.Module], inventories: Sequence[
             layer = layers.get(layer_of(name))
             if layer is not None:
                 path = name.rpartition("@")[0].partition(".")[2]
-                owner, _, own = path.rpartition(".")
+                owner, _, attribute = path.rpartition(".")
                 empty = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
-                layer.get_submodule(owner).register_buffer(own, empty, persistent=persistent)
+                layer.get_submodule(owner).register_buffer(attribute, empty, persistent=persistent)

@@ -1,9 +1,8 @@
 """Events of the report about decisions to move layers, and about ranks that were released."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from balancing.layers import StagePlan
+from balancing.layers import LayerSeconds, StagePlan
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import to_layout
 from balancing.report import event, imbalance
@@ -51,25 +50,17 @@ def decision_event(
 
 
 def release_event(
-    iteration: int,
-    before: StagePlan,
-    plan: StagePlan,
-    loads: Sequence[Any],
-    moved: Moved,
-    *,
-    ranks_freed: int,
-    reason: str,
+    iteration: int, before: StagePlan, plan: StagePlan, cost: LayerSeconds | None, moved: Moved, reason: str
 ) -> dict[str, Any]:
     """The event of a pipeline that got shorter.
 
     iteration: from 0, the one that follows.
     before, plan: the layers before and after.
-    loads: two arrays [stage], the cost of the stages of each.
+    cost: of the layers; None if nothing was measured yet, which counts as even stages.
     moved: bytes and times of the move.
-    ranks_freed: the number of ranks that left.
-    reason: for the log.
     reason: for the log.
     """
+    loads = [[1.0] if cost is None else cost.stage_loads(of) for of in (before, plan)]
     return event(
         iteration + 1,
         "layers",
@@ -84,7 +75,6 @@ def release_event(
         layout_before=to_layout(before),
         layout_after=to_layout(plan),
         stages_left=plan.stages,
-        ranks_freed=ranks_freed,
         move_ms=moved.move_ms,
         rebuild_ms=moved.rebuild_ms,
     )

@@ -172,9 +172,9 @@ class LayerPlanner:
         limit = min(self._mover.gather(usable_memory()))
         memory = room = None
         if limit < np.inf:
-            held, others = self._mover.resting_bytes(), self._held_by_others()
+            model, others = self._mover.resting_bytes(), self._held_by_others()
             resting = LayerMemory(
-                held[:-3] + others[:-1], embedding=held[-3], head=held[-2], mtp=held[-1], buffers=others[-1]
+                model[:-3] + others[:-1], embedding=model[-3], head=model[-2], mtp=model[-1], buffers=others[-1]
             )
             memory = fit_activations(resting, peaks, plan, micro_batches, **self._schedule)
             room = np.maximum(limit, stage_memory(plan, memory, micro_batches, **self._schedule))
@@ -213,13 +213,13 @@ class LayerPlanner:
 
     def _held_by_others(self) -> np.ndarray:
         """Bytes that the other features hold on a rank: with each layer, and whichever layers it has. [layers + 1]"""
-        own = np.zeros(self._mover.plan.layers + 1)
+        needed = np.zeros(self._mover.plan.layers + 1)
         for callback in callbacks.registered:
             held = callback.held()
             for layer, size in held.layers.items():
-                own[layer] += size
-            own[-1] += held.buffers
-        return np.max(self._mover.gather(own), axis=0)
+                needed[layer] += size
+            needed[-1] += held.buffers
+        return np.max(self._mover.gather(needed), axis=0)
 
     def _parameters(self) -> LayerSeconds:
         """Numbers of parameters in place of seconds."""
