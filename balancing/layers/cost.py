@@ -1,7 +1,7 @@
 """Costs of layers in seconds, averaged over ranks and iterations, with detection of sudden changes.
 
 Forward time alone does not show freezing, which removes the backward, and numbers of parameters show hardly any dynamic
-scheme. So forward, input gradient and weight gradient are separate, the embedding and the head count like layers, and
+scheme. So forward and backward are separate, the embedding and the head count like layers, and
 costs are combined: the mean over data-parallel replicas, which process different data; the maximum over
 expert-parallel ranks, which wait for each other, with the messages they wait for; an average over iterations, since
 following the noise of single iterations costs more than it gains.
@@ -31,8 +31,7 @@ class LayerSeconds:
     """Device seconds of each layer per micro-batch.
 
     forward: float array [layer].
-    input_gradient: float array [layer]; includes recomputation, and the whole backward if its parts were not timed.
-    weight_gradient: float array [layer], or 0 if the parts of the backward were not timed.
+    backward: float array [layer]; includes recomputation.
     embedding, head: (forward, backward) of the parts that are fixed to the first and the last stage.
     mtp: (forward, backward) of multi-token prediction, which is fixed to its stage.
 
@@ -40,8 +39,7 @@ class LayerSeconds:
     """
 
     forward: FloatArray
-    input_gradient: FloatArray
-    weight_gradient: FloatArray | float = 0.0
+    backward: FloatArray
     embedding: tuple[float, float] = (0.0, 0.0)
     head: tuple[float, float] = (0.0, 0.0)
     mtp: tuple[float, float] = (0.0, 0.0)
@@ -50,24 +48,19 @@ class LayerSeconds:
         layers = np.shape(self.forward)
         if len(layers) != 1 or not layers[0]:
             raise ValueError(f"forward has shape {layers}; give one number a layer")
-        for name in ("forward", "input_gradient", "weight_gradient", *_ENDS):
+        for name in ("forward", "backward", *_ENDS):
             given = np.asarray(getattr(self, name), dtype=float)
-            shapes = [(2,)] if name in _ENDS else [layers, ()]
-            if given.shape not in shapes:
-                raise ValueError(f"{name} has shape {given.shape}; it has to be {shapes[0]}")
+            shape = (2,) if name in _ENDS else layers
+            if given.shape != shape:
+                raise ValueError(f"{name} has shape {given.shape}; it has to be {shape}")
             if not (np.isfinite(given) & (given >= 0)).all():
                 raise ValueError(f"{name} has {given.min()} among its seconds; they must be finite and at least 0")
             if name not in _ENDS:
-                object.__setattr__(self, name, np.broadcast_to(given, layers))
+                object.__setattr__(self, name, given)
 
     @property
     def layers(self) -> int:
         return len(self.forward)
-
-    @cached_property
-    def backward(self) -> FloatArray:
-        """Float array [layer]: input plus weight gradients."""
-        return np.asarray(self.input_gradient + self.weight_gradient)
 
     @cached_property
     def total(self) -> FloatArray:
@@ -133,14 +126,14 @@ class LayerSeconds:
         return simulate_steps(forward, backward, micro_batches, transfer=transfer, group=group, in_parts=in_parts)
 
     def _values(self) -> FloatArray:
-        """All values in one array [3 * layers + 6]."""
-        parts = (self.forward, self.input_gradient, self.weight_gradient, self.embedding, self.head, self.mtp)
+        """All values in one array [2 * layers + 6]."""
+        parts = (self.forward, self.backward, self.embedding, self.head, self.mtp)
         return np.concatenate([np.asarray(part, dtype=float) for part in parts])
 
     def _with(self, values: FloatArray) -> "LayerSeconds":
         n = self.layers
-        forward, inputs, weights, ends = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :].tolist()
-        return LayerSeconds(forward, inputs, weights, (ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5]))
+        ends = values[2 * n :].tolist()
+        return LayerSeconds(values[:n], values[n : 2 * n], (ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5]))
 
 
 def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_waiting: bool = True) -> FloatArray:

@@ -97,7 +97,6 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
         cost=LayerSeconds(
             costs.forward[numbered],
             (costs.backward + costs.recompute)[numbered],
-            0.0,
             ends("embedding"),
             ends("head"),
             ends("mtp"),

@@ -68,7 +68,7 @@ def join_ranks(
             raise ValueError(f"part {part} of {mtp} (layers, embedding, head) was measured on no rank")
         device, wall = np.moveaxis(measured[holders, :, part], -1, 0)
         whole[:, part] = over_ranks(device, wall, group[holders], tells_waiting=tells_waiting)
-    return [LayerSeconds(step[:-3, 0], step[:-3, 1], 0.0, *((end[0], end[1]) for end in step[-3:])) for step in whole]
+    return [LayerSeconds(step[:-3, 0], step[:-3, 1], *((end[0], end[1]) for end in step[-3:])) for step in whole]
 
 
 def fit_activations(

@@ -334,7 +334,7 @@ class StepModel:
         if self.job.freeze_layers:
             backward[: self.job.freeze_layers] = 0.0
             embedding = embedding[0], 0.0
-        return LayerSeconds(forward, backward, 0.0, embedding, head, extra)
+        return LayerSeconds(forward, backward, embedding, head, extra)
 
     def data_parallel_seconds(self, plan: StagePlan) -> float:
         """Exposed seconds of gradients and parameters between data-parallel ranks, and of the optimizer, in a step."""

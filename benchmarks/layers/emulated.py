@@ -61,8 +61,7 @@ def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan]]:
     slower = _STEP / given.simulate(uniform, _MICRO_BATCHES).step_time
     cost = LayerSeconds(
         given.forward * slower,
-        given.input_gradient * slower,
-        given.weight_gradient * slower,
+        given.backward * slower,
         head=(given.head[0] * slower, given.head[1] * slower),
     )
 

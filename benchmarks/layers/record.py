@@ -137,7 +137,7 @@ def replay(path: Path, layers: int, iterations: int) -> Trace:
         passes = scale * seconds[now]
         own = passes[at] * stretched[now, at, None]
         embedding, head = passes[recorded].tolist(), passes[recorded + 1].tolist()
-        costs.append(LayerSeconds(own[:, 0], own[:, 1], 0.0, (embedding[0], embedding[1]), (head[0], head[1])))
+        costs.append(LayerSeconds(own[:, 0], own[:, 1], (embedding[0], embedding[1]), (head[0], head[1])))
     return Trace(name, costs, like.parameters, like.end_parameters, like.layer_bytes, like.message_bytes)
 
 

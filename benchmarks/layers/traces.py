@@ -79,9 +79,7 @@ class _Model:
         live = np.arange(self.layers) >= frozen
         work, look = matrices * self.matrices, attention * self.attention
         last = head * self.head
-        return LayerSeconds(
-            work + look + extra, (work + 2 * look + extra) * live, (work + extra) * live, (0.0, 0.0), (last, 2 * last)
-        )
+        return LayerSeconds(work + look + extra, 2 * (work + look + extra) * live, (0.0, 0.0), (last, 2 * last))
 
 
 def _experts(model: _Model, iterations: int, draw: np.random.Generator) -> list[LayerSeconds]:

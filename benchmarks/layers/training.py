@@ -68,7 +68,7 @@ def _costs(report: Path) -> LayerSeconds:
     at = {name: number for number, name in enumerate(lines[0]["layers"])}
     layers = [at[number] for number in range(_LAYERS)]
     ends = [(float(forward[at[end]]), float(backward[at[end]])) for end in ("embedding", "head")]
-    return LayerSeconds(forward[layers], backward[layers], 0.0, *ends)
+    return LayerSeconds(forward[layers], backward[layers], *ends)
 
 
 def bound(cost: LayerSeconds, micro_batches: int) -> tuple[float, int]:

@@ -152,7 +152,7 @@ def test_what_a_move_carries():
 
 def cost(scale=1.0, layers=8):
     forward = np.linspace(1, 2, layers) * scale
-    return LayerSeconds(forward, forward, 0.5 * forward, (0.1, 0.2), (0.3, 0.6))
+    return LayerSeconds(forward, 1.5 * forward, (0.1, 0.2), (0.3, 0.6))
 
 
 def test_stage_seconds_by_hand():
@@ -169,7 +169,7 @@ def test_stage_seconds_by_hand():
 
 def test_a_frozen_front_is_seen_in_backward_only():
     front = np.arange(8) < 4
-    frozen = LayerSeconds(np.ones(8), np.where(front, 0, 1.0), np.where(front, 0, 1.0))
+    frozen = LayerSeconds(np.ones(8), np.where(front, 0, 2.0))
     assert frozen.total.tolist() == [1] * 4 + [3] * 4
     assert plan_stages(frozen.total, 2).counts == ((5,), (3,))
     assert plan_stages(frozen.forward, 2).counts == ((4,), (4,))
@@ -197,9 +197,7 @@ def test_messages_are_a_cost_of_the_layer_and_waiting_for_another_rank_is_not():
 def noisy(draw, scale=1.0, noise=0.05):
     each = cost(scale)
     factor = 1 + noise * draw.standard_normal(each.layers)
-    return LayerSeconds(
-        each.forward * factor, each.input_gradient * factor, each.weight_gradient, each.embedding, each.head
-    )
+    return LayerSeconds(each.forward * factor, each.backward * factor, each.embedding, each.head)
 
 
 def test_noise_is_averaged_and_is_no_jump():
@@ -235,14 +233,14 @@ def test_a_slow_drift_is_followed():
     "bad, message",
     [
         ({"forward": []}, "forward has shape"),
-        ({"input_gradient": [1.0]}, r"input_gradient has shape \(1,\); it has to be \(2,\)"),
-        ({"weight_gradient": [-1.0, 1.0]}, "weight_gradient has -1.0 among its seconds"),
+        ({"backward": [1.0]}, r"backward has shape \(1,\); it has to be \(2,\)"),
+        ({"backward": [-1.0, 1.0]}, "backward has -1.0 among its seconds"),
         ({"head": (1.0,)}, r"head has shape \(1,\)"),
     ],
 )
 def test_bad_costs(bad, message):
     with pytest.raises(ValueError, match=message):
-        LayerSeconds(**({"forward": [1.0, 1.0], "input_gradient": [1.0, 1.0]} | bad))
+        LayerSeconds(**({"forward": [1.0, 1.0], "backward": [1.0, 1.0]} | bad))
     with pytest.raises(ValueError, match="no iteration was measured yet"):
         _ = CostAverage().cost
 

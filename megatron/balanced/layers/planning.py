@@ -225,7 +225,7 @@ class LayerPlanner:
         """Numbers of parameters in place of seconds."""
         counts = self._mover.parameters()
         layers = counts[:-3]
-        return LayerSeconds(layers, np.zeros_like(layers), 0.0, *((count, 0.0) for count in counts[-3:]))
+        return LayerSeconds(layers, np.zeros_like(layers), *((count, 0.0) for count in counts[-3:]))
 
     def _layer_bytes(self) -> np.ndarray:
         return self._mover.travelling_bytes()[:-3]
