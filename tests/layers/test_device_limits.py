@@ -95,3 +95,17 @@ def test_sockets_to_a_thousand_ranks(monkeypatch, soft, hard, wanted):
     else:
         process_groups._allow_sockets(1000)
     assert [1256 < limit <= hard for limit, _ in limits] == ([True] if wanted else [])
+
+
+def test_who_connects_with_whom(monkeypatch):
+    """In a small group each with each; in a larger one the ranks of a node, or those that will meet."""
+    from balancing import messages
+
+    ranks = {"small": [*range(8, 24)], "large": [*range(4, 64)]}
+    monkeypatch.setattr(messages.dist, "get_rank", lambda: 9)
+    monkeypatch.setattr(messages.dist, "get_process_group_ranks", ranks.get)
+    monkeypatch.setattr(messages, "detect_launch", lambda: SimpleNamespace(ranks_per_node=8))
+    others = [8, *range(10, 24)]
+    assert messages._peers("small", None) == messages._peers("small", [1]) == others
+    assert messages._peers("large", None) == [8, *range(10, 16)]
+    assert messages._peers("large", (-7, 25)) == [25], "the first stage has no stage before it"
