@@ -39,7 +39,8 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
         `added` since the step began. drift: part of the layer's tokens that went to other experts in the iteration
         before than in the one before that. plan_age: iterations since the loads that replicas were placed for.
         plan_wait_ms: how long the step waited for plans. apply_ms: how long it waited for replicas' transfers.
-        moved_bytes: of weights and gradients, sent by all ranks together.
+        moved_bytes: of weights and gradients, sent by all ranks together. slot_bytes: memory of the replica slots of
+        all layers of the model chunk on one rank, with their gradients.
 """
 
 import json

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from balancing.ranges import name_ranges
 from balancing.report import EventLog, IterationRecord, RankRecord, TraceLog, observe, scalars
 
 __all__ = ["ReportWriter"]
@@ -31,6 +32,7 @@ class ReportWriter:
         self._log: EventLog | None = None
         self._trace: TraceLog | None = None
         self._trace_written = time.monotonic()
+        name_ranges()
         self._open()
 
     def _open(self) -> None:

@@ -21,6 +21,7 @@ from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.dry_run import plan_lines
 from megatron.balanced.dynamics.schemes import dynamics_callbacks
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
+from megatron.balanced.kernels import kernels_line
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.release import Released
@@ -48,6 +49,7 @@ def train(args: argparse.Namespace, config: BalanceConfig, callbacks: Sequence[S
             return
         for line in patches.install(args, config):
             print_rank_0(f"> {line}")
+        print_rank_0(f"> {kernels_line(args)}")
         model = _model(args, config)
         features, datasets, forward = _features(args, config, model)
         registered[:] = [*features, *callbacks]

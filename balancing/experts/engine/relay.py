@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.messages import start_message
+from balancing.ranges import named
 
 __all__ = ["Hop", "Relay", "split_pieces"]
 
@@ -157,6 +158,7 @@ class Relay:
         """Whether all turns are posted."""
         return self.posted == self.turns
 
+    @named("transfer of replicas")
     def post(self, turns: int = 1) -> None:
         """Post the next turns, as far as some are left. All ranks of the group do this at the same point.
 

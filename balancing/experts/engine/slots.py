@@ -175,6 +175,9 @@ class ReplicaSlots:
     ) -> None:
         self.homes, self.slots, self.shared = homes, slots, shared
         first = homes.parameters[0][0]
+        self.memory_bytes = self.bytes_needed(
+            homes.parameters, slots, shared=shared, alternating=alternating, format=homes.format
+        )
         self._rank = dist.get_rank(process_group)
         self._homes_per_rank = len(homes.parameters[0])
         self._experts = self._homes_per_rank * dist.get_world_size(process_group)

@@ -7,6 +7,7 @@ from typing import get_args
 
 import torch
 
+from balancing.ranges import named
 from balancing.sequences.engine.call_rows import DeviceRows
 from balancing.sequences.engine.kernels import Kernel
 from balancing.sequences.engine.program import TO_ATTENTION, TO_LINEAR, Kind, Messages, TransferGroup
@@ -99,6 +100,7 @@ class AttentionCall:
         listed = self.rows.messages.get(transfer_group, NOTHING_LISTED)
         return self.transport.start(messages, rows, rows, listed, _tag(transfer_group), slices, dtypes)
 
+    @named("remap of tokens")
     def change_layout(self, messages: Messages, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`parts` [token, heads, head_size], of any heads and sizes, in the other layout, sent in one message to each
         peer.

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from balancing.messages import connect, start_message
+from balancing.ranges import named
 from balancing.sequences.engine.call_rows import MessageRows
 from balancing.sequences.engine.program import Messages
 from balancing.sequences.engine.routing import Slice
@@ -95,6 +96,7 @@ class Transport:
         self._ranks = dist.get_process_group_ranks(self.process_group)
         connect(self.process_group)
 
+    @named("transfer of keys and values")
     def start(
         self,
         messages: Messages,

@@ -51,6 +51,7 @@ def layer_event(
         "plan_ms": spent.plan,
         "apply_ms": spent.exposed,
         "moved_bytes": chunk.slots.moved_bytes(layer.experts.position),
+        "slot_bytes": chunk.slots.memory_bytes,
         "action": "replicate" if replicas else "keep",
         "reason": "" if replicas else _why_none(layer, iteration),
         "layer": layer.index,

@@ -24,6 +24,7 @@ from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitt
 from balancing.experts.config import ExpertConfig
 from balancing.experts.planners.repair import repair
 from balancing.experts.split.placed_split import SplitTables
+from balancing.ranges import named
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
 __all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "expert_share"]
@@ -199,6 +200,7 @@ class ReplicaPlanner:
         """
         return self._place(layer, np.rint(np.mean(loads, axis=0)).astype(np.int64), overlap)
 
+    @named("plan of replicas")
     def _place(self, layer: BalancedMoELayer, load: np.ndarray, overlap: Overlap) -> SplitTables:
         costs: dict[str, Any] = {}
         if self._machine is not None:

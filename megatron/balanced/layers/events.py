@@ -25,6 +25,7 @@ def decision_event(
     """
     loads = [choice.cost.stage_loads(plan) for plan in (before, choice.plan)]
     took = {} if moved is None else {"move_ms": moved.move_ms, "rebuild_ms": moved.rebuild_ms}
+    memory = {} if moved is None else {"peak_bytes": moved.peak_bytes}
     return event(
         iteration + 1,
         "layers",
@@ -46,6 +47,7 @@ def decision_event(
         predicted_step_after=choice.predicted[1],
         profile_ms=choice.profile_ms,
         **took,
+        **memory,
     )
 
 
@@ -77,4 +79,5 @@ def release_event(
         stages_left=plan.stages,
         move_ms=moved.move_ms,
         rebuild_ms=moved.rebuild_ms,
+        peak_bytes=moved.peak_bytes,
     )

@@ -46,6 +46,7 @@ from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
 from balancing.layers.stage_plan import StagePlan
 from balancing.messages import connect
+from balancing.ranges import named
 from megatron.balanced import callbacks
 from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
@@ -81,11 +82,13 @@ class Moved(NamedTuple):
 
     moved_bytes: bytes that all ranks together sent to other ranks.
     move_ms, rebuild_ms: milliseconds of the slowest rank to transfer tensors, and to rebuild buffers and optimizer.
+    peak_bytes: of a device's memory in use, at most since the last move, on the rank where it is largest.
     """
 
     moved_bytes: int
     move_ms: float
     rebuild_ms: float
+    peak_bytes: int
 
 
 class _Before(NamedTuple):
@@ -218,6 +221,7 @@ class LayerMover:
                     sums[number] = sum(of_parameter(parameter) for parameter in part.parameters())
         return np.max(self.gather(sums), axis=0)
 
+    @named("move of layers")
     def move(self, plan: StagePlan, optimizer: ChainedOptimizer, scheduler: Any) -> Moved:
         """Move layers to where `plan`, which may have fewer stages, has them. All ranks call it, between two steps.
 
@@ -234,9 +238,11 @@ class LayerMover:
         self._put_together(before, after, optimizer, scheduler)
         self._tell(after)
         self.plan = plan
+        peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()  # peaks from now on are those of the new layers
-        took = self.gather((sent, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3))
-        return Moved(sum(bytes for bytes, _, _ in took), max(ms for _, ms, _ in took), max(ms for _, _, ms in took))
+        took = self.gather((sent, (moved - begin) * 1e3, (time.perf_counter() - moved) * 1e3, peak))
+        sent_bytes, move_ms, rebuild_ms, peaks = zip(*took, strict=True)
+        return Moved(sum(sent_bytes), max(move_ms), max(rebuild_ms), max(peaks))
 
     def _agree(self, plan: StagePlan) -> None:
         digest = hashlib.sha256(repr((self.plan.chunks, plan.chunks)).encode()).hexdigest()

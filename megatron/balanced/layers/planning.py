@@ -28,6 +28,7 @@ from balancing.layers import (
 )
 from balancing.layers.config import LayerConfig
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
+from balancing.ranges import named
 from balancing.report import RankRecord
 from megatron.balanced import callbacks
 from megatron.balanced.cpu.device import is_cpu
@@ -107,6 +108,7 @@ class LayerPlanner:
         self._fixed = moved.rebuild_ms / 1e3
         self._bandwidth = max(busiest / max(moved.move_ms / 1e3, 1e-9), 1.0)
 
+    @named("plan of layers")
     def choose(self, iteration: int) -> Choice:
         """Plan from all measurements and decide, before `iteration`, whether layers move."""
         assert self._gate is not None

@@ -28,6 +28,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
 from balancing.messages import connect
+from balancing.ranges import named
 from balancing.sequences import (
     AttentionShape,
     SequenceAttention,
@@ -342,6 +343,7 @@ class SequenceBalancer(StepCallback):
 
     # A micro-batch.
 
+    @named("plan of sequences")
     def next_batch(
         self, data_iterator: Iterator | None, chunk: int
     ) -> tuple[dict[str, Any], PlannedSequences, SequencePlan]:
