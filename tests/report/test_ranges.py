@@ -50,5 +50,5 @@ def test_a_profile_of_a_run_has_the_names(pool, tmp_path):
     kernel = "torch's flash attention for CPUs, merged by operations of torch"
     assert line == f"> kernels: attention: {kernel}; experts: one after the other"
     text = Path(tmp_path / "report/events.jsonl").read_text()
-    assert '"slot_bytes": ' in text and '"slot_bytes": 0' not in text
+    assert '"slot_bytes":' in text and '"slot_bytes":0' not in text
     assert pool.run(4, _profiled, argv) == [set()] * 4, "without a report nothing is named"

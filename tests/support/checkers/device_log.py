@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda._sanitizer import StreamSynchronizations
 
+from balancing import ranges
 from megatron.balanced.watchdog import operations
 
 __all__ = ["Clock", "DeviceLog", "Message", "Operation", "Site", "show", "site"]
@@ -37,6 +38,7 @@ _BETWEEN = (
     str(Path(functools.__file__).parent / "contextlib"),
     str(Path(functools.__file__).parent / "threading"),
     str(Path(functools.__file__).parent / "functools"),
+    ranges.__file__,
     "<",
 )
 _is_between: dict[str, bool] = {}
