@@ -123,7 +123,7 @@ RUNS = {
 
 @dataclass
 class Noted:
-    """What one rank tells: its operations, the accesses that race, and how many streams were made."""
+    """What one rank tells: its operations, the accesses that race, and how many streams balancers have made."""
 
     operations: list[Operation]
     races: list[str]
@@ -153,7 +153,7 @@ def noted_rank(argv: list[str], plans: Any, per_node: int, queues: int = 1, chec
     except SystemExit as left:
         if left.code != 0:  # else the rank has left the job, which went on
             raise
-    return Noted(log.operations, races.found, log.streams) if log and races else Noted([], [])
+    return Noted(log.operations, races.found, log.streams_of_engine) if log and races else Noted([], [])
 
 
 _STEPS = "--train-iters 3 --global-batch-size 4 --init-method-std 0.1".split()

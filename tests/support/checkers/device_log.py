@@ -114,7 +114,8 @@ class DeviceLog:
         self.finished: set[int] = set()  # numbers of operations that the host was told have ended
         self.accesses: Callable[[Any, list[torch.Tensor], list[torch.Tensor], Site], None] | None = None
         self._current = threading.local()
-        self.streams = 0  # that were made
+        self._streams = 0
+        self.streams_of_engine = 0  # that a balancer has made
         self._events = 0
         self._works: weakref.WeakKeyDictionary[dist.Work, tuple[Operation, Clock]] = weakref.WeakKeyDictionary()
         self._queue: Clock = {}
@@ -135,9 +136,9 @@ class DeviceLog:
         self._current.stream = stream
 
     def new_stream(self) -> int:
-        self.streams += 1
-        self.syncs.create_stream(self.streams)
-        return self.streams
+        self._streams += 1
+        self.syncs.create_stream(self._streams)
+        return self._streams
 
     def new_event(self) -> int:
         self._events += 1

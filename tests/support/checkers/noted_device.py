@@ -39,6 +39,7 @@ def _make_classes(log: DeviceLog) -> tuple[type, type]:
 
     class Stream(torch.cuda.Stream):
         def __init__(self, *args: Any, stream_id: int | None = None, **kwargs: Any) -> None:
+            log.streams_of_engine += stream_id is None and _asked_by_engine()
             self.stream_id = self.cuda_stream = log.new_stream() if stream_id is None else stream_id
             self._outer: list[int] = []
 
