@@ -1,8 +1,9 @@
 """Training with checked flags: build the callbacks of all features, install the patches, call Megatron-LM."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
+from balancing.run_lock import one_run
 from megatron.balanced import patches
 from megatron.balanced.callbacks import StepCallback, attach, end_training, registered, use_schedule
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
@@ -51,16 +53,31 @@ def train(args: argparse.Namespace, config: BalanceConfig, callbacks: Sequence[S
             print_rank_0(f"> {line}")
         print_rank_0(f"> {kernels_line(args)}")
         model = _model(args, config)
-        features, datasets, forward = _features(args, config, model)
-        registered[:] = [*features, *callbacks]
-        model.post_wrap_hooks.append(attach)
-        folder = None if config.balance_report is None else Path(config.balance_report)
-        with report_stalls(args, folder):
-            _pretrain(args, model, datasets, forward)
+        with _only_run(args, config):
+            features, datasets, forward = _features(args, config, model)
+            registered[:] = [*features, *callbacks]
+            model.post_wrap_hooks.append(attach)
+            folder = None if config.balance_report is None else Path(config.balance_report)
+            with report_stalls(args, folder):
+                _pretrain(args, model, datasets, forward)
     finally:
         registered.clear()
         use_schedule(None)
         patches.uninstall()
+
+
+@contextlib.contextmanager
+def _only_run(args: argparse.Namespace, config: BalanceConfig) -> Iterator[None]:
+    """Hold the locks of the folders that the job writes, on rank 0."""
+    with contextlib.ExitStack() as locks:
+        if args.rank == 0:
+            try:
+                for flag, folder in (("--balance-report", config.balance_report), ("--save", args.save)):
+                    if folder and "://" not in folder:
+                        locks.enter_context(one_run(flag, folder))
+            except ValueError as error:
+                stop(error)
+        yield
 
 
 def _model(args: argparse.Namespace, config: BalanceConfig) -> GPTModelConfig:

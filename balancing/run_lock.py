@@ -1,0 +1,144 @@
+"""One directory, one run: a lock in the folder of a report or of checkpoints.
+
+Two runs that write into one folder mix their events and overwrite each other's checkpoints, and neither notices. The
+lock is a small file that says who has it. While its run lives, a thread touches it every few seconds.
+
+A run that was killed leaves the file. On the same machine the process that is gone, or has another start time, shows
+that; from another machine only the touches show whether it lives, so a new run watches the file for `PATIENCE_SECONDS`
+before it takes it over. Nothing has to be removed by hand. File systems' own locks are not used: they hang on some
+network mounts.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from balancing.files import write_text
+
+__all__ = ["NAME", "one_run"]
+
+NAME = ".balance-lock"
+BEAT_SECONDS = 5.0
+PATIENCE_SECONDS = 30.0
+_SETTLE_SECONDS = 1.0  # in which two runs that take over at once see which of them was last
+
+
+@contextlib.contextmanager
+def one_run(flag: str, folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock of `folder`, which is made if it is not there. `flag` names it in messages. One rank a job calls it.
+
+    Raises ValueError, one line that says who has the lock, if another run lives in the folder. A folder in which no
+    file can be made has no lock.
+    """
+    path, own = Path(folder) / NAME, _this_process()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _take(f"{flag} {os.fspath(folder)}", path, own)
+    over = threading.Event()
+    beat = threading.Thread(target=_beat, args=(path, over), name="run-lock", daemon=True)
+    beat.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beat.join()
+        if _holder(path) == own:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "space": _process_space(),
+        "started": _started(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+    }
+
+
+def _take(what: str, path: Path, own: dict[str, Any]) -> None:
+    text = json.dumps(own)
+    with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        return
+    if _lives(path, own):
+        raise ValueError(f"{what} is in use by {_named(path)}; name another folder, or end that run")
+    try:
+        write_text(path, text)
+    except ValueError:  # no room, as on a full disk
+        return
+    time.sleep(_SETTLE_SECONDS)
+    if _holder(path) != own:
+        raise ValueError(f"{what} was just taken by {_named(path)}; name another folder, or end that run")
+
+
+def _named(path: Path) -> str:
+    holder = _holder(path)
+    job = f", Slurm job {holder['job']}" if holder.get("job") else ""
+    return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{job}, since {holder.get('since', '?')}"
+
+
+def _lives(path: Path, own: dict[str, Any]) -> bool:
+    """Whether another run has the lock and goes on, as far as can be told within `PATIENCE_SECONDS`."""
+    holder = _holder(path)
+    if holder.get("space") == own["space"] != "":
+        return holder.get("pid") != own["pid"] and holder.get("started") == _started(holder.get("pid"))
+    if (before := _touched(path)) is None:
+        return False
+    print(
+        f"> {path} was left by {_named(path)}; waiting up to {PATIENCE_SECONDS:.0f} s for a sign of its life",
+        flush=True,
+    )
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if (now := _touched(path)) != before:
+            return now is not None
+    return False
+
+
+def _beat(path: Path, over: threading.Event) -> None:
+    while not over.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    """Who has the lock; empty where that cannot be read, as in the moment when it is written."""
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _touched(path: Path) -> int | None:
+    try:
+        with open(path, "rb") as file:  # opened, since network mounts look at the server's file only then
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _process_space() -> str:
+    """What processes that see each other's numbers have in common: the machine's boot and the container's space."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _started(pid: Any) -> str:
+    """The start time of a process as the kernel counts it; empty where there is no such process, or it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    return ""

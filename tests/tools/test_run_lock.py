@@ -1,0 +1,129 @@
+"""One directory, one run: the second is told who has it, and a run that was killed is in nobody's way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from balancing import run_lock
+from balancing.run_lock import NAME, one_run
+from tests.support.patience import PATIENCE
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HOLD = """
+import sys, time
+from balancing.run_lock import one_run
+with one_run("--save", sys.argv[1]):
+    print("has it", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has the lock of a folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    ) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == "has it\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(run_lock, "_SETTLE_SECONDS", 0.1)
+
+
+def elsewhere(folder: Path) -> None:
+    """Let the lock be one of another machine, which does not show whether its process lives."""
+    content = json.loads((folder / NAME).read_text())
+    (folder / NAME).write_text(json.dumps(content | {"space": "another boot", "host": "node7", "job": "123"}))
+
+
+def test_the_second_run_is_told_who_has_it(holder, tmp_path):
+    says = f"--save {tmp_path}/run is in use by process {holder.pid} on "
+    with pytest.raises(ValueError, match=says) as error, one_run("--save", tmp_path / "run"):
+        pass
+    assert "\n" not in str(error.value) and "name another folder" in str(error.value)
+    assert json.loads((tmp_path / "run" / NAME).read_text())["pid"] == holder.pid, "the first run lost its lock"
+
+
+def test_a_killed_run_leaves_no_work(holder, tmp_path, quick):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(PATIENCE)
+    for _ in range(2):  # and a run that ends as it should leaves nothing
+        with one_run("--save", tmp_path / "run"):
+            assert json.loads((tmp_path / "run" / NAME).read_text())["pid"] == os.getpid()
+        assert os.listdir(tmp_path / "run") == []
+
+
+def test_a_number_that_another_process_got_is_no_run(holder, tmp_path, quick):
+    content = json.loads((tmp_path / "run" / NAME).read_text())
+    (tmp_path / "run" / NAME).write_text(json.dumps(content | {"started": "7"}))
+    with one_run("--save", tmp_path / "run"):
+        pass
+
+
+def test_a_requeue_on_another_machine_waits_and_goes_on(tmp_path, quick, capsys):
+    with one_run("--save", tmp_path / "mine"):
+        left = (tmp_path / "mine" / NAME).read_text()
+    (tmp_path / "mine" / NAME).write_text(left)
+    elsewhere(tmp_path / "mine")
+    begun = time.monotonic()
+    with one_run("--save", tmp_path / "mine"):
+        assert time.monotonic() - begun >= 2
+    assert "left by process" in capsys.readouterr().out
+
+
+def test_a_run_that_lives_on_another_machine_is_seen_by_its_touches(tmp_path, quick):
+    with one_run("--save", tmp_path):
+        elsewhere(tmp_path)  # the thread of this process goes on touching it
+        says = r"in use by process \d+ on node7, Slurm job 123"
+        with pytest.raises(ValueError, match=says), one_run("--save", tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("content", ["", "[", "[1]", "{}"])
+def test_a_damaged_lock_is_taken_over(tmp_path, quick, content):
+    (tmp_path / NAME).write_text(content)
+    with one_run("--save", tmp_path):
+        pass
+
+
+def test_a_folder_that_takes_no_file_has_no_lock(tmp_path):
+    (tmp_path / "file").write_text("")
+    with one_run("--save", tmp_path / "file" / "folder"), one_run("--save", "/proc/run"):
+        pass
+
+
+def test_of_two_that_take_over_at_once_one_goes_on(tmp_path, quick, monkeypatch):
+    (tmp_path / NAME).write_text(json.dumps({"space": run_lock._process_space(), "pid": 2**30, "started": "1"}))
+    held: list[str] = []
+    both = threading.Barrier(2)
+    wait = run_lock._lives
+    monkeypatch.setattr(run_lock, "_lives", lambda *given: (wait(*given), both.wait(PATIENCE))[0])
+
+    def run(name: str) -> None:
+        try:
+            run_lock._take("--save x", tmp_path / NAME, {"space": run_lock._process_space(), "pid": name})
+            held.append(name)
+        except ValueError as error:
+            assert "was just taken by process" in str(error)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("1", "2")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(held) == 1
