@@ -31,7 +31,9 @@ _SETTLE_SECONDS = 1.0  # in which two runs that take over at once see which of t
 
 @contextlib.contextmanager
 def one_run(flag: str, folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock of `folder`, which is made if it is not there. `flag` names it in messages. One rank a job calls it.
+    """Hold the lock of `folder`, which is made if it is not there. One rank of a job calls it.
+
+    flag: names the folder in messages.
 
     Raises ValueError, one line that says who has the lock, if another run lives in the folder. A folder in which no
     file can be made has no lock.

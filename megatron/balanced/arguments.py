@@ -29,6 +29,7 @@ from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.balancers import check_balancers, switch_on
+from megatron.balanced.checks.corpus import check_tokens
 from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
 from megatron.balanced.checks.incompatible import REPORT, check_compatible, shown
 from megatron.balanced.checks.model import check_model
@@ -341,6 +342,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         else:
             set_global_variables(args)
             _check_vocabulary(args)
+            notes = check_tokens(args)
+            if _is_first_rank():
+                print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
         stop(error)
     except Exception as error:

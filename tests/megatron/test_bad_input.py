@@ -311,6 +311,45 @@ def test_damaged_corpora(pool, tmp_path):
     assert pool.run(1, _parse, [*MODEL, *whole, str(damage.whole)])[0][0] == "none"
 
 
+def test_what_stands_in_a_corpus(pool, tmp_path):
+    """Lengths below 0 would have Megatron-LM look for samples without end, and ids above the vocabulary fail later."""
+    damage = Damage(tmp_path)
+    data = [*TOKENIZER, "--split", "100,0,0", "--data-path"]
+    prefix, _, index = damage.copy("lengths")
+    content = bytearray(index.read_bytes())
+    content[34 : 34 + 4 * 10] = b"\xff" * 4 * 10
+    index.write_bytes(content)
+    _assert_refused(pool, [*MODEL, *data, str(prefix)], "lengths.idx is damaged: document 0 has -1 tokens", "write the")
+    content = bytearray(damage.whole.with_suffix(".idx").read_bytes())
+    content[34:38] = (10**9).to_bytes(4, "little")
+    index.write_bytes(content)
+    _assert_refused(pool, [*MODEL, *data, str(prefix)], "lengths.idx is damaged: document 0 has 1000000000 tokens")
+
+    documents = heavy_tailed(20)
+    documents[7][1] = 5000
+    at = sum(map(len, documents[:7])) + 2
+    write_documents(tmp_path / "ids", documents)
+    said = f"ids.bin has token 5000 (the {at:,}th), the model a vocabulary of 128"
+    _assert_refused(pool, [*MODEL, *data, str(tmp_path / "ids")], said, "--vocab-size")
+
+    write_documents(tmp_path / "endless", [document[:-1] for document in heavy_tailed(20)])
+    for flags, notes in (("", 0), ("--dataloader-inter-document-masking", 0), ("--eod-mask-loss", 1)):
+        ((code, _),) = pool.run(1, _parse, [*MODEL, *data, str(tmp_path / "endless"), *flags.split()])
+        assert code == "none" and pool.output[0].count("goes by it; write the corpus with --append-eod") == notes
+
+
+def test_a_large_corpus_is_looked_at_in_blocks(tmp_path):
+    from megatron.balanced.checks import corpus
+
+    count = 3 * corpus._LOOKED_AT
+    np.arange(count, dtype=np.int32).tofile(tmp_path / "numbers")
+    blocks = list(corpus._read(tmp_path / "numbers", np.int32, 0, count))
+    assert sum(len(block) for _, block in blocks) == corpus._LOOKED_AT
+    assert blocks[0][0] == 0 and blocks[-1][1][-1] == count - 1
+    assert all(block[0] == first for first, block in blocks)
+    assert sum(len(block) for _, block in corpus._read(tmp_path / "numbers", np.int32, 4, 100_000)) == 100_000
+
+
 SPLITS = {
     "no training": ("0,100,0", "", "--split 0,100,0", "nothing to train on"),
     "no validation": ("100,0,0", "--eval-iters 1", "--split 100,0,0", "--eval-iters 1", "--eval-iters 0"),

@@ -369,7 +369,7 @@ def test_ranks_under_torchrun_agree_on_the_device(pool):
 
 
 def _refusal(requested: str) -> str:
-    from megatron.balanced.checks.flags import LocalError
+    from megatron.balanced.checks.refusal import LocalError
     from megatron.balanced.cpu.device import choose_device
 
     with pytest.raises(LocalError) as refused:

@@ -204,6 +204,16 @@ def test_a_bad_line_is_named(run, tmp_path, line, words, workers):
     assert_refused(result, str(file), *words, folder=tmp_path / "out")
 
 
+@pytest.mark.parametrize("prefix", ["od/", "od/.", ""])
+def test_a_prefix_that_is_a_folder_is_refused(run, tmp_path, monkeypatch, prefix):
+    """It would make hidden files, od/.bin and od/.idx."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "od").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    result = run("--input", tmp_path, "--output-prefix", prefix)
+    assert_refused(result, f"--output-prefix {prefix} names a folder", "corpus", folder=tmp_path / "od")
+
+
 def test_corpora_without_text_are_refused(run, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()

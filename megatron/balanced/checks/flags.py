@@ -13,10 +13,11 @@ import tempfile
 from pathlib import Path
 
 from balancing.doctor.installed import find_megatron
+from megatron.balanced.checks.corpus import INDEX_HEAD, check_lengths
+from megatron.balanced.checks.refusal import LocalError
 
 __all__ = [
     "MEGATRON_VERSIONS",
-    "LocalError",
     "check_data",
     "check_folders",
     "check_layout",
@@ -26,15 +27,8 @@ __all__ = [
 
 MEGATRON_VERSIONS = ("0.19.2",)
 
-# The head of an .idx file: a magic word, the format's version, the code of the token type, sequences, documents + 1.
-_INDEX_HEAD = struct.Struct("<9sQBQQ")
-INDEX_HEAD_BYTES = _INDEX_HEAD.size  # followed by the lengths, int32 [sequence]
 _MAGIC = b"MMIDIDX\x00\x00"
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
-
-
-class LocalError(ValueError):
-    """Bad input that other machines of the job may not have, such as a missing file."""
 
 
 def check_megatron() -> None:
@@ -187,15 +181,15 @@ def _check_indexed(prefix: str) -> int:
     again = "write the pair again with scripts/prepare_data.py"
     index_size = _check_file(index, "the index of a tokenized corpus (scripts/prepare_data.py writes it)")
     with index.open("rb") as file:
-        head = file.read(_INDEX_HEAD.size)
+        head = file.read(INDEX_HEAD.size)
         if not head.startswith(_MAGIC[: len(head)]):
             raise LocalError(f"{index} is not an index of tokenized data; {again}")
-        if len(head) < _INDEX_HEAD.size:
+        if len(head) < INDEX_HEAD.size:
             raise LocalError(f"{index} is truncated: it has {index_size} bytes; {again}")
-        _, version, code, sequences, documents = _INDEX_HEAD.unpack(head)
+        _, version, code, sequences, documents = INDEX_HEAD.unpack(head)
         if version != 1 or code not in {kind.value for kind in DType}:
             raise LocalError(f"{index} has format version {version} and token type {code}, which are unknown; {again}")
-        lengths_end = _INDEX_HEAD.size + 4 * sequences
+        lengths_end = INDEX_HEAD.size + 4 * sequences
         pointers_end = lengths_end + 8 * sequences
         needed = pointers_end + 8 * documents
         if index_size < needed:
@@ -212,4 +206,5 @@ def _check_indexed(prefix: str) -> int:
     size = _check_file(tokens, "the tokens of a corpus (scripts/prepare_data.py writes them)")
     if size < needed:
         raise LocalError(f"{tokens} is truncated or belongs to another index: it has {size} bytes of {needed}; {again}")
+    check_lengths(index, INDEX_HEAD.size, sequences, DType.size(code), size)
     return sequences

@@ -10,11 +10,15 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["explain", "refused_by_megatron"]
+__all__ = ["LocalError", "explain", "refused_by_megatron"]
 
 _OURS = [Path(__file__).parents[1], Path(__file__).parents[3] / "balancing"]
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 _MESSAGES = (ValueError, AssertionError, RuntimeError, ImportError, OSError)  # whose text a user may read alone
+
+
+class LocalError(ValueError):
+    """Bad input that other machines of the job may not have, such as a missing file."""
 
 
 def _is_training() -> bool:

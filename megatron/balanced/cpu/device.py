@@ -27,7 +27,7 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from megatron.balanced.checks.flags import LocalError
+from megatron.balanced.checks.refusal import LocalError
 from megatron.balanced.cpu import fakes, function_mode, gloo
 
 __all__ = ["choose_device", "is_cpu", "release_cpu", "use_cpu"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from balancing.sequences.domain import choose_domain
-from megatron.balanced.checks.flags import INDEX_HEAD_BYTES
+from megatron.balanced.checks.corpus import INDEX_HEAD_BYTES
 from megatron.balanced.checks.incompatible import IncompatibleError
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.sequences.checks import check_data_domain

@@ -30,8 +30,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron.balanced.checks.flags import LocalError
-from megatron.balanced.checks.refusal import explain, refused_by_megatron
+from megatron.balanced.checks.refusal import LocalError, explain, refused_by_megatron
 
 __all__ = ["report_failures_once", "stop"]
 

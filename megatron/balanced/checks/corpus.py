@@ -1,0 +1,94 @@
+"""What stands in a tokenized corpus: lengths of documents in its index, and token ids.
+
+Of lengths below 0 Megatron-LM builds samples without end, and an id above the vocabulary fails in the embedding of some
+later step. A corpus of up to `_LOOKED_AT` documents and tokens is looked at whole, of a larger one as many in evenly
+spaced blocks: 4 MB of tokens and 12 MB of an index at most, on every rank.
+"""
+
+import argparse
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron.balanced.checks.refusal import LocalError
+
+__all__ = ["INDEX_HEAD", "INDEX_HEAD_BYTES", "check_lengths", "check_tokens"]
+
+# The head of an .idx file: a magic word, the format's version, the code of the token type, sequences, documents + 1.
+INDEX_HEAD = struct.Struct("<9sQBQQ")
+INDEX_HEAD_BYTES = INDEX_HEAD.size  # followed by the lengths, int32 [sequence]
+
+_BLOCKS, _BLOCK = 64, 16_384
+_LOOKED_AT = _BLOCKS * _BLOCK
+# Flags that find documents by the token at their end, not by the index.
+_BY_TOKEN = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def _read(path: Path, kind: type, begin: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks of `count` numbers that begin at byte `begin` of a file, each with the place of its first number."""
+    starts = range(0, count, _BLOCK)
+    if count > _LOOKED_AT:
+        starts = np.linspace(0, count - _BLOCK, _BLOCKS).astype(np.int64).tolist()
+    size = np.dtype(kind).itemsize
+    for start in starts:
+        yield start, np.fromfile(path, kind, min(_BLOCK, count - start), offset=begin + size * start)
+
+
+def check_lengths(index: Path, lengths_at: int, sequences: int, token_bytes: int, corpus_bytes: int) -> None:
+    """Raise LocalError for a sequence whose length is below 0, or that is not all in the corpus.
+
+    index: the .idx file.
+    lengths_at: the byte at which lengths begin, int32 [sequence]; where sequences begin follows, int64 [sequence].
+    token_bytes, corpus_bytes: of a token, and of the .bin file.
+    """
+    lengths = _read(index, np.int32, lengths_at, sequences)
+    begins = _read(index, np.int64, lengths_at + 4 * sequences, sequences)
+    for (first, length), (_, begin) in zip(lengths, begins, strict=True):
+        end = begin + length.astype(np.int64) * token_bytes
+        wrong = (length < 0) | (begin < 0) | (end > corpus_bytes)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise LocalError(
+                f"{index} is damaged: document {first + at} has {length[at]} tokens from byte {begin[at]} of "
+                f"{corpus_bytes}; write the pair again with scripts/prepare_data.py"
+            )
+
+
+def check_tokens(args: argparse.Namespace) -> list[str]:
+    """Notes on corpora without ends of documents, where a flag looks for these.
+
+    Called when the tokenizer is there. Raises LocalError for a token id that the model's vocabulary does not have.
+    """
+    from megatron.core.datasets.indexed_dataset import DType
+    from megatron.training.global_vars import get_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if args.mock_data or args.sft:
+        return []
+    blend, per_split = get_blend_and_blend_per_split(args)
+    paths = [path for part in (blend, *(per_split or ())) if part for path in part[0] if "://" not in path]
+    by_token = [f"--{name.replace('_', '-')}" for name in _BY_TOKEN if getattr(args, name)]
+    end = getattr(get_tokenizer(), "eod", None)
+    notes = []
+    for prefix in dict.fromkeys(paths):
+        corpus = Path(f"{prefix}.bin")
+        with open(f"{prefix}.idx", "rb") as file:
+            kind = DType.dtype_from_code(INDEX_HEAD.unpack(file.read(INDEX_HEAD_BYTES))[2])
+        has_end = False
+        for first, tokens in _read(corpus, kind, 0, corpus.stat().st_size // np.dtype(kind).itemsize):
+            wrong = (tokens < 0) | (tokens >= args.padded_vocab_size)
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise LocalError(
+                    f"{corpus} has token {tokens[at]} (the {first + at + 1:,}th), the model a vocabulary of "
+                    f"{args.padded_vocab_size}; train with the tokenizer and --vocab-size that it was written with"
+                )
+            has_end = has_end or bool((tokens == end).any())
+        if by_token and not has_end:
+            notes.append(
+                f"{prefix} has no token {end} for the end of a document where it was looked at, and {by_token[0]} goes "
+                "by it; write the corpus with --append-eod, or use --dataloader-inter-document-masking"
+            )
+    return notes
