@@ -2,7 +2,7 @@
 #
 # Sourced by the scripts beside it. Finds a Python that has what a script needs, and makes .venv only where there is none.
 # Sets `python`, its interpreter, and `repository`. Takes --venv out of the script's arguments: then .venv is used, and
-# made or brought up to date first.
+# made or brought up to date first. With --help it prints the script's first comment and ends it.
 #
 # PYTHON=/path/to/python3.12 names an interpreter. MEGATRON_CORE=PATH names a wheel or a folder of megatron-core.
 
@@ -15,6 +15,10 @@ wanted="Python 3.12 or 3.13"
 venv_only=
 for argument in "$@"; do
     shift
+    if [ "$argument" = --help ] || [ "$argument" = -h ]; then
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" # the script's first comment
+        exit 0
+    fi
     if [ "$argument" = --venv ]; then venv_only=yes; else set -- "$@" "$argument"; fi
 done
 

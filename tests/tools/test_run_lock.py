@@ -38,6 +38,23 @@ def holder(tmp_path):
             process.kill()
 
 
+def test_training_in_a_folder_that_another_run_has_is_refused(holder, tmp_path):
+    """By the command itself, in one line, and nothing is written into the folder."""
+    from tests.support.training import MOCK_DATA, MODEL
+
+    for flags in (["--save", tmp_path / "run", "--save-interval", "1"], ["--balance-report", tmp_path / "run"]):
+        done = subprocess.run(
+            [sys.executable, "pretrain_gpt.py", *MODEL, *MOCK_DATA, *map(str, flags)], capture_output=True, text=True,
+            cwd=REPOSITORY, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=PATIENCE,
+        )  # fmt: skip
+        (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert line.startswith(
+            f"pretrain_gpt.py: error: {flags[0]} {tmp_path}/run is in use by process {holder.pid} on"
+        )
+    assert os.listdir(tmp_path / "run") == [NAME]
+
+
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)

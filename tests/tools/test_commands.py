@@ -1,0 +1,117 @@
+"""Every command ends in one way: exit code 2 and one line `PROGRAM: error: ...` for whatever is wrong."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from balancing.recipe import read_recipes
+from tests.support.made_up_run import Job, write_run
+from tests.support.patience import PATIENCE
+from tests.support.training import MODEL
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODULES = ("report", "whatif", "layers", "experts", "cluster", "doctor")
+
+
+def command(*words: object, stdout: int | None = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(os.fspath, words)], stdout=stdout, stderr=subprocess.PIPE, cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}, timeout=PATIENCE,
+    )  # fmt: skip
+
+
+def one_line(done: subprocess.CompletedProcess, program: str, *says: str) -> None:
+    error = done.stderr.decode()
+    assert done.returncode == 2, error
+    assert error.startswith(f"{program}: error: ") and error.count("\n") == 1, error
+    for words in says:
+        assert words in error
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"), Job(), 4)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_wrong_flag(name):
+    one_line(command("-m", f"balancing.{name}", "--colour"), f"python -m balancing.{name}", "--colour")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("name", ["report", "whatif", "layers", "experts", "doctor"])
+def test_standard_output_on_a_full_disk(run, name):
+    flags = {"report": [run, "--no-html"], "whatif": [run], "doctor": []}.get(name, ["--from-report", run])
+    with open("/dev/full", "wb") as full:
+        done = command("-m", f"balancing.{name}", *flags, stdout=full.fileno())
+    one_line(done, f"python -m balancing.{name}", "standard output: No space left on device")
+
+
+def test_a_reader_that_goes_away_is_no_error(run):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = command("-m", "balancing.layers", "--from-report", run, stdout=writing)
+    os.close(writing)
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_that_are_not_utf_8(run, tmp_path, encoding):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/x\xff\xc3\xa9"))
+    shutil.copytree(run, folder)
+    done = command("-m", "balancing.report", folder, PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    assert rb"x\udcff" in done.stdout and (folder / "report.html").stat().st_size > 10_000
+    one_line(command("-m", "balancing.report", folder / "no", PYTHONIOENCODING=encoding), "python -m balancing.report")
+
+
+def test_training_names_a_path_that_the_terminal_cannot_show():
+    flags = [*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--data-path", "n\xe9ant"]
+    done = command("pretrain_gpt.py", *flags, PYTHONIOENCODING="ascii", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert b"n\\xe9ant.idx does not exist" in done.stderr and b"codec" not in done.stderr
+
+
+def test_the_package_lists_its_commands():
+    done = command("-m", "balancing")
+    assert done.returncode == 0
+    for name in MODULES:
+        assert f"python -m balancing.{name} " in done.stdout.decode()
+    one_line(command("-m", "balancing.sequences"), "python -m balancing.sequences", "python -m balancing.whatif")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "demo", "gpu_check", "test", "mutants"])
+def test_scripts_say_what_they_do(name):
+    script = f"scripts/{name}.sh"
+    told = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, cwd=REPOSITORY, timeout=PATIENCE)
+    assert told.returncode == 0 and script in told.stdout and "pipefail" not in told.stdout and not told.stderr
+
+
+PAIRS = list(zip("abcdefgh", "bcdefghi", strict=True))
+NINE = {old: ", ".join([f"*{old}"] * 9) for old, _ in PAIRS}
+BOMBS = {
+    "aliases": "a: &a [x, x, x]\n" + "".join(f"{new}: &{new} [{NINE[old]}]\n" for old, new in PAIRS),
+    "merges": "a: &a {x: 1}\n" + "".join(f"{new}: &{new} {{<<: [{NINE[old]}]}}\n" for old, new in PAIRS),
+    "one in itself": "a: &a [*a]\n",
+    "nesting": "a: " + "[" * 5000,
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_yaml_that_grows_is_refused_at_once(tmp_path, case):
+    (tmp_path / "bomb.yaml").write_text(BOMBS[case])
+    with pytest.raises(ValueError, match=r"bomb\.yaml (has [\d,]+ values once its aliases|is not)") as error:
+        read_recipes(tmp_path / "bomb.yaml")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_yaml_with_aliases_is_read(tmp_path):
+    (tmp_path / "r.yaml").write_text("base: &base {num-layers: 4}\nbig: {<<: *base, hidden-size: 8}\n")
+    assert [recipe.flags for recipe in read_recipes(tmp_path / "r.yaml")] == [
+        {"num_layers": 4},
+        {"num_layers": 4, "hidden_size": 8},
+    ]
