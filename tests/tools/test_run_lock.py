@@ -49,9 +49,7 @@ def test_training_in_a_folder_that_another_run_has_is_refused(holder, tmp_path):
         )  # fmt: skip
         (line,) = [line for line in done.stderr.splitlines() if "error" in line]
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert line.startswith(
-            f"pretrain_gpt.py: error: {flags[0]} {tmp_path}/run is in use by process {holder.pid} "
-        )
+        assert line.startswith(f"pretrain_gpt.py: error: {flags[0]} {tmp_path}/run is in use by process {holder.pid} ")
     assert os.listdir(tmp_path / "run") == [NAME]
 
 
