@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def on_gpus() -> Iterator[OnGpus]:
     import torch
 
-    ranks = OnGpus(torch.cuda.device_count(), torch.cuda.nccl.version())
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+    ranks = OnGpus(torch.cuda.device_count(), nccl)
     yield ranks
     ranks.stop()
 

@@ -172,6 +172,7 @@ def use_host_groups(tape: Tape | None = None, record: bool = False) -> None:
 
     dist.Backend.register_backend(_NAME, make, devices=["cpu", "cuda"])
     from megatron.balanced.cpu import gloo
+    from megatron.balanced.cpu.device import is_cpu
 
     for name in ("init_process_group", "new_group"):
         original = inspect.unwrap(getattr(dist, name))
@@ -186,7 +187,7 @@ def use_host_groups(tape: Tape | None = None, record: bool = False) -> None:
             return _make(**given)
 
         setattr(dist, name, made)
-    if not hasattr(dist.all_reduce, "__wrapped__"):  # as on the CPU device: what Megatron-LM uses and gloo lacks
+    if not is_cpu():  # which has them: what Megatron-LM uses and gloo lacks
         for name in gloo.__all__:
             if name != "make_group":
                 setattr(dist, name, getattr(gloo, name)(getattr(dist, name)))

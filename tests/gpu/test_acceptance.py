@@ -131,9 +131,15 @@ def _rank_and_place(more: str) -> tuple[str, str, str]:
 
 
 def _backend() -> str:
+    import torch
     import torch.distributed as dist
 
     dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    averaged, pieces = torch.tensor([2.0 + rank]), [torch.zeros(1), torch.zeros(2)]
+    dist.all_reduce(averaged, op=dist.ReduceOp.AVG)
+    dist.all_gather(pieces, torch.full((1 + rank,), 5.0))  # of uneven length, as NCCL does and gloo does not
+    assert averaged.item() == 2.5 and torch.cat(pieces).tolist() == [5.0] * 3
     return dist.get_backend()
 
 

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Rehearse a first try in a container with PyTorch and without a network: makes an environment that has what such a
+# container has, no megatron-balance and no megatron-core, and runs a script in it with no package index to be reached.
+# megatron-core is a wheel, as MEGATRON_CORE names it. Takes 6 GB in FOLDER, and a network the first time.
+#
+#     scripts/rehearse.sh FOLDER scripts/quickstart.sh
+#     scripts/rehearse.sh FOLDER scripts/test.sh --exhaustive tests/gpu -k "not cuda"    the acceptance, on the CPU device
+#
+# PYTHON names a Python 3.12; TORCH the release of PyTorch, 2.11.0 by default.
+set -euo pipefail
+[ $# -ge 2 ] || { echo "rehearse.sh: name a folder, and a script to run there" >&2 && exit 2; }
+folder=$1
+shift
+packages=(
+    "torch==${TORCH:-2.11.0}" einops numpy psutil rich jinja2 pyyaml pytest pytest-xdist hypothesis scipy matplotlib
+    tensorboard
+)
+if [ ! -e "$folder/ready" ]; then
+    "${PYTHON:-python3.12}" -m venv --clear "$folder/environment"
+    "$folder/environment/bin/pip" install --quiet "${packages[@]}"
+    "$folder/environment/bin/pip" download --quiet --no-deps --only-binary :all: --dest "$folder" megatron-core==0.19.2
+    mkdir -p "$folder/home"
+    touch "$folder/ready"
+fi
+folder=$(cd "$folder" && pwd)
+exec env -i HOME="$folder/home" PATH="$folder/environment/bin:/usr/bin:/bin" MEGATRON_CORE="$folder" \
+    PIP_NO_INDEX=1 PIP_INDEX_URL=http://127.0.0.1:9/simple TERM="${TERM:-dumb}" "$@"
