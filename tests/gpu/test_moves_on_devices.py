@@ -26,12 +26,15 @@ def test_memory_of_a_move_on_a_device(ranks, device, figure):
     per_weight = 2 + 4 + 4 + 8  # bytes of a parameter: bf16, its gradient and its copy in float32, two moments
     most = 0.0
     for rank in run(ranks, 2, argv, Orders({2: ((6,), (2,))}, memory=True)):
-        ((before, after, peak, weights, seconds),) = rank.moves
+        ((before, after, peak, weights, seconds, reserved),) = rank.moves
         layer = weights * per_weight // 2
         assert abs(before - after) > 1.5 * layer, "hardly anything moved"
         bound = max(before, after) + layer
         assert peak <= (1 + ROUNDING) * bound + SMALL, f"{peak} bytes at most, where {bound} should do"
         most = max(most, (peak - max(before, after)) / layer)
         moved = abs(before - after)
-        figure(f"{moved / 1e6:.0f} MB in {seconds:.2f} s, {moved / seconds / 1e9:.2f} GB/s")
+        held = f", the allocator holds at most {reserved / 1e6:.0f} MB where {peak / 1e6:.0f} MB are used" * bool(
+            reserved
+        )
+        figure(f"{moved / 1e6:.0f} MB in {seconds:.2f} s, {moved / seconds / 1e9:.2f} GB/s{held}")
     figure(f"at most {most:.2f} of a layer above the larger of before and after")

@@ -93,7 +93,8 @@ class Told:
     losses: on the last stage, one an iteration.
     weights: sha256 of each parameter at the end.
     left: whether the rank was released.
-    moves: bytes before a move, after it, at most during it, and of the weights of one layer; seconds.
+    moves: bytes before a move, after it, at most during it, and of the weights of one layer; seconds; and on a GPU the
+        bytes that torch's allocator held at most.
     late: how often streams were made late.
     waits: places at which the host waited for the device in the last iteration, as "file:line".
     seconds: of the last iteration. peak: bytes of the device at most. launches: kernels of the iteration before it.
@@ -102,7 +103,7 @@ class Told:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
     left: bool = False
-    moves: list[tuple[int, int, int, int, float]] = field(default_factory=list)
+    moves: list[tuple[int, int, int, int, float, int]] = field(default_factory=list)
     late: int = 0
     waits: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -247,33 +248,36 @@ def _measure_moves(told: Told) -> None:
                 before = live.now
                 moved = move(self, plan)
                 gc.collect()
-            after, peak = live.now, live.peak
+            after, peak, reserved = live.now, live.peak, 0
         else:
             before = torch.cuda.memory_allocated()
             with _kept_peak() as peaks:
                 moved = move(self, plan)
             gc.collect()
-            after, peak = torch.cuda.memory_allocated(), max(peaks)
+            after, (peak, reserved) = torch.cuda.memory_allocated(), map(max, zip(*peaks, strict=True))
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         layer = self.mover.models()[0].decoder.layers[0]
         weights = sum(p.numel() * p.element_size() for p in layer.parameters())
-        told.moves.append((before, after, peak, weights, seconds))
+        told.moves.append((before, after, peak, weights, seconds, reserved))
         return moved
 
     layers.LayerBalancer.move = measured
 
 
 @contextlib.contextmanager
-def _kept_peak() -> Iterator[list[int]]:
-    """Bytes allocated at most while this lasts, also where what is measured resets the device's own maximum, as a move
-    does at its end: the maximum at each reset and at the end."""
+def _kept_peak() -> Iterator[list[tuple[int, int]]]:
+    """Bytes allocated and reserved at most while this lasts, also where what is measured resets the device's own
+    maximum, as a move does at its end: the maxima at each reset and at the end."""
     import torch
 
     reset, peaks = torch.cuda.reset_peak_memory_stats, []
 
+    def note() -> None:
+        peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+
     def noted(*args: Any) -> None:
-        peaks.append(torch.cuda.max_memory_allocated())
+        note()
         reset(*args)
 
     reset()
@@ -283,7 +287,7 @@ def _kept_peak() -> Iterator[list[int]]:
     finally:
         torch.cuda.reset_peak_memory_stats = reset
         torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated())
+        note()
 
 
 def run(ranks: Any, count: int, argv: list[str], orders: Orders = Orders(), **options: Any) -> list[Told]:
