@@ -32,6 +32,7 @@ from balancing.cluster import Cluster
 from balancing.files import write_text
 from balancing.whatif.forecast import forecast
 from balancing.whatif.job import read_recipe_flags
+from benchmarks.settings import settings
 
 RANKS, STAGES, LAYERS, MICRO_BATCHES, TOKENS = 4, 2, 8, 8, 64
 WARM_UP = 4  # steps
@@ -48,7 +49,7 @@ LAYOUT = f"--pipeline-model-parallel-size {STAGES} --expert-model-parallel-size 
 RUNS = {
     "layers": (RANKS, f"{LAYOUT} --balance layers"),
     "sequences": (RANKS, f"{LAYOUT} --balance sequences"),
-    "experts": (RANKS, f"{LAYOUT} --balance experts --expert-min-gain 0.99"),
+    "experts": (RANKS, f"{LAYOUT} --balance experts {settings('experts', min_gain=0.99)}"),
     "all, one rank": (1, f"--global-batch-size {MICRO_BATCHES} --balance all"),
 }
 # Name -> recipe, GPUs, cluster.

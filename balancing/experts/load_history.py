@@ -3,8 +3,7 @@
 Replicas are placed before the tokens are routed, so the planner needs a predicted load. Loads of neighbouring
 iterations resemble each other (Pro-Prophet's locality), by an amount that differs: in recorded runs, between one
 hundredth and one third of all tokens change experts per iteration, depending on the model and the phase of training.
-`LoadHistory` therefore evaluates several predictors on past loads, uses the one with the least recent error, and
-reports that error.
+`LoadHistory` therefore evaluates several predictors on past loads and uses the one with the least recent error.
 """
 
 import numpy as np
@@ -40,11 +39,6 @@ class LoadHistory:
         self._errors: list[np.ndarray] = []
         self._last: np.ndarray | None = None
         self._drift: np.ndarray = np.array(0.0)
-        self._recorded = 0
-
-    def __len__(self) -> int:
-        """Number of loads recorded."""
-        return self._recorded
 
     def record(self, load: ArrayLike) -> np.ndarray:
         """Add a load; returns its drift from the one before, 0 for the first: float [] or [layer].
@@ -70,19 +64,7 @@ class LoadHistory:
                 self._errors[at] = _SCORE_DECAY * self._errors[at] + (1 - _SCORE_DECAY) * error
                 self._averages[at] = decay * self._averages[at] + (1 - decay) * counts
         self._last = counts
-        self._recorded += 1
         return self._drift
-
-    @property
-    def drift(self) -> np.ndarray:
-        """Total variation between the last two loads: float [] or [layer]."""
-        return self._drift
-
-    @property
-    def error(self) -> np.ndarray:
-        """Recent error of the predictor in use, total variation from the loads it predicted: float [] or [layer]."""
-        assert self._last is not None, "nothing has been recorded"
-        return np.min(self._errors, axis=0) / (1 - _SCORE_DECAY ** max(1, self._recorded - 1))
 
     def predict(self) -> np.ndarray:
         """The predicted next load, rounded: int64 in the shape of the records.
@@ -96,11 +78,3 @@ class LoadHistory:
         stacked = np.stack(self._averages)
         chosen = stacked[best] if best.ndim == 0 else stacked[best, np.arange(len(best))]
         return np.rint(chosen).astype(np.int64)
-
-    def interval(self, tolerance: float, *, most: int = 100) -> int:
-        """Number of records after which the load is expected to have drifted by `tolerance`, 1 to `most`.
-
-        Drifts of single steps are assumed to add up, an upper bound. With several layers, the smallest number.
-        """
-        drift = float(np.max(self.error)) if self._recorded > 1 else tolerance
-        return most if drift * most <= tolerance else max(1, int(tolerance / drift))

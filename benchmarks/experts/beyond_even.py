@@ -39,7 +39,7 @@ def of_forced_balance(loads: Loads, scale: Scale, method: Any, micro_batches: in
     micro_batches: of an iteration.
     """
     cluster, hidden = scale.cluster, scale.attention_seconds
-    slots = ExpertConfig().expert_replica_slots
+    slots = ExpertConfig().replica_slots
     even = own = 0.0
     for now, before, level in zip(loads.now, loads.before, loads.even.now, strict=True):
         for layer in range(now.shape[1]):

@@ -66,7 +66,7 @@ class _Plan:
     """
 
     method: Any
-    slots: int = ExpertConfig().expert_replica_slots
+    slots: int = ExpertConfig().replica_slots
     knows: str = "hidden"
     micro_batches: int | None = None
     even: bool = False
@@ -159,7 +159,7 @@ def _placements(plan: _Plan, loads: Loads, scale: Scale) -> tuple[np.ndarray, np
             each = plan_replicas(load, scale.cluster, slots=plan.slots, method=plan.method, first=first, **costs)
             split = each.split
             kept = traffic(load, each).sum(0).max() / traffic(load, alone).sum(0).max()
-            placed.append(each.slot_expert if kept <= 1 - ExpertConfig().expert_min_gain else alone.slot_expert)
+            placed.append(each.slot_expert if kept <= 1 - ExpertConfig().min_gain else alone.slot_expert)
         seconds.append(time.thread_time() - begin)
         slots.append(placed)
     return np.array(slots), np.array(seconds), split

@@ -49,7 +49,7 @@ class Variant:
     name: str
     planned: str | None = None
     even: bool = False
-    slots: int = ExpertConfig().expert_replica_slots
+    slots: int = ExpertConfig().replica_slots
     overlap: bool = True
     shared: bool = False
     in_parts: bool = True

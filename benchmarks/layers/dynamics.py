@@ -24,6 +24,7 @@ import torch
 
 from balancing.dynamics import SparsePattern, sparse_linear
 from balancing.files import write_text
+from benchmarks.settings import settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = (
@@ -37,19 +38,27 @@ MODEL = (
 SCHEMES = {
     "off": ("", range(4), 1.0),
     "freezing": ("--freeze-layers 2 --freeze-layers-start 2", range(2), 1 / 3),
-    "pruning to 5 %": ("--prune-sparsity 0.95 --prune-start 2 --prune-end 2 --prune-sparse-density 1", range(4), None),
+    "pruning to 5 %": (
+        settings("dynamics", prune_sparsity=0.95, prune_start=2, prune_end=2, prune_sparse_density=1),
+        range(4),
+        None,
+    ),
     "sparse attention, 4 of 16 blocks": (
-        "--sparse-attention blocks --sparse-attention-block 64 --sparse-attention-keep 4",
+        settings("dynamics", sparse_attention="blocks", sparse_attention_block=64, sparse_attention_keep=4),
         range(4),
         None,
     ),
     "sparse attention by hash, 4 of 16 blocks": (
-        "--sparse-attention hash --sparse-attention-block 64 --sparse-attention-keep 4",
+        settings("dynamics", sparse_attention="hash", sparse_attention_block=64, sparse_attention_keep=4),
         range(4),
         None,
     ),
-    "early exit behind layer 2": ("--early-exit-layers 2 --early-exit-threshold 0.2", range(2, 4), None),
-    "mixture of depths, 25 %": ("--mixture-of-depths 0.25", (1, 3), 0.25),
+    "early exit behind layer 2": (
+        settings("dynamics", early_exit_layers=[2], early_exit_threshold=0.2),
+        range(2, 4),
+        None,
+    ),
+    "mixture of depths, 25 %": (settings("dynamics", mixture_of_depths=0.25), (1, 3), 0.25),
 }
 DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 

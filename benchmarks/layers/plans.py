@@ -67,7 +67,7 @@ __all__ = ["Row", "reach", "recorded", "repack", "times", "training"]
 _STAGES, _MICRO_BATCHES = 8, 32
 _BANDWIDTH, _REBUILD = 50e9, 0.25
 _EVERY = 10  # iterations, of which one is simulated
-_CONFIG = LayerConfig(balance_layers=True)
+_CONFIG = LayerConfig(enabled=True)
 _CHUNKS = (2, 3, 4)  # a stage, beside one
 _OF_ORACLE, _OF_BOUND, _PLAN_MS = 0.97, 0.90, 50.0
 
@@ -125,7 +125,7 @@ class _Run:
     def gated(self, method: Method, start: StagePlan) -> tuple[np.ndarray, list[StagePlan], dict[str, float]]:
         """Seconds and plan of every simulated iteration, and what the balancer itself took. The settings, the planner,
         the predictions, which know nothing of messages, and the fewest layers of a chunk are those of training."""
-        interval = _CONFIG.layer_balance_interval
+        interval = _CONFIG.interval
         average, gate = CostAverage(window=interval), Gate(_CONFIG.gate, start)
         seconds, plans = np.zeros(len(self.simulated)), []
         spent = {"moves": 0.0, "rollbacks": 0.0, "plan_s": 0.0, "move_s": 0.0, "rebuild_s": 0.0}

@@ -28,6 +28,7 @@ from balancing.layers import LayerSeconds
 from balancing.report import History, read_history
 from benchmarks.layers.traces import EXPERT_SHARE, TRACES, Trace, trace
 from benchmarks.pinned import REPOSITORY, prepare_corpus
+from benchmarks.settings import settings
 
 __all__ = ["FLAGS", "record", "replay"]
 
@@ -51,11 +52,14 @@ MODEL = (
 FLAGS = {
     "layer freezing": "--freeze-layers 24 --freeze-layers-start 10 --freeze-layers-interval 2",
     # So early in training, layers behind the first hardly tell tokens apart: nearly all that are left exit together.
-    "early exit": "--early-exit-layers 1,16 --early-exit-threshold 0.4 --early-exit-start 20",
-    "mixture of depths": "--mixture-of-depths 0.125",
-    "sparse attention": "--sparse-attention hash --sparse-attention-block 32 --sparse-attention-keep 4",
-    "gradual pruning": "--prune-sparsity 0.9 --prune-start 24 --prune-end 56 --prune-interval 8 "
-    "--prune-sparse-density 0.1",
+    "early exit": settings("dynamics", early_exit_layers=[1, 16], early_exit_threshold=0.4, early_exit_start=20),
+    "mixture of depths": settings("dynamics", mixture_of_depths=0.125),
+    "sparse attention": settings(
+        "dynamics", sparse_attention="hash", sparse_attention_block=32, sparse_attention_keep=4
+    ),
+    "gradual pruning": settings(
+        "dynamics", prune_sparsity=0.9, prune_start=24, prune_end=56, prune_interval=8, prune_sparse_density=0.1
+    ),
     "mixture of experts": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
 }

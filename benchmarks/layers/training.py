@@ -31,6 +31,7 @@ from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan
 from balancing.report import read_history
 from benchmarks.pinned import prepare_corpus, step_milliseconds
+from benchmarks.settings import settings
 
 __all__ = ["bound", "measure"]
 
@@ -49,7 +50,7 @@ MODEL = (
 ).split()
 CASES = {
     "freezing": f"--freeze-layers 6 --freeze-layers-start {_CHANGE}",
-    "early exit": f"--early-exit-layers 1,6 --early-exit-threshold 0.2 --early-exit-start {_CHANGE}",
+    "early exit": settings("dynamics", early_exit_layers=[1, 6], early_exit_threshold=0.2, early_exit_start=_CHANGE),
 }
 _BALANCE = f"--balance-layers --layer-balance-interval {_INTERVAL}".split()
 

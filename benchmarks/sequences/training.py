@@ -19,6 +19,7 @@ from typing import Any
 
 from balancing.files import write_text
 from benchmarks.pinned import prepare_corpus, step_milliseconds
+from benchmarks.settings import settings
 
 MODEL = (
     "--device cpu --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 4096 "
@@ -47,7 +48,7 @@ def measure(steps: int, rounds: int) -> list[dict[str, Any]]:
         for number in range(rounds):
             for planner, own in times.items():
                 report = ["--balance-report", str(folder / planner)]
-                own += step_milliseconds([*model, "--sequence-planner", planner, *report])[_WARM_UP:]
+                own += step_milliseconds([*model, *settings("sequences", planner=planner).split(), *report])[_WARM_UP:]
                 middle = statistics.median(own)
                 print(f"round {number + 1} of {rounds}, {planner}: {middle:.1f} ms", flush=True)
         events = {planner: _events(folder / planner) for planner in times}

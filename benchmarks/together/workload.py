@@ -12,6 +12,7 @@ import numpy as np
 
 from balancing.sequences.engine.kernels import Pieces
 from benchmarks.emulated.device import Device
+from benchmarks.settings import settings
 
 __all__ = ["FLAGS", "RANKS", "VARIANTS", "Pace", "Variant", "lengths_of", "pairs_of", "routed"]
 
@@ -58,7 +59,7 @@ class Variant:
     @property
     def flags(self) -> list[str]:
         """Balancers of pretrain_gpt.py."""
-        flags = ["--sequence-planner", "chunks"]
+        flags = settings("sequences", planner="chunks").split()
         flags += ["--balance-layers", "--layer-balance-interval", "1"] if self.layers else []
         return flags + (["--balance-experts"] if self.experts else [])
 

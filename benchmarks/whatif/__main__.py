@@ -138,7 +138,7 @@ def _sequence_planners(ranks: int, shape: AttentionShape, tokens: int, context: 
 
 def _other_planners(ranks: int) -> None:
     """Time plans of experts for one layer, whose group has at most as many ranks as experts, and plans of layers."""
-    slots = ExpertConfig().expert_replica_slots
+    slots = ExpertConfig().replica_slots
     random, group = np.random.default_rng(0), min(ranks, 256)  # DeepSeek-V3 has 256 experts, a rank has at least one
     load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
     few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)

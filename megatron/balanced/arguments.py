@@ -7,7 +7,6 @@ gives always win.
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import functools
 import importlib.util
@@ -23,11 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from balancing.doctor.installed import find_apex
-from balancing.dynamics.config import DynamicsConfig
-from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
-from balancing.layers.config import LayerConfig
-from balancing.sequences.config import SequenceConfig
 from megatron.balanced.balancers import check_balancers, switch_on
 from megatron.balanced.checks.corpus import check_tokens
 from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
@@ -35,7 +30,7 @@ from megatron.balanced.checks.incompatible import REPORT, check_compatible, show
 from megatron.balanced.checks.model import check_model
 from megatron.balanced.checks.ranges import check_ranges
 from megatron.balanced.checks.refusal import refused_by_megatron
-from megatron.balanced.config import BalanceConfig, cluster_from_flags, config_from_flags
+from megatron.balanced.config import BalanceConfig, add_flags, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.agreement import agree_on_device
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
@@ -47,22 +42,7 @@ __all__ = ["add_balance_flags", "parse_arguments"]
 
 
 def add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    balancing = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
-    dynamics = parser.add_argument_group("dynamic models", "Schemes that make layers uneven; all off by default.")
-    groups = dict.fromkeys((BalanceConfig, ExpertConfig, SequenceConfig, LayerConfig), balancing)
-    for config, group in (groups | {DynamicsConfig: dynamics}).items():
-        for field in dataclasses.fields(config):
-            if not field.metadata:
-                continue
-            options = dict(field.metadata)
-            if field.type is bool:
-                options["action"] = "store_true"
-            else:
-                options = {
-                    "type": field.type if field.type in (int, float) else str,
-                    "default": field.default,
-                } | options
-            group.add_argument("--" + field.name.replace("_", "-"), **options)
+    add_flags(parser)
     for action in parser._actions:  # from docstrings of Megatron, in which argparse reads a single % as a format
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.set_defaults(**_defaults_of_this_host())
@@ -208,8 +188,6 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
     if config.balance_report is not None or config.balances:
         detect_launch()  # raises ValueError if it is unknown which ranks share a node
     cluster_from_flags(config, args.world_size)
-    if config.balance_report_interval < 1:
-        raise ValueError(f"--balance-report-interval {config.balance_report_interval} must be at least 1")
     if args.transformer_impl == "local" and args.context_parallel_size > 1 and not args.balance_sequences:
         raise ValueError(
             f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, which is not "
@@ -303,7 +281,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             assume_packages()
         args = parse_args(add_balance_flags)
         left_to_us = switch_on(args)
-        config = config_from_flags(args, device)
+        config, said = config_from_flags(args, device)
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 
@@ -322,7 +300,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         if config.balance_report is not None:
             check_compatible(args, REPORT, "--balance-report")
         if _is_first_rank():
-            print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
+            print(*(f"> {note}\n" for note in (*said, *notes)), sep="", end="", flush=True)
         if args.sft:  # its dataset has no mask, and asserts that none is requested
             args.create_attention_mask_in_dataloader = False
         with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():

@@ -31,9 +31,13 @@ def switch_on(args: argparse.Namespace) -> frozenset[str]:
         raise ValueError(
             f"--balance {args.balance}: {unknown[0]!r} is no balancer; use all, or some of {', '.join(_CHECKS)}"
         )
+    if args.balance_layers and args.balance_layers_once:
+        raise ValueError(
+            "--balance-layers is incompatible with --balance-layers-once: one keeps moving layers, the other stops; "
+            "drop one of them"
+        )
+    args.balance_layers = args.balance_layers or args.balance_layers_once
     given = {name for name in _CHECKS if getattr(args, f"balance_{name}")}
-    if args.balance_layers_once:
-        given.add("layers")
     named = set(_CHECKS) if "all" in asked else asked
     for name in named - given:
         setattr(args, f"balance_{name}", True)
@@ -45,8 +49,9 @@ def check_balancers(
 ) -> tuple[BalanceConfig, list[str]]:
     """Return the config with the balancers in force, and notes for the user, one line each.
 
-    A balancer that has nothing to balance is switched off. So is one of `left_to_us` that cannot run beside the other
-    flags; for the others that raises ValueError. Called before Megatron validates `args`, and may set some of them.
+    A balancer that has nothing to balance is switched off. So is one of `left_to_us` without settings of its own that
+    cannot run beside the other flags; for the others that raises ValueError. Called before Megatron validates `args`,
+    and may set some of them.
     """
     notes: list[str] = []
     for name, check in _CHECKS.items():
@@ -54,11 +59,15 @@ def check_balancers(
         try:
             checked, said = check(args, asked)
         except ValueError as error:
+            off = dataclasses.replace(asked, enabled=False)
             if name not in left_to_us:
                 raise
+            if off != type(asked)():
+                raise ValueError(
+                    f"{error}; --balance all goes without {name} only where none of its settings is given"
+                ) from error
             setattr(args, f"balance_{name}", False)
-            # Refuses what is wrong without the balancer as well, and its settings if there are any.
-            checked, said = check(args, dataclasses.replace(asked, **{f"balance_{name}": False}))
+            checked, said = check(args, off)  # refuses what is wrong without the balancer as well
             said = [f"--balance all goes without {name}: {error}", *said]
         config = dataclasses.replace(config, **{name: checked})
         notes += said

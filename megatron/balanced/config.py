@@ -1,10 +1,13 @@
-"""The flags of this package as one frozen dataclass, and the cluster that they describe.
+"""The settings of this package as one frozen dataclass, and the cluster that they describe.
 
-The flags of each balancer are a dataclass of `balancing`. `megatron.balanced.arguments` makes flags of all fields.
+The settings of each balancer are a dataclass of `balancing`. They come from flags and from the files of
+`--balance-config`; a flag wins, as all of Megatron-LM's do.
 """
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 from balancing.cluster import PRESETS, Cluster
 from balancing.dynamics.config import DynamicsConfig
@@ -12,92 +15,194 @@ from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
+from balancing.settings import SettingError, check_settings, setting
+from megatron.balanced.config_file import fields_of_file, read_file
 
-__all__ = ["BalanceConfig", "cluster_from_flags", "config_from_flags"]
+__all__ = ["BalanceConfig", "ReportConfig", "add_flags", "cluster_from_flags", "config_from_flags"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+    """Settings of the report. Raises SettingError, a ValueError, for a value out of range."""
+
+    interval: int = setting(
+        10,
+        "Gather and write the report's measurements of N iterations at a time. None is left out: N only says how many "
+        "may be lost when the job is killed.",
+        least=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class BalanceConfig:
-    """The values of this package's flags. Each field is one flag, or the flags of one balancer."""
+    """All settings of a run. Ranks of a job have the same; `dataclasses.asdict` of them is JSON."""
 
-    device: str = dataclasses.field(
-        default="auto",
-        metadata={
-            "choices": ["auto", "cuda", "cpu"],
-            "help": "Where to train. auto takes CUDA when there is one. On cpu, Megatron-LM runs over gloo.",
-        },
+    device: str = setting(
+        "auto",
+        "Where to train. auto takes CUDA when there is one. On cpu, Megatron-LM runs over gloo.",
+        flag="--device",
+        choices=("auto", "cuda", "cpu"),
     )
-    fp64: bool = dataclasses.field(
-        default=False,
-        metadata={"help": "Train in float64, as an exact reference to compare other runs with (cpu only)."},
+    fp64: bool = setting(
+        False, "Train in float64, as an exact reference to compare other runs with (cpu only).", flag="--fp64"
     )
-    balance: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "metavar": "all|LIST",
-            "help": "Balancers to switch on, such as experts,layers. all: every one that has something to balance and "
-            "works with the other flags; what stays off is said once. The flag of each balancer does the same for it.",
-        },
+    balance: str | None = setting(
+        None,
+        "Balancers to switch on, such as experts,layers. all: every one that has something to balance and works with "
+        "the other flags; what stays off is said once. The flag of each balancer does the same for it.",
+        flag="--balance",
+        metavar="all|LIST",
     )
-    balance_report: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "metavar": "DIR",
-            "help": "Measure who is slow, why and by how much, and write events.jsonl and trace.json into DIR. "
-            "Works with every balancer off. Read it with: python -m balancing.report DIR",
-        },
+    balance_report: str | None = setting(
+        None,
+        "Measure who is slow, why and by how much, and write events.jsonl and trace.json into DIR. Works with every "
+        "balancer off. Read it with: python -m balancing.report DIR",
+        flag="--balance-report",
+        metavar="DIR",
     )
-    balance_report_interval: int = dataclasses.field(
-        default=10,
-        metadata={
-            "metavar": "N",
-            "help": "Gather and write the report's measurements of N iterations at a time. None is left out: N only "
-            "says how many may be lost when the job is killed.",
-        },
+    cluster: str | None = setting(
+        None,
+        "Compute and link speeds for the planners' cost model: "
+        f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it sequences are "
+        "planned for H200 GPUs, and the other plans balance load and leave costs out.",
+        flag="--cluster",
+        metavar="PRESET|FILE",
     )
-    cluster: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "metavar": "PRESET|FILE",
-            "help": "Compute and link speeds for the planners' cost model: "
-            f"{', '.join(PRESETS)}, or a file that python -m balancing.cluster --measure wrote. Without it "
-            "sequences are planned for H200 GPUs, and the other plans balance load and leave costs out.",
-        },
-    )
-    balance_dry_run: bool = dataclasses.field(
-        default=False,
-        metadata={
-            "help": "Print what would be patched in Megatron-LM, which ranks would plan together and the memory of "
-            "replica slots, and stop before training. Without a launcher, WORLD_SIZE ranks on GPUs are assumed."
-        },
+    balance_dry_run: bool = setting(
+        False,
+        "Print what would be patched in Megatron-LM, which ranks would plan together and the memory of replica slots, "
+        "and stop before training. Without a launcher, WORLD_SIZE ranks on GPUs are assumed.",
+        flag="--balance-dry-run",
     )
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
     sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)
     layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
     dynamics: DynamicsConfig = dataclasses.field(default_factory=DynamicsConfig)
+    report: ReportConfig = dataclasses.field(default_factory=ReportConfig)
 
     @property
     def balances(self) -> bool:
         """Whether any balancer is on."""
-        return self.experts.balance_experts or self.sequences.balance_sequences or self.layers.enabled
+        return self.experts.enabled or self.sequences.enabled or self.layers.enabled
 
 
-def config_from_flags(args: argparse.Namespace, device: str) -> BalanceConfig:
-    """The config that parsed flags give. device: "cuda" or "cpu", in the place of "auto"."""
-    config: BalanceConfig = _read(args, BalanceConfig)
-    return dataclasses.replace(
-        config,
-        device=device,
-        experts=_read(args, ExpertConfig),
-        sequences=_read(args, SequenceConfig),
-        layers=_read(args, LayerConfig),
-        dynamics=_read(args, DynamicsConfig),
-    )
+# Section of a file -> its config. Each is the field of that name of `BalanceConfig`.
+SECTIONS: dict[str, type] = {
+    "experts": ExpertConfig,
+    "sequences": SequenceConfig,
+    "layers": LayerConfig,
+    "dynamics": DynamicsConfig,
+    "report": ReportConfig,
+}
+# Sections without effect unless a flag is given, with the argument of that flag.
+_SWITCHES = {
+    "experts": "balance_experts",
+    "sequences": "balance_sequences",
+    "layers": "balance_layers",
+    "report": "balance_report",
+}
+_FILES = (
+    "Settings by section, as YAML, such as experts: {min_gain: 0.08}; the page of each balancer lists them. May be "
+    "given several times: a later file wins over an earlier one, and a flag over all files."
+)
 
 
-def _read[T](args: argparse.Namespace, cls: type[T]) -> T:
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return cls(**{field.name: getattr(args, field.name) for field in fields if field.metadata})
+def _flags(config: type) -> Iterator[tuple[dataclasses.Field, str, str]]:
+    """Fields of a config that have a flag, with the flag and the argument that it sets."""
+    for field in dataclasses.fields(config):
+        if flag := field.metadata.get("flag"):
+            yield field, flag, flag[2:].replace("-", "_")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of all configs. Those of sections have no defaults: what was not given may be in a file."""
+    balancing = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
+    dynamics = parser.add_argument_group("dynamic models", "Schemes that make layers uneven; all off by default.")
+    for config in (BalanceConfig, *SECTIONS.values()):
+        group = dynamics if config is DynamicsConfig else balancing
+        for field, flag, _ in _flags(config):
+            default = field.default if config is BalanceConfig else None
+            if field.type is bool:
+                group.add_argument(flag, action="store_true", default=default, help=field.metadata["help"])
+                continue
+            kind = {int: int, float | None: float}.get(field.type, str)  # type: ignore[call-overload]
+            choices, metavar = field.metadata["choices"] or None, field.metadata["metavar"]
+            group.add_argument(
+                flag, type=kind, default=default, choices=choices, metavar=metavar, help=field.metadata["help"]
+            )
+    balancing.add_argument("--balance-config", action="append", metavar="FILE", help=_FILES)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """A setting that the user gave. shown: where, as in "--expert-replica-slots" or "FILE: experts.min_gain"."""
+
+    value: Any
+    shown: str
+
+    def __str__(self) -> str:
+        return self.shown if self.value is True and self.shown.startswith("--") else f"{self.shown} {self.value}"
+
+
+def config_from_flags(args: argparse.Namespace, device: str) -> tuple[BalanceConfig, list[str]]:
+    """The config that parsed flags and the files of `--balance-config` give, and notes for the user, one line each.
+
+    Sets the arguments of flags that were not given to the values in force. device: "cuda" or "cpu", in the place of
+    "auto". Raises ValueError, in one line, for what is wrong in a file, for a value out of range, and for a setting
+    without effect.
+    """
+    if args.balance_report == "":
+        raise ValueError("--balance-report '' names no directory; give one, or drop it")
+    notes = []
+    given: dict[str, dict[str, _Given]] = {section: {} for section in SECTIONS}
+    for path in args.balance_config or []:
+        found = read_file(path, SECTIONS)
+        for section, values in found.items():
+            given[section] |= {
+                name: _Given(value, f"--balance-config {path}: {section}.{name}") for name, value in values.items()
+            }
+        named = [f"{section}.{name} {value}" for section, values in found.items() for name, value in values.items()]
+        notes.append(f"--balance-config {path}: {', '.join(named) or 'no settings'}")
+    sections = {section: _section(args, section, given[section]) for section in SECTIONS}
+    values = {field.name: getattr(args, argument) for field, _, argument in _flags(BalanceConfig)}
+    return BalanceConfig(**values | {"device": device} | sections), notes
+
+
+def _section(args: argparse.Namespace, section: str, given: dict[str, _Given]) -> Any:
+    """The config of a section. given: the user's settings in files."""
+    kind = SECTIONS[section]
+    switches: dict[str, bool] = {}
+    for field, flag, argument in _flags(kind):
+        value = getattr(args, argument)
+        if field.name not in fields_of_file(kind):
+            switches[field.name] = bool(value)
+        elif value is not None:
+            given[field.name] = _Given(value, flag)
+    if given and section in _SWITCHES and not getattr(args, _SWITCHES[section]):
+        switch = "--" + _SWITCHES[section].replace("_", "-")
+        raise ValueError(f"{next(iter(given.values()))} does nothing without {switch}; add that, or drop it")
+    try:
+        config = kind(**switches, **{name: each.value for name, each in given.items()})
+    except SettingError as error:
+        shown = given[error.name].shown if error.name in given else f"{section}.{error.name}"
+        raise ValueError(f"{shown} {error.value} {error.why}") from None
+    _refuse_idle(section, config, given)
+    for field, _, argument in _flags(kind):
+        setattr(args, argument, getattr(config, field.name))
+    return config
+
+
+def _refuse_idle(section: str, config: Any, given: dict[str, _Given]) -> None:
+    """Raise ValueError for a setting whose scheme is off."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    for name, each in given.items():
+        needed = fields[name].metadata["needs"]
+        if needed and getattr(config, needed) in (0, (), "none"):
+            shown = fields[needed].metadata["flag"] or f"{section}.{needed}"
+            raise ValueError(f"{each} does nothing without {shown}; add that, or drop it")
 
 
 def cluster_from_flags(config: BalanceConfig, world_size: int) -> Cluster | None:

@@ -75,11 +75,6 @@ def _stage_reads_data(args: argparse.Namespace, vp_stage: int | None) -> bool:
     return everywhere or is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
 
 
-def releases(args: argparse.Namespace) -> bool:
-    """Whether ranks may leave the job, so that any stage may become the last one, which reads data."""
-    return args.repack_throughput_floor is not None or args.repack_memory_limit is not None
-
-
 def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     tokenizer = get_tokenizer()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -137,27 +132,30 @@ def _dataset_class(args: argparse.Namespace) -> type:
     return GPTFIMDataset if args.fim_data else GPTDataset
 
 
-def train_valid_test_datasets(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build train, validation and test sets on the ranks that read them. sizes: samples of each, None for an epoch."""
+def train_valid_test_datasets(
+    sizes: list[int | None], vp_stage: int | None = None, *, releases: bool = False
+) -> tuple[Any, Any, Any]:
+    """Build train, validation and test sets on the ranks that read them.
+
+    sizes: samples of each, None for an epoch.
+    releases: whether ranks may leave the job, so that any stage may become the last one, which reads data.
+    """
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
 
     def reads_data() -> bool:
-        reads = _stage_reads_data(args, vp_stage) or releases(args)
+        reads = _stage_reads_data(args, vp_stage) or releases
         return reads and mpu.get_tensor_model_parallel_rank() == 0
 
     return BlendedMegatronDatasetBuilder(_dataset_class(args), sizes, reads_data, _dataset_config(args)).build()
 
 
-train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
-
-
-def _next_batch(data_iterator: Iterator | None, vp_stage: int | None) -> dict[str, Any] | None:
+def _next_batch(data_iterator: Iterator | None, vp_stage: int | None, releases: bool) -> dict[str, Any] | None:
     """The next micro-batch of this rank, or None on a stage that does not read data."""
     args = get_args()
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     if not _stage_reads_data(args, vp_stage):
-        if releases(args) and tensor_rank == 0:  # it may become the last stage, so it keeps pace
+        if releases and tensor_rank == 0:  # it may become the last stage, so it keeps pace
             assert data_iterator is not None, "a stage that may have to read data has no data iterator"
             next(data_iterator)
         return None
@@ -284,6 +282,7 @@ def forward_step(
     *,
     observer: "Observer | None" = None,
     sequences: "SequenceBalancer | None" = None,
+    releases: bool = False,
 ) -> tuple[Any, Callable]:
     """Run the forward pass of one micro-batch. Returns the output tensor and the loss function, as schedules expect.
 
@@ -293,6 +292,7 @@ def forward_step(
         which the schedule then runs in parts (`--overlap-moe-expert-parallel-comm`).
     observer: told of each micro-batch, and of Megatron-LM's plan if that is returned.
     sequences: plans how documents are spread over ranks; None for Megatron-LM's own layout.
+    releases: whether ranks may leave the job, as in `train_valid_test_datasets`.
     """
     args = get_args()
     timers = get_timers()
@@ -303,7 +303,7 @@ def forward_step(
     plan: SequencePlan | None = None
     rank, weigh = 0, None
     if sequences is None:
-        batch = _next_batch(data_iterator, vp_stage) or dict.fromkeys(_BATCH_KEYS)
+        batch = _next_batch(data_iterator, vp_stage, releases) or dict.fromkeys(_BATCH_KEYS)
         packed = _packed_parameters(batch)
     else:
         batch, packed, plan = sequences.next_batch(data_iterator, vp_stage or 0)

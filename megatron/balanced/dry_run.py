@@ -153,19 +153,19 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     args: validated by Megatron-LM.
     """
     lines = []
-    if config.experts.balance_experts:
+    if config.experts.enabled:
         lines.append(_scope("--balance-experts", "expert-parallel", groups_along(args, "ep", of_experts=True)))
         lines += _slot_lines(args, config)
-    if config.sequences.balance_sequences:
+    if config.sequences.enabled:
         shared = {"context": ("context-parallel", "cp"), "data": ("data-parallel", "dp-cp")}
-        kind, axes = shared[config.sequences.sequence_domain]
+        kind, axes = shared[config.sequences.domain]
         groups = groups_along(args, axes)
         if kind == "data-parallel":  # of a large domain, its groups
             each = len(groups[0]) // number_of_groups(args.data_parallel_size)
             groups = [ranks[at : at + each] for ranks in groups for at in range(0, len(ranks), each)]
         lines.append(_scope("--balance-sequences", kind, groups))
     if config.layers.enabled:
-        flag = "--balance-layers-once" if config.layers.balance_layers_once else "--balance-layers"
+        flag = "--balance-layers-once" if config.layers.once else "--balance-layers"
         pipelines = groups_along(args, "pp")
         several = "s" if len(pipelines) > 1 else ""
         lines.append(
@@ -275,17 +275,17 @@ def _slot_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     layers = moe_layers(model, repeats_prediction=args.mtp_use_repeated_layer)
     fewest, most = min(map(sum, layers)), max(map(sum, layers))
     lines = [
-        f"slots  --expert-replica-slots {experts.expert_replica_slots}: beside "
+        f"slots  --expert-replica-slots {experts.replica_slots}: beside "
         f"{args.num_experts // args.expert_model_parallel_size} home expert(s), in each of the "
         f"{most if fewest == most else f'{fewest} to {most}'} MoE layer(s) of a rank"
     ]
-    modes = ("resident", "shared") if experts.expert_replica_mode == "auto" else (experts.expert_replica_mode,)
+    modes = ("resident", "shared") if experts.replica_mode == "auto" else (experts.replica_mode,)
     need = {
-        mode: max(slot_bytes(model, chunks, experts.expert_replica_slots, shared=mode == "shared") for chunks in layers)
+        mode: max(slot_bytes(model, chunks, experts.replica_slots, shared=mode == "shared") for chunks in layers)
         for mode in modes
     }
     size = ", or ".join(f"{need[mode] / 2**30:,.3f} GiB {mode}" for mode in modes)
-    return [*lines, f"memory --expert-replica-mode {experts.expert_replica_mode}: {size}, on the rank with most of it"]
+    return [*lines, f"memory experts.replica_mode {experts.replica_mode}: {size}, on the rank with most of it"]
 
 
 def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int]]:

@@ -159,7 +159,7 @@ def _replacements(
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Replacements of Megatron's modules in layers of the model, and in those of multi-token prediction."""
     fitting: dict[Any, Any] = {}  # equivalent to the modules that they replace, in every layer
-    if sequences.balance_sequences:
+    if sequences.enabled:
         fitting[_core_attention(args)] = SequenceCoreAttention
         fitting[MultiTokenPredictionLayer] = PredictionLayer
     elif args.transformer_impl == "local":
@@ -170,19 +170,19 @@ def _replacements(
             fitting[DotProductAttention] = PackedDotProductAttention
     if args.transformer_impl == "local" and args.multi_latent_attention:
         fitting[MLASelfAttention] = LatentSelfAttention
-    if sequences.balance_sequences and args.multi_latent_attention:
+    if sequences.enabled and args.multi_latent_attention:
         for attention in (MLASelfAttention, FusedMLASelfAttention):
             latents = latent_shape(args) is not None
             fitting[attention] = of_documents(fitting.get(attention, attention), latents=latents)
     if args.transformer_impl == "local" and args.sequence_parallel:
         fitting[WrappedTorchNorm] = SequenceParallelNorm
-    if routes_by_sample(args, sequences) or (sequences.sequence_micro_batches and args.moe_router_enable_expert_bias):
+    if routes_by_sample(args, sequences) or (sequences.micro_batches and args.moe_router_enable_expert_bias):
         fitting[TopKRouter] = SampleRouter
-    elif packs_samples_of_losses(args) and args.sequence_parallel and not sequences.balance_sequences:
+    elif packs_samples_of_losses(args) and args.sequence_parallel and not sequences.enabled:
         fitting[TopKRouter] = partial(PackedRouter, tokens_per_sample=args.seq_length)
     replicated: dict[Any, Any] = {}
-    if experts.balance_experts:
-        replicated[MoELayer] = partial(BalancedMoELayer, slots=experts.expert_replica_slots)
+    if experts.enabled:
+        replicated[MoELayer] = partial(BalancedMoELayer, slots=experts.replica_slots)
         replicated[SequentialMLP] = ReplicatedSequentialMLP
         if args.transformer_impl != "local":
             replicated[SequentialMLP] = _on_own_linears

@@ -38,7 +38,7 @@ class Observer(StepCallback):
 
     def __init__(self, args: argparse.Namespace, config: BalanceConfig) -> None:
         self.measured: tuple[int, RankRecord] | None = None
-        self._args, self._interval = args, config.balance_report_interval
+        self._args, self._interval = args, config.report.interval
         self._measures = config.layers.enabled
         self._writer = None if config.balance_report is None else ReportWriter(args, config.balance_report)
         clock = CpuClock() if config.device == "cpu" else CudaClock()

@@ -127,12 +127,12 @@ def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    packs = args.sft or args.dataloader_inter_document_masking or config.sequences.balance_sequences
+    packs = args.sft or args.dataloader_inter_document_masking or config.sequences.enabled
     return packs and max(args.micro_batch_size, args.eval_micro_batch_size or 1) > 1
 
 
 def _splits_experts(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.experts.balance_experts and args.moe_token_dispatcher_type == "alltoall"
+    return config.experts.enabled and args.moe_token_dispatcher_type == "alltoall"
 
 
 def _captures_layers(args: argparse.Namespace, config: BalanceConfig) -> bool:
@@ -213,7 +213,7 @@ PATCHES = (
             "input_ids",
         ),
         versions=("0.19.2",),
-        needed=lambda args, config: bool(config.sequences.balance_sequences and args.mtp_num_layers),
+        needed=lambda args, config: bool(config.sequences.enabled and args.mtp_num_layers),
     ),
     Patch(
         target="megatron.training.training:TECudaGraphHelper",
@@ -237,7 +237,7 @@ PATCHES = (
         why="Megatron-LM's stages ask each other for the size of every message and wait, and balanced ones know it",
         signature=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         versions=("0.19.2",),
-        needed=lambda args, config: config.sequences.sequence_micro_batches and not why_whole(args),
+        needed=lambda args, config: config.sequences.micro_batches and not why_whole(args),
     ),
     Patch(
         target="megatron.training.training:train_step",

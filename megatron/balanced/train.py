@@ -102,11 +102,11 @@ def _features(
     report = note or _no_report
     if config.dynamics.enabled:
         features += dynamics_callbacks(args, config.dynamics, report)
-    if config.sequences.balance_sequences:
+    if config.sequences.enabled:
         sequences = SequenceBalancer(args, config.sequences, cluster, note)
         features.append(sequences)
         model.pre_wrap_hooks.append(sequences.before_wrapping)
-    if config.experts.balance_experts:
+    if config.experts.enabled:
         features.append(ExpertBalancer(args, config.experts, cluster, note))
     if config.layers.enabled:
         assert observer is not None
@@ -115,8 +115,10 @@ def _features(
         model.pre_wrap_hooks.append(layers.before_wrapping)
         if args.cuda_graph_impl == "transformer_engine":
             features.append(GraphsOfLayers())
-    forward = partial(forward_step, observer=observer, sequences=sequences)
-    datasets = train_valid_test_datasets
+    releases = config.layers.enabled and config.layers.repacks
+    forward = partial(forward_step, observer=observer, sequences=sequences, releases=releases)
+    datasets = partial(train_valid_test_datasets, releases=releases)
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
 
 

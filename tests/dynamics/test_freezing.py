@@ -10,6 +10,7 @@ import torch
 
 from balancing.dynamics import PlasticityFreezer, scheduled_prefix, similarity_loss
 from tests.support.plain import train_plainly
+from tests.support.settings import PLASTICITY, settings
 from tests.support.training import EXACT, MODEL, MOE, RankRun, assert_same, join, train, watch
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -137,7 +138,7 @@ def test_freezing_is_a_learning_rate_of_zero(pool, corpus, name):
         flags = flags.replace("--fp64", "")
     frozen = 3 if "3 layers" in name else 2
     run, seen, reduced = _run(pool, corpus, world_size, flags)
-    off = flags.replace("--freeze-layers 2", "").replace("--freeze-layers 3", "")
+    off = flags.replace(FREEZE, "").replace("--freeze-layers 3", "")
     reference, _, all_reduced = _run(pool, corpus, world_size, off, frozen)
     assert_same(replace(run, grad_norms=reference.grad_norms), reference)  # what is frozen has no gradient to count
     trained = [f"{i}/{layer}" for i in range(4) for layer in range(1, 5) if i < 2 or layer > frozen]
@@ -157,14 +158,13 @@ def test_freezing_is_a_learning_rate_of_zero(pool, corpus, name):
 RESUMED = {
     "schedule, PP 2, interleaved, bf16": (
         2,
-        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --bf16 {FREEZE} --freeze-layers-until 5",
+        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --bf16 {FREEZE} {settings('dynamics', freeze_layers_until=5)}",
         [("freeze", 2), ("unfreeze", 0)],
     ),
     "plasticity, DP 2, sharded": (
         2,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --freeze-layers 2 "
-        "--freeze-layers-policy plasticity --freeze-layers-interval 1 --freeze-layers-patience 1 "
-        "--freeze-layers-tolerance 1 --train-iters 12",
+        f"--freeze-layers-interval 1 {PLASTICITY} --train-iters 12",
         [("freeze", 1), ("freeze", 2)],
     ),
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from balancing.dynamics import SparsePattern, cubic_sparsity, global_threshold, is_pruning_iteration, sparse_linear
+from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, MOE, RankRun, assert_same, join, watch
 
 SCHEDULE = {"start": 2, "end": 8, "interval": 2}
@@ -103,14 +104,15 @@ def _rank(argv: list[str]) -> tuple[RankRun, dict[int, tuple[int, int, int]], in
     return finish(), counts, sparse[0]
 
 
-PRUNE = "--prune-sparsity 0.8 --prune-start 1 --prune-end 4 --prune-interval 1 --train-iters 7"
+PRUNE = f"{settings('dynamics', prune_sparsity=0.8, prune_start=1, prune_end=4, prune_interval=1)} --train-iters 7"
 # ranks, flags
 LAYOUTS = {
-    "PP 2": (2, f"{' '.join(EXACT)} --pipeline-model-parallel-size 2 --prune-sparse-density 0.6"),
+    "PP 2": (2, f"{' '.join(EXACT)} --pipeline-model-parallel-size 2 {settings('dynamics', prune_sparse_density=0.6)}"),
     "EP 2, sharded, bf16": (
         2,
         f"--bf16 {' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --prune-sparse-density 0.6",
+        f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        f"{settings('dynamics', prune_sparse_density=0.6)}",
     ),
 }
 
@@ -144,6 +146,6 @@ def test_masks_are_exact_through_training_and_resume(pool, corpus, tmp_path, nam
     assert_same(replace(resumed, losses=whole.losses, grad_norms=whole.grad_norms), whole)
     assert whole.losses[-1] < whole.losses[0]
     if sparse:  # sparse products change no number
-        dense, _, none = run("--prune-sparse-density 0")
+        dense, _, none = run(settings("dynamics", prune_sparse_density=0))
         assert none == 0
         np.testing.assert_allclose(dense.losses, whole.losses, rtol=1e-12)

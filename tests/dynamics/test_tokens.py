@@ -21,6 +21,7 @@ from balancing.dynamics import (
     tokens_of,
     weigh_loss,
 )
+from tests.support.settings import HASH_ATTENTION, settings
 from tests.support.training import EXACT, MODEL, RankRun, join, watch
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -150,8 +151,8 @@ def test_what_leaves_nothing_out_changes_no_number(pool, corpus):
     """No token is so confident, and as many blocks are kept as there are."""
     base = [*MODEL, *corpus, *EXACT, *PP2.split()]
     off, _ = _run(pool, base, 2, "")
-    none_out = "--early-exit-layers 1,3 --early-exit-threshold 1 "
-    none_out += "--sparse-attention blocks --sparse-attention-block 8 --sparse-attention-keep 4"
+    none_out = f"{settings('dynamics', early_exit_layers=[1, 3], early_exit_threshold=1)} "
+    none_out += settings("dynamics", sparse_attention="blocks", sparse_attention_block=8, sparse_attention_keep=4)
     on, lengths = _run(pool, base, 2, none_out)
     np.testing.assert_allclose(on.losses, off.losses, rtol=1e-12)
     assert all(seen == {32} for seen in lengths.values())
@@ -159,13 +160,17 @@ def test_what_leaves_nothing_out_changes_no_number(pool, corpus):
 
 # ranks, flags
 SCHEMES = {
-    "mixture of depths": (2, f"{PP2} --mixture-of-depths 0.25 --micro-batch-size 2 {' '.join(EXACT)}"),
+    "mixture of depths": (
+        2,
+        f"{PP2} {settings('dynamics', mixture_of_depths=0.25)} --micro-batch-size 2 {' '.join(EXACT)}",
+    ),
     "early exit": (
         2,
-        f"{PP2} --early-exit-layers 1,2 --early-exit-threshold 0.9 --early-exit-start 2 --early-exit-loss-weight 0.5 "
+        f"{PP2} {settings('dynamics', early_exit_layers=[1, 2], early_exit_threshold=0.9)} "
+        f"{settings('dynamics', early_exit_start=2, early_exit_loss_weight=0.5)} "
         "--micro-batch-size 2",
     ),
-    "sparse attention": (1, "--sparse-attention hash --sparse-attention-block 8 --sparse-attention-keep 2"),
+    "sparse attention": (1, HASH_ATTENTION),
 }
 
 

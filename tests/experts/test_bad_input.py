@@ -19,6 +19,7 @@ from megatron.balanced.experts.graphs import (
     with_captured_iterations,
 )
 from tests.megatron.test_bad_input import _assert_refused, _parse
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, train
 
 EXPERTS = (
@@ -63,10 +64,16 @@ REFUSED = {
     "another model": (f"{BALANCE} --spec package.module function", "--spec package.module function", "drop it"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
     "slots": (f"{BALANCE} --expert-replica-slots -1", "--expert-replica-slots -1", "at least 0"),
-    "planner": (f"{BALANCE} --expert-planner best", "best", "quota"),
-    "mode": (f"{BALANCE} --expert-replica-mode mixed", "mixed", "resident"),
-    "plan interval": (f"{BALANCE} --expert-plan-interval -1", "--expert-plan-interval -1", "at least 1"),
-    "gain": (f"{BALANCE} --expert-min-gain 1.5", "--expert-min-gain 1.5", "below 1"),
+    "more slots than experts": (f"{BALANCE} --expert-replica-slots 3", "--expert-replica-slots 3", "use at most 2"),
+    "planner": (f"{BALANCE} {settings('experts', planner='best')}", "experts.planner best", "quota"),
+    "mode": (f"{BALANCE} {settings('experts', replica_mode='mixed')}", "experts.replica_mode mixed", "resident"),
+    "plan interval": (f"{BALANCE} {settings('experts', plan_interval=0)}", "experts.plan_interval 0", "at least 1"),
+    "gain": (f"{BALANCE} {settings('experts', min_gain=1.5)}", "experts.min_gain 1.5", "below 1"),
+    "slots of no balancer": ("--expert-replica-slots 2", "--expert-replica-slots 2 does nothing", "--balance-experts"),
+    "settings of no balancer": (
+        settings("experts", min_gain=0.1),
+        "experts.min_gain 0.1 does nothing without --balance-experts",
+    ),
     "grouped without Transformer Engine": (
         f"{BALANCE} --moe-grouped-gemm",
         "--moe-grouped-gemm: it needs Transformer Engine's grouped experts",
@@ -132,10 +139,10 @@ def test_layers_of_transformer_engine():
         skip_train=False,
         gradient_accumulation_fusion=True,
     )
-    _, (note,) = check_experts(args, ExpertConfig(balance_experts=True))
+    _, (note,) = check_experts(args, ExpertConfig(enabled=True))
     assert "in the place of Transformer Engine's" in note
     args.moe_grouped_gemm = args.add_bias_linear = True
-    assert check_experts(args, ExpertConfig(balance_experts=True))[1] == []
+    assert check_experts(args, ExpertConfig(enabled=True))[1] == []
 
 
 def test_preprocessing_is_left_out_of_graphs():
@@ -164,22 +171,21 @@ def _captured(interval: int, **changes: Any) -> tuple[ExpertConfig, list[str]]:
         expert_model_parallel_size=64,
     )
     vars(args).update(changes)
-    return with_captured_iterations(args, ExpertConfig(balance_experts=True, expert_plan_interval=interval))
+    return with_captured_iterations(args, ExpertConfig(enabled=True, plan_interval=interval))
 
 
 def test_placements_change_seldom_where_iterations_are_captured():
     config, (note,) = _captured(1)
-    assert config.expert_plan_interval == 100
+    assert config.plan_interval == 100
     assert "every 100 iterations" in note and "costs 4 iterations" in note
-    assert _captured(5)[0].expert_plan_interval == 5
-    assert _captured(4)[0].expert_plan_interval == 100  # no iteration would be replayed
-    assert _captured(1, cuda_graph_warmup_steps=20)[0].expert_plan_interval == 210
+    assert _captured(5)[0].plan_interval == 5
+    assert _captured(4)[0].plan_interval == 100  # no iteration would be replayed
+    assert _captured(1, cuda_graph_warmup_steps=20)[0].plan_interval == 210
 
 
 @pytest.mark.parametrize(
     "interval, changes, words",
     [
-        (0, {}, ("--expert-plan-interval 0", "--cuda-graph-impl full_iteration", "use --expert-plan-interval 100")),
         (100, {"moe_enable_routing_replay": True}, ("--moe-enable-routing-replay", "use --cuda-graph-impl none")),
         (100, {"expert_model_parallel_size": 160}, ("--expert-model-parallel-size 160 above 128", "use --cuda-graph")),
         (100, {"use_transformer_engine_op_fuser": False}, ("--use-transformer-engine-op-fuser", "reads")),
@@ -234,7 +240,7 @@ def test_quantized_experts(case):
         "fp8_param_gather": False,
     }
     with pytest.raises(ValueError) as refused:
-        check_experts(argparse.Namespace(**given | values), ExpertConfig(balance_experts=True))
+        check_experts(argparse.Namespace(**given | values), ExpertConfig(enabled=True))
     for word in ("--balance-experts is incompatible", *words):
         assert word in str(refused.value)
 
@@ -309,11 +315,11 @@ def _assert_ends(pool, argv: list[str], free: dict[int, int], *words: str) -> No
 
 def test_slots_that_do_not_fit(pool):
     """On one rank alone: all stop together. A slot of these experts takes 36,864 bytes a layer with its gradient."""
-    argv = [*BASE, BALANCE, "--expert-replica-slots", "7"]
-    resident = [*argv, "--expert-replica-mode", "resident"]
-    # The ranks of this machine share its memory, so that half of it is a rank's. Adam will want some 0.3 MiB.
-    words = ["--expert-replica-slots 7", "0.5 MiB", "0.3 MiB", "4 would fit", "--expert-replica-mode shared"]
-    _assert_ends(pool, resident, {1: 2 * 600_000}, *words)
+    argv = [*BASE, BALANCE, "--num-experts", "14", "--expert-replica-slots", "7"]
+    resident = [*argv, *settings("experts", replica_mode="resident").split()]
+    # The ranks of this machine share its memory, so that half of it is a rank's. Adam will want some 0.6 MiB.
+    words = ["--expert-replica-slots 7", "0.5 MiB", "0.3 MiB", "4 would fit", "experts.replica_mode shared"]
+    _assert_ends(pool, resident, {1: 2 * 970_000}, *words)
     _assert_ends(pool, argv, {0: 2 * 1_000}, "--expert-replica-slots 7", "0 would fit")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.settings import settings, without_settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, assert_close, join, train, train_rank
 
 BASE = [
@@ -30,7 +31,7 @@ CASES = {
     "EP 2, DP 2, gradients and parameters overlapped": (4, GRADIENTS),
     "interleaved": (4, f"{INTERLEAVED} {GRADIENTS}"),
     "top-3, shared expert": (2, "--moe-router-topk 3 --moe-shared-expert-intermediate-size 32"),
-    "slots shared": (2, "--expert-replica-mode shared"),
+    "slots shared": (2, settings("experts", replica_mode="shared")),
     "one home expert": (2, "--num-experts 2"),
     "more tokens": (2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights"),
     "ETP 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"),
@@ -65,10 +66,9 @@ def _train_in_parts(argv: list[str]) -> tuple[RankRun, int]:
 )
 def test_replicas_of_two_micro_batches_in_parts_change_no_number(pool, tmp_path, case):
     ranks, flags = CASES[case]
-    reference = train(pool, ranks, flags, base=BASE, parameters=True)
-    balanced = (
-        f"{flags} --overlap-moe-expert-parallel-comm --balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
-    )
+    reference = train(pool, ranks, without_settings(flags), base=BASE, parameters=True)
+    balanced = f"{flags} --overlap-moe-expert-parallel-comm --balance-report {tmp_path} "
+    balanced += f"--balance-experts {settings('experts', min_gain=0)}"
     results = pool.run(ranks, _train_in_parts, [*BASE, *balanced.split()])
     assert all(both > 3 for _, both in results), "hardly anything ran in turn"
     assert_close(join([run for run, _ in results]), reference)
@@ -80,7 +80,7 @@ def test_replicas_of_two_micro_batches_in_parts_change_no_number(pool, tmp_path,
 @pytest.mark.parametrize("layers", [5, 8])
 def test_passes_that_alternate_send_no_weights_twice(pool, tmp_path, layers):
     """Shared slots hold what the passes of both micro-batches need next."""
-    flags = f"--num-layers {layers} --balance-experts --expert-min-gain 0 --expert-replica-mode shared"
+    flags = f"--num-layers {layers} --balance-experts {settings('experts', min_gain=0, replica_mode='shared')}"
     for name, more in (("one", ""), ("two", "--overlap-moe-expert-parallel-comm")):
         train(pool, 2, f"{flags} {more} --balance-report {tmp_path / name}", base=BASE)
     one, two = _moved(tmp_path / "one"), _moved(tmp_path / "two")

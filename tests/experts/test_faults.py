@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.plain import train_plainly
+from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, RankRun, Run, differences, join, train, train_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,10 @@ def _keys(checkpoint: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "more",
-    [pytest.param("", marks=pytest.mark.exhaustive), "--use-distributed-optimizer --expert-replica-mode shared"],
+    [
+        pytest.param("", marks=pytest.mark.exhaustive),
+        f"--use-distributed-optimizer {settings('experts', replica_mode='shared')}",
+    ],
 )
 def test_a_checkpoint_has_the_keys_it_always_has(pool, corpus, tmp_path, more):
     base = [*MODEL, *corpus, *EXPERTS, "--train-iters", "3"]
@@ -90,7 +94,7 @@ def test_evaluation_in_between(pool, corpus, tmp_path):
     evaluated = "--eval-interval 2 --eval-iters 2"
     reference = train(pool, 2, evaluated, base=base, parameters=True)
     for mode in ("resident", "shared"):
-        balance = f"{BALANCE} --expert-replica-mode {mode} --balance-report {tmp_path / mode}"
+        balance = f"{BALANCE} {settings('experts', replica_mode=mode)} --balance-report {tmp_path / mode}"
         balanced = train(pool, 2, f"{evaluated} {balance}", base=base, parameters=True)
         _assert_replicated(tmp_path / mode, 2)
         assert max(differences(balanced, reference)) <= 1e-12
@@ -120,7 +124,7 @@ def _train_each_step_twice(argv: list[str]) -> RankRun:
     return train_rank(argv, True)
 
 
-@pytest.mark.parametrize("more", ["--overlap-grad-reduce", "--expert-replica-mode shared"])
+@pytest.mark.parametrize("more", ["--overlap-grad-reduce", settings("experts", replica_mode="shared")])
 def test_a_schedule_that_is_repeated(pool, corpus, tmp_path, more):
     base = [*MODEL, *corpus, *EXACT, *EXPERTS, *EP2.split(), "--train-iters", "4"]
     balance = [BALANCE, *more.split(), "--balance-report", str(tmp_path)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.corpus import END_OF_DOCUMENT, heavy_tailed, write_documents
+from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, MOE, Run, assert_close, differences, train
 
 PREDICTION = "--mtp-num-layers 2 --untie-embeddings-and-output-weights --init-method-std 0.1"
@@ -28,7 +29,7 @@ LAYOUTS = {
     "packed, TP 2, sequence parallel": ("dense", 2, f"{SP} {PACKED}"),
     "repeated, packed, TP 2, sequence parallel": ("repeated", 2, f"{SP} {PACKED}"),
     "experts": ("experts", 2, EP),
-    "experts, packed, balanced": ("experts", 2, f"{EP} {PACKED} --balance-experts --expert-min-gain 0"),
+    "experts, packed, balanced": ("experts", 2, f"{EP} {PACKED} --balance-experts {settings('experts', min_gain=0)}"),
 }
 MODELS = {"dense": PREDICTION, "repeated": REPEATED, "experts": EXPERTS}
 

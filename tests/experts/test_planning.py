@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
 TRAINING = (
     "--num-layers 3 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --init-method-std 0.1 "
-    "--balance-experts --expert-min-gain 0 --train-iters 6 --global-batch-size 4"
+    f"--balance-experts {settings('experts', min_gain=0)} --train-iters 6 --global-batch-size 4"
 ).split()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.settings import settings
 from tests.support.stand_ins.flex_buffers import train_flex
 from tests.support.stand_ins.fused_moe import train_fused
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, Run, assert_close, join
@@ -154,7 +155,7 @@ def _train(pool: Any, ranks: int, flags: str) -> Run:
 
 def balanced_run(pool: Any, folder: Any, ranks: int, flags: str, least: int = 4) -> Run:
     """Train with replicas, of which at least `least` times a layer's plan has some."""
-    run = _train(pool, ranks, f"{flags} --balance-experts --expert-min-gain 0 --balance-report {folder}")
+    run = _train(pool, ranks, f"{flags} --balance-experts {settings('experts', min_gain=0)} --balance-report {folder}")
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     replicated = [line for line in lines if line["action"] == "replicate"]
     assert len(replicated) >= least, "hardly anything was replicated, so nothing was tested"
@@ -247,7 +248,7 @@ LAUNCHES = {
 )
 def test_operations_around_the_dispatcher(pool, case):
     flags, before, behind = LAUNCHES[case]
-    balanced = f"{SIZES} {QWEN3} {flags} --balance-experts --expert-min-gain 0"
+    balanced = f"{SIZES} {QWEN3} {flags} --balance-experts {settings('experts', min_gain=0)}"
     argv = [*MODEL, *MOCK_DATA, *EXACT, *balanced.split()]
     for found in pool.run(2, _operations, argv):
         assert found == {"preprocess": before, "postprocess": behind}

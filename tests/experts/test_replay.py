@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from tests.experts.test_recipes import QWEN3, SIZES
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, assert_close, join, train_rank
 
-BALANCE = "--balance-experts --expert-min-gain 0"
+BALANCE = f"--balance-experts {settings('experts', min_gain=0)}"
 FLAGS = f"{QWEN3} --moe-token-dispatcher-type alltoall --moe-enable-routing-replay --mtp-num-layers 1"
 # ranks, flags
 LAYOUTS = {

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, assert_close, train, train_rank
 
 EXPERTS = (
@@ -111,7 +112,7 @@ def _combinations() -> Iterator[Any]:
 def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, planner):
     ranks, flags = LAYOUTS[layout]
     flags += f" --moe-token-dispatcher-type {dispatcher}"
-    balanced = _balanced(pool, tmp_path, ranks, flags, f"--expert-replica-mode {mode} --expert-planner {planner}")
+    balanced = _balanced(pool, tmp_path, ranks, flags, settings("experts", replica_mode=mode, planner=planner))
     assert_close(balanced, _reference(pool, ranks, flags))
 
 
@@ -128,24 +129,20 @@ def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     ranks, flags = OTHERS[case]
     flags += " --moe-token-dispatcher-type alltoall"
     assert_close(
-        _balanced(pool, tmp_path, ranks, flags, f"--expert-replica-mode {mode}"), _reference(pool, ranks, flags)
+        _balanced(pool, tmp_path, ranks, flags, settings("experts", replica_mode=mode)), _reference(pool, ranks, flags)
     )
 
 
-@pytest.mark.parametrize("interval", [pytest.param(5, marks=pytest.mark.exhaustive), 0])
-def test_how_often_replicas_are_placed(pool, tmp_path, interval):
-    """Every fifth iteration, or when the load has drifted. No number depends on it."""
+def test_how_often_replicas_are_placed(pool, tmp_path):
+    """Every fifth iteration. No number depends on it."""
     ranks, flags = LAYOUTS["EP 2"]
     flags += " --moe-token-dispatcher-type alltoall"
-    balanced = _balanced(pool, tmp_path, ranks, flags, f"--expert-plan-interval {interval}")
+    balanced = _balanced(pool, tmp_path, ranks, flags, settings("experts", plan_interval=5))
     assert_close(balanced, _reference(pool, ranks, flags))
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     ages = [line["plan_age"] for line in lines if line.get("layer") == 0 and line["unit"] == "layer"]
     assert all(0 < line["drift"] < 1 for line in lines if line.get("plan_age") and line["iteration"] > 3)
-    if interval:
-        assert ages == [0, 1, 2, 3, 4, 1, 2, 3, 4, 5]
-    else:
-        assert ages[:2] == [0, 1] and len(set(ages)) > 1
+    assert ages == [0, 1, 2, 3, 4, 1, 2, 3, 4, 5]
 
 
 FAST_LINKS = {  # on which a copy pays for itself at once
@@ -165,7 +162,7 @@ def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
     ranks, flags = LAYOUTS["EP 2, PP 2"]
     flags += " --moe-token-dispatcher-type alltoall"
     (tmp_path / "cluster.json").write_text(json.dumps(FAST_LINKS))
-    never = f"--expert-replica-mode {mode} --expert-plan-interval 100 --cluster {tmp_path / 'cluster.json'}"
+    never = f"{settings('experts', replica_mode=mode, plan_interval=100)} --cluster {tmp_path / 'cluster.json'}"
     balanced = _balanced(pool, tmp_path, ranks, flags, never)
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line.get("added", 0) for line in lines) > 10

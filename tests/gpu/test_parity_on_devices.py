@@ -26,6 +26,7 @@ from tests.gpu.training import (
 from tests.megatron.test_host_waits import ALLOWED
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import REPOSITORY
+from tests.support.settings import settings
 
 CP2 = "--context-parallel-size 2"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss"
@@ -50,9 +51,13 @@ class Differences:
 ONE_RANK = {
     "packed documents": PACKED,
     "experts": EXPERTS.replace("--expert-model-parallel-size 2", ""),
-    "pruning": "--prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 --prune-sparse-density 0.6",
-    "sparse attention": "--sparse-attention hash --sparse-attention-block 8 --sparse-attention-keep 2",
-    "mixture of depths": "--mixture-of-depths 0.5",
+    "pruning": settings(
+        "dynamics", prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1, prune_sparse_density=0.6
+    ),
+    "sparse attention": settings(
+        "dynamics", sparse_attention="hash", sparse_attention_block=8, sparse_attention_keep=2
+    ),
+    "mixture of depths": settings("dynamics", mixture_of_depths=0.5),
 }
 
 
@@ -107,7 +112,7 @@ def _replayed(ranks: Any, pool: Any, device: str, folder: Path, flags: str, orde
 
 def test_replayed_experts(ranks, pool, device, tmp_path, figure):
     report = f"--balance-report {tmp_path}/report"
-    flags = f"{EXPERTS} --balance-experts --expert-min-gain 0 {report}"
+    flags = f"{EXPERTS} --balance-experts {settings('experts', min_gain=0)} {report}"
     _replayed(ranks, pool, device, tmp_path, flags, Orders(), figure)
     assert replicated(tmp_path / "report") > 4, "hardly anything was replicated"
 
@@ -133,7 +138,9 @@ def test_replicas_on_a_device(ranks, device, tmp_path, figure):
         overlapped = "shared --overlap-moe-expert-parallel-comm"
         for mode in ("resident", "shared", overlapped) if precision == "fp32" else (overlapped,):
             report = tmp_path / f"{precision}-{mode.replace(' ', '')}"
-            balance = f"--balance-experts --expert-min-gain 0 --expert-replica-mode {mode} --balance-report {report}"
+            balance = (
+                f"--balance-experts {settings('experts', min_gain=0, replica_mode=mode)} --balance-report {report}"
+            )
             balanced = run(ranks, 2, [*argv, *balance.split()])
             assert replicated(report) > 4, "hardly anything was replicated"
             seen.check(precision, mode, difference(balanced, reference))
@@ -156,7 +163,9 @@ def test_transformer_engines_experts_on_a_device(ranks, device, tmp_path, figure
     for number, (name, flags) in enumerate(cases.items()):
         argv = [*base(device, **options), *f"{experts} --use-distributed-optimizer {flags}".split()]
         report = tmp_path / str(number)
-        balanced = run(ranks, 2, [*argv, *f"--balance-experts --expert-min-gain 0 --balance-report {report}".split()])
+        balanced = run(
+            ranks, 2, [*argv, *f"--balance-experts {settings('experts', min_gain=0)} --balance-report {report}".split()]
+        )
         assert replicated(report) > 4, "hardly anything was replicated"
         precision = "fp8" if flags else options.get("precision", "fp32")
         seen.check(precision, name, difference(balanced, run(ranks, 2, argv)))
@@ -195,7 +204,7 @@ def test_documents_on_a_device(ranks, device, tmp_path, figure):
         argv += f"--load {folder} --finetune --no-load-optim --no-load-rng".split()
         reference = run(ranks, 1, argv)
         for planner in PLANNERS if precision == "fp32" else ("auto",):
-            flags = f"{CP2} --balance-sequences --sequence-planner {planner}"
+            flags = f"{CP2} --balance-sequences {settings('sequences', planner=planner)}"
             seen.check(precision, planner, difference(run(ranks, 2, [*argv, *flags.split()]), reference))
         figure(str(seen))
 
@@ -216,12 +225,15 @@ def test_moved_layers_on_a_device(ranks, device, figure):
 def test_early_exit_on_a_device(ranks, device, tmp_path, figure):
     """Where no token is confident enough, losses are those of the whole model; then tokens do leave on the way."""
     data = " ".join(write_documents(tmp_path / "documents", heavy_tailed(400)))
-    argv = [*base(device, data=data), *f"{PP2} --early-exit-layers 1,2,3 --early-exit-loss-weight 0.5".split()]
+    argv = [
+        *base(device, data=data),
+        *f"{PP2} {settings('dynamics', early_exit_layers=[1, 2, 3], early_exit_loss_weight=0.5)}".split(),
+    ]
     whole = run(ranks, 2, [*base(device, data=data), *PP2.split()])
-    nobody = run(ranks, 2, [*argv, "--early-exit-threshold", "1"])
+    nobody = run(ranks, 2, [*argv, *settings("dynamics", early_exit_threshold=1).split()])
     found = difference(nobody, whole)
     assert found <= TOLERANCE["fp32"]
-    report = f"--early-exit-threshold 0.5 --early-exit-start 1 --balance-report {tmp_path}"
+    report = f"{settings('dynamics', early_exit_threshold=0.5, early_exit_start=1)} --balance-report {tmp_path}"
     some = run(ranks, 2, [*argv, *report.split()])
     assert np.isfinite(losses(some)).all()
     left = _share_of_tokens(tmp_path, "early exit")
@@ -251,7 +263,7 @@ def test_all_balancers_on_a_device(ranks, device, tmp_path, figure):
     run(ranks, 2 * 2, [*argv, *f"--lr 0 --train-iters 1 --save {start} --save-interval 1".split()])
     argv += f"--load {start} --finetune --no-load-optim --no-load-rng".split()
     reference = run(ranks, 4, argv)
-    balance = f"{CP2} --balance-sequences --balance-experts --expert-min-gain 0 --balance-layers"
+    balance = f"{CP2} --balance-sequences --balance-experts {settings('experts', min_gain=0)} --balance-layers"
     report = f"--balance-report {tmp_path / 'report'}"
     balanced = run(ranks, 4, [*argv, *balance.split(), *report.split()], Orders({2: ((1,), (3,))}, memory=True))
     assert replicated(tmp_path / "report") > 4, "hardly anything was replicated"

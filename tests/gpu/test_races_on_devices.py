@@ -9,6 +9,7 @@ import pytest
 
 from tests.gpu.training import EXPERTS, PP2, Orders, base, losses, precisions, run
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.settings import settings
 
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000"
 
@@ -16,7 +17,7 @@ OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-ga
 def _runs(device: str, folder) -> dict[str, tuple[list[str], Orders]]:
     data = " ".join(write_documents(folder / "documents", heavy_tailed(400, seed=1)))
     documents = f"--context-parallel-size 2 --balance-sequences --dataloader-inter-document-masking {EXPERTS}"
-    experts = "--balance-experts --expert-min-gain 0 --deterministic-mode"
+    experts = f"--balance-experts {settings('experts', min_gain=0)} --deterministic-mode"
     layers = f"{PP2} --balance-layers --deterministic-mode"
     half = precisions(device)[-1]  # in which attention runs as a flash kernel
     overlapped = f"{EXPERTS} {experts} {OVERLAPS} --overlap-moe-expert-parallel-comm"

@@ -9,7 +9,7 @@ from megatron.balanced.layers.checks import check_layers
 from tests.megatron.test_bad_input import _assert_refused
 from tests.support.training import MOCK_DATA, MODEL
 
-ON = LayerConfig(balance_layers=True)
+ON = LayerConfig(enabled=True)
 
 
 def _args(**given: object) -> argparse.Namespace:
@@ -83,10 +83,9 @@ def test_incompatible_flags(case):
 @pytest.mark.parametrize(
     "given, layers, words",
     [
-        ({"num_virtual_stages_per_pipeline_rank": 2}, LayerConfig(True, layer_planner="diffusion"), "diffusion"),
-        ({"pipeline_model_parallel_layout": "Et|t|t|tL"}, LayerConfig(True, layer_planner="diffusion"), "diffusion"),
-        ({"pipeline_model_parallel_layout": "Et*8m|L"}, LayerConfig(True, layer_planner="diffusion"), "multi-token"),
-        ({}, LayerConfig(balance_layers=True, balance_layers_once=True), "--balance-layers-once"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, LayerConfig(True, planner="diffusion"), "diffusion"),
+        ({"pipeline_model_parallel_layout": "Et|t|t|tL"}, LayerConfig(True, planner="diffusion"), "diffusion"),
+        ({"pipeline_model_parallel_layout": "Et*8m|L"}, LayerConfig(True, planner="diffusion"), "multi-token"),
     ],
 )
 def test_incompatible_settings(given, layers, words):
@@ -119,12 +118,12 @@ def test_a_distributed_optimizer_is_saved_for_any_layout():
 
 
 def test_values_out_of_range():
-    for wrong in ({"layer_balance_interval": 0}, {"layer_min_gain": 1.0}, {"layer_min_gain": -0.1}):
+    for wrong in ({"interval": 0}, {"min_gain": 1.0}, {"min_gain": -0.1}):
         with pytest.raises(ValueError, match="must be at least"):
             LayerConfig(**wrong)
     for name, value in [("repack_throughput_floor", 0.0), ("repack_throughput_floor", 1.1), ("repack_min_stages", 0),
                         ("repack_memory_limit", -1.0), ("repack_throughput_floor", float("nan"))]:  # fmt: skip
-        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} {value} must be"):
+        with pytest.raises(ValueError, match=f"{name} {value} must be"):
             LayerConfig(**{name: value})
 
 
@@ -132,14 +131,8 @@ def test_values_out_of_range():
 NOT_RELEASED = {
     "nothing to release": ({}, {"repack_throughput_floor": 0.9, "repack_min_stages": 2}, "nothing to release", "2"),
     "one stage": ({"pipeline_model_parallel_size": 1}, {"repack_memory_limit": 8.0}, "nothing to release", "use more"),
-    "no reason to": ({}, {"repack_min_stages": 2}, "--repack-min-stages 2", "--repack-throughput-floor"),
-    "layers that stay": ({}, {"balance_layers": False, "repack_throughput_floor": 0.9}, "0.9", "add --balance-layers"),
-    "settled": (
-        {},
-        {"balance_layers": False, "balance_layers_once": True, "repack_throughput_floor": 0.9},
-        "--balance-layers",
-        "can move",
-    ),
+    "no reason to": ({}, {"repack_min_stages": 2}, "layers.repack_min_stages 2", "--repack-throughput-floor"),
+    "settled": ({}, {"once": True, "repack_throughput_floor": 0.9}, "--balance-layers", "keep moving"),
     "interleaved": (
         {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 8},
         {"repack_throughput_floor": 0.9},
@@ -167,14 +160,26 @@ NOT_RELEASED = {
 def test_ranks_that_cannot_leave(case):
     given, asked, *words = NOT_RELEASED[case]
     with pytest.raises(ValueError) as refused:
-        check_layers(_args(**given), LayerConfig(**({"balance_layers": True} | asked)))
+        check_layers(_args(**given), LayerConfig(**({"enabled": True} | asked)))
     for word in words:
         assert word in str(refused.value)
 
 
 def test_one_layer_a_stage_can_still_be_released():
-    on, _ = check_layers(_args(num_layers=2), LayerConfig(balance_layers=True, repack_throughput_floor=0.9))
+    on, _ = check_layers(_args(num_layers=2), LayerConfig(enabled=True, repack_throughput_floor=0.9))
     assert on.enabled and on.repacks
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--repack-throughput-floor 0.9", "--repack-throughput-floor 0.9 does nothing without --balance-layers"),
+        ("--layer-balance-interval 50", "--layer-balance-interval 50 does nothing without --balance-layers"),
+        ("--balance-layers --balance-layers-once", "--balance-layers is incompatible with --balance-layers-once"),
+    ],
+)
+def test_flags_of_layers_that_stay(pool, flags, words):
+    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], words)
 
 
 def test_from_the_command_line(pool):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.set_clock import SetClock, slow_layers
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, join, train, train_rank
 
 # A big vocabulary: the first and the last of four stages have the most parameters.
@@ -16,7 +17,7 @@ UNEVEN = (
     "--train-iters 5"
 ).split()
 BASE = [*MODEL, *MOCK_DATA, *EXACT, *UNEVEN]
-BALANCE = "--layer-cost parameters --layer-balance-interval 3".split()
+BALANCE = f"{settings('layers', cost='parameters')} --layer-balance-interval 3".split()
 
 
 def _train_willing(argv: list[str]) -> RankRun:

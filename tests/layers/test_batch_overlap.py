@@ -17,6 +17,7 @@ import pytest
 from tests.layers.test_balance import _decisions
 from tests.support.moving import Plans, move_at, train_moving
 from tests.support.set_clock import SetClock, slow_parts
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, Run, differences, train_rank
 
 BASE = [
@@ -97,7 +98,7 @@ def test_a_move_of_layers_in_parts_changes_no_number(pool, case):
 @pytest.mark.exhaustive
 def test_layers_in_parts_and_replicas_of_experts(pool, tmp_path):
     flags = f"{FIVE} {GRADIENTS} --train-iters 6"
-    both = f"{flags} {IN_PARTS} --balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    both = f"{flags} {IN_PARTS} --balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     runs = [train_moving(pool, 4, both, {2: ((2, 1), (1, 1)), 4: ((1, 1), (1, 2))}, base=BASE)[0] for _ in range(2)]
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     replicated = {line["iteration"] for line in lines if line["action"] == "replicate"}
@@ -152,7 +153,7 @@ def _train_willing(argv: list[str]) -> RankRun:
 def test_layers_in_parts_settle_by_what_they_compute(pool, tmp_path):
     flags = (
         f"{INTERLEAVED} Ett|t|t|tL {IN_PARTS} --train-iters 5 --balance-layers-once --layer-balance-interval 3 "
-        f"--balance-report {tmp_path} --global-batch-size 16 --layer-min-gain 0.02"
+        f"--balance-report {tmp_path} --global-batch-size 16 {settings('layers', min_gain=0.02)}"
     )
     pool.run(4, _train_willing, [*BASE, *flags.split()])
     (decision,) = _decisions(tmp_path)

@@ -38,7 +38,7 @@ def test_moves_where_it_pays():
 
 def test_the_gate_of_a_training_run():
     """Settings come from the flags; the rest is the gate's own."""
-    gate = LayerConfig(layer_min_gain=0.1, layer_balance_interval=7).gate
+    gate = LayerConfig(min_gain=0.1, interval=7).gate
     assert gate == GateConfig(min_gain=0.1, interval=7)
 
 

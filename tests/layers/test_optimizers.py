@@ -77,7 +77,7 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
     for method in ("optimal", "diffusion"):
         planner = object.__new__(planning.LayerPlanner)
         planner._args = argparse.Namespace(fine_grained_activation_offloading=offloads)
-        planner._config = SimpleNamespace(layer_planner=method)
+        planner._config = SimpleNamespace(planner=method)
         planner._schedule = {"group": None, "in_parts": False}
         planner._mover = SimpleNamespace(plan=StagePlan.from_counts(counts), gather=lambda own: [own])
         plan = planner._plan(LayerSeconds(seconds, 2 * seconds), np.zeros(2))

@@ -97,7 +97,7 @@ def _in_a_run() -> list[tuple[float, float, float, float]]:
         current = plan_stages(np.ones(24), 4, virtual=2, method="uniform")
         planner = object.__new__(planning.LayerPlanner)
         planner._args = argparse.Namespace(fine_grained_activation_offloading=False)
-        planner._config = SimpleNamespace(layer_planner="optimal")
+        planner._config = SimpleNamespace(planner="optimal")
         planner._mover = SimpleNamespace(plan=current, gather=lambda own: [own])
         planner._schedule = schedule
         alone = plan_stages(cost.total, 4, virtual=2, current=current, micro_batches=12)

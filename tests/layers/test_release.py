@@ -14,6 +14,7 @@ from balancing.layers import release_of
 from tests.dynamics.test_moves import FREEZE
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.moving import _state_of, _whole, move_at
+from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, settings
 from tests.support.training import (
     EXACT,
     MOCK_DATA,
@@ -101,17 +102,15 @@ CASES = {
     "PP 4 to 2 to 1, early exit": (
         4,
         1,
-        f"{PP4} {EXACTLY} --early-exit-layers 1,2,3 --early-exit-threshold 0.9 --early-exit-start 1 "
-        "--early-exit-loss-weight 0.5 --train-iters 5",
+        f"{PP4} {EXACTLY} {EARLY_EXIT} --train-iters 5",
         {2: ((1,), (3,)), 3: ((4,),)},
     ),
     "PP 4 to 2, frozen layers": (4, 2, f"{PP4} {EXACTLY} {FREEZE} --use-distributed-optimizer", {3: ((2,), (2,))}),
     "PP 4 to 2, pruning, mixture of depths, sparse attention": (
         4,
         2,
-        f"{PP4} {EXACTLY} --prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 "
-        "--prune-sparse-density 0.6 --mixture-of-depths 0.25 --sparse-attention hash --sparse-attention-block 8 "
-        "--sparse-attention-keep 2 --train-iters 5",
+        f"{PP4} {EXACTLY} {settings('dynamics', prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)} "
+        f"{settings('dynamics', prune_sparse_density=0.6, mixture_of_depths=0.25)} {HASH_ATTENTION} --train-iters 5",
         {2: ((1,), (3,))},
     ),
 }
@@ -150,7 +149,7 @@ def _events(folder: Path, balancer: str) -> list[dict[str, Any]]:
 def test_replicas_of_experts_go_on(pool, tmp_path):
     """Hot experts have replicas before and after. The layers that arrive get theirs on the stages that stay."""
     flags = f"{PP2} {EXACTLY} {EP2} {OVERLAPS} --train-iters 6"
-    both = f"{flags} --balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    both = f"{flags} --balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     run, state = _train(pool, 4, 2, both, {3: ((4,),)})
     reference, expected = _train(pool, 4, 4, flags, {})
     _assert_same(run, reference)
@@ -273,7 +272,7 @@ def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
     from megatron.balanced.layers import repack
 
     repack.get_num_microbatches = lambda: 8
-    config = LayerConfig(balance_layers=True, **asked)
+    config = LayerConfig(enabled=True, **asked)
     repacker = repack.Repacker(Namespace(world_size=4, log_interval=10), config)
     seconds = np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 1.0, 1.0])
     plan = StagePlan.from_counts(((2,),) * 4)
@@ -344,7 +343,9 @@ def _destroying_rank(argv: list[str]) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_groups_are_destroyed_in_one_order_on_all_their_ranks(pool):
     """NCCL waits for the ranks of a node when it destroys a communicator: two orders hang."""
-    flags = f"{PP2} {EXACTLY} {EP2} {OVERLAPS} --early-exit-layers 1,2 --train-iters 3 {RELEASE}"
+    flags = (
+        f"{PP2} {EXACTLY} {EP2} {OVERLAPS} {settings('dynamics', early_exit_layers=[1, 2])} --train-iters 3 {RELEASE}"
+    )
     ranks = pool.run(4, _destroying_rank, [*BASE, *flags.split()])
     members = dict(ranks[0] + ranks[2])
     assert any(name.startswith("INTRA_DISTRIBUTED_OPTIMIZER") for name in members), sorted(members)

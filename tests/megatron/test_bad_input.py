@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import single_threaded
+from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -165,7 +166,21 @@ FLAGS = {
         "--enable-cuda-graph",
         "hooks",
     ),
-    "report interval": ("--balance-report-interval 0", "--balance-report-interval 0", "at least 1"),
+    "report of no name": ("--balance-report=", "--balance-report '' names no directory"),
+    "report interval": (
+        f"--balance-report report {settings('report', interval=0)}",
+        "report.interval 0",
+        "at least 1",
+    ),
+    "interval of no report": (
+        settings("report", interval=5),
+        "report.interval 5 does nothing without --balance-report",
+    ),
+    "freezing nothing": ("--freeze-layers-start 1", "--freeze-layers-start 1 does nothing without --freeze-layers"),
+    "pruning nothing": (
+        settings("dynamics", prune_start=1),
+        "dynamics.prune_start 1 does nothing without dynamics.prune_sparsity",
+    ),
     "no save interval": ("--save somewhere", "args.save_interval is not None"),
     "tensor parallel": ("--tensor-model-parallel-size 3", "world size (2) is not divisible"),
     "no pipeline": ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0", "at least 1"),
@@ -420,17 +435,15 @@ def test_help():
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
-    from megatron.balanced.arguments import BalanceConfig, DynamicsConfig, ExpertConfig, LayerConfig, SequenceConfig
+    from megatron.balanced.config import SECTIONS, BalanceConfig
 
     shown = "".join(done.stdout.split())
-    flags = 0
-    for config in (BalanceConfig, ExpertConfig, SequenceConfig, LayerConfig, DynamicsConfig):
+    assert "--balance-config" in shown
+    for config in (BalanceConfig, *SECTIONS.values()):
         for field in dataclasses.fields(config):
-            if field.metadata:
-                flags += 1
-                assert f"--{field.name.replace('_', '-')}" in shown
+            if flag := field.metadata.get("flag"):
+                assert flag in shown
                 assert "".join((field.metadata["help"] % {}).split()) in shown, field.name
-    assert flags > 30
     assert "moe-paged-stash-buffer-size-factor-cuda" in shown
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -18,7 +19,7 @@ EP2 = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-ty
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 DOCUMENTS = "--dataloader-inter-document-masking"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-EXPERTS = "--balance-experts --expert-min-gain 0"
+EXPERTS = f"--balance-experts {settings('experts', min_gain=0)}"
 REPORT = "--balance-report report"
 
 # What Megatron-LM waits for is measured without balancers.
@@ -32,7 +33,7 @@ RUNS = {
     "experts": (2, f"{EP2} {OVERLAPS} {EXPERTS}"),
     "experts, shared slots, late replicas, report": (
         2,
-        f"{EP2} {EXPERTS} --bf16 --expert-replica-mode shared --cluster a800-4x200g {REPORT}",
+        f"{EP2} {EXPERTS} --bf16 {settings('experts', replica_mode='shared')} --cluster a800-4x200g {REPORT}",
     ),
     "sequences": (2, f"--context-parallel-size 2 --balance-sequences {DOCUMENTS} {OVERLAPS}"),
     "sequences, tensor-parallel, report": (
@@ -43,16 +44,15 @@ RUNS = {
     "layers": (2, f"{PP2} --balance-layers --layer-balance-interval 100 {OVERLAPS}"),
     "layers, documents": (2, f"{PP2} --balance-layers --layer-balance-interval 100 {DOCUMENTS}"),
     "layers, experts, report": (4, f"{PP2} --balance-layers --layer-balance-interval 100 {EP2} {EXPERTS} {REPORT}"),
-    "early exit": (2, f"{PP2} --early-exit-layers 1,2 --early-exit-threshold 0.5 --early-exit-loss-weight 0.5"),
+    "early exit": (2, f"{PP2} {EARLY_EXIT} {settings('dynamics', early_exit_layers=[1, 2], early_exit_threshold=0.5)}"),
     "pruning, mixture of depths, sparse attention": (
         2,
-        f"{PP2} --prune-sparsity 0.8 --prune-start 0 --prune-end 1 --prune-interval 1 --prune-sparse-density 0.6 "
-        "--mixture-of-depths 0.5 --sparse-attention hash --sparse-attention-block 8 --sparse-attention-keep 2",
+        f"{PP2} {settings('dynamics', prune_sparsity=0.8, prune_end=1, prune_interval=1, prune_sparse_density=0.6)} "
+        f"{settings('dynamics', mixture_of_depths=0.5)} {HASH_ATTENTION}",
     ),
     "freezing by plasticity": (
         2,
-        f"{PP2} --untie-embeddings-and-output-weights --freeze-layers 2 --freeze-layers-policy plasticity "
-        "--freeze-layers-interval 1 --freeze-layers-patience 1 --freeze-layers-tolerance 1",
+        f"{PP2} --untie-embeddings-and-output-weights --freeze-layers 2 --freeze-layers-interval 1 {PLASTICITY}",
     ),
 }
 MEASUREMENT = "a measurement of plasticity, every --freeze-layers-interval iterations"

@@ -88,8 +88,8 @@ def _installs(together: bool) -> list[str]:
     args, config = _parsed(" ".join(NEEDS.values()).replace("--overlap-moe-expert-parallel-comm", ""))
     args.overlap_moe_expert_parallel_comm = together
     args.cuda_graph_impl = "transformer_engine"
-    dealt = SequenceConfig(balance_sequences=True, sequence_micro_batches=True)
-    config = dataclasses.replace(config, layers=LayerConfig(balance_layers=True), sequences=dealt)
+    dealt = SequenceConfig(enabled=True, micro_batches=True)
+    config = dataclasses.replace(config, layers=LayerConfig(enabled=True), sequences=dealt)
     wanted = [patch for patch in patches.PATCHES if patch.needed(args, config)]
     owners = [patch.owner() for patch in wanted]
 

@@ -14,6 +14,7 @@ from tests.megatron.test_dropout import _all_differ, _digest, _draws
 from tests.support.moving import move_at
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, assert_same, differences, train, train_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -130,9 +131,8 @@ def test_tokens_run_alone_keep_their_positions(pool: Pool) -> None:
 def test_measuring_plasticity_changes_no_number(pool: Pool) -> None:
     """The front layer is measured in each iteration, and nothing freezes yet."""
     base = [*MODEL, *MOCK_DATA, *EXACT, *"--untie-embeddings-and-output-weights --global-batch-size 2".split()]
-    measured = (
-        "--freeze-layers 2 --freeze-layers-policy plasticity --freeze-layers-interval 1 --freeze-layers-start 100"
-    )
+    measured = "--freeze-layers 2 --freeze-layers-interval 1 --freeze-layers-start 100 "
+    measured += settings("dynamics", freeze_layers_policy="plasticity")
     run, plain = (train(pool, 1, flags, base=base, parameters=True) for flags in (measured, ""))
     assert_same(run, plain)
 
@@ -147,7 +147,7 @@ def test_shared_slots_of_more_layers_than_buffers(pool: Pool, tmp_path: Path) ->
     """Four layers on one stage: in the backward pass a buffer holds another layer's replicas than it did in the forward
     pass, until they are brought again."""
     base = [*MODEL, *MOCK_DATA, *EXACT, *EXPERTS.split(), *"--global-batch-size 4 --init-method-std 0.1".split()]
-    shared = "--balance-experts --expert-replica-mode shared --expert-min-gain 0"
+    shared = f"--balance-experts {settings('experts', replica_mode='shared', min_gain=0)}"
     run = train(pool, 2, f"{shared} --balance-report {tmp_path}", base=base, parameters=True)
     assert max(differences(run, train(pool, 2, base=base, parameters=True))) <= 1e-12
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -263,7 +263,8 @@ def _generators_around_a_move(argv: list[str]) -> list[str]:
 
 def test_building_a_layer_draws_nothing(pool: Pool) -> None:
     """The first stage builds a layer whose router torch fills with random numbers."""
-    flags = f"{PP2} --balance-layers --mixture-of-depths 0.5 --num-layers 6 --train-iters 2 --global-batch-size 2"
+    flags = f"{PP2} --balance-layers --num-layers 6 --train-iters 2 --global-batch-size 2 "
+    flags += settings("dynamics", mixture_of_depths=0.5)
     for before, after in pool.run(2, _generators_around_a_move, [*MODEL, *MOCK_DATA, *flags.split()]):
         assert before == after
 
@@ -271,7 +272,9 @@ def test_building_a_layer_draws_nothing(pool: Pool) -> None:
 def test_pruned_alike_with_and_without_overlap(pool: Pool) -> None:
     """A distributed optimizer that has yet to gather its weights has them pruned at the same threshold."""
     base = [*MODEL, *MOCK_DATA, *"--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer".split()]
-    base += "--prune-sparsity 0.8 --prune-start 1 --prune-end 3 --prune-interval 1 --lr 1e-2".split()
+    base += (
+        f"{settings('dynamics', prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)} --lr 1e-2".split()
+    )
     late, ready = (
         train(pool, 2, flags, base=base, parameters=True)
         for flags in ("--overlap-grad-reduce --overlap-param-gather", "--overlap-grad-reduce")

@@ -7,6 +7,7 @@ import torch
 from balancing import ranges
 from tests.gpu.training import EXPERTS, PP2, Orders, base, pretrain_rank
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.settings import settings
 
 CP2 = "--context-parallel-size 2 --dataloader-inter-document-masking --eod-mask-loss --balance-sequences"
 EXPECTED = {
@@ -41,7 +42,7 @@ def _profiled(argv: list[str]) -> set[str]:
 
 def test_a_profile_of_a_run_has_the_names(pool, tmp_path):
     data = " ".join(write_documents(tmp_path / "documents", heavy_tailed(400, seed=1)))
-    flags = f"{EXPERTS} {PP2} {CP2} --balance-experts --expert-min-gain 0 --balance-layers"
+    flags = f"{EXPERTS} {PP2} {CP2} --balance-experts {settings('experts', min_gain=0)} --balance-layers"
     argv = [*base("cpu", data=data), *flags.split()]
     report = ["--balance-report", str(tmp_path / "report")]
     with_report = pool.run(4, _profiled, argv + report)

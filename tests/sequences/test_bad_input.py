@@ -10,6 +10,7 @@ from balancing.sequences.config import SequenceConfig
 from megatron.balanced.checks.incompatible import SEQUENCES, check_compatible
 from megatron.balanced.sequences.checks import check_sequences
 from tests.megatron.test_bad_input import _parse
+from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
 PACKED = "--dataloader-inter-document-masking --attention-dropout 0".split()
@@ -41,19 +42,19 @@ REFUSED = {
     "attention backend": (f"{BALANCE} --attention-backend fused", "--attention-backend fused", "use auto or flash"),
     "CUDA graphs": (f"{BALANCE} --cuda-graph-impl local", "--cuda-graph-impl local", "--cuda-graph-impl none"),
     "FSDP": (f"{BALANCE} --use-megatron-fsdp", "--use-megatron-fsdp", "--use-distributed-optimizer"),
-    "planner": (f"{BALANCE} --sequence-planner best", "best", "zones"),
-    "chunk": (f"{BALANCE} --sequence-chunk -1", "--sequence-chunk -1", "at least 1"),
-    "chunk of more than a rank": (f"{BALANCE} --sequence-chunk 17", "--sequence-chunk 17", "at most 16"),
-    "capacity": (f"{BALANCE} --sequence-token-capacity -1", "--sequence-token-capacity -1", "at least 1"),
+    "planner": (f"{BALANCE} {settings('sequences', planner='best')}", "sequences.planner best", "zones"),
+    "chunk": (f"{BALANCE} {settings('sequences', chunk=-1)}", "sequences.chunk -1", "at least 0"),
+    "chunk of more than a rank": (f"{BALANCE} {settings('sequences', chunk=17)}", "sequences.chunk 17", "at most 16"),
+    "capacity": (f"{BALANCE} {settings('sequences', token_capacity=-1)}", "token_capacity -1", "at least 0"),
     "capacity below the mean": (
-        f"{BALANCE} --sequence-token-capacity 31 --micro-batch-size 2",
-        "--sequence-token-capacity 31",
+        f"{BALANCE} {settings('sequences', token_capacity=31)} --micro-batch-size 2",
+        "sequences.token_capacity 31",
         "--micro-batch-size 2",
         "takes 32",
     ),
-    "routing": (f"{BALANCE} --sequence-routing 0", "--sequence-routing 0", "at least 1"),
-    "planner alone": ("--sequence-planner zones", "--sequence-planner zones", "add that"),
-    "capacity alone": ("--sequence-token-capacity 64", "--sequence-token-capacity 64", "--balance-sequences"),
+    "routing": (f"{BALANCE} {settings('sequences', routing=-1)}", "sequences.routing -1", "at least 0"),
+    "planner alone": (settings("sequences", planner="zones"), "sequences.planner zones", "add that"),
+    "domain alone": ("--sequence-domain data", "--sequence-domain data does nothing", "--balance-sequences"),
 }
 
 
@@ -102,7 +103,7 @@ def test_attention_that_needs_whole_documents_is_refused(flag, value, why):
 
 
 def test_the_same_flags_without_the_fault_are_accepted(pool):
-    flags = "--sequence-planner zones --sequence-chunk 4 --sequence-token-capacity 16 --sequence-routing 2"
+    flags = settings("sequences", planner="zones", chunk=4, token_capacity=16, routing=2)
     results = pool.run(2, _parse, [*BASE, BALANCE, *flags.split()])
     assert [code for code, _ in results] == ["none", "none"]
 
@@ -171,9 +172,9 @@ def test_domains(pool, case):
     argv = [flag for flag in OF_ONE_RANK if case != "whole samples" or flag != "--dataloader-inter-document-masking"]
     (sequences, said), _ = pool.run(2, _told, [*argv, *flags.split()])
     if expected in ("data", "context"):
-        assert sequences.balance_sequences and sequences.sequence_domain == expected
+        assert sequences.enabled and sequences.domain == expected
     else:
-        assert not sequences.balance_sequences
+        assert not sequences.enabled
         assert any("nothing to balance" in line and expected in line for line in said)
 
 
@@ -204,7 +205,7 @@ def test_rows_over_tensor_parallel_ranks():
         num_experts=None,
     )
     with pytest.raises(ValueError, match="use 48"):
-        check_sequences(args, SequenceConfig(balance_sequences=True))
+        check_sequences(args, SequenceConfig(enabled=True))
 
 
 @pytest.mark.parametrize("domain", ["context", "data"])
@@ -221,4 +222,4 @@ def test_routers_that_see_padding_are_refused(domain):
     )
     also = "also incompatible: --moe-router-enable-expert-bias"
     with pytest.raises(ValueError, match=f"--moe-aux-loss-coeff: with --sft routers see padding.*{also}"):
-        check_sequences(args, SequenceConfig(balance_sequences=True, sequence_domain=domain))
+        check_sequences(args, SequenceConfig(enabled=True, domain=domain))

@@ -15,6 +15,7 @@ import pytest
 from tests.sequences.test_bad_input import _parse_each
 from tests.sequences.test_domain import EP, Routed, assert_alike
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
+from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, RankRun, Run, assert_close, join, train, train_rank
 
 CP = "--context-parallel-size"
@@ -85,7 +86,7 @@ ALL_LOSSES = (
 # ranks, flags
 WHOLE = {
     "PP 2, DP 2": (4, f"{PP} 2"),
-    "PP 2, DP 2, EP 2, balanced": (4, f"{PP} 2 {EP} 2 --balance-experts --expert-min-gain 0"),
+    "PP 2, DP 2, EP 2, balanced": (4, f"{PP} 2 {EP} 2 --balance-experts {settings('experts', min_gain=0)}"),
     "PP 2, DP 2, apart": (4, f"{PP} 2 --sequence-domain context"),
     "PP 2, CP 2, DP 2, both overlaps": (8, f"{PP} 2 {CP} 2 --sequence-domain data {OVERLAPS}"),
     "PP 2, DP 2, interleaved": (4, f"{PP} 2 {VPP}"),
@@ -174,7 +175,7 @@ def _whole_steps() -> None:
 def _dealt_for_a_pipeline() -> float:
     """Seconds of a step of dealt documents on four stages, over that of equal micro-batches."""
     from balancing.cluster import Cluster
-    from balancing.sequences import AttentionShape, plan_micro_batches
+    from balancing.sequences import AttentionShape
     from balancing.sequences.micro_batch_plan import document_seconds
     from megatron.balanced.sequences.steps import deal_documents, step_seconds
 
@@ -187,8 +188,7 @@ def _dealt_for_a_pipeline() -> float:
         "shape": shape,
         "token_capacity": int(lengths.sum() / 8 / 4 * 1.25),
     }
-    plan = partial(plan_micro_batches, step=step, **sizes)
-    deal = deal_documents(lengths.tolist(), np.arange(160) // 20, plan=plan, ranks=4)
+    deal = deal_documents(lengths.tolist(), np.arange(160) // 20, step=step, **sizes)
     costs = np.bincount(deal, document_seconds(lengths, cluster, shape), 8)
     return step(costs) / step(np.full(8, costs.mean()))
 
@@ -206,7 +206,7 @@ def test_whole_micro_batches_are_dealt_once(pool):
 def test_dealt_steps_with_experts(pool, tmp_path, loss):
     """Replicas of experts beside, which follow the tokens of each micro-batch."""
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} --moe-token-dispatcher-type alltoall {SHORT}")
-    flags = f"{PP} 2 --expert-model-parallel-size 2 --balance-experts --expert-min-gain 0"
+    flags = f"{PP} 2 --expert-model-parallel-size 2 --balance-experts {settings('experts', min_gain=0)}"
     assert_close(experts.train(4, f"{DEALT} {flags} {loss}"), experts.train(1, f"{ENDS} {loss}"))
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.settings import settings
 from tests.support.training import MOE, RankRun, Run, assert_close, differences, join, train, train_rank
 
 CP, EP = "--context-parallel-size", "--expert-model-parallel-size"
@@ -32,9 +33,9 @@ LAYOUTS = {
     "DP 2, CP 2, both overlaps, small buckets": (4, f"{CP} 2 {OVERLAPS}"),
     "DP 2, TP 2, sequence parallel": (4, SP),
     "DP 2, PP 2, interleaved": (4, f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
-    "DP 2, CP 2, PP 2": (8, f"{CP} 2 {PP} 2 --sequence-planner zones"),
+    "DP 2, CP 2, PP 2": (8, f"{CP} 2 {PP} 2 {settings('sequences', planner='zones')}"),
     "DP 4, two optimizers": (4, "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
-    "DP 4, rings": (4, "--sequence-planner ring --num-workers 1"),
+    "DP 4, rings": (4, f"{settings('sequences', planner='ring')} --num-workers 1"),
     "DP 2, full recompute": (
         2,
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
@@ -141,7 +142,9 @@ def test_experts_of_shared_micro_batches(pool, tmp_path, routers, loss):
     model = f"{' '.join(MOE)} {routers} --moe-token-dispatcher-type alltoall --global-batch-size 8 --train-iters 3"
     experts = Packed(pool, tmp_path, model)
     shared, alone = f"{SHARED} {loss} {EP} 2", f"{ENDS} {loss} {EP} 2"
-    assert_close(experts.train(4, f"{shared} --balance-experts --expert-min-gain 0"), experts.train(4, alone))
+    assert_close(
+        experts.train(4, f"{shared} --balance-experts {settings('experts', min_gain=0)}"), experts.train(4, alone)
+    )
     assert_close(experts.train(4, f"{shared} {CP} 2"), experts.train(2, alone))
 
 
@@ -157,7 +160,7 @@ MODULES = "--recompute-granularity selective --recompute-modules"
 # ranks, flags
 ROUTED = {
     "DP 2, EP 2": (2, f"{EP} 2"),
-    "DP 4, EP 2, balanced": (4, f"{EP} 2 --balance-experts --expert-min-gain 0"),
+    "DP 4, EP 2, balanced": (4, f"{EP} 2 --balance-experts {settings('experts', min_gain=0)}"),
     "DP 2, CP 2, EP 4": (4, f"{CP} 2 {EP} 4"),
     "DP 2, PP 2, EP 2": (4, f"{PP} 2 {EP} 2"),
     "DP 2, PP 2, interleaved": (4, f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2"),
@@ -283,7 +286,7 @@ def test_losses_of_samples_and_of_micro_batches_differ(routed):
 
 def test_report_of_shared_micro_batches(packed, tmp_path):
     """Data-parallel ranks alone have unequal documents before, and equal work after."""
-    packed.train(4, f"{SHARED} --train-iters 2 --sequence-chunk 4 --balance-report {tmp_path}")
+    packed.train(4, f"{SHARED} --train-iters 2 {settings('sequences', chunk=4)} --balance-report {tmp_path}")
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     spread = [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
     assert [line["iteration"] for line in spread] == [1, 2], "one line for all data-parallel ranks"

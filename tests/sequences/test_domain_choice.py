@@ -124,7 +124,7 @@ def _settled(argv: list[str], prefix: str) -> tuple[str, str, list[tuple[int, ..
             GPTDataset, [400, 0, 0], lambda: True, _dataset_config(args)
         ).build()
         drawn = [document_lengths(dataset, index) for index in range(400)]
-    return config.sequences.sequence_domain, "".join(notes), sample_lengths(args), drawn
+    return config.sequences.domain, "".join(notes), sample_lengths(args), drawn
 
 
 BASE = [*MODEL, *"--attention-dropout 0 --dataloader-inter-document-masking --balance-sequences".split()]

@@ -17,6 +17,7 @@ from tests.sequences.test_packed_documents import PP, SP, Packed
 from tests.sequences.test_training import BALANCED, CP, LATENT, LOSS, SHORT
 from tests.support.pool import Pool
 from tests.support.sequence_plans import random_plan, zigzag_plan
+from tests.support.settings import settings
 from tests.support.training import MOE, assert_close
 
 LATENTS, SHARED, VALUES = 5, 1, 3  # numbers of a latent, of the shared part of a key, of a head of values
@@ -203,9 +204,9 @@ NORMED = "--q-lora-rank 16 --qk-layernorm --rotary-scaling-factor 4"
 KEYS_TRAVEL = "--recompute-granularity selective --recompute-modules core_attn"
 # model, layout
 TRAINING = {
-    "TP 2, sequence parallel": (NORMED, f"{CP} 2 {SP} --sequence-planner zones"),
+    "TP 2, sequence parallel": (NORMED, f"{CP} 2 {SP} {settings('sequences', planner='zones')}"),
     "TP 2": ("--q-lora-rank 16", f"{CP} 2 --tensor-model-parallel-size 2"),
-    "rings": ("--rope-type rope", f"{CP} 4 --sequence-planner ring"),
+    "rings": ("--rope-type rope", f"{CP} 4 {settings('sequences', planner='ring')}"),
     "PP 2, recomputed projections": (
         f"{NORMED} --softmax-type learnable",
         f"{CP} 2 {PP} 2 --recompute-granularity selective --recompute-modules mla_up_proj",
@@ -221,7 +222,7 @@ TRAINING = {
     "experts, predicted tokens": (
         f"{NORMED} {' '.join(MOE)} --moe-token-dispatcher-type alltoall --mtp-num-layers 1 "
         "--untie-embeddings-and-output-weights",
-        f"{CP} 2 {PP} 2 --expert-model-parallel-size 2 --balance-experts --expert-min-gain 0",
+        f"{CP} 2 {PP} 2 --expert-model-parallel-size 2 --balance-experts {settings('experts', min_gain=0)}",
     ),
     "windows": (
         "--q-lora-rank 16 --window-size 5,0 --softmax-type learnable",
@@ -248,8 +249,9 @@ def test_models_with_latents_train_alike(pool: Pool, tmp_path: Path, case: str) 
 def test_what_travels_in_training(pool: Pool, tmp_path: Path) -> None:
     """Latents, which are fewer bytes; keys and values where core attention is recomputed alone."""
     packed, sent = _packed(pool, tmp_path, NORMED), []
+    balanced = f"{BALANCED} {CP} 2 {settings('sequences', planner='chunks')}"
     runs = [
-        packed.train(2, f"{BALANCED} {CP} 2 --sequence-planner chunks {more} --balance-report {tmp_path / name}")
+        packed.train(2, f"{balanced} {more} --balance-report {tmp_path / name}")
         for name, more in (("latents", ""), ("keys", KEYS_TRAVEL))
     ]
     assert_close(*runs)

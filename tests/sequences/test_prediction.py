@@ -14,6 +14,7 @@ from tests.sequences.test_bad_input import _parse_each
 from tests.sequences.test_domain import _datasets
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.sequences.test_training import _Samples
+from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, Run, assert_close, differences, join, watch
 
 CP, EP = "--context-parallel-size", "--expert-model-parallel-size"
@@ -30,7 +31,7 @@ DEALT = "--sequence-micro-batches"
 LAYOUTS = {
     "CP 2, PP 2": (4, f"{CP} 2 {PP} 2"),
     "CP 2, TP 2, sequence parallel": (4, f"{CP} 2 {SP}"),
-    "CP 4, rings": (4, f"{CP} 4 --sequence-planner ring --num-workers 1"),
+    "CP 4, rings": (4, f"{CP} 4 {settings('sequences', planner='ring')} --num-workers 1"),
     "CP 2, PP 2, interleaved": (4, f"{CP} 2 {PP} 2 --pipeline-model-parallel-layout Et|t|t|tmmL"),
     "CP 2, full recompute": (
         2,
@@ -40,7 +41,7 @@ LAYOUTS = {
     "CP 2, DP 2 alone": (4, f"{CP} 2 --sequence-domain context"),
     "DP 4": (4, ""),
     "DP 2, CP 2, both overlaps": (4, f"{CP} 2 --sequence-domain data {OVERLAPS}"),
-    "DP 2, PP 2, zones": (4, f"{PP} 2 --sequence-planner zones"),
+    "DP 2, PP 2, zones": (4, f"{PP} 2 {settings('sequences', planner='zones')}"),
     "PP 2, dealt": (2, f"{PP} 2 {DEALT}"),
     "PP 2, CP 2, DP 2, dealt": (8, f"{PP} 2 {CP} 2 --sequence-domain data {DEALT}"),
     "PP 2, TP 2, sequence parallel, dealt": (4, f"{PP} 2 {SP} {DEALT}"),
@@ -131,13 +132,13 @@ MODELS = {
     "windows in layers of odd numbers": (
         "",
         "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable",
-        f"{CP} 2 {PP} 2 --sequence-planner zones",
+        f"{CP} 2 {PP} 2 {settings('sequences', planner='zones')}",
     ),
     "DeepSeek-V3's": (
         "",
         f"{LATENT} --q-lora-rank 16 --qk-layernorm --normalization RMSNorm --rotary-scaling-factor 4 {' '.join(MOE)} "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall",
-        f"{CP} 2 {PP} 2 {EP} 2 --balance-experts --expert-min-gain 0",
+        f"{CP} 2 {PP} 2 {EP} 2 --balance-experts {settings('experts', min_gain=0)}",
     ),
     "experts with losses of micro-batches and samples": (
         "",

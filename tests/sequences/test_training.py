@@ -17,6 +17,7 @@ from balancing.report.summary import summarize
 from tests.layers.test_release import _train as _train_moving
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.settings import settings
 from tests.support.training import (
     MODEL,
     MOE,
@@ -77,13 +78,13 @@ def test_layouts_equal_one_rank(packed, alone, layout):
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_planners_equal_one_rank(packed, alone, planner):
     """With chunks shorter than documents, and plans made in a loader's worker."""
-    chunk = "--sequence-chunk 4" if planner == "chunks" else ""
-    flags = f"{CP} 4 --sequence-planner {planner} {chunk} --num-workers 1"
+    chunk = settings("sequences", chunk=4) if planner == "chunks" else ""
+    flags = f"{CP} 4 {settings('sequences', planner=planner)} {chunk} --num-workers 1"
     assert_close(packed.train(4, f"{BALANCED} {flags}"), alone)
 
 
 def test_repeats_bit_for_bit(packed):
-    flags = f"{BALANCED} {CP} 2 --sequence-planner zones"
+    flags = f"{BALANCED} {CP} 2 {settings('sequences', planner='zones')}"
     assert_same(packed.train(2, flags), packed.train(2, flags))
 
 
@@ -93,7 +94,7 @@ def test_documents_with_experts(pool, tmp_path, dispatcher):
     """Balanced as well. Grouped queries and the losses of routers ride along."""
     losses = "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --group-query-attention --num-query-groups 2"
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {losses} {SHORT} --moe-token-dispatcher-type {dispatcher}")
-    flags = f"{CP} 2 {PP} 2 {EP} 2 --balance-experts --expert-min-gain 0"
+    flags = f"{CP} 2 {PP} 2 {EP} 2 --balance-experts {settings('experts', min_gain=0)}"
     assert_close(experts.train(4, f"{BALANCED} {flags}"), experts.train(1, LOSS))
 
 
@@ -101,7 +102,7 @@ def test_documents_with_experts(pool, tmp_path, dispatcher):
 def test_documents_while_messages_of_experts_are_overlapped(pool, tmp_path):
     """The forward pass of one micro-batch alternates with the backward pass of another, and each has its own plan."""
     experts = Packed(pool, tmp_path, f"{' '.join(MOE)} {SHORT} --moe-token-dispatcher-type alltoall")
-    flags = f"{CP} 2 {EP} 2 --overlap-moe-expert-parallel-comm --balance-experts --expert-min-gain 0"
+    flags = f"{CP} 2 {EP} 2 --overlap-moe-expert-parallel-comm --balance-experts {settings('experts', min_gain=0)}"
     assert_close(experts.train(2, f"{BALANCED} {flags}"), experts.train(1, LOSS))
 
 
@@ -117,7 +118,9 @@ def test_norms_of_queries_and_keys(pool, tmp_path):
     """Each head of each token by itself, before anything is spread; with a head size that is not hidden / heads."""
     flags = "--qk-layernorm --normalization RMSNorm --group-query-attention --num-query-groups 2 --kv-channels 12"
     normed = Packed(pool, tmp_path, f"{flags} --disable-bias-linear {SHORT}")
-    assert_close(normed.train(4, f"{BALANCED} {CP} 2 {SP} --sequence-planner zones"), normed.train(1, LOSS))
+    assert_close(
+        normed.train(4, f"{BALANCED} {CP} 2 {SP} {settings('sequences', planner='zones')}"), normed.train(1, LOSS)
+    )
 
 
 @pytest.mark.exhaustive
@@ -133,7 +136,10 @@ def test_yarn(pool, tmp_path):
 
 @pytest.mark.parametrize(
     ("softmax", "layout"),
-    [("learnable", f"{SP} --sequence-planner gather"), ("off-by-one", f"{PP} 2 --sequence-planner ring")],
+    [
+        ("learnable", f"{SP} {settings('sequences', planner='gather')}"),
+        ("off-by-one", f"{PP} 2 {settings('sequences', planner='ring')}"),
+    ],
 )
 @pytest.mark.exhaustive
 def test_attention_sinks(pool, tmp_path, softmax, layout):
@@ -148,8 +154,10 @@ def test_attention_sinks(pool, tmp_path, softmax, layout):
 @pytest.mark.parametrize(
     ("every", "layout"),
     [
-        ("--window-attn-skip-freq 2", f"{CP} 2 {PP} 2 --sequence-planner zones"),
-        pytest.param("", f"{CP} 4 --sequence-planner ring", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "--window-attn-skip-freq 2", f"{CP} 2 {PP} 2 {settings('sequences', planner='zones')}", id="zones"
+        ),
+        pytest.param("", f"{CP} 4 {settings('sequences', planner='ring')}", marks=pytest.mark.exhaustive, id="ring"),
     ],
 )
 def test_sliding_windows(pool, tmp_path, every, layout):
@@ -200,7 +208,7 @@ def test_bf16(pool, tmp_path):
 
 def test_events_and_report(packed, tmp_path):
     """What was spread, sent and waited for, and tokens and attention of each rank."""
-    flags = f"{CP} 2 {PP} 2 --sequence-planner zones --sequence-chunk 8 --balance-report {tmp_path}"
+    flags = f"{CP} 2 {PP} 2 {settings('sequences', planner='zones', chunk=8)} --balance-report {tmp_path}"
     packed.train(4, f"{BALANCED} {flags}")
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     spread = [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
@@ -240,7 +248,7 @@ def _on_two_nodes(argv: list[str]) -> RankRun:
 @pytest.mark.exhaustive
 def test_routing_between_nodes(packed, alone, tmp_path):
     """Four ranks as two nodes of two: what one sends to the other node goes through both."""
-    flags = f"{BALANCED} {CP} 4 --sequence-planner ring --sequence-routing 2 --balance-report {tmp_path}"
+    flags = f"{BALANCED} {CP} 4 {settings('sequences', planner='ring', routing=2)} --balance-report {tmp_path}"
     run = join(packed.pool.run(4, _on_two_nodes, packed.from_start(flags)))
     assert_close(run, alone)
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]

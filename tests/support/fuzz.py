@@ -24,6 +24,7 @@ from typing import Any
 
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import Hang, Pool
+from tests.support.settings import settings
 from tests.support.training import MOCK_DATA
 
 __all__ = ["Case", "Runs", "draw", "each", "judge"]
@@ -62,9 +63,10 @@ COMMON = (
     "--balance-report {folder}/report", "--tensorboard-dir {folder}/board", "--num-workers 1", "--seed 7",
     "--eval-interval 1 --eval-iters 1", "--cross-entropy-loss-fusion", "--no-rope-fusion", "--squared-relu",
     "--log-throughput", "--hidden-dropout 0", "--attention-dropout 0", "--make-vocab-size-divisible-by 64",
-    "--freeze-layers 1", "--prune-sparsity 0.5 --prune-start 0 --prune-end 1 --prune-interval 1",
-    "--early-exit-layers 1,2 --early-exit-threshold 0.5", "--mixture-of-depths 0.5", "--optimizer sgd",
-    "--sparse-attention blocks --sparse-attention-block 8", "--ckpt-format torch_dist", "--mtp-num-layers 1",
+    "--freeze-layers 1", settings("dynamics", prune_sparsity=0.5, prune_start=0, prune_end=1, prune_interval=1),
+    settings("dynamics", early_exit_layers=[1, 2], early_exit_threshold=0.5), "--optimizer sgd",
+    settings("dynamics", mixture_of_depths=0.5), "--ckpt-format torch_dist", "--mtp-num-layers 1",
+    settings("dynamics", sparse_attention="blocks", sparse_attention_block=8),
 )  # fmt: skip
 COMMON_MOE = (
     "--moe-aux-loss-coeff 1e-2", "--moe-z-loss-coeff 1e-3", "--moe-router-topk 1",

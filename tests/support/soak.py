@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import psutil
 from tests.support.corpus import END_OF_DOCUMENT, write_documents
 from tests.support.moving import Plans, move_at
 from tests.support.pool import Pool
+from tests.support.settings import EARLY_EXIT, settings
 from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, join, watch
 
 __all__ = ["Job", "Soak", "draw"]
@@ -54,30 +55,49 @@ PACKED = "--dataloader-inter-document-masking"
 OVERLAPS = "--overlap-grad-reduce --ddp-bucket-size 2000"
 EXPERTS = (
     f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--balance-experts --expert-min-gain 0"
+    f"--balance-experts {settings('experts', min_gain=0)}"
 )
-FREEZE = "--untie-embeddings-and-output-weights --freeze-layers 1 --freeze-layers-start {start}"
-# Layouts of four ranks with their balancers, and the schemes that each of them can have.
-LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+
+
+def _none(start: int, end: int) -> str:
+    return ""
+
+
+def _freeze(start: int, end: int) -> str:
+    return f"--untie-embeddings-and-output-weights --freeze-layers 1 --freeze-layers-start {start}"
+
+
+def _prune(start: int, end: int) -> str:
+    return settings("dynamics", prune_sparsity=0.8, prune_start=start, prune_end=end, prune_interval=3)
+
+
+def _mixture_of_depths(start: int, end: int) -> str:
+    return settings("dynamics", mixture_of_depths=0.5)
+
+
+def _sparse_attention(start: int, end: int) -> str:
+    return settings("dynamics", sparse_attention="blocks", sparse_attention_block=8, sparse_attention_keep=2)
+
+
+def _early_exit(start: int, end: int) -> str:
+    return f"{EARLY_EXIT} {settings('dynamics', early_exit_start=start)}"
+
+
+# Layouts of four ranks with their balancers, and the schemes that each of them can have: flags of one that begins at an
+# iteration and ends at another.
+LAYOUTS: dict[str, tuple[str, tuple[Callable[[int, int], str], ...]]] = {
     "all balancers": (
         f"--pipeline-model-parallel-size 2 --context-parallel-size 2 {PACKED} --balance-sequences {EXPERTS}",
-        ("", FREEZE),
+        (_none, _freeze),
     ),
     "layers and sequences": (
         f"--pipeline-model-parallel-size 2 --context-parallel-size 2 {PACKED} --balance-sequences",
-        ("", FREEZE),
+        (_none, _freeze),
     ),
-    "layers and experts": (f"--pipeline-model-parallel-size 2 {EXPERTS}", ("", FREEZE)),
+    "layers and experts": (f"--pipeline-model-parallel-size 2 {EXPERTS}", (_none, _freeze)),
     "layers": (
         "--pipeline-model-parallel-size 2",
-        (
-            "--prune-sparsity 0.8 --prune-start {start} --prune-end {end} --prune-interval 3",
-            "--mixture-of-depths 0.5",
-            "--sparse-attention blocks --sparse-attention-block 8 --sparse-attention-keep 2",
-            "--early-exit-layers 1,2,3 --early-exit-threshold 0.9 --early-exit-start {start} "
-            "--early-exit-loss-weight 0.5",
-            FREEZE,
-        ),
+        (_prune, _mixture_of_depths, _sparse_attention, _early_exit, _freeze),
     ),
 }
 
@@ -101,7 +121,7 @@ def draw(seed: int, steps: int, layout: str | None = None) -> Job:
     chance = random.Random(seed)
     name = layout or chance.choice(list(LAYOUTS))
     flags, schemes = LAYOUTS[name]
-    scheme = chance.choice(schemes).format(start=chance.randint(2, steps // 3), end=2 * steps // 3)
+    scheme = chance.choice(schemes)(chance.randint(2, steps // 3), 2 * steps // 3)
     moves, at = {}, 0
     while (at := at + chance.randint(4, 15)) < steps:
         first = chance.randint(1, 3)

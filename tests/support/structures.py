@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.settings import settings
+
 __all__ = [
     "AXES",
     "REAL",
@@ -253,7 +255,7 @@ def flags_of(row: Row) -> str:
     elif row["recompute"] == "layers":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     if row["balancers"] == "on":
-        flags.append(f"--balance-experts --expert-replica-mode {row['slots']}")
+        flags.append(f"--balance-experts {settings('experts', replica_mode=row['slots'])}")
         flags.append("--balance-sequences" if row["context"] > 1 else "")
         flags.append("--balance-layers" if moves_of(row) else "")
     return " ".join(flags)

@@ -5,13 +5,14 @@ import json
 
 from tests.layers.test_release import _train
 from tests.sequences.test_packed_documents import PACKED, Packed
+from tests.support.settings import settings
 from tests.support.training import MOE, assert_close
 
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUT = f"--context-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {OVERLAPS}"
 UNTIED = "--untie-embeddings-and-output-weights"
 FREEZE = f"{UNTIED} --freeze-layers 2 --freeze-layers-start 3"
-BALANCED = "--balance-sequences --balance-experts --expert-min-gain 0"
+BALANCED = f"--balance-sequences --balance-experts {settings('experts', min_gain=0)}"
 
 
 def test_all_at_once_equal_one_rank(pool, tmp_path):

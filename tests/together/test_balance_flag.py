@@ -6,6 +6,7 @@ import io
 import pytest
 
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, train
 
 BASE = [*MODEL, *MOCK_DATA, *MOE, "--attention-dropout", "0", "--hidden-dropout", "0"]
@@ -24,7 +25,7 @@ def _balancers(argv: list[str]) -> tuple[object, list[str], str]:
             _, config = parse_arguments(argv)
         except SystemExit as stop:
             return stop.code, [], said.getvalue()
-    on = config.experts.balance_experts, config.sequences.balance_sequences, config.layers.enabled
+    on = config.experts.enabled, config.sequences.enabled, config.layers.enabled
     return "none", [name for name, is_on in zip(NAMES, on, strict=True) if is_on], said.getvalue()
 
 
@@ -90,7 +91,10 @@ REFUSED = {
     "nothing": ("--balance ,", "'' is no balancer"),
     "named, and cannot run": (f"{ALL} --balance sequences --qk-clip", "--balance-sequences is incompatible with"),
     "its own flag, and cannot run": (f"{ALL} --balance all --balance-sequences --qk-clip", "is incompatible with"),
-    "settings of what cannot run": (f"{ALL} --balance all --sequence-planner ring --qk-clip", "--sequence-planner"),
+    "settings of what cannot run": (
+        f"{ALL} --balance all {settings('sequences', planner='ring')} --qk-clip",
+        "only where none of its settings is given",
+    ),
     "wrong without it, too": ("--expert-model-parallel-size 4 --num-experts 6 --balance all", "not a multiple of"),
 }
 

@@ -8,6 +8,7 @@ import pytest
 
 from balancing.layers import LayerMemory, StagePlan, plan_stages, stage_memory
 from balancing.layers.load import fit_activations
+from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, MOE, RankRun, train_rank
 
 GIB = 2.0**30
@@ -49,8 +50,8 @@ LAYOUT = (
 )
 # Replicas are placed seldom, so that a layer that arrives would be without for some iterations.
 BALANCED = (
-    "--balance-sequences --balance-experts --expert-replica-mode resident --expert-replica-slots 1 --expert-min-gain 0 "
-    f"--expert-plan-interval 7 --balance-layers --layer-balance-interval {INTERVAL}"
+    f"--balance-sequences --balance-layers --layer-balance-interval {INTERVAL} --balance-experts "
+    f"--expert-replica-slots 1 {settings('experts', replica_mode='resident', min_gain=0, plan_interval=7)}"
 )
 
 

@@ -22,6 +22,7 @@ import pytest
 
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.moving import Plans, move_at
+from tests.support.settings import settings
 from tests.support.training import MOE, RankRun, Run, differences, join, train_rank
 from tests.together.test_structures import Planned, _assert_groups_differ, _place_at_random
 
@@ -38,7 +39,7 @@ SHARDED = "--use-distributed-optimizer --overlap-param-gather"
 FLAGS = {
     "layers": "--balance-layers",
     "sequences": "--balance-sequences --context-parallel-size 2",
-    "experts": "--balance-experts --expert-replica-mode resident",
+    "experts": f"--balance-experts {settings('experts', replica_mode='resident')}",
 }
 LONG, MOVES = "--train-iters 20", {4: ((2,), (3,)), 12: ((4,), (1,))}
 SAVED = 4  # of eight steps, between two moves

@@ -12,32 +12,38 @@ from balancing.sequences.config import SequenceConfig
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CONFIGS = (ExpertConfig, LayerConfig, SequenceConfig, GateConfig)
-FIELDS = {field.name: field.default for config in CONFIGS for field in dataclasses.fields(config)}
-# "expert_replica_slots" is given as slots=, too.
+FIELDS = [field for config in CONFIGS for field in dataclasses.fields(config)]
+FLAGS = {field.metadata["flag"] for field in FIELDS if field.metadata.get("flag")}
+# "replica_slots" is given as slots=, too.
 NAMES = {
-    name.split("_", start)[-1]
-    for name, default in FIELDS.items()
-    if not isinstance(default, bool | str)
-    for start in range(name.count("_") + 1)
+    field.name.split("_", start)[-1]
+    for field in FIELDS
+    if not isinstance(field.default, bool | str)
+    for start in range(field.name.count("_") + 1)
 } - {"stages"}  # of a pipeline
 
 # Where and what, and how its rows or its page say so.
 STATED = {
     ("experts/emulated.py", "slots", 8): "rows named '8 slots', of planners that need more than two",
-    ("idle.py", "expert_min_gain", None): "nothing is worth a replica, so that only the cost of looking is left",
+    ("idle.py", "experts.min_gain", None): "nothing is worth a replica, so that only the cost of looking is left",
     ("layers/plans.py", "min_stages", 2): "rows are named by their number of stages",
-    ("layers/training.py", "layer_balance_interval", None): "a line above the table",
-    ("together/workload.py", "layer_balance_interval", None): "a line above the table",
-    ("together/workload.py", "sequence_planner", None): "a line above the table",
-    ("sequences/training.py", "sequence_planner", None): "rows are named by planner",
-    ("whatif/gains.py", "sequence_micro_batches", None): "the job's own flags",
+    ("layers/training.py", "--layer-balance-interval", None): "a line above the table",
+    ("together/workload.py", "--layer-balance-interval", None): "a line above the table",
+    ("together/workload.py", "sequences.planner", None): "a line above the table",
+    ("sequences/training.py", "sequences.planner", None): "rows are named by planner",
+    ("whatif/gains.py", "--sequence-micro-batches", None): "the job's own flags",
 }
 
 
 def _stated(tree: ast.AST) -> Iterator[tuple[str, float | None]]:
-    """Settings that a benchmark states: keywords, defaults and constants with their numbers, and flags."""
+    """Settings that a benchmark states: keywords, defaults and constants with their numbers, flags, and files."""
     for node in ast.walk(tree):
         match node:
+            case ast.Call(func=ast.Name(id="settings"), args=[ast.Constant(value=str(section))]):
+                yield from ((f"{section}.{each.arg}", None) for each in node.keywords if section != "dynamics")
+                for each in node.keywords:
+                    each.arg = None  # which is no keyword of a call that is measured
+                continue
             case ast.keyword(arg=str(name), value=ast.Constant(value=value)) if name in NAMES:
                 pass
             case (
@@ -46,7 +52,7 @@ def _stated(tree: ast.AST) -> Iterator[tuple[str, float | None]]:
             ) if name.strip("_").lower() in NAMES:
                 pass
             case ast.Constant(value=str(text)):
-                yield from ((name, None) for name in _flags(text) if name in FIELDS)
+                yield from ((flag, None) for flag in _flags(text) if flag in FLAGS)
                 continue
             case _:
                 continue
@@ -55,10 +61,10 @@ def _stated(tree: ast.AST) -> Iterator[tuple[str, float | None]]:
 
 
 def _flags(text: str) -> Iterator[str]:
-    """Names of the flags of a command line; no prose has two hyphens at the start of its first word."""
+    """The flags of a command line; no prose has two hyphens at the start of its first word."""
     words = text.split()
     if words and words[0].startswith("--"):
-        yield from (word[2:].replace("-", "_") for word in words if word.startswith("--"))
+        yield from (word for word in words if word.startswith("--"))
 
 
 def test_no_benchmark_states_a_setting_that_a_default_config_has():
@@ -66,16 +72,19 @@ def test_no_benchmark_states_a_setting_that_a_default_config_has():
         (str(path.relative_to(BENCHMARKS)), *setting)
         for path in sorted(BENCHMARKS.rglob("*.py"))
         for setting in _stated(ast.parse(path.read_text(encoding="utf-8")))
-        if not setting[0].startswith("balance_")  # switches
+        if not setting[0].startswith("--balance-")  # switches
     }
     assert found == set(STATED)
 
 
 def test_what_counts_as_stated():
-    code = "Gate(GateConfig(min_gain=0.01, horizon=40))\n_SLOTS = 3\nx = '--x --layer-min-gain 0'\nrun(method='quota')"
+    code = "Gate(GateConfig(min_gain=0.01, horizon=40))\n_SLOTS = 3\nx = '--x --layer-balance-interval 0'\n"
+    code += "run(method='quota')\nsettings('layers', planner='diffusion', min_gain=0)"
     assert set(_stated(ast.parse(code))) == {
         ("min_gain", 0.01),
         ("horizon", 40),
         ("slots", 3),
-        ("layer_min_gain", None),
+        ("--layer-balance-interval", None),
+        ("layers.planner", None),
+        ("layers.min_gain", None),
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pool import single_threaded
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def test_a_cluster_is_described_from_a_machine_without_gpus():
         "first of ranks 0-15",
         "slots  --expert-replica-slots 2: beside 4 home expert(s), in each of the 8 MoE layer(s) of a rank",
         # 2 slots x 3 x 4096 x 1536 parameters x (2 + 4 bytes) x 8 layers, or 2 buffers
-        "memory --expert-replica-mode auto: 1.688 GiB resident, or 0.422 GiB shared, on the rank with most of it",
+        "memory experts.replica_mode auto: 1.688 GiB resident, or 0.422 GiB shared, on the rank with most of it",
         "plan   --balance-sequences: 256 context-parallel groups of 4 ranks on 1 node, each with plans of its own; the "
         "first of ranks 0-6 in steps of 2",
         "plan   --balance-layers: all 1024 ranks make one plan; layers move along 256 pipelines of 4 ranks, the first "
@@ -162,15 +163,15 @@ def _device_of(flags: list[str], environment: dict[str, str]) -> tuple[object, s
 LAYOUTS = {
     "interleaved stages, dense layers, prediction": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
     "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --moe-layer-freq [0]*2+[1]*6 --mtp-num-layers 1 "
-    "--expert-replica-mode resident",
+    f"{settings('experts', replica_mode='resident')}",
     "ranks of a tensor share experts": "--tensor-model-parallel-size 2 --sequence-parallel "
-    "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --expert-replica-mode shared",
+    f"--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 {settings('experts', replica_mode='shared')}",
     "data before stages": "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --use-tp-pp-dp-mapping "
-    "--expert-replica-mode resident",
+    f"{settings('experts', replica_mode='resident')}",
     "uneven stages, spread sequences": "--pipeline-model-parallel-size 2 --context-parallel-size 2 "
-    "--decoder-first-pipeline-num-layers 3 --expert-model-parallel-size 2 --expert-replica-mode resident "
-    "--balance-sequences",
+    f"--decoder-first-pipeline-num-layers 3 --expert-model-parallel-size 2 --balance-sequences "
+    f"{settings('experts', replica_mode='resident')}",
 }
 
 
@@ -191,8 +192,8 @@ def _compare(flags: list[str]) -> dict[str, tuple[object, object]]:
 
     class Look(StepCallback):
         def attach(self, chunks: list) -> None:
-            stage, slots = mpu.get_pipeline_model_parallel_rank(), config.experts.expert_replica_slots
-            shared = config.experts.expert_replica_mode == "shared"
+            stage, slots = mpu.get_pipeline_model_parallel_rank(), config.experts.replica_slots
+            shared = config.experts.replica_mode == "shared"
             own = [[m for m in chunk.modules() if isinstance(m, BalancedMoELayer)] for chunk in chunks]
             told = moe_layers(model_of(args))[stage]
             found["layers"] = told, [len(layers) for layers in own]

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.patience import PATIENCE
+from tests.support.settings import settings
 from tests.support.slurm_cluster import SEARCH_PATH, SlurmCluster, wait_until, why_not
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -341,7 +342,8 @@ def test_stages_that_are_not_needed_go_back_while_training_goes_on(cluster: Slur
         --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1
         --global-batch-size 4 --train-iters 100000 --eval-interval 1000000 --eval-iters 0 --lr 1e-3 --num-workers 0
         --pipeline-model-parallel-size 4 --log-interval 1 --balance-layers --layer-balance-interval 5
-        --layer-min-gain 0.99 --repack-throughput-floor 0.01 --repack-min-stages 2 --balance-report {tmp_path}/report"""
+        {settings("layers", min_gain=0.99, repack_min_stages=2)} --repack-throughput-floor 0.01
+        --balance-report {tmp_path}/report"""
     job = cluster.submit(
         "--nodes=4",
         "--ntasks-per-node=1",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.settings import settings
 from tests.support.training import RankRun, join, train_rank
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 
@@ -16,10 +17,10 @@ LAYOUT = (
     "--expert-model-parallel-size 2 --moe-grouped-gemm --use-transformer-engine-op-fuser --moe-permute-fusion "
     "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 )
-BALANCED = "--balance-experts --expert-min-gain 0"
+BALANCED = f"--balance-experts {settings('experts', min_gain=0)}"
 GRAPH = (
     "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --cuda-graph-warmup-steps 2 "
-    "--expert-plan-interval 6 --train-iters 12"
+    f"{settings('experts', plan_interval=6)} --train-iters 12"
 )
 
 
@@ -71,7 +72,7 @@ VALIDATED = "--eval-interval 4 --eval-iters 1"
 CASES = {
     "EP 2": (2, f"{CAPACITY} --moe-paged-stash"),
     "EP 2, messages overlapped": (2, f"{CAPACITY} --overlap-moe-expert-parallel-comm"),
-    "EP 2, slots shared": (2, f"{CAPACITY} --expert-replica-mode shared"),
+    "EP 2, slots shared": (2, f"{CAPACITY} {settings('experts', replica_mode='shared')}"),
     "EP 2, weight gradients delayed": (2, f"{CAPACITY} {DELAYED}"),
     "EP 2, both overlaps": (2, f"{CAPACITY} {OVERLAPS}"),
     "EP 2, DP 2, both overlaps, validated": (4, f"{CAPACITY} {OVERLAPS} {VALIDATED}"),

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.checkers.checked_runs import noted_rank
 from tests.support.checkers.collective_order import replay
+from tests.support.settings import settings, without_settings
 from tests.support.training import MOCK_DATA, MODEL, RankRun, join
 from tests.support.transformer_engine.model import EXPERTS, SINGLE, TE, assert_close, cases
 
@@ -19,7 +20,7 @@ OP_FUSER = "--use-transformer-engine-op-fuser"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 # ranks, flags
 CASES = {
-    "linear layers, slots shared": (2, f"{EP2} --expert-replica-mode shared"),
+    "linear layers, slots shared": (2, f"{EP2} {settings('experts', replica_mode='shared')}"),
     "grouped": (2, f"{EP2} --moe-grouped-gemm"),
     "grouped, expert tensor parallel, full recompute": (
         4,
@@ -35,7 +36,8 @@ def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path,
     ranks, flags = CASES[case]
     model = model_of(EIGHT)
     run = model.train(
-        ranks, f"{flags} --balance-experts --expert-min-gain 0 --train-iters 6 --balance-report {tmp_path}"
+        ranks,
+        f"{flags} --balance-experts {settings('experts', min_gain=0)} --train-iters 6 --balance-report {tmp_path}",
     )
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line["action"] == "replicate" for line in lines) > 10, "hardly anything was replicated"
@@ -62,7 +64,9 @@ def test_gradients_of_replicas_are_sent_after_delayed_ones(model_of, tmp_path, c
     ranks, flags = DELAYED_CASES[case]
     shared = "--moe-shared-expert-intermediate-size 32"
     model = model_of(f"{EIGHT} --global-batch-size 8 {shared if shared in flags else ''}")
-    run = model.train(ranks, f"{flags} {DELAYED} --balance-experts --expert-min-gain 0 --balance-report {tmp_path}")
+    run = model.train(
+        ranks, f"{flags} {DELAYED} --balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
+    )
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line["action"] == "replicate" for line in lines) > 5, "hardly anything was replicated"
     assert_close(run, model.alone("--moe-grouped-gemm"), 1e-5, 1e-4)
@@ -130,7 +134,7 @@ def _train_watched(argv: list[str]) -> tuple[RankRun, list[int], list[str]]:
 
 ONE_PRODUCT = {
     "activation computed again": "--recompute-granularity selective --recompute-modules moe_act",
-    "slots shared": "--expert-replica-mode shared",
+    "slots shared": settings("experts", replica_mode="shared"),
     "fused operations": OP_FUSER,
 }
 
@@ -140,9 +144,9 @@ def test_homes_and_replicas_are_one_product(model_of, tmp_path, case):
     """No weight is copied for a product, none more is started, and gradients are added to buffers by the products."""
     model = model_of(EIGHT)
     flags = f"{EP2} --moe-grouped-gemm --train-iters 3 {ONE_PRODUCT[case]}"
-    balance = f"--balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    balance = f"--balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     balanced = model.pool.run(2, _train_watched, model.argv(f"{flags} {balance}"))
-    unbalanced = model.pool.run(2, _train_watched, model.argv(flags))
+    unbalanced = model.pool.run(2, _train_watched, model.argv(without_settings(flags)))
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line["action"] == "replicate" for line in lines) > 3, "hardly anything was replicated"
     for (_, groups, wrong), (_, groups_before, _) in zip(balanced, unbalanced, strict=True):
@@ -163,7 +167,7 @@ FURTHER = {
 def test_what_transformer_engines_experts_do_replicas_do(model_of, tmp_path, case):
     more, flags = FURTHER[case]
     model = model_of(f"{EIGHT} --moe-grouped-gemm {more}")
-    balance = f"--balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    balance = f"--balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     run = model.train(2, f"{EP2} {flags} {balance}")
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line["action"] == "replicate" for line in lines) > 3, "hardly anything was replicated"

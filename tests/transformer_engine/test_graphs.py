@@ -11,6 +11,7 @@ import pytest
 
 from tests.experts.test_fusion import _train_fused, accumulate_fused
 from tests.support.moving import moving_rank
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, join, train, train_rank
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 
@@ -77,7 +78,9 @@ def test_replicas_beside_graphs_change_no_number(engine, case):
     ranks, layout, graphs = CASES[case]
     argv = [*BASE, *layout.split()]
     reference = join(engine.run(ranks, _train_plain, argv))
-    results = engine.run(ranks, _train_on_graphs, [*argv, *f"{graphs} --balance-experts --expert-min-gain 0".split()])
+    results = engine.run(
+        ranks, _train_on_graphs, [*argv, *f"{graphs} --balance-experts {settings('experts', min_gain=0)}".split()]
+    )
     # One graph of each layer serves all micro-batches, unless two are in flight.
     _assert_replayed(results, 3 * (1 if PARTS in graphs else 4))
     assert_close(join([run for run, *_ in results]), reference, 1e-12, 1e-12)
@@ -89,7 +92,7 @@ def test_replicas_beside_graphs_of_delayed_gradients(model_of, case):
     """Delayed weight gradients of attention are graphs of their own, those of experts are not."""
     ranks, layout = DELAYED_CASES[case]
     model = model_of(f"{EXPERTS} --global-batch-size 8")
-    flags = f"--expert-model-parallel-size 2 {layout} {DELAYED} --balance-experts --expert-min-gain 0"
+    flags = f"--expert-model-parallel-size 2 {layout} {DELAYED} --balance-experts {settings('experts', min_gain=0)}"
     results = model.pool.run(ranks, _train_on_graphs, model.argv(flags))
     _assert_replayed(results, 3)
     layers = 2 if layout else 4

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.support.settings import settings
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 
 LATENT = EXPERTS.replace("--num-experts 4", "--num-experts 8 --moe-latent-size 16")
@@ -13,7 +14,7 @@ EXPERT_LAYERS = {"linear layers": "", "grouped": "--moe-grouped-gemm"}
 @pytest.mark.parametrize("layers", cases(EXPERT_LAYERS, "linear layers"))
 def test_replicas_of_latent_experts_change_no_number(model_of, tmp_path, layers):
     model, flags = model_of(LATENT), EXPERT_LAYERS[layers]
-    balance = f"--balance-experts --expert-min-gain 0 --balance-report {tmp_path}"
+    balance = f"--balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     run = model.train(2, f"{flags} --expert-model-parallel-size 2 --train-iters 4 {balance}")
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line["action"] == "replicate" for line in lines) > 4, "hardly anything was replicated"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.moving import Plans, moving_rank, train_moving
+from tests.support.settings import settings
 from tests.support.training import join, train, train_rank
 from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
 from tests.transformer_engine.test_layers import OVERLAPS, PP2
@@ -97,7 +98,7 @@ REPLICAS = {
 def test_activations_beside_replicas_are_offloaded(model_of, tmp_path, case):
     ranks, flags = REPLICAS[case]
     model = model_of(EIGHT)
-    balanced = f"--balance-experts --expert-min-gain 0 --train-iters 6 --balance-report {tmp_path}"
+    balanced = f"--balance-experts {settings('experts', min_gain=0)} --train-iters 6 --balance-report {tmp_path}"
     run = join(model.pool.run(ranks, _offloading_beside_replicas, model.argv(f"{flags} {balanced}")))
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sum(line["action"] == "replicate" for line in lines) > 10, "hardly anything was replicated"

@@ -13,6 +13,7 @@ import pytest
 
 from tests.layers.test_move import _assert_same_run, _assert_same_tensors
 from tests.support.moving import Plans, moving_rank, train_moving
+from tests.support.settings import settings, without_settings
 from tests.support.training import MODEL, RankRun, differences, join, train_rank
 from tests.support.transformer_engine.model import BASE, TE, cases
 
@@ -156,13 +157,13 @@ WIDE = "--hidden-size 128 --moe-ffn-hidden-size 128"  # as blocks are
 REPLICAS = {
     "tensorwise": ("tensorwise", ""),
     "mxfp8": ("mxfp8", ""),
-    "mxfp8, slots shared": ("mxfp8", "--expert-replica-mode shared"),
+    "mxfp8, slots shared": ("mxfp8", settings("experts", replica_mode="shared")),
     "mxfp8, full recompute": ("mxfp8", FULL_RECOMPUTE),
     "blockwise": ("blockwise", WIDE),
     "blockwise, stored": ("blockwise", f"{WIDE} --fp8-param-gather"),
     "tensorwise, stored": ("tensorwise", "--fp8-param-gather"),
     "mxfp8, stored": ("mxfp8", STORED),
-    "mxfp8, stored, slots shared": ("mxfp8", f"{STORED} --expert-replica-mode shared"),
+    "mxfp8, stored, slots shared": ("mxfp8", f"{STORED} {settings('experts', replica_mode='shared')}"),
 }
 Factors = dict[tuple[int, int, bool, int, int], set[bytes]]
 
@@ -221,8 +222,11 @@ def test_replicas_are_quantized_as_their_homes(engine, corpus, case):
     # Transformer Engine keeps no 16-bit values of quantized parameters that Megatron-LM initializes on the CPU.
     base = [flag for flag in [*MODEL, *corpus, *BASE.split()] if flag != "--use-cpu-initialization"]
     argv = [*base, *f"{TE} {QUANTIZED} --fp8-recipe {recipe} --train-iters 3 {flags}".split()]
-    unbalanced = join(engine.run(2, _train_quantized, argv, CAPABILITY[recipe]))
-    ranks = engine.run(2, _train_replicas, [*argv, "--balance-experts", "--expert-min-gain", "0"], CAPABILITY[recipe])
+    alone = without_settings(" ".join(argv)).split()
+    unbalanced = join(engine.run(2, _train_quantized, alone, CAPABILITY[recipe]))
+    ranks = engine.run(
+        2, _train_replicas, [*argv, *f"--balance-experts {settings('experts', min_gain=0)}".split()], CAPABILITY[recipe]
+    )
     run, (_, here), (_, there) = join([rank for rank, _ in ranks]), *ranks
     both = here.keys() & there.keys()
     assert {forward for _, _, forward, *_ in both} == {True, False}

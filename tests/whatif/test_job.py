@@ -4,7 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,12 @@ from balancing.sequences.config import SequenceConfig
 from balancing.whatif.job import flag_table, read_flags, read_recipe_flags
 
 # Flags of this project, and their defaults.
-OURS = asdict(DynamicsConfig()) | asdict(SequenceConfig())
+OURS = {
+    field.metadata["flag"]: field.default
+    for config in (DynamicsConfig, SequenceConfig)
+    for field in fields(config)
+    if field.metadata["flag"]
+}
 SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1"
 RECIPES = Path(__file__).parents[2] / "benchmarks/recipes/moe_recipes.json"
 
@@ -40,8 +45,8 @@ def test_flags_and_defaults_are_those_of_megatron():
     theirs = json.loads(done.stdout.partition("TABLE")[2])
     for action in flag_table()._actions:
         option = action.option_strings[0]
-        if action.dest in OURS:
-            assert action.default == OURS[action.dest]
+        if option in OURS:
+            assert action.default == OURS[option]
             continue
         assert option in theirs, option
         default, nargs = theirs[option]

@@ -127,7 +127,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("mtp_num_layers", _OFF, (RELEASE,), "layers of multi-token prediction cannot change their stage"),
     Incompatible("mtp_num_layers", _OFF, (FREEZE,), "it trains the embedding from the last stage"),
     Incompatible("mtp_num_layers", _OFF, (SKIP,), "its layers expect all tokens"),
-    Incompatible("mixture_of_depths", _OFF, (EXIT,), "both choose the tokens of a layer", "use one of the two"),
     Incompatible("balance_experts", _OFF, (PRUNE,), "replicas of experts are made without their masks"),
     # Experts
     Incompatible("use_te_activation_func", _OFF, (EXPERTS,), _MODULES),

@@ -26,24 +26,24 @@ def check_dynamics(args: argparse.Namespace, config: DynamicsConfig) -> None:
             )
         check_compatible(args, FREEZE, scheme)
     if config.prune_sparsity:
-        scheme = f"--prune-sparsity {config.prune_sparsity}"
+        scheme = f"dynamics.prune_sparsity {config.prune_sparsity}"
         check_compatible(args, PRUNE, scheme)
-    if config.exits():
-        scheme = f"--early-exit-layers {config.early_exit_layers}"
-        if config.exits()[-1] >= args.num_layers:
+    if config.early_exit_layers:
+        scheme, last = f"dynamics.early_exit_layers {list(config.early_exit_layers)}", config.early_exit_layers[-1]
+        if last >= args.num_layers:
             raise ValueError(
-                f"{scheme}: behind layer {config.exits()[-1]} of --num-layers {args.num_layers} nothing is left to "
-                f"skip; name layers up to {args.num_layers - 1}"
+                f"{scheme}: behind layer {last} of --num-layers {args.num_layers} nothing is left to skip; name layers "
+                f"up to {args.num_layers - 1}"
             )
         check_compatible(args, EXIT, scheme)
         check_compatible(args, SKIP, scheme)
     if config.mixture_of_depths:
-        scheme = f"--mixture-of-depths {config.mixture_of_depths}"
+        scheme = f"dynamics.mixture_of_depths {config.mixture_of_depths}"
         if config.mixture_of_depths_every > args.num_layers:
             raise ValueError(
-                f"--mixture-of-depths-every {config.mixture_of_depths_every} routes none of --num-layers "
+                f"dynamics.mixture_of_depths_every {config.mixture_of_depths_every} routes none of --num-layers "
                 f"{args.num_layers}; use a number up to that"
             )
         check_compatible(args, SKIP, scheme)
     if config.sparse_attention != "none":
-        check_compatible(args, SPARSE, f"--sparse-attention {config.sparse_attention}")
+        check_compatible(args, SPARSE, f"dynamics.sparse_attention {config.sparse_attention}")

@@ -84,7 +84,7 @@ class DynamicLayer(TransformerLayer):
         else:
             self._count(hidden, hidden.shape[0] * hidden.shape[1])
             output, context = super().forward(hidden, *args, **kwargs)
-        if flow is not None and flow.is_on and self.layer_number in self.dynamics.exits():
+        if flow is not None and flow.is_on and self.layer_number in self.dynamics.early_exit_layers:
             active = flow.active if flow.active is not None else torch.ones_like(output[..., 0], dtype=torch.bool)
             done = exits(saturation(hidden, output), active, self.dynamics.early_exit_threshold)
             flow.active = active & ~done

@@ -1,4 +1,4 @@
-"""Gradual pruning (`--prune-sparsity`) in Megatron-LM's training step.
+"""Gradual pruning in Megatron-LM's training step.
 
 The matrices of the layers' linear modules are pruned; embedding, head, norms, biases and routers are not. Pruning a
 weight sets its parameter, its float32 copy and its moments to zero. From then on its gradient is set to zero before the

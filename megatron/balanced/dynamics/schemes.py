@@ -39,7 +39,7 @@ def dynamics_callbacks(
         schemes["freezing"] = Freezing(args, config, report, saved.get("freezing"))
     if config.prune_sparsity:
         schemes["pruning"] = Pruning(args, config, report)
-    if config.mixture_of_depths or config.exits():
+    if config.mixture_of_depths or config.early_exit_layers:
         schemes["tokens"] = Tokens(args, config, report)
     return [_Saved(args, schemes), *schemes.values()]  # the first one's step ends last
 

@@ -1,4 +1,4 @@
-"""Dynamic sparse attention (`--sparse-attention`) as Megatron-LM's core attention."""
+"""Dynamic sparse attention as Megatron-LM's core attention."""
 
 import contextlib
 from typing import Any

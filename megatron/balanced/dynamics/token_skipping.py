@@ -46,7 +46,7 @@ class Tokens(StepCallback):
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         """Watch the model chunks of this rank."""
         self._models = unwrap_model(chunks)
-        if self.config.exits():
+        if self.config.early_exit_layers:
             assert len(self._models) == 1, "early exit with several model chunks a stage is refused"
             decoder = self._models[0].decoder
             decoder.register_forward_pre_hook(self._begin_chunk, with_kwargs=True)
@@ -56,7 +56,7 @@ class Tokens(StepCallback):
     def layers_moved(self) -> None:
         """Connect the present layers to the exits. Called on all ranks of the job again after layers have moved: when
         stages have left, another rank may have the head."""
-        if not self.config.exits():
+        if not self.config.early_exit_layers:
             return
         for layer in self._layers():
             layer.flow = self._flow
@@ -80,7 +80,7 @@ class Tokens(StepCallback):
 
     def _has_exited(self, layer_number: int) -> bool:
         """True if tokens may have exited behind a layer up to `layer_number`."""
-        return any(exit <= layer_number for exit in self.config.exits())
+        return any(exit <= layer_number for exit in self.config.early_exit_layers)
 
     def _begin_chunk(self, block: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         self._flow.active = None
@@ -137,7 +137,7 @@ class Tokens(StepCallback):
             layer.tokens_run = layer.tokens_seen = 0
 
     def begin_schedule(self) -> None:
-        if self._stages == 1 or not self.config.exits() or self._iteration < self.config.early_exit_start:
+        if self._stages == 1 or not self.config.early_exit_layers or self._iteration < self.config.early_exit_start:
             return
         decoder = self._models[0].decoder
         if not decoder.pre_process and self._has_exited(decoder.layers[0].layer_number - 1):
@@ -160,7 +160,7 @@ class Tokens(StepCallback):
                 "dynamics",
                 "layer",
                 imbalance_before=imbalance(run),
-                scheme="early exit" if self.config.exits() else "mixture of depths",
+                scheme="early exit" if self.config.early_exit_layers else "mixture of depths",
                 layers=[layer.layer_number - 1 for layer in layers],
                 tokens=run,
                 tokens_all=[layer.tokens_seen for layer in layers],

@@ -92,7 +92,7 @@ class ExpertBalancer(StepCallback):
         self._shared = self._agree_on_mode([layers for layers in self._layers_of_model() if layers])
         config = self.config
         if self._captures:  # loads are submitted when a plan is due
-            config = dataclasses.replace(config, expert_plan_interval=1)
+            config = dataclasses.replace(config, plan_interval=1)
         self._planner = ReplicaPlanner(self._args, config, self._machine, self._cluster, self._shared)
         for position, ddp in enumerate(chunks):
             if ddp.ddp_config.overlap_grad_reduce:
@@ -120,7 +120,7 @@ class ExpertBalancer(StepCallback):
         homes = [home_parameters(layer.experts) for layer in layers]
         return ReplicaSlots.bytes_needed(
             homes,
-            self.config.expert_replica_slots,
+            self.config.replica_slots,
             shared=shared,
             alternating=self._args.overlap_moe_expert_parallel_comm,
             format=weight_format(homes[0][0]),
@@ -188,13 +188,13 @@ class ExpertBalancer(StepCallback):
 
     def _mode(self, chunks: list[list[BalancedMoELayer]], free: int) -> tuple[bool, str | None]:
         """Whether slots are shared, and the error message if they do not fit into `free` bytes."""
-        slots, mode = self.config.expert_replica_slots, self.config.expert_replica_mode
+        slots, mode = self.config.replica_slots, self.config.replica_mode
         resident = sum(self._slot_bytes(layers, False) for layers in chunks)
         shared = mode == "shared" or (mode == "auto" and resident > free / 4)
         need = sum(self._slot_bytes(layers, True) for layers in chunks) if shared else resident
         if need <= free:
             return shared, None
-        more = "" if shared else ", or more with --expert-replica-mode shared"
+        more = "" if shared else ", or more with experts.replica_mode shared"
         return shared, (
             f"--expert-replica-slots {slots} takes {need / 2**20:,.1f} MiB on a rank, where {free / 2**20:,.1f} MiB "
             f"are free beside the optimizer; {int(free // (need / slots))} would fit{more}"
@@ -224,7 +224,7 @@ class ExpertBalancer(StepCallback):
 
     def _is_due(self, iteration: int) -> bool:
         """Whether replicas are placed after `iteration`, where iterations are captured."""
-        return iteration == self._first or (iteration + 1) % self.config.expert_plan_interval == 0
+        return iteration == self._first or (iteration + 1) % self.config.plan_interval == 0
 
     def begin_schedule(self) -> None:
         self._place_known()
@@ -298,7 +298,7 @@ class ExpertBalancer(StepCallback):
                 plan_wait=waited_ms / layers,
             )
             for layer in chunk.layers:
-                plan, planner = self._plans[layer], self.config.expert_planner
+                plan, planner = self._plans[layer], self.config.planner
                 line = layer_event(self._iteration, layer, chunk, plan, planner, spent)
                 self._report(line)
 

@@ -31,15 +31,16 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
     _check_fusions(args)
     _check_flex(args)
     _check_latent(args)
-    if not experts.balance_experts:
+    if not experts.enabled:
         return experts, []
     if why := _nothing_to_balance(args):
-        return dataclasses.replace(experts, balance_experts=False), [f"--balance-experts has nothing to balance: {why}"]
+        return dataclasses.replace(experts, enabled=False), [f"--balance-experts has nothing to balance: {why}"]
+    experts, notes = _slots(args, experts)
     of_transformer_engine = args.transformer_impl != "local" and args.moe_grouped_gemm
     features = (EXPERTS,) if of_transformer_engine else (EXPERTS, OWN_EXPERTS)
     found = [*captures_experts(args), *_offloading_in_graphs(args), *_of_flex(args), *_of_quantization(args)]
     check_compatible(args, features, "--balance-experts", found)
-    notes = leave_out_preprocessing(args)
+    notes += leave_out_preprocessing(args)
     if captures_iterations(args):
         experts, more = with_captured_iterations(args, experts)
         notes += more
@@ -51,6 +52,24 @@ def check_experts(args: argparse.Namespace, experts: ExpertConfig) -> tuple[Expe
             "with --moe-grouped-gemm it runs them on Transformer Engine's"
         )
     return experts, notes
+
+
+def _slots(args: argparse.Namespace, experts: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
+    """The settings with no more replica slots than there are experts on other ranks, and notes for the user."""
+    most = args.num_experts - args.num_experts // args.expert_model_parallel_size
+    if experts.replica_slots <= most:
+        return experts, []
+    elsewhere = (
+        f"--num-experts {args.num_experts} over --expert-model-parallel-size {args.expert_model_parallel_size} leave "
+        f"{most} on other ranks"
+    )
+    if experts.replica_slots == ExpertConfig().replica_slots:
+        note = f"--balance-experts has --expert-replica-slots {most}: {elsewhere}"
+        return dataclasses.replace(experts, replica_slots=most), [note]
+    raise ValueError(
+        f"--expert-replica-slots {experts.replica_slots} is more than there are experts to copy: {elsewhere}; use at "
+        f"most {most}"
+    )
 
 
 def _offloading_in_graphs(args: argparse.Namespace) -> list[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ transfers of replicas start there.
 
 With `--cuda-graph-impl full_iteration` one graph holds all forward and backward passes of an iteration. The split of
 each micro-batch is part of it, since it is computed on the device, and so are the transfers of replicas. The placement
-is not: it is one of the host's decisions that the graph repeats. So it changes every --expert-plan-interval iterations,
+is not: it is one of the host's decisions that the graph repeats. So it changes every plan_interval iterations,
 and the graph is captured again if it did. Late replicas, which follow from the load of one micro-batch, there are none.
 Megatron-LM runs --cuda-graph-warmup-steps iterations without a graph before a capture; that is what a change costs.
 """
@@ -96,24 +96,19 @@ def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> 
             f"--balance-experts is incompatible with {flag} and --moe-enable-routing-replay: known routing places "
             "replicas in each iteration, and a graph repeats the placement that it captured; use --cuda-graph-impl none"
         )
-    if not config.expert_plan_interval:
-        raise ValueError(
-            f"--expert-plan-interval 0 is incompatible with {flag}: loads drift on each expert-parallel group by "
-            f"itself, and all ranks capture together; use --expert-plan-interval {_INTERVAL}"
-        )
-    if args.expert_model_parallel_size > MOST_RANKS or config.expert_planner == "prophet":
+    if args.expert_model_parallel_size > MOST_RANKS or config.planner == "prophet":
         raise ValueError(
             f"--balance-experts is incompatible with {flag} where the host divides tokens over instances: with "
             f"--expert-model-parallel-size {args.expert_model_parallel_size} above {MOST_RANKS}, and with "
-            "--expert-planner prophet; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
+            "experts.planner prophet; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
         )
     notes = []
     without = 1 + args.cuda_graph_warmup_steps  # that which captures runs once more
-    if config.expert_plan_interval <= without:
-        config = dataclasses.replace(config, expert_plan_interval=max(_INTERVAL, 10 * without))
+    if config.plan_interval <= without:
+        config = dataclasses.replace(config, plan_interval=max(_INTERVAL, 10 * without))
     notes.append(
         f"--balance-experts with {flag} places replicas after the first iteration and every "
-        f"{config.expert_plan_interval} iterations (--expert-plan-interval); a change costs {without} iterations "
+        f"{config.plan_interval} iterations (experts.plan_interval); a change costs {without} iterations "
         "without a replay, of which the last captures"
     )
     return config, notes

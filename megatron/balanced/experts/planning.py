@@ -31,7 +31,6 @@ __all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plan
 
 # So long, instead of 5 ms, may the thread that plans keep Python's lock while the one that launches work waits for it.
 _SWITCH_SECONDS = 1e-4
-_DRIFT = 0.05  # total variation of the load after which replicas are placed again, with --expert-plan-interval 0
 
 
 class Planned(NamedTuple):
@@ -66,7 +65,6 @@ class LayerPlan:
     history: loads of past iterations.
     drift: total variation between the last two loads.
     age: iterations since the load that `placed` was planned from.
-    due: with --expert-plan-interval 0, the iteration after which the layer is planned again.
     arrived: whether the layer has moved here and was not planned since: it is at the next chance, or it would cost more
         than at home until the interval is over, which the balancer of layers would measure.
     """
@@ -75,7 +73,6 @@ class LayerPlan:
     history: LoadHistory = field(default_factory=LoadHistory)
     drift: float = 0.0
     age: int = 0
-    due: int = 0
     arrived: bool = False
 
     @property
@@ -182,13 +179,11 @@ class ReplicaPlanner:
     ) -> Planned:
         loads = on_host()
         begin = time.perf_counter()
-        history, interval = plan.history, self._config.expert_plan_interval
-        drift = float(history.record(np.mean(loads, axis=0)))
-        waits = iteration % interval if interval else iteration < plan.due
-        if waits and not plan.arrived:
+        drift = float(plan.history.record(np.mean(loads, axis=0)))
+        if iteration % self._config.plan_interval and not plan.arrived:
             return Planned(None, drift, time.perf_counter() - begin)
-        plan.due, plan.arrived = iteration + history.interval(_DRIFT), False
-        tables = self._place(layer, history.predict(), overlap)
+        plan.arrived = False
+        tables = self._place(layer, plan.history.predict(), overlap)
         return Planned(tables, drift, time.perf_counter() - begin)
 
     def place_known(self, layer: BalancedMoELayer, loads: list[Any], overlap: Overlap) -> SplitTables:
@@ -213,13 +208,13 @@ class ReplicaPlanner:
         placement = plan_replicas(
             load,
             self._cluster,
-            slots=self._config.expert_replica_slots,
-            method=self._config.expert_planner,
+            slots=self._config.replica_slots,
+            method=self._config.planner,
             **costs,
         )
         alone = layer.without_replicas
         gain = 1 - _busiest(load, placement) / max(_busiest(load, alone.placement), 1)
-        tables = layer.tables(placement) if gain >= self._config.expert_min_gain else alone
+        tables = layer.tables(placement) if gain >= self._config.min_gain else alone
         tables.placement.digest()  # computed here, and kept
         return tables
 

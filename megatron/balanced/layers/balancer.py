@@ -77,7 +77,7 @@ class LayerBalancer(StepCallback):
             self._first = self._warm = iteration
         shorter = self._repacker.due(iteration)
         since = iteration - self._first
-        decides = not self._settled and since and since % self._config.layer_balance_interval == 0
+        decides = not self._settled and since and since % self._config.interval == 0
         if shorter is None and decides and self._planner.has_measurements:
             self._carry_out(self._planner.choose(iteration))
             shorter = self._repacker.due(iteration)
@@ -88,7 +88,7 @@ class LayerBalancer(StepCallback):
         hand_over_tensorboard(self._args)
 
     def _carry_out(self, choice: Choice) -> None:
-        if self._config.balance_layers_once:
+        if self._config.once:
             self._settled = True
             self._observer.stop_measuring()
             now, then = choice.predicted

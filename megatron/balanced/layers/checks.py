@@ -23,16 +23,11 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     Called before Megatron validates `args`, and may set --dist-ckpt-optim-fully-reshardable. Balancing is switched off
     where there is nothing to balance. Raises ValueError for flags that cannot work.
     """
-    if layers.repacks or layers.repack_min_stages > 1:
-        _check_release(args, layers)
     if not layers.enabled:
         return layers, []
-    if layers.balance_layers and layers.balance_layers_once:
-        raise ValueError(
-            "--balance-layers is incompatible with --balance-layers-once: one keeps moving layers, the other stops; "
-            "drop one of them"
-        )
-    flag = "--balance-layers-once" if layers.balance_layers_once else "--balance-layers"
+    if layers.repacks or layers.repack_min_stages > 1:
+        _check_release(args, layers)
+    flag = "--balance-layers-once" if layers.once else "--balance-layers"
     stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
     why = None
     if args.skip_train:
@@ -42,7 +37,7 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
     elif args.num_layers == stages * chunks and _even(args) and not layers.repacks:
         why = f"each of the {stages * chunks} pipeline stages has one layer"
     if why is not None:
-        off = dataclasses.replace(layers, balance_layers=False, balance_layers_once=False)
+        off = dataclasses.replace(layers, enabled=False, once=False)
         return off, [f"{flag} has nothing to balance: {why}"]
     check_compatible(args, LAYERS, flag, _offloading(args))
     plan = _layout(args)
@@ -51,9 +46,9 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             f"{flag} is incompatible with multi-token prediction in a later chunk of the first stage, as in "
             f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}; put m on another stage"
         )
-    if layers.layer_planner in ONE_CHUNK and plan is not None and plan.behind:
+    if layers.planner in ONE_CHUNK and plan is not None and plan.behind:
         raise ValueError(
-            f"--layer-planner {layers.layer_planner} cannot leave the stages after multi-token prediction without "
+            f"layers.planner {layers.planner} cannot leave the stages after multi-token prediction without "
             "layers; use optimal or uniform"
         )
     drops = args.attention_dropout or args.hidden_dropout
@@ -62,9 +57,9 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             f"{flag} captures CUDA graphs anew after a move, which was never tried with dropout; use "
             "--attention-dropout 0 --hidden-dropout 0, or --cuda-graph-impl none"
         )
-    if chunks > 1 and layers.layer_planner in ONE_CHUNK:
+    if chunks > 1 and layers.planner in ONE_CHUNK:
         raise ValueError(
-            f"--layer-planner {layers.layer_planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
+            f"layers.planner {layers.planner} plans one chunk a stage, not {chunks}; use optimal or uniform"
         )
     if args.save and args.ckpt_format != "torch_dist":
         raise ValueError(
@@ -87,18 +82,23 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
 def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:
     """Raise ValueError where the flags ask for a release of ranks that is impossible, or of none."""
     stages, chunks = args.pipeline_model_parallel_size, _chunks(args)
-    asked = [name for name in ("repack_throughput_floor", "repack_memory_limit") if getattr(layers, name) is not None]
-    if not asked:
+    if not layers.repacks:
         raise ValueError(
-            f"--repack-min-stages {layers.repack_min_stages} releases nothing by itself; add --repack-throughput-floor"
+            f"layers.repack_min_stages {layers.repack_min_stages} releases nothing by itself; add "
+            "--repack-throughput-floor"
         )
-    flag = f"--{asked[0].replace('_', '-')} {getattr(layers, asked[0])}"
-    if not layers.balance_layers:
-        raise ValueError(f"{flag} needs measured layers that can move; add --balance-layers")
+    if layers.repack_throughput_floor is not None:
+        flag = f"--repack-throughput-floor {layers.repack_throughput_floor}"
+    else:
+        flag = f"layers.repack_memory_limit {layers.repack_memory_limit}"
+    if layers.once:
+        raise ValueError(
+            f"{flag} needs layers that keep moving; use --balance-layers in the place of --balance-layers-once"
+        )
     if layers.repack_min_stages >= stages:
         raise ValueError(
-            f"{flag} has nothing to release: --pipeline-model-parallel-size {stages} must be above --repack-min-stages "
-            f"{layers.repack_min_stages}; use more stages, or drop it"
+            f"{flag} has nothing to release: --pipeline-model-parallel-size {stages} must be above "
+            f"layers.repack_min_stages {layers.repack_min_stages}; use more stages, or drop it"
         )
     if chunks > 1:
         raise ValueError(f"{flag} can shrink a pipeline of one chunk a stage, not of {chunks}; use one")

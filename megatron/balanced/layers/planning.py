@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 
     plan: the plan to have from now on, which may be the one in force.
     action: "keep", "move" or "rollback". reason: for the log.
-    cost: the averaged cost of layers, in seconds, or in parameters with --layer-cost parameters.
+    cost: the averaged cost of layers, in seconds, or in parameters if the config says so.
     peaks: float array [stage], the most bytes that a rank of each stage held.
     predicted: seconds of a step under the plan in force, and under `plan`.
     profile_ms, plan_ms: host milliseconds to exchange measurements, and to plan.
@@ -70,7 +70,7 @@ class LayerPlanner:
     """
 
     def __init__(self, args: argparse.Namespace, config: LayerConfig, mover: LayerMover) -> None:
-        self.costs = CostAverage(window=config.layer_balance_interval)
+        self.costs = CostAverage(window=config.interval)
         self._args, self._config, self._mover = args, config, mover
         self._gate: Gate | None = None
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
@@ -84,7 +84,7 @@ class LayerPlanner:
     def restart(self) -> None:
         """Begin with a new gate: at the start of training, and when the number of stages has changed."""
         gate = self._config.gate
-        if self._config.balance_layers_once:  # the one move pays off until training ends
+        if self._config.once:  # the one move pays off until training ends
             gate = replace(gate, horizon=self._args.train_iters or gate.horizon)
         self._gate = Gate(gate, self._mover.plan)
 
@@ -117,14 +117,14 @@ class LayerPlanner:
         cost = self.costs.cost
         profiled = time.perf_counter()
         plan = self._mover.plan
-        weights = self._parameters() if self._config.layer_cost == "parameters" else cost
+        weights = self._parameters() if self._config.cost == "parameters" else cost
         candidate = self._plan(weights, peaks)
         gate = self._gate
         for measured, seconds in steps:
             gate = gate.measured(measured, seconds)
         now, then = self._step_seconds(weights, plan), self._step_seconds(weights, candidate)
         scale = 1.0
-        if self._config.layer_cost == "parameters":  # these give the ratio of stages, not seconds
+        if self._config.cost == "parameters":  # these give the ratio of stages, not seconds
             scale = float(np.median([seconds for _, seconds in steps])) / now
         self._gate, decision = gate.check(
             iteration,
@@ -189,7 +189,7 @@ class LayerPlanner:
                 memory_limit=room,
                 virtual=plan.virtual,
                 current=plan,
-                method=self._config.layer_planner,  # type: ignore[arg-type]
+                method=self._config.planner,  # type: ignore[arg-type]
                 min_layers=fewest,
                 **self._schedule,
             )

@@ -27,10 +27,10 @@ def settle_domain(args: argparse.Namespace, config: BalanceConfig) -> tuple[Bala
 
     args: validated by Megatron-LM, so that they describe the model.
     """
-    if config.sequences.sequence_domain != "auto" or not config.sequences.balance_sequences:
+    if config.sequences.domain != "auto" or not config.sequences.enabled:
         return config, []
     domain, note = _settled(args, config)
-    sequences = dataclasses.replace(config.sequences, sequence_domain=domain)
+    sequences = dataclasses.replace(config.sequences, domain=domain)
     return dataclasses.replace(config, sequences=sequences), [f"--sequence-domain auto is {domain}: {note}"]
 
 
@@ -60,7 +60,7 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
         micro_batch_size=args.micro_batch_size,
         micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
         waiting=max(1, of_experts // (args.tensor_model_parallel_size * args.context_parallel_size)),
-        method=config.sequences.sequence_planner,
+        method=config.sequences.planner,
     )
     ratio = found.data_seconds / found.context_seconds
     return found.domain, f"by the cost model a step takes {ratio:.2f} times as long with data as with context"

@@ -34,7 +34,6 @@ from balancing.sequences import (
     SequenceAttention,
     SequencePlan,
     deal_whole,
-    plan_micro_batches,
     plan_sequences,
 )
 from balancing.sequences.ahead import PlanningAhead
@@ -137,7 +136,7 @@ class SequenceBalancer(StepCallback):
         Data parallelism keeps a table of the modules that it wraps, so a module is replaced before.
         """
         minutes = self._args.distributed_timeout_minutes
-        if self.config.sequence_domain == "data":
+        if self.config.domain == "data":
             self._data = duplicate_group(self._sharing, minutes)
         else:
             connect(self._sharing)
@@ -178,12 +177,12 @@ class SequenceBalancer(StepCallback):
     @cached_property
     def domain(self) -> Domain:
         """The ranks that share micro-batches with this one."""
-        return Domain.of_data() if self.config.sequence_domain == "data" else Domain.of_context()
+        return Domain.of_data() if self.config.domain == "data" else Domain.of_context()
 
     @cached_property
     def _sharing(self) -> dist.ProcessGroup:
         """The ranks that share micro-batches: a group of Megatron-LM, or a part of it."""
-        if self.config.sequence_domain != "data":
+        if self.config.domain != "data":
             return mpu.get_context_parallel_group()
         whole = mpu.get_data_parallel_group(with_context_parallel=True)
         if self.domain.groups == 1:
@@ -200,33 +199,32 @@ class SequenceBalancer(StepCallback):
             plan_sequences,
             cluster=self._cluster,
             shape=self._shape,
-            method=self.config.sequence_planner,
-            token_capacity=self.config.sequence_token_capacity or None,
-            chunk=self.config.sequence_chunk or None,
+            method=self.config.planner,
+            token_capacity=self.config.token_capacity or None,
+            chunk=self.config.chunk or None,
         )
 
     @cached_property
     def _steps(self) -> Steps | None:
         """How documents are dealt over the micro-batches of training steps; None where they stay."""
         args = self._args
-        if not self.config.sequence_micro_batches or why_whole(args):
+        if not self.config.micro_batches or why_whole(args):
             return None
         ranks, drawn = self.domain.ranks, args.seq_length * args.micro_batch_size * self.domain.origins
-        plan = partial(
-            plan_micro_batches,
+        deal = partial(
+            deal_documents,
             micro_batches=get_num_microbatches(),
             cluster=self._cluster,
             shape=self._shape,
-            token_capacity=self.config.sequence_token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / ranks),
+            token_capacity=self.config.token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / ranks),
             step=self._step_seconds,
         )
-        deal = partial(deal_documents, plan=plan, ranks=self._cluster.world_size)
         return Steps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, deal)
 
     @cached_property
     def _whole_steps(self) -> WholeSteps | None:
         """How whole micro-batches of Megatron-LM are dealt over those of training steps; None where they stay."""
-        if not self.config.sequence_micro_batches or self._steps is not None:
+        if not self.config.micro_batches or self._steps is not None:
             return None
         args = self._args
         cost = partial(document_seconds, cluster=self._cluster, shape=self._shape)
@@ -245,7 +243,8 @@ class SequenceBalancer(StepCallback):
 
     @property
     def _routing(self) -> str | int:
-        return self.config.routing if self._cluster.nodes > 1 else "off"
+        named: dict[int, str] = {0: "auto", 1: "off"}
+        return named.get(self.config.routing, self.config.routing) if self._cluster.nodes > 1 else "off"
 
     @property
     def _token_bytes(self) -> TokenBytes:
@@ -337,7 +336,7 @@ class SequenceBalancer(StepCallback):
                     domain=self.domain,
                     cluster=self._cluster,
                     shape=self._shape,
-                    step=self._step_seconds if self.config.sequence_micro_batches else None,
+                    step=self._step_seconds if self.config.micro_batches else None,
                 )
             )
 

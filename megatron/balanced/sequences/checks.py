@@ -39,29 +39,28 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     is nothing to balance. The domain "auto" becomes the one that is used where only one is possible; otherwise
     `auto_domain.settle_domain` decides later. Raises ValueError for flags that cannot work.
     """
-    if not sequences.balance_sequences:
-        _check_left_alone(sequences)
+    if not sequences.enabled:
         return sequences, []
     notes = []
-    if sequences.sequence_micro_batches and (idle := _why_not_dealt(args)):
+    if sequences.micro_batches and (idle := _why_not_dealt(args)):
         args.sequence_micro_batches = False
-        sequences = dataclasses.replace(sequences, sequence_micro_batches=False)
+        sequences = dataclasses.replace(sequences, micro_batches=False)
         notes.append(f"--sequence-micro-batches has nothing to balance: {idle}")
-    if not sequences.sequence_micro_batches and (idle := _why_idle(args, sequences.sequence_domain)):
+    if not sequences.micro_batches and (idle := _why_idle(args, sequences.domain)):
         args.balance_sequences = False
-        off = dataclasses.replace(sequences, balance_sequences=False, sequence_domain="auto")
+        off = dataclasses.replace(sequences, enabled=False, domain="auto")
         return off, [*notes, f"--balance-sequences has nothing to balance: {idle}"]
     found = _routers_that_see_padding(args)
     if args.num_experts and getattr(args, "mlp_chunks_for_training", 1) > 1:
         why = "the tokens of a micro-batch then pass through the routers in several parts"
         found.append((shown("mlp_chunks_for_training", args.mlp_chunks_for_training), why, "use 1"))
     check_compatible(args, SEQUENCES, "--balance-sequences", found)
-    if sequences.sequence_domain == "auto" and (args.context_parallel_size == 1 or _data_parallel_size(args) == 1):
+    if sequences.domain == "auto" and (args.context_parallel_size == 1 or _data_parallel_size(args) == 1):
         domain = "data" if args.context_parallel_size == 1 else "context"
-        sequences = dataclasses.replace(sequences, sequence_domain=domain)
-    if sequences.sequence_domain == "data":
+        sequences = dataclasses.replace(sequences, domain=domain)
+    if sequences.domain == "data":
         check_data_domain(args)
-    if sequences.sequence_micro_batches:
+    if sequences.micro_batches:
         notes += _check_dealt(args)
     if args.num_experts and "sinkhorn" in args.moe_router_load_balancing_type:  # a name, or a list of them
         raise ValueError(
@@ -86,7 +85,7 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
             "--balance-sequences takes each sample as one sequence; with --dataloader-inter-document-masking each "
             "document is one"
         )
-    if args.sft and not sequences.sequence_micro_batches and (why := why_of_one_size(args)):
+    if args.sft and not sequences.micro_batches and (why := why_of_one_size(args)):
         notes.append(f"--balance-sequences leaves the padding of conversations in linear layers, for {why}")
     if getattr(args, "multi_latent_attention", False) and args.apply_rope_fusion:
         args.apply_rope_fusion = False
@@ -212,17 +211,6 @@ def _routers_that_see_padding(args: argparse.Namespace) -> list[tuple[str, str, 
     return [(flag, why, "drop it") for flag, value in given.items() if value]
 
 
-def _check_left_alone(sequences: SequenceConfig) -> None:
-    """Refuse settings of the balancer while it is off: the user would take them to be in force."""
-    for field in dataclasses.fields(sequences):
-        value = getattr(sequences, field.name)
-        if value != field.default:
-            raise ValueError(
-                f"--{field.name.replace('_', '-')} {value} does nothing without --balance-sequences; add that, or drop "
-                "it"
-            )
-
-
 def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
     if not args.seq_length or not args.micro_batch_size:
         return  # which Megatron refuses
@@ -233,15 +221,15 @@ def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
             f"--balance-sequences needs a multiple of {parts} ranks that share a sequence, not --seq-length "
             f"{args.seq_length}; use {-(-args.seq_length // parts) * parts}"
         )
-    capacity, mean = sequences.sequence_token_capacity, tokens // ranks
+    capacity, mean = sequences.token_capacity, tokens // ranks
     if capacity and capacity < mean:
         raise ValueError(
-            f"--sequence-token-capacity {capacity} is below the mean: --seq-length {args.seq_length} x "
+            f"sequences.token_capacity {capacity} is below the mean: --seq-length {args.seq_length} x "
             f"--micro-batch-size {args.micro_batch_size} on {ranks} ranks takes {mean}; use at least that"
         )
-    if sequences.sequence_chunk > mean:
+    if sequences.chunk > mean:
         raise ValueError(
-            f"--sequence-chunk {sequences.sequence_chunk} is more than the {mean} tokens of a rank; use at most {mean}"
+            f"sequences.chunk {sequences.chunk} is more than the {mean} tokens of a rank; use at most {mean}"
         )
 
 
@@ -294,5 +282,5 @@ def packs_samples_of_losses(args: argparse.Namespace) -> bool:
 def routes_by_sample(args: argparse.Namespace, sequences: SequenceConfig) -> bool:
     """Whether routers have a loss that must tell samples or micro-batches of Megatron-LM apart. args: Megatron-LM's;
     sequences: the settings in force."""
-    mixed = sequences.sequence_domain == "data" or (args.micro_batch_size or 1) > 1
-    return sequences.balance_sequences and mixed and bool({"aux_loss", "seq_aux_loss"} & {*balancing_losses(args)})
+    mixed = sequences.domain == "data" or (args.micro_batch_size or 1) > 1
+    return sequences.enabled and mixed and bool({"aux_loss", "seq_aux_loss"} & {*balancing_losses(args)})

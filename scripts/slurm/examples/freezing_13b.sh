@@ -14,5 +14,6 @@ submit 16 "${common[@]}" \
     --seq-length 4096 --max-position-embeddings 4096 \
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 8 \
     --micro-batch-size 1 --global-batch-size 512 --train-iters 30000 --lr 5e-5 --min-lr 5e-6 \
-    --freeze-layers 24 --freeze-layers-policy plasticity --freeze-layers-start 1000 --freeze-layers-interval 200 \
-    --balance-layers --layer-balance-interval 200 --repack-throughput-floor 0.95 --repack-min-stages 4 "$@"
+    --freeze-layers 24 --freeze-layers-start 1000 --freeze-layers-interval 200 \
+    --balance-layers --layer-balance-interval 200 --repack-throughput-floor 0.95 \
+    --balance-config "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/freezing_13b.yaml" "$@"

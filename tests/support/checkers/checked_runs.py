@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.checkers.device_log import Operation
+from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, train_rank
 
 __all__ = ["RUNS", "CheckedRun", "Noted", "arguments", "checked", "noted_rank"]
@@ -21,7 +22,6 @@ _BATCHES = "--overlap-moe-expert-parallel-comm"
 _DOCUMENTS = "--balance-sequences --dataloader-inter-document-masking"
 _PP2, _PP4 = ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")
 _UNTIED = "--untie-embeddings-and-output-weights"
-_EXITS = "--early-exit-layers 1,2,3 --early-exit-threshold 0.9 --early-exit-start 1 --early-exit-loss-weight 0.5"
 _RELEASE = "--balance-layers --repack-throughput-floor 0.5"
 
 
@@ -45,7 +45,8 @@ RUNS = {
     ),
     "experts, shared slots, interleaved": CheckedRun(
         4,
-        f"{_EXPERTS} {_OVERLAPS} --expert-replica-mode shared {_PP2} --num-virtual-stages-per-pipeline-rank 2",
+        f"{_EXPERTS} {_OVERLAPS} {settings('experts', replica_mode='shared')} {_PP2} "
+        "--num-virtual-stages-per-pipeline-rank 2",
         files=(_RELAY,),
         queues=8,
     ),
@@ -69,18 +70,20 @@ RUNS = {
         4,
         # gloo sends slices on that have not come yet, where a communicator of NCCL runs one message after the other:
         # numbers mean nothing in this run, and order and accesses do not depend on them.
-        f"--context-parallel-size 4 {_DOCUMENTS} --sequence-planner ring --sequence-routing 2 {_OVERLAPS} "
+        f"--context-parallel-size 4 {_DOCUMENTS} {settings('sequences', planner='ring', routing=2)} {_OVERLAPS} "
         "--train-iters 2 --no-check-for-nan-in-loss-and-grad",
         files=(_TRANSPORT,),
         per_node=2,
     ),
     "sequences, gather, pipelines": CheckedRun(
-        4, f"--context-parallel-size 2 {_PP2} {_DOCUMENTS} --sequence-planner gather", files=(_TRANSPORT,)
+        4,
+        f"--context-parallel-size 2 {_PP2} {_DOCUMENTS} {settings('sequences', planner='gather')}",
+        files=(_TRANSPORT,),
     ),
     "sequences and experts, messages overlapped with compute": CheckedRun(
         4,
-        f"--context-parallel-size 2 {_DOCUMENTS} --sequence-planner gather {_EXPERTS} {_OVERLAPS} {_BATCHES} "
-        "--global-batch-size 8",
+        f"--context-parallel-size 2 {_DOCUMENTS} {settings('sequences', planner='gather')} {_EXPERTS} "
+        f"{_OVERLAPS} {_BATCHES} --global-batch-size 8",
         files=(_RELAY, _TRANSPORT),
     ),
     "layers, interleaved, many buckets": CheckedRun(
@@ -92,22 +95,20 @@ RUNS = {
     ),
     "early exit, moved and released": CheckedRun(
         4,
-        f"{_PP4} {_EXITS} {_RELEASE} --global-batch-size 8",
+        f"{_PP4} {EARLY_EXIT} {_RELEASE} --global-batch-size 8",
         {1: ((2,), (1,), (1,)), 2: ((1,), (3,))},
         (_TRANSFER, "token_skipping.py"),
     ),
     "pruning, mixture of depths, sparse attention": CheckedRun(
         2,
-        f"{_PP2} --prune-sparsity 0.8 --prune-start 0 --prune-end 2 --prune-interval 1 --prune-sparse-density 0.6 "
-        "--mixture-of-depths 0.25 --sparse-attention hash --sparse-attention-block 8 --sparse-attention-keep 2 "
-        "--balance-layers",
+        f"{_PP2} {settings('dynamics', prune_sparsity=0.8, prune_end=2, prune_interval=1, prune_sparse_density=0.6)} "
+        f"{settings('dynamics', mixture_of_depths=0.25)} {HASH_ATTENTION} --balance-layers",
         {1: ((1,), (3,))},
         (_TRANSFER,),
     ),
     "freezing by plasticity": CheckedRun(
         4,
-        f"{_PP2} {_OVERLAPS} {_UNTIED} --freeze-layers 2 --freeze-layers-policy plasticity "
-        "--freeze-layers-interval 1 --freeze-layers-patience 1 --freeze-layers-tolerance 1 --balance-layers",
+        f"{_PP2} {_OVERLAPS} {_UNTIED} --freeze-layers 2 --freeze-layers-interval 1 {PLASTICITY} --balance-layers",
         {1: ((1,), (3,))},
         (_TRANSFER,),
     ),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.patience import PATIENCE
+from tests.support.settings import settings
 
 __all__ = ["RANKS", "attention", "buckets", "exits", "layers", "release", "slots"]
 
@@ -116,7 +117,9 @@ def buckets() -> list[np.ndarray]:
 
 def exits() -> list[np.ndarray]:
     """Two stages, of which the first lets tokens exit."""
-    exits = "--early-exit-layers 1 --early-exit-threshold 0.9 --early-exit-start 0 --early-exit-loss-weight 0.5"
+    exits = settings(
+        "dynamics", early_exit_layers=[1], early_exit_threshold=0.9, early_exit_start=0, early_exit_loss_weight=0.5
+    )
     return _losses(f"--pipeline-model-parallel-size 2 {exits}")
 
 
