@@ -210,6 +210,9 @@ def test_the_needs_are_those_of_the_package():
 
 
 def _doctor(*arguments: str, python: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess:
+    """Run the doctor. PYTHONPATH: folders before those that tests have, in which megatron-core may lie."""
+    paths = [environ.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return subprocess.run(
         [sys.executable, *python, "-m", "balancing.doctor", *arguments],
         cwd=REPOSITORY, env={**os.environ, **environ}, capture_output=True, text=True, timeout=PATIENCE,
