@@ -166,20 +166,19 @@ def over_ranks(device: ArrayLike, wall: ArrayLike, experts: ArrayLike, *, tells_
     return np.asarray(np.mean(of_groups, axis=0))
 
 
+# A layer is away from its average by more than so many standard deviations, and by more than this fraction of the mean
+# layer; one that is away on the same side in so many iterations in a row has jumped.
+_SIGMAS, _LEAST, _CONFIRM = 5.0, 0.05, 3
+
+
 @dataclass
 class CostAverage:
     """An exponential average of `LayerSeconds` over iterations that restarts when the cost of a layer jumps.
 
     window: iterations; each new one has weight 2 / (window + 1), more while there are fewer.
-    sigmas, least: a layer is away from its average by more than `sigmas` standard deviations, and by more than the
-        fraction `least` of the mean layer.
-    confirm: a layer that is away on the same side in so many iterations in a row has jumped.
     """
 
     window: int = 20
-    sigmas: float = 5.0
-    least: float = 0.05
-    confirm: int = 3
     iterations: int = field(default=0, init=False)  # since the average began
     _mean: FloatArray | None = field(default=None, init=False, repr=False)
     _variance: FloatArray | None = field(default=None, init=False, repr=False)
@@ -188,23 +187,22 @@ class CostAverage:
     _like: LayerSeconds | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("window", "confirm"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1")
 
     def add(self, cost: LayerSeconds) -> bool:
-        """Add one iteration. Returns whether it completed a jump, after which only the last `confirm` count."""
+        """Add one iteration. Returns whether it completed a jump, after which only the last `_CONFIRM` count."""
         values = cost._values()
         if self._mean is None or self._like is None or self._like.layers != cost.layers:
             self._begin(cost, [values])
             return False
         assert self._variance is not None and self._away is not None
         off = values - self._mean
-        far = np.maximum(self.sigmas * np.sqrt(self._variance), self.least * float(cost.total.mean()))
+        far = np.maximum(_SIGMAS * np.sqrt(self._variance), _LEAST * float(cost.total.mean()))
         side = np.where(np.abs(off) > far, np.sign(off), 0.0)
         self._away = np.where(side == 0, 0.0, np.where(side * self._away >= 0, self._away + side, side))
-        self._recent = [*self._recent, values][-self.confirm :]
-        if np.abs(self._away).max() >= self.confirm and self.iterations >= self.confirm:
+        self._recent = [*self._recent, values][-_CONFIRM:]
+        if np.abs(self._away).max() >= _CONFIRM and self.iterations >= _CONFIRM:
             self._begin(cost, self._recent)
             return True
         self.iterations += 1

@@ -209,7 +209,7 @@ def _clustered(before: np.ndarray, now: np.ndarray, cluster: Cluster, slots: int
     """The placement of training with `--cluster` for one load, and with late replicas for the one that comes."""
     costs = _COSTS["costs, hidden"]
     placed = plan_replicas(before, cluster, slots=slots, shape=_SHAPE, **costs)
-    late = repair(now, placed, cluster, shape=_SHAPE, evict=False, micro_batches=costs["micro_batches"])
+    late = repair(now, placed, cluster, shape=_SHAPE, micro_batches=costs["micro_batches"])
     return {_CLUSTERED: placed, _LATE: late}
 
 

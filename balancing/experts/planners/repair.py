@@ -26,10 +26,9 @@ def repair(
     shape: ExpertShape | None = None,
     tolerance: float = 0.05,
     copies: int = 4,
-    evict: bool = True,
     micro_batches: int = 1,
 ) -> ReplicaPlacement:
-    """A placement with a few more replicas, or `placement` itself if they would gain nothing.
+    """A placement with a few more replicas in empty slots, or `placement` itself if they would gain nothing.
 
     load: int [source_rank, expert], tokens of the current micro-batch.
     placement: the planned placement.
@@ -37,7 +36,6 @@ def repair(
     shape: size of an expert, to compare the exposed transfers with the time saved; without it, any gain counts.
     tolerance: nothing is done while the busiest rank exceeds the mean by at most this part.
     copies: maximal number of new replicas.
-    evict: whether a new replica may replace another; must be False where slots hold gradients.
     micro_batches: number of micro-batches that will use the new replicas.
 
     Raises ValueError for a load of another shape, negative bounds, and a placement with another split than "level",
@@ -56,7 +54,7 @@ def repair(
     for _ in range(copies):
         if served.sum(1).max() <= (1 + tolerance) * counts.sum() / placement.num_ranks:
             break
-        changed = _one_more(candidate, served, evict)
+        changed = _one_more(candidate, served)
         if changed is None:
             break
         candidate = ReplicaPlacement(
@@ -92,27 +90,23 @@ def _exposed(old: ReplicaPlacement, new: ReplicaPlacement, shape: ExpertShape | 
     return exchange_seconds(table * weights, cluster) + exchange_seconds(table.T * gradients, cluster)
 
 
-def _one_more(placement: ReplicaPlacement, served: np.ndarray, evict: bool) -> np.ndarray | None:
+def _one_more(placement: ReplicaPlacement, served: np.ndarray) -> np.ndarray | None:
     """Slots [rank, slot] with one more replica of an expert of the busiest rank; None if no rank can take one."""
     load, experts = served.sum(1), placement.phys2log.reshape(served.shape)
     fullest, mean = int(load.argmax()), load.mean()
     node = np.arange(len(load)) // placement.ranks_per_node
-    in_slots = served[:, placement.homes_per_rank :]
-    # The slot that each rank would use: an empty one, else the one with the fewest tokens.
-    keep = np.where(placement.slot_expert < 0, -1, in_slots if evict else np.iinfo(np.int64).max)
-    slot = keep.argmin(1)
-    lost = keep[np.arange(len(load)), slot]
+    empty = placement.slot_expert < 0
+    first_empty = empty.argmax(1)
     for local in np.argsort(-served[fullest], kind="stable").tolist():
         expert, tokens = int(experts[fullest, local]), int(served[fullest, local])
         if tokens <= 0:
             break
-        # What the slot serves now goes to other instances, so it must be less than what the new replica serves.
-        open_to = (placement.log2phys[expert] < 0) & (lost < tokens) & (load < mean)
+        open_to = (placement.log2phys[expert] < 0) & empty.any(1) & (load < mean)
         if not open_to.any():
             continue
         near = open_to & (node == node[fullest])
         target = int(np.where(near if near.any() else open_to, load, np.inf).argmin())
         slots = placement.slot_expert.copy()
-        slots[target, slot[target]] = expert
+        slots[target, first_empty[target]] = expert
         return slots
     return None

@@ -165,7 +165,6 @@ class ReplicaPlanner:
             layer.placement,
             self._cluster,
             shape=_expert_shape(layer),
-            evict=False,
             micro_batches=self._micro_batches_served(),
         )
 
