@@ -1,13 +1,15 @@
 """Pretrain GPT with Megatron-LM and load balancing. Takes Megatron-LM's own flags and ours: see --help."""
 
-from balancing.command_line import print_any_name
-from megatron.balanced.arguments import parse_arguments
-from megatron.balanced.watchdog.heartbeat import report_failures_once
+from balancing.command_line import explain_in_one_line, print_any_name
 
 
 def main() -> None:
     print_any_name()
+    from megatron.balanced.watchdog.failure import report_failures_once
+
     with report_failures_once():
+        from megatron.balanced.arguments import parse_arguments
+
         args, config = parse_arguments()  # chooses the device, which must happen before megatron.core is imported
 
         from megatron.balanced.train import train
@@ -16,4 +18,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    explain_in_one_line("pretrain_gpt.py")
     main()

@@ -1,7 +1,8 @@
 """The frame of every command: flags, checks of their values, one line for what is wrong, exit codes.
 
 A command ends with 0, with 2 after one line `PROGRAM: error: ...` on standard error for bad input, and with 130 and 141
-where Ctrl-C or a closed pipe ended it.
+where Ctrl-C or a closed pipe ended it. This module imports neither torch nor numpy, so that a command without them
+says so.
 """
 
 import argparse
@@ -9,9 +10,9 @@ import io
 import math
 import os
 import sys
-from typing import Callable, NoReturn, Sequence  # noqa: UP035  (the doctor runs on old Pythons)
+from typing import Any, Callable, NoReturn, Sequence  # noqa: UP035  (the doctor runs on old Pythons)
 
-__all__ = ["Parser", "print_any_name", "real_number", "whole_number"]
+__all__ = ["Parser", "explain_in_one_line", "print_any_name", "real_number", "whole_number"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,6 +100,27 @@ def print_any_name() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def explain_in_one_line(program: str) -> None:
+    """Have this process end with one line where it lacks a package (2) or is interrupted while it imports (130)."""
+
+    def report(kind: Any, error: BaseException, trace: Any) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{program}: interrupted", file=sys.stderr)
+            raise SystemExit(130)
+        name = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if name not in ("", "balancing"):
+            print(
+                f"{program}: error: {name} is not installed for {sys.executable}; pip install -e . in Megatron-Balance's "
+                "folder brings it",
+                file=sys.stderr,
+            )
+            raise SystemExit(2)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = report
 
 
 def _flush() -> None:

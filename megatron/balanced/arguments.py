@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import inspect
 import io
-import os
 import re
 import sys
 import warnings
@@ -23,20 +22,22 @@ import torch
 
 from balancing.doctor.installed import find_apex
 from balancing.launch import detect_launch
+from megatron.balanced.agreement import check_agreement
 from megatron.balanced.balancers import check_balancers, switch_on
+from megatron.balanced.checks.checkpoints import check_load
 from megatron.balanced.checks.corpus import check_tokens
 from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
 from megatron.balanced.checks.incompatible import REPORT, check_compatible, shown
 from megatron.balanced.checks.model import check_model
 from megatron.balanced.checks.ranges import check_ranges
-from megatron.balanced.checks.refusal import refused_by_megatron
+from megatron.balanced.checks.refusal import is_refusal
 from megatron.balanced.config import BalanceConfig, add_flags, cluster_from_flags, config_from_flags
-from megatron.balanced.cpu.agreement import agree_on_device
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.dynamics.checks import check_dynamics
+from megatron.balanced.rendezvous import join_job, rank
 from megatron.balanced.sequences.auto_domain import settle_domain
-from megatron.balanced.watchdog.heartbeat import stop
+from megatron.balanced.watchdog.failure import stop
 
 __all__ = ["add_balance_flags", "parse_arguments"]
 
@@ -102,22 +103,8 @@ def _defaults_of_this_host() -> dict[str, object]:
     return defaults
 
 
-def _join_world() -> None:
-    """Without a launcher, set the environment of a single rank. Raises ValueError if it is only partly set."""
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
-    if "WORLD_SIZE" in os.environ and missing:
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} not set; start with torchrun, or "
-            "with scripts/slurm under SLURM"
-        )
-    if "WORLD_SIZE" not in os.environ:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port, since no other rank connects to it
-
-
 def _is_first_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+    return rank() == 0
 
 
 def _quiet(device: str) -> None:
@@ -140,8 +127,6 @@ def _start_device(argv: Sequence[str]) -> str:
     early.add_argument("--device", default="auto")
     requested = early.parse_known_args(argv)[0].device
     device = choose_device(requested)
-    if requested == "auto" and not is_cpu():
-        agree_on_device(device)
     _quiet(device)
     if device == "cpu":
         use_cpu()
@@ -268,7 +253,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     try:
         check_megatron()
         assume_ranks(argv)
-        _join_world()
+        join_job()
         device = _start_device(argv)
 
         from megatron.core.model_parallel_config import resolve_tensor_parallel_weight_shards
@@ -283,6 +268,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         left_to_us = switch_on(args)
         config, said = config_from_flags(args, device)
         if args.use_checkpoint_args:
+            check_load(args)
             from megatron.training.checkpointing import load_args_from_checkpoint
 
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
@@ -292,6 +278,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         check_model(args)
         check_data(args)
         check_saves(args)
+        check_load(args)
         # Megatron-LM derives this later, and some balancers refuse it.
         _, args.gtp_weight_remat_size = resolve_tensor_parallel_weight_shards(
             args.tensor_model_parallel_size, args.tensor_parallel_num_weight_shards, 1
@@ -323,10 +310,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
             notes = check_tokens(args)
             if _is_first_rank():
                 print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
+            check_agreement(args, config)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
         stop(error)
     except Exception as error:
-        if refused_by_megatron(error):
+        if is_refusal(error):
             stop(error)
         raise
     return args, config

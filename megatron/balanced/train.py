@@ -4,8 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from functools import partial, wraps
 from typing import Any
 
 from megatron.core.enums import ModelType
@@ -18,6 +17,7 @@ from megatron.training.utils import print_rank_0
 from balancing.run_lock import one_run
 from megatron.balanced import patches
 from megatron.balanced.callbacks import StepCallback, attach, end_training, registered, use_schedule
+from megatron.balanced.checks.checkpoints import nothing_to_load
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.dry_run import plan_lines
@@ -31,8 +31,7 @@ from megatron.balanced.model import model_config
 from megatron.balanced.observer import Observer
 from megatron.balanced.process_groups import SocketLimitError
 from megatron.balanced.sequences.balancer import SequenceBalancer
-from megatron.balanced.watchdog.heartbeat import stop
-from megatron.balanced.watchdog.stall import report_stalls
+from megatron.balanced.watchdog.failure import stop
 
 __all__ = ["train"]
 
@@ -57,9 +56,7 @@ def train(args: argparse.Namespace, config: BalanceConfig, callbacks: Sequence[S
             features, datasets, forward = _features(args, config, model)
             registered[:] = [*features, *callbacks]
             model.post_wrap_hooks.append(attach)
-            folder = None if config.balance_report is None else Path(config.balance_report)
-            with report_stalls(args, folder):
-                _pretrain(args, model, datasets, forward)
+            _pretrain(args, model, datasets, forward)
     finally:
         registered.clear()
         use_schedule(None)
@@ -119,7 +116,22 @@ def _features(
     forward = partial(forward_step, observer=observer, sequences=sequences, releases=releases)
     datasets = partial(train_valid_test_datasets, releases=releases)
     datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
+    if (note := nothing_to_load(args)) is not None and args.rank == 0:
+        forward = _say_first(note, forward)  # type: ignore[assignment]
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
+
+
+def _say_first(note: str, forward: Callable) -> Callable:
+    """`forward`, which prints `note` before its first call: at the end of the start-up, where it is still seen."""
+    left = [note]
+
+    @wraps(forward)
+    def say_and_forward(*args: Any, **kwargs: Any) -> Any:
+        while left:
+            print(f"> {left.pop()}", flush=True)
+        return forward(*args, **kwargs)
+
+    return say_and_forward
 
 
 def _no_report(event: dict[str, Any]) -> None:

@@ -194,7 +194,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
     """
     from megatron.balanced.layers import mover
     from megatron.balanced.layers import state as layer_state
-    from megatron.balanced.watchdog.heartbeat import report_failures_once
+    from megatron.balanced.watchdog.failure import report_failures_once
 
     def die(*unused: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from megatron.balanced.watchdog.operations import COLLECTIVE, key_of
 from megatron.balanced.watchdog.waiting import Answer, Group, Started, explain_stall
+
 from tests.support.training import MOCK_DATA, MODEL, RankRun, train_rank
 
 STOPPED_AT = 2  # iteration

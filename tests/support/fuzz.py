@@ -208,7 +208,7 @@ def _rank(argv: list[str], folder: str) -> tuple[int, int]:
     """One rank of what `pretrain_gpt.py` does in an empty folder. Returns the exit code and the number of steps."""
     from megatron.training import training
 
-    from megatron.balanced.watchdog.heartbeat import report_failures_once
+    from megatron.balanced.watchdog.failure import report_failures_once
 
     os.chdir(folder)
     steps = []

@@ -48,7 +48,6 @@ PRELOAD = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.balanced.arguments",
-    "megatron.balanced.cpu.agreement",
     "megatron.balanced.data",
     "megatron.balanced.experts.graphs",
     "megatron.balanced.model",

@@ -4,27 +4,26 @@ Its messages are shown as they are, and of an assertion without one the source o
 what Megatron-LM would hang on, fail at late, or train wrongly without a word.
 """
 
+import errno
 import linecache
 import sys
 import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["LocalError", "explain", "refused_by_megatron"]
+from megatron.balanced.checks.checkpoints import explain_checkpoint, full_folders, megatrons_arguments
+from megatron.balanced.rendezvous import LocalError
+
+__all__ = ["LocalError", "explain", "is_refusal", "is_training"]
 
 _OURS = [Path(__file__).parents[1], Path(__file__).parents[3] / "balancing"]
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 _MESSAGES = (ValueError, AssertionError, RuntimeError, ImportError, OSError)  # whose text a user may read alone
 
 
-class LocalError(ValueError):
-    """Bad input that other machines of the job may not have, such as a missing file."""
-
-
-def _is_training() -> bool:
+def is_training() -> bool:
     """Whether the training loop has begun, which counts iterations in Megatron-LM's arguments."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    return getattr(getattr(global_vars, "_GLOBAL_ARGS", None), "curr_iteration", None) is not None
+    return getattr(megatrons_arguments(), "curr_iteration", None) is not None
 
 
 def _place_in_megatron(error: BaseException) -> traceback.FrameSummary | None:
@@ -42,20 +41,25 @@ def _place_in_megatron(error: BaseException) -> traceback.FrameSummary | None:
         path = Path(frame.filename)
         if path.is_relative_to(core) or path.is_relative_to(core.parent / "training"):
             deliberate = isinstance(error, AssertionError) or (frame.line or "").startswith("raise")
-            return frame if not _is_training() or (deliberate and frame is frames[-1]) else None
+            return frame if not is_training() or (deliberate and frame is frames[-1]) else None
         if any(map(path.is_relative_to, _OURS)) or not any(map(path.is_relative_to, _LIBRARIES)):
             return None
     return None
 
 
-def refused_by_megatron(error: BaseException) -> bool:
-    """Whether Megatron-LM does not take the command line, or cannot read a file that it names."""
-    return _place_in_megatron(error) is not None or (isinstance(error, OSError) and error.filename is not None)
+def is_refusal(error: BaseException) -> bool:
+    """Whether Megatron-LM does not take the command line, or a file cannot be read or written, checkpoints included."""
+    is_file = isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC)
+    return is_file or explain_checkpoint(error) is not None or _place_in_megatron(error) is not None
 
 
 def explain(error: BaseException) -> str:
     """The message in one line. Where that alone says little, with the type of the error and its place."""
+    if (text := explain_checkpoint(error)) is not None:
+        return text
     message = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and (full := full_folders(megatrons_arguments())):
+        return f"no space is left on the disk of {' and '.join(full)}; free some, and start again"
     frame = _place_in_megatron(error)
     is_told = frame is None or isinstance(error, _MESSAGES) or (frame.line or "").startswith("raise")
     if message and is_told:

@@ -24,16 +24,41 @@ import torch.distributed as dist
 from torch.cuda._sanitizer import StreamSynchronizations
 
 from balancing import ranges
-from megatron.balanced.watchdog import operations
 
-__all__ = ["Clock", "DeviceLog", "Message", "Operation", "Site", "show", "site"]
+__all__ = ["COLLECTIVES", "MESSAGES", "Clock", "DeviceLog", "Message", "Operation", "Site", "show", "site"]
 
 Clock = dict[Any, int]  # stream -> number of the last kernel on it that has ended
 Site = tuple[tuple[str, int], ...]  # file and line, the innermost first
 
+MESSAGES = ("send", "recv")
+# Methods of ProcessGroup. Names differ between versions of torch; those that exist are wrapped.
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
 _REPOSITORY = str(Path(__file__).parents[2]) + "/"
 _BETWEEN = (
-    *(file for file in operations.BETWEEN if not file.endswith("messages.py")),
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[3] / "megatron" / "balanced" / "cpu"),
     *(str(Path(__file__).with_name(name)) for name in ("device_log.py", "noted_device.py", "stream_races.py")),
     str(Path(functools.__file__).parent / "contextlib"),
     str(Path(functools.__file__).parent / "threading"),

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.balanced.cpu import device
-from megatron.balanced.watchdog import operations
-from tests.support.checkers.device_log import DeviceLog
+from tests.support.checkers.device_log import COLLECTIVES, MESSAGES, DeviceLog
 
 __all__ = ["install"]
 
@@ -98,7 +97,7 @@ def install() -> DeviceLog:
     is_cuda, backend = torch.Tensor.is_cuda, dist.get_backend
     torch.Tensor.is_cuda = property(lambda tensor: _asked_by_engine() or is_cuda.__get__(tensor))
     dist.get_backend = lambda group=None: "nccl" if _asked_by_engine() else backend(group)
-    for kind in (*operations.COLLECTIVES, *operations.MESSAGES):
+    for kind in (*COLLECTIVES, *MESSAGES):
         if (original := getattr(dist.ProcessGroup, kind, None)) is not None:
             setattr(dist.ProcessGroup, kind, _noted(log, kind, original))
     wait, is_completed = dist.Work.wait, dist.Work.is_completed
@@ -133,12 +132,12 @@ def install() -> DeviceLog:
 
 
 def _noted(log: DeviceLog, kind: str, original: Callable) -> Callable:
-    note = log.message if kind in operations.MESSAGES else log.collective
+    note = log.message if kind in MESSAGES else log.collective
 
     @functools.wraps(original)
     def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        if kind in operations.MESSAGES and len(given) < 3:
+        if kind in MESSAGES and len(given) < 3:
             given = (*given, 0)
         return note(group, kind, given, lambda: original(group, *args, **kwargs))
 

@@ -1,0 +1,161 @@
+"""Comparison of what all ranks are about to do: flags, code, device, data and launch.
+
+Megatron-LM does not compare the flags of its ranks. If they differ, ranks wait for each other until a timeout, fail in
+an exchange, or train on with different learning rates. Here each rank posts a digest to the job's store; rank 0
+compares the digests and, only if they differ, the values behind them. With a thousand ranks that is a thousand short
+writes and one read.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import balancing
+from megatron.balanced.config import BalanceConfig, cluster_from_flags
+from megatron.balanced.rendezvous import open_store, rank, wait_for, world_size
+from megatron.balanced.watchdog.failure import OthersFailed, failed_elsewhere
+from megatron.balanced.watchdog.stall import name_ranks
+
+__all__ = ["check_agreement"]
+
+_START_SECONDS = 600.0  # for all ranks to get here
+_ASKED = 16  # ranks with different digests whose values are compared
+_SHOWN = 3  # differences
+
+# Flags that may differ by rank: what this rank is, and where its host has its files. Whether such a flag is given is
+# compared, and the content of the files that decide shapes and plans: `--cluster` and the corpus.
+_RANK = ("rank", "local_rank")
+_PLACES = (
+    "balance_report", "bert_load", "cluster", "ict_load", "load", "merge_file", "pretrained_checkpoint",
+    "result_rejected_tracker_filename", "save", "tokenizer_model", "vocab_file",
+)  # fmt: skip
+_ENDINGS_OF_PLACES = ("_path", "_dir", "_file")
+
+_comparisons = itertools.count()  # of this process, so that each has keys of its own in the store
+
+
+def check_agreement(args: argparse.Namespace, config: BalanceConfig) -> None:
+    """Raise ValueError, the same one on all ranks, unless all of them will do the same.
+
+    args: validated by Megatron-LM. Raises OthersFailed if another rank fails before it gets here.
+    """
+    if world_size() == 1:
+        return
+    values, given = _values(args, config), {flag.split("=")[0] for flag in sys.argv if flag.startswith("--")}
+    try:
+        line = _compare(values, given)
+    except dist.DistError as error:
+        raise OthersFailed(f"the job's store does not answer: {error}") from error
+    if line is not None:
+        raise ValueError(line)
+
+
+def _values(args: argparse.Namespace, config: BalanceConfig) -> dict[str, str]:
+    """What must be the same on all ranks, by a name that a user knows."""
+    values = dict(vars(args))
+    for field in dataclasses.fields(config):
+        part = getattr(config, field.name)
+        parts = vars(part) if dataclasses.is_dataclass(part) else {field.name: part}
+        values |= {name if name in values else f"{field.name}.{name}": value for name, value in parts.items()}
+    told = {}
+    for name, value in values.items():
+        if name in _PLACES or name.endswith(_ENDINGS_OF_PLACES):
+            value = bool(value)
+        if name not in _RANK:
+            told["--" + name.replace("_", "-")] = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return told | {
+        "the version of Megatron-Balance": balancing.__version__,
+        "the hash of its source": _source(),
+        "the version of torch": torch.__version__,
+        "the version of megatron-core": sys.modules["megatron.core"].__version__,
+        "the content of --cluster": repr(cluster_from_flags(config, args.world_size)),
+        "the size of the corpus": _corpus(args),
+    }
+
+
+def _source() -> str:
+    """A hash of all source files of this package and of `balancing`, some 250; 10 to 40 ms."""
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).parent, Path(balancing.__file__).parent):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _corpus(args: argparse.Namespace) -> str:
+    """The bytes of the index of each corpus, from which samples are made."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, per_split = get_blend_and_blend_per_split(args)
+    paths = [path for part in (blend, *(per_split or ())) if part for path in part[0]]
+    files = [Path(path if args.sft else f"{path}.idx") for path in paths if "://" not in path]
+    return f"{[file.stat().st_size for file in files]} bytes of index"
+
+
+def _compare(values: dict[str, str], given: set[str]) -> str | None:
+    """What the ranks differ in, in one line, the same on all of them; None if they agree.
+
+    given: flags on the command line, which are named before what follows from them.
+    """
+    own, world = rank(), range(world_size())
+    text = json.dumps({"values": values, "given": sorted(given)})
+    store = dist.PrefixStore(f"{next(_comparisons)}", open_store("agreement"))
+    store.set(f"digest/{own}", hashlib.sha256(json.dumps(values).encode()).hexdigest())
+    if own == 0:
+        keys = [f"digest/{each}" for each in world]
+        _wait(store, keys)
+        ranks: dict[str, list[int]] = {}
+        for each, digest in zip(world, store.multi_get(keys), strict=True):
+            ranks.setdefault(digest.decode(), []).append(each)
+        asked = [known[0] for known in ranks.values()][:_ASKED] if len(ranks) > 1 else []
+        store.set("asked", json.dumps(asked))
+    else:
+        _wait(store, ["asked"])
+        asked = json.loads(store.get("asked"))
+    if not asked:
+        return None
+    if own in asked:
+        store.set(f"values/{own}", text)
+    if own == 0:
+        _wait(store, [f"values/{each}" for each in asked])
+        answers = [json.loads(store.get(f"values/{each}")) for each in asked]
+        store.set("line", _difference(list(ranks.values()), answers))
+    _wait(store, ["line"])
+    return store.get("line").decode()
+
+
+def _wait(store: dist.Store, keys: list[str]) -> None:
+    """Wait until all keys are set, at most ten minutes, unless a rank fails meanwhile."""
+
+    def look() -> None:
+        if failed_elsewhere():
+            raise OthersFailed("another rank has failed")
+
+    if not wait_for(store, keys, _START_SECONDS, look):
+        missing = ", ".join(key for key in keys if not store.check([key]))
+        raise ValueError(f"waited {_START_SECONDS:.0f} s for all ranks to start; missing in the store: {missing}")
+
+
+def _difference(ranks: list[list[int]], answers: list[dict[str, Any]]) -> str:
+    """ranks: those of each answer."""
+    given = {flag for answer in answers for flag in answer["given"]}
+    differing = {}
+    for name in dict.fromkeys(name for answer in answers for name in answer["values"]):
+        by_value: dict[str, list[int]] = {}
+        for known, answer in zip(ranks, answers, strict=False):
+            by_value.setdefault(answer["values"].get(name, "absent"), []).extend(known)
+        if len(by_value) > 1:
+            differing[name] = " and ".join(f"{value} on {name_ranks(known)}" for value, known in by_value.items())
+    names = sorted(differing, key=lambda name: (name not in given, name.startswith("--")))
+    words = [f"{name} is {differing[name]}" for name in names[:_SHOWN]]
+    more = f" (and {len(names) - _SHOWN} more)" * (len(names) > _SHOWN)
+    return f"ranks differ: {'; '.join(words)}{more}; start all ranks with the same flags, code and data"

@@ -1,0 +1,187 @@
+"""Checkpoints that cannot be loaded or written: which folder, which iteration, why, and what to do.
+
+What the files themselves tell is checked before anything is built. Megatron-LM would leave with exit code 0 for a
+tracker that it cannot read, and start anew for a folder without one. Everything else fails inside of Megatron-LM or
+torch, on all ranks and some layers deep; `explain_checkpoint` finds the cause and says it in one line.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from megatron.balanced.rendezvous import LocalError
+
+__all__ = [
+    "check_load",
+    "explain_checkpoint",
+    "full_folders",
+    "gave_up_loading",
+    "megatrons_arguments",
+    "nothing_to_load",
+]
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_MOST_CHARACTERS = 300  # of a reason
+_FULL_BYTES = 1 << 20  # free, below which a disk counts as full
+_OUTPUTS = ("save", "balance_report", "tensorboard_dir", "data_cache_path")
+
+
+def megatrons_arguments() -> Any:
+    """Megatron-LM's arguments once they are parsed; None before."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+def nothing_to_load(args: argparse.Namespace) -> str | None:
+    """A note for the user if `--load` names a folder without a checkpoint; None if it has one or is not given."""
+    if not args.load or "://" in args.load or args.ckpt_step or args.non_persistent_ckpt_type is not None:
+        return None
+    if (Path(args.load) / _TRACKER).is_file() or args.pretrained_checkpoint:
+        return None
+    if iterations := _iterations(Path(args.load)):
+        return (
+            f"--load {args.load} has no {_TRACKER}: training starts from iteration 0, although there are checkpoints "
+            f"of iterations {iterations}; name one with --ckpt-step"
+        )
+    return f"--load {args.load} has no checkpoint: training starts from iteration 0"
+
+
+def check_load(args: argparse.Namespace) -> None:
+    """Raise LocalError for a checkpoint that is named and cannot be loaded, as far as its small files tell."""
+    note = nothing_to_load(args)
+    if note is not None and args.exit_on_missing_checkpoint:
+        raise LocalError(f"{note.split(':')[0]}, and --exit-on-missing-checkpoint is given; name a folder that has one")
+    if not args.load or "://" in args.load or note is not None or args.non_persistent_ckpt_type is not None:
+        return
+    folder, flag = Path(args.load), "--load"
+    if args.pretrained_checkpoint and not (folder / _TRACKER).is_file():
+        folder, flag = Path(args.pretrained_checkpoint), "--pretrained-checkpoint"
+        if not (folder / _TRACKER).is_file():
+            raise LocalError(f"neither --load {args.load} nor {flag} {folder} has a {_TRACKER}; name a folder that has")
+    text = str(args.ckpt_step) if args.ckpt_step else (folder / _TRACKER).read_text(errors="replace").strip()
+    if text != "release" and not (text.isascii() and text.isdigit()):
+        raise LocalError(
+            f"{folder / _TRACKER} should hold an iteration and holds {text[:40]!r}; write one of {_iterations(folder)} "
+            "into it"
+        )
+    checkpoint = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+    instead = _instead(folder, text)
+    if not checkpoint.is_dir():
+        raise LocalError(f"{flag} {folder} has no checkpoint of iteration {text} ({checkpoint.name}); {instead}")
+    if any(checkpoint.glob("mp_rank_0*")):  # the old format
+        return
+    try:
+        json.loads((checkpoint / "metadata.json").read_text(errors="replace"))
+        if not (checkpoint / ".metadata").stat().st_size:
+            raise ValueError("empty")
+    except (OSError, ValueError) as error:
+        raise LocalError(
+            f"checkpoint {checkpoint} is damaged: its metadata.json or .metadata cannot be read ({error}); {instead}"
+        ) from error
+
+
+def _iterations(folder: Path) -> list[int]:
+    """Iterations of which `folder` has checkpoints."""
+    return sorted(int(found[1]) for path in folder.glob("iter_*") if (found := re.fullmatch(r"iter_(\d+)", path.name)))
+
+
+def gave_up_loading(end: SystemExit) -> str | None:
+    """Text on a checkpoint for which Megatron-LM leaves with exit code 0; None if it left for another reason."""
+    frames = traceback.extract_tb(end.__traceback__)
+    if end.code or _action(frames) != "load" or not frames[-1].filename.endswith("checkpointing.py"):
+        return None
+    return _cannot_load(None)
+
+
+def explain_checkpoint(error: BaseException) -> str | None:
+    """Text on an error of loading or saving a checkpoint; None for any other error."""
+    action = _action(traceback.extract_tb(error.__traceback__))
+    if action is None:
+        return None
+    cause = _cause(error)
+    if action == "load":
+        return _cannot_load(cause)
+    args = megatrons_arguments()
+    if args.save is None:
+        return "Megatron-LM stops and would save a checkpoint, but --save is not given; it says above why it stops"
+    where = f"the checkpoint of iteration {_local(error, 'iteration')} cannot be written to --save {args.save}"
+    if full := full_folders(args):
+        return f"{where}: no space is left on the disk of {' and '.join(full)}; free some, and start again"
+    return f"{where}: {_reason(cause)}"
+
+
+def full_folders(args: argparse.Namespace) -> list[str]:
+    """The flags of folders on a disk without space."""
+    given = {name: getattr(args, name, None) for name in _OUTPUTS}
+    return [
+        f"--{name.replace('_', '-')} {folder}"
+        for name, folder in given.items()
+        if folder and os.path.isdir(folder) and shutil.disk_usage(folder).free < _FULL_BYTES
+    ]
+
+
+def _cannot_load(cause: BaseException | None) -> str:
+    args = megatrons_arguments()
+    folder = Path(args.load or args.pretrained_checkpoint)
+    iteration = str(args.ckpt_step or "")
+    with contextlib.suppress(OSError):
+        iteration = iteration or (folder / _TRACKER).read_text().strip()
+    what = f"the checkpoint of iteration {iteration} in {folder} cannot be loaded"
+    if cause is None:
+        return f"{what}: Megatron-LM says why above; {_instead(folder, iteration)}"
+    return f"{what}: {_reason(cause)}; {_way_out(cause, folder, iteration)}"
+
+
+def _reason(cause: BaseException) -> str:
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:_MOST_CHARACTERS]
+
+
+def _instead(folder: Path, iteration: str) -> str:
+    others = [number for number in _iterations(folder) if str(number) != iteration.lstrip("0")]
+    return f"load another one with --ckpt-step: {others}" if others else "load one of another folder"
+
+
+def _way_out(cause: BaseException, folder: Path, iteration: str) -> str:
+    text = str(cause)
+    if "parameter group" in text or "optimizer" in text:
+        return (
+            "its optimizer state is of another layout or optimizer (with experts, Megatron-LM keeps that of "
+            "--expert-model-parallel-size 1 apart from others): train with that layout, or add --no-load-optim"
+        )
+    if "shape mismatch" in text or "not in state dict" in text or "size mismatch" in text:
+        return "it is of another model: give the flags it was trained with"
+    return f"a file is missing or damaged: restore it, or {_instead(folder, iteration)}"
+
+
+def _action(frames: traceback.StackSummary) -> str | None:
+    """ "load" or "save" if the error comes from a checkpoint."""
+    for frame in frames:
+        if frame.filename.endswith(("training/checkpointing.py", "training/async_utils.py")):
+            return "load" if "load" in frame.name or frame.name == "read_metadata" else "save"
+    return None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error, of this or another rank. torch raises the errors of ranks together as a BaseException."""
+    failures = getattr(error, "failures", None)
+    while failures:
+        error = next(iter(failures.values()))[0]
+        failures = getattr(error, "failures", None)
+    return error.__cause__ or error
+
+
+def _local(error: BaseException, name: str) -> Any:
+    """The value of a local variable of the functions that `error` passed through, the innermost one's."""
+    found = None
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename.endswith("checkpointing.py"):
+            found = frame.tb_frame.f_locals.get(name, found)
+        frame = frame.tb_next
+    return found

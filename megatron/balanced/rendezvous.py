@@ -1,0 +1,137 @@
+"""The ranks of a job as the launcher's environment describes them, and the key-value store in which they meet.
+
+The store is torchrun's where there is one; otherwise that of rank 0, in which the process groups will meet later.
+Megatron-LM opens it after minutes of work. Here it is opened first, so that ranks can compare what they will do
+(`agreement`) and agree on one report when a job fails (`watchdog`).
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["has_store", "hosts_store", "join_job", "open_store", "rank", "wait_for", "world_size"]
+
+_START_SECONDS = 600.0  # for rank 0 to start; torch waits as long
+_STORE_SECONDS = 10.0  # for one answer of the store
+
+_hosted: list[dist.Store] = []  # a store that this process holds lives as long as the process
+_joined = False
+
+
+class LocalError(ValueError):
+    """Bad input that other machines of the job may not have, such as a missing file."""
+
+
+def rank() -> int:
+    return _read("RANK", 0)
+
+
+def world_size() -> int:
+    return _read("WORLD_SIZE", 1)
+
+
+def _read(name: str, default: int) -> int:
+    """A number of the environment. One that is none counts as missing; `join_job` refuses it."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else default
+
+
+def join_job() -> None:
+    """Check the launcher's environment, set that of a single rank where there is none, and open the job's store.
+
+    Raises ValueError for variables that are missing, that are no numbers or contradict each other, and for a store that
+    cannot be opened.
+    """
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if "WORLD_SIZE" in os.environ and missing:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} not set; start with torchrun, or "
+            "with scripts/slurm under SLURM"
+        )
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port, since no other rank connects to it
+    world = _number("WORLD_SIZE", 1)
+    _number("RANK", 0, world - 1, f" of WORLD_SIZE {world}")
+    if "LOCAL_RANK" in os.environ:
+        _number("LOCAL_RANK", 0)
+    port = _number("MASTER_PORT", 0 if world == 1 else 1, 65535)
+    if world == 1:
+        return
+    global _joined
+    address = os.environ["MASTER_ADDR"]
+    try:
+        if rank() == 0 and not _is_launchers() and not _hosted:
+            # multi_tenant: the process groups of this process open the same store again.
+            _hosted.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True))
+        _connect(_START_SECONDS)
+        _joined = True
+    except dist.DistError as error:
+        in_use = "EADDRINUSE" in str(error) or "already in use" in str(error)
+        reason = "the port is in use; choose another" if in_use else f"{_first_line(error)}; does rank 0 run there?"
+        raise ValueError(f"MASTER_ADDR {address}, MASTER_PORT {port}: {reason}") from error
+
+
+def _number(name: str, least: int, most: int | None = None, among: str = "") -> int:
+    text = os.environ[name]
+    bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    if not text.isascii() or not text.isdigit() or int(text) < least or (most is not None and int(text) > most):
+        raise ValueError(
+            f"environment variable {name}={text!r} must be a whole number {bounds}{among}; start "
+            "with torchrun, or with scripts/slurm under SLURM"
+        )
+    return int(text)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0].rstrip(".")
+
+
+def _is_launchers() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def has_store() -> bool:
+    """Whether the job has a store that can be asked: from `join_job` on, or a launcher's."""
+    return world_size() > 1 and (_is_launchers() or _joined)
+
+
+def _connect(seconds: float) -> dist.TCPStore:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+def open_store(name: str) -> dist.Store:
+    """A new connection to the job's store, so that a thread that waits in the store does not block others.
+
+    name: a prefix of all keys. Raises dist.DistError if the store does not answer.
+    """
+    store = dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _connect(_STORE_SECONDS))
+    store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+    return store
+
+
+def hosts_store() -> bool:
+    """Whether the store ends with this process."""
+    return bool(_hosted)
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], seconds: float, look: Callable[[], object] = lambda: None) -> bool:
+    """Wait until all keys are set, for a bounded time. Returns whether they are. torch's own wait warns at a timeout.
+
+    look: called about once a second.
+    """
+    started = time.monotonic()
+    pause = 0.02
+    while not store.check(list(keys)):
+        if time.monotonic() - started > seconds:
+            return False
+        if pause == 1.0:
+            look()
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)
+    return True

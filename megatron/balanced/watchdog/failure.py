@@ -1,0 +1,206 @@
+"""One report per failed job, last on the screen: the error, and the ranks that had it or that are silent.
+
+A rank that fails posts its error to the job's store. The first one waits for the others for a bounded time and writes
+the report: one line for bad input, a traceback for anything else, each kind of error once, with its ranks. Errors of
+collectives follow from the end of another rank; they are told only if no rank has an error of its own, with the ranks
+that do not answer. Before it exits, each rank gives the report to torchrun, whose table then ends with it.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from megatron.balanced.checks.checkpoints import gave_up_loading
+from megatron.balanced.checks.refusal import LocalError, explain, is_refusal, is_training
+from megatron.balanced.rendezvous import has_store, hosts_store, open_store, rank, wait_for, world_size
+from megatron.balanced.watchdog.stall import Watch, ask_all, name_ranks
+
+__all__ = ["OthersFailed", "failed_elsewhere", "report_failures_once", "stop"]
+
+_PATIENCE_SECONDS = 10.0  # for other ranks to fail, too
+_START_SECONDS = 30.0  # the same at the start, which ranks may reach at different times
+_MOST_SECONDS = 60.0  # for the whole report, even if the store hangs
+_LINGER_SECONDS = 5.0  # that the rank with the store stays, so that others can read it
+_NAME = "pretrain_gpt.py"
+# What gloo, NCCL and the store say when another rank has ended or does not come.
+_OF_OTHERS = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|Timed out|timeout", re.IGNORECASE)
+
+
+class OthersFailed(RuntimeError):
+    """This rank stops because others have failed."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The failure of a rank, or the report of all.
+
+    text: one line, or the traceback.
+    code: the exit code; 2 if `text` is a line on bad input.
+    follows: whether it follows from the end of another rank.
+    ranks: that had it.
+    """
+
+    text: str
+    code: int
+    follows: bool = False
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """A hash that is the same for failures that differ only in numbers, such as a rank, a port or an address."""
+        return hashlib.sha256(re.sub(r"0x[0-9a-f]+|\d+", "#", self.text).encode()).hexdigest()[:16]
+
+    def told(self) -> str:
+        names = f"{name_ranks(self.ranks)} of {world_size()}"
+        if self.code == 2:
+            return f"{_NAME}: error: {self.text}" + f" ({names})" * (len(self.ranks) < world_size())
+        return self.text if world_size() == 1 else f"{_NAME}: {names} failed:\n{self.text}"
+
+
+def _failure_of(error: BaseException, *, refused: bool = False) -> _Failure:
+    """refused: whether it is bad input, whatever its type."""
+    of_others = isinstance(error, OthersFailed) or (
+        isinstance(error, RuntimeError) and not refused and _OF_OTHERS.search(str(error)) is not None
+    )
+    if not of_others and (refused or is_refusal(error)):
+        by_machine = isinstance(error, LocalError | OSError | ImportError | RuntimeError)
+        several_hosts = world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+        return _Failure(explain(error) + f" (on {socket.gethostname()})" * (by_machine and several_hosts), 2)
+    return _Failure("".join(traceback.format_exception(error)).rstrip(), 1, follows=of_others)
+
+
+def failed_elsewhere() -> bool:
+    """Whether a rank has posted a failure."""
+    return open_store("failure").check(["failures"])
+
+
+def _publish(failure: _Failure) -> int:
+    """Agree with the other ranks on the report; print it if this rank is to. Returns the exit code."""
+    store = open_store("failure")
+    store.set(f"said/{failure.kind}", json.dumps(asdict(failure)))
+    store.append("failed", f"{rank()} {failure.kind}\n")
+    if store.add("failures", 1) == 1:
+        report = _collect(store, failure)
+        print(report.text, file=sys.stderr, flush=True)
+        store.set("report", json.dumps(asdict(report)))
+    else:
+        wait_for(store, ["report"], _MOST_SECONDS)
+        report = _Failure(**json.loads(store.get("report")))
+        if rank() not in report.ranks and not failure.follows:
+            print(replace(failure, ranks=(rank(),)).told(), file=sys.stderr, flush=True)
+    _give_to_torchrun(report)
+    if store.add("read", 1) == len(report.ranks):
+        store.set("all read", "")
+    wait_for(store, ["all read"], _LINGER_SECONDS)
+    if hosts_store():
+        time.sleep(1.0)  # until the others have their answers
+    return report.code
+
+
+def _collect(store: dist.Store, failure: _Failure) -> _Failure:
+    """Wait for the other ranks, for a bounded time. Returns the report of all that failed."""
+    deadline = time.monotonic() + (_PATIENCE_SECONDS if is_training() else _START_SECONDS)
+    silent: set[int] = set()
+    if failure.follows:
+        silent = {*range(world_size())} - ask_all(open_store("stall")).keys()
+    while True:
+        kinds: dict[str, list[int]] = {}
+        for line in store.get("failed").decode().splitlines():
+            kinds.setdefault(line.split()[1], []).append(int(line.split()[0]))
+        failed = {each for ranks in kinds.values() for each in ranks}
+        left = {int(each) for each in store.get("left").split()} if store.check(["left"]) else set()
+        if len(failed | left | silent) == world_size() or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    said = {kind: _Failure(**json.loads(store.get(f"said/{kind}"))) for kind in kinds}
+    own = [replace(said[kind], ranks=tuple(sorted(ranks))) for kind, ranks in kinds.items() if not said[kind].follows]
+    if silent := silent - failed - left:
+        names = name_ranks(silent)
+        died = f"{names} died or stopped answering; the other ranks stop now. Look at the log of {names}"
+        own = own or [_Failure(f"{_NAME}: error: {died}", 1)]
+    elif not own:
+        own = [replace(failure, ranks=tuple(sorted(failed)))]
+    text = "\n".join(each.told() if each.ranks else each.text for each in own)
+    return _Failure(text, max(each.code for each in own), ranks=tuple(failed))
+
+
+def _within(seconds: float, function: Callable[[], int]) -> int | None:
+    """The result of `function`, or None if the store fails or it takes longer than `seconds`: the host of the store may
+    be frozen, which no timeout of a socket detects."""
+    result: list[int] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            result.append(function())
+
+    thread = threading.Thread(target=run, name="report-of-failure", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None
+
+
+def _give_to_torchrun(report: _Failure) -> None:
+    """Write the report for torchrun, whose table ends with it."""
+    try:
+        raise (ValueError if report.code == 2 else RuntimeError)(report.text) from None
+    except (ValueError, RuntimeError) as error:
+        error.__traceback__ = error.__context__ = None
+        get_error_handler().record_exception(error)
+
+
+def _report(failure: _Failure) -> int:
+    """Report `failure` once for all ranks. Returns the exit code."""
+    code = _within(_MOST_SECONDS, lambda: _publish(failure)) if has_store() else None
+    if code is None:  # each rank speaks for itself
+        told = f"{_NAME}: error: {failure.text}" if failure.code == 2 else replace(failure, ranks=(rank(),)).told()
+        print(told, file=sys.stderr, flush=True)
+        _give_to_torchrun(replace(failure, text=told))
+        return failure.code
+    return code
+
+
+def stop(error: Exception) -> NoReturn:
+    """End the process because of bad input, with one line for all ranks that have the same error.
+
+    The exit code is 2, as argparse's. `error` is the cause of the SystemExit.
+    """
+    raise SystemExit(_report(_failure_of(error, refused=True))) from error
+
+
+@contextlib.contextmanager
+def report_failures_once() -> Iterator[None]:
+    """Run a job in this context. An exception is reported once, with the ranks that had it, and ends the process.
+
+    A rank that leaves with SystemExit does not count as silent.
+    """
+    watch = Watch()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if rank() == 0:
+            print(f"{_NAME}: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+    except SystemExit as end:
+        if not end.code and (reason := gave_up_loading(end)):
+            raise SystemExit(_report(_Failure(reason, 2))) from None
+        with contextlib.suppress(RuntimeError):  # the store ended with its rank, so no rank waits for this one
+            if has_store():
+                open_store("failure").append("left", f"{rank()} ")
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        raise SystemExit(_report(_failure_of(error))) from None
+    finally:
+        watch.end()
