@@ -15,10 +15,11 @@ import torch.distributed as dist
 __all__ = ["has_store", "hosts_store", "join_job", "open_store", "rank", "wait_for", "world_size"]
 
 _START_SECONDS = 600.0  # for rank 0 to start; torch waits as long
+_CONNECT_SECONDS = 60.0
 _STORE_SECONDS = 10.0  # for one answer of the store
 
 _hosted: list[dist.Store] = []  # a store that this process holds lives as long as the process
-_joined = False
+_joined: list[dist.Store] = []  # the connection of `join_job`
 
 
 class LocalError(ValueError):
@@ -62,14 +63,12 @@ def join_job() -> None:
     port = _number("MASTER_PORT", 0 if world == 1 else 1, 65535)
     if world == 1:
         return
-    global _joined
     address = os.environ["MASTER_ADDR"]
     try:
         if rank() == 0 and not _is_launchers() and not _hosted:
             # multi_tenant: the process groups of this process open the same store again.
             _hosted.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True))
-        _connect(_START_SECONDS)
-        _joined = True
+        _joined[:] = [_connect(_START_SECONDS)]
     except dist.DistError as error:
         in_use = "EADDRINUSE" in str(error) or "already in use" in str(error)
         reason = "the port is in use; choose another" if in_use else f"{_first_line(error)}; does rank 0 run there?"
@@ -97,7 +96,7 @@ def _is_launchers() -> bool:
 
 def has_store() -> bool:
     """Whether the job has a store that can be asked: from `join_job` on, or a launcher's."""
-    return world_size() > 1 and (_is_launchers() or _joined)
+    return world_size() > 1 and (_is_launchers() or bool(_joined))
 
 
 def _connect(seconds: float) -> dist.TCPStore:
@@ -105,14 +104,15 @@ def _connect(seconds: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
-def open_store(name: str) -> dist.Store:
-    """A new connection to the job's store, so that a thread that waits in the store does not block others.
+def open_store(name: str, *, anew: bool = False) -> dist.Store:
+    """The job's store. Raises dist.DistError if it does not answer.
 
-    name: a prefix of all keys. Raises dist.DistError if the store does not answer.
+    name: a prefix of all keys.
+    anew: over a new connection, since a thread that waits for an answer blocks others on the same one.
     """
-    store = dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _connect(_STORE_SECONDS))
+    store = _connect(_CONNECT_SECONDS) if anew or not _joined else _joined[0]
     store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-    return store
+    return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def hosts_store() -> bool:

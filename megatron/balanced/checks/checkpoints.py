@@ -110,10 +110,10 @@ def explain_checkpoint(error: BaseException) -> str | None:
     args = megatrons_arguments()
     if args.save is None:
         return "Megatron-LM stops and would save a checkpoint, but --save is not given; it says above why it stops"
-    where = f"the checkpoint of iteration {_local(error, 'iteration')} cannot be written to --save {args.save}"
+    what = f"the checkpoint of iteration {_local(error, 'iteration')} cannot be written"
     if full := full_folders(args):
-        return f"{where}: no space is left on the disk of {' and '.join(full)}; free some, and start again"
-    return f"{where}: {_reason(cause)}"
+        return f"{what}: no space is left on the disk of {' and '.join(full)}; free some, and start again"
+    return f"{what} to --save {args.save}: {_reason(cause)}"
 
 
 def full_folders(args: argparse.Namespace) -> list[str]:
@@ -148,13 +148,13 @@ def _instead(folder: Path, iteration: str) -> str:
 
 
 def _way_out(cause: BaseException, folder: Path, iteration: str) -> str:
-    text = str(cause)
-    if "parameter group" in text or "optimizer" in text:
+    text = str(cause).split("not in state dict")[0]  # which is followed by what is
+    if "parameter group" in text or "optimizer" in text or "entries in state dict" in text:
         return (
             "its optimizer state is of another layout or optimizer (with experts, Megatron-LM keeps that of "
             "--expert-model-parallel-size 1 apart from others): train with that layout, or add --no-load-optim"
         )
-    if "shape mismatch" in text or "not in state dict" in text or "size mismatch" in text:
+    if "shape mismatch" in text or "size mismatch" in text or text != str(cause):
         return "it is of another model: give the flags it was trained with"
     return f"a file is missing or damaged: restore it, or {_instead(folder, iteration)}"
 

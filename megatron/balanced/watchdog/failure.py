@@ -89,7 +89,7 @@ def failed_elsewhere() -> bool:
 
 def _publish(failure: _Failure) -> int:
     """Agree with the other ranks on the report; print it if this rank is to. Returns the exit code."""
-    store = open_store("failure")
+    store = open_store("failure", anew=True)
     store.set(f"said/{failure.kind}", json.dumps(asdict(failure)))
     store.append("failed", f"{rank()} {failure.kind}\n")
     if store.add("failures", 1) == 1:
@@ -115,7 +115,7 @@ def _collect(store: dist.Store, failure: _Failure) -> _Failure:
     deadline = time.monotonic() + (_PATIENCE_SECONDS if is_training() else _START_SECONDS)
     silent: set[int] = set()
     if failure.follows:
-        silent = {*range(world_size())} - ask_all(open_store("stall")).keys()
+        silent = {*range(world_size())} - ask_all().keys()
     while True:
         kinds: dict[str, list[int]] = {}
         for line in store.get("failed").decode().splitlines():

@@ -38,8 +38,9 @@ _STDLIB = sysconfig.get_path("stdlib")
 _BETWEEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1] / "cpu"))
 
 
-def ask_all(store: dist.Store) -> dict[int, str]:
+def ask_all() -> dict[int, str]:
     """What each rank does, by rank; only of those that answer in a few seconds."""
+    store = open_store("stall", anew=True)
     number = store.add("asked", 1)
     keys = {each: f"{number}/{each}" for each in range(world_size())}
     wait_for(store, list(keys.values()), _ANSWER_SECONDS)
@@ -80,7 +81,7 @@ class Watch:
             if self._over.wait(_LOOK_SECONDS):
                 return
         try:
-            store = open_store("stall")
+            store = open_store("stall", anew=True)
             while not self._over.wait(_LOOK_SECONDS):
                 self._look(store)
         except RuntimeError:  # the store has ended with the job
@@ -117,7 +118,7 @@ class Watch:
         return min(timeout / 2, max(_LEAST_SECONDS, _MULTIPLE * statistics.median(self._recent)))
 
     def _report(self, waited: float) -> None:
-        answers = ask_all(open_store("stall"))
+        answers = ask_all()
         ranks = defaultdict(list)
         for each in range(world_size()):
             ranks[answers.get(each, "no answer: it died or is stopped")].append(each)

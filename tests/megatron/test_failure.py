@@ -1,4 +1,4 @@
-"""A failed job reports once: a rank that dies or freezes is named, and an error of all ranks is printed once."""
+"""A failed job reports once, last on the screen: a rank that dies or stops is named, an error of all is told once."""
 
 import contextlib
 import io
@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE
+from tests.support.pool import Pool, single_threaded
 from tests.support.training import MOCK_DATA, MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +23,11 @@ WORLD_SIZE = 2
 class Job:
     """Ranks without a launcher, which would stop the other ranks before they can report."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *more: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        flags = [*MODEL, *MOCK_DATA, "--train-iters", "100000", "--log-interval", "1"]
+        flags = [*MODEL, *MOCK_DATA, "--train-iters", "100000", "--log-interval", "1", *more]
         self.logs = [directory / f"rank-{rank}.log" for rank in range(WORLD_SIZE)]
         self.ranks = []
         for rank, log in enumerate(self.logs):
@@ -48,33 +49,116 @@ class Job:
             assert all(rank.poll() is None for rank in self.ranks), self.logs[0].read_text()[-2000:]
             time.sleep(0.2)
 
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+
+SIGNALS = [
+    pytest.param(signal.SIGKILL, id="killed"),
+    pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.exhaustive),  # a minute until the timeout of gloo
+]
+
+
+@pytest.mark.parametrize("how", SIGNALS)
+@pytest.mark.parametrize("victim", range(WORLD_SIZE))
+def test_the_rank_that_died_is_named(tmp_path: Path, how: signal.Signals, victim: int) -> None:
+    """Rank 0 has the store with it: without it the other one still ends, with an error of its own."""
+    job = Job(tmp_path, "--distributed-timeout-minutes", "1")
+    try:
+        job.wait_for_iteration(3)
+        job.ranks[victim].send_signal(how)
+        survivors = [rank for rank in range(WORLD_SIZE) if rank != victim]
+        codes = [job.ranks[rank].wait(timeout=PATIENCE) for rank in survivors]
+        assert all(codes), f"exit codes {codes} of ranks that could not go on"
+        report = "".join(job.logs[rank].read_text() for rank in survivors)
+        if victim:
+            assert report.count("pretrain_gpt.py: error:") == 1
+            assert f"rank {victim} died or stopped answering" in report
+        else:
+            assert "pretrain_gpt.py: rank 1 of 2 failed:" in report
+    finally:
+        job.end()
+
+
+def test_ctrl_c_ends_in_one_line(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    yield job
-    for rank in job.ranks:
-        rank.kill()
-        rank.wait()
+    try:
+        job.wait_for_iteration(2)
+        for rank in job.ranks:
+            rank.send_signal(signal.SIGINT)
+        codes = [rank.wait(timeout=PATIENCE) for rank in job.ranks]
+    finally:
+        job.end()
+    assert codes[0] == 130 and codes[1] != 0
+    said = job.logs[0].read_text()
+    assert said.splitlines()[-1] == "pretrain_gpt.py: interrupted"
+    assert "Traceback" not in said
 
 
-def test_the_rank_that_died_is_named(job: Job) -> None:
-    victim = 1
-    job.wait_for_iteration(3)
-    job.ranks[victim].send_signal(signal.SIGKILL)
-    survivors = [rank for rank in range(WORLD_SIZE) if rank != victim]
-    codes = [job.ranks[rank].wait(timeout=90) for rank in survivors]
-    assert all(codes), f"exit codes {codes} of ranks that could not go on"
-    report = "".join(job.logs[rank].read_text() for rank in survivors)
-    assert report.count("pretrain_gpt.py: error:") == 1
-    assert f"rank {victim} died or stopped answering" in report
+def test_torchruns_table_ends_with_the_error() -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    flags = [*MODEL, *MOCK_DATA, "--balance", "nothing"]
+    command = [*run, "--rdzv-endpoint", "127.0.0.1:0", ROOT / "pretrain_gpt.py", *flags]
+    done = subprocess.run(command, env=single_threaded(), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode
+    *_, last, _ = [line for line in done.stderr.splitlines() if line.strip()]
+    assert "traceback : ValueError: pretrain_gpt.py: error: " in last and "--balance nothing" in last
+
+
+ENVIRONMENTS = {
+    "RANK beyond WORLD_SIZE": ({"RANK": "7"}, "RANK='7' must be a whole number from 0 to 3 of WORLD_SIZE 4"),
+    "RANK no number": ({"RANK": "x"}, "RANK='x' must be a whole number from 0 to 3 of WORLD_SIZE 4"),
+    "WORLD_SIZE no number": ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be a whole number of at least 1"),
+    "port too high": ({"MASTER_PORT": "99999999"}, "MASTER_PORT='99999999' must be a whole number from 1 to 65535"),
+    "port no number": ({"MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number from 1 to 65535"),
+    "port in use": ({"MASTER_PORT": "USED"}, "the port is in use; choose another"),
+}
+
+
+@pytest.mark.parametrize("case", ENVIRONMENTS)
+def test_a_launch_that_cannot_work_is_one_line(case: str) -> None:
+    pool = Pool(preload=False)
+    try:
+        ((code, said),) = pool.run(1, _launch, *ENVIRONMENTS[case])
+    finally:
+        pool.stop()
+    assert code == 2
+    (line,) = said.splitlines()
+    assert line.startswith("pretrain_gpt.py: error: ")
+
+
+def _launch(change: dict[str, str], words: str) -> tuple[object, str]:
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    with socket.socket() as used:
+        used.bind(("0.0.0.0", 0))
+        used.listen()
+        port = str(used.getsockname()[1])
+        change = {name: port if value == "USED" else value for name, value in change.items()}
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "29500"} | change)
+        code, said = _run([*MODEL, *MOCK_DATA])
+    assert words in said, said
+    return code, said
+
+
+def _run(argv: list[str]) -> tuple[object, str]:
+    """Run the command on this rank. Returns its exit code and stderr."""
+    import pretrain_gpt
+
+    sys.argv[1:] = argv
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            pretrain_gpt.main()
+        except SystemExit as stop:
+            return stop.code, stderr.getvalue()
+    return "none", stderr.getvalue()
 
 
 def _fail(argv: list[str], fault: str) -> tuple[object, str]:
     """Run the command on this rank with a fault planted. Returns its exit code and stderr."""
     from megatron.training import training
-
-    import pretrain_gpt
 
     rank = int(os.environ["RANK"])
     build, step = training.setup_model_and_optimizer, training.train_step
@@ -95,14 +179,7 @@ def _fail(argv: list[str], fault: str) -> tuple[object, str]:
 
     training.setup_model_and_optimizer = build_with_fault
     training.train_step = step_with_fault
-    sys.argv[1:] = argv
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-        try:
-            pretrain_gpt.main()
-        except SystemExit as stop:
-            return stop.code, stderr.getvalue()
-    return "none", stderr.getvalue()
+    return _run(argv)
 
 
 def _reports(pool, world_size: int, fault: str, *flags: str) -> tuple[list[object], list[str]]:
@@ -180,17 +257,17 @@ def test_what_fails_on_one_rank_alone(pool):
 
 def _with_store(fault: str) -> tuple[str, bool]:
     """Fail on this rank where the store cannot be asked. Returns what was said, and whether it ended in time."""
-    from megatron.balanced.watchdog import heartbeat
+    from megatron.balanced.watchdog import failure
 
-    def open_store() -> object:
+    def open_store(name: str, *, anew: bool = False) -> object:
         if fault == "frozen":
             time.sleep(3600)
         raise RuntimeError("the store is gone")
 
-    heartbeat._open_store = open_store  # type: ignore[assignment]
-    heartbeat._MOST_SECONDS = 0.5
+    failure.open_store = open_store  # type: ignore[assignment]
+    failure._MOST_SECONDS = 0.5
     stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, heartbeat.report_failures_once():
+    with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stopped, failure.report_failures_once():
         raise KeyError("a part")
     return stderr.getvalue(), stopped.value.code == 1
 

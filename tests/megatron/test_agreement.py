@@ -1,0 +1,170 @@
+"""Ranks that would do different things are refused in one line before they exchange anything."""
+
+import contextlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.balanced import agreement
+from megatron.balanced.agreement import _difference
+from tests.support.training import MOCK_DATA, MODEL, MOE
+
+ROOT = Path(__file__).parents[2]
+BASE = [*MODEL, *MOCK_DATA]
+
+
+def _start(argv: list[str], own: dict[int, str]) -> tuple[object, str]:
+    """Run the command on this rank with flags of its own. Returns its exit code and stderr."""
+    import pretrain_gpt
+
+    sys.argv[1:] = [*argv, *own.get(int(os.environ["RANK"]), "").split()]
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            pretrain_gpt.main()
+        except SystemExit as stop:
+            return stop.code, stderr.getvalue()
+    return 0, stderr.getvalue()
+
+
+def _line(results: list[tuple[object, str]]) -> str:
+    """The only line that ranks said, all of which were refused."""
+    assert [code for code, _ in results] == [2] * len(results), results
+    (line,) = "".join(text for _, text in results).splitlines()
+    return line
+
+
+DIFFERENT = {
+    "report on one rank": ({0: "--balance-report FOLDER"}, "--balance-report is True on rank 0 and False on rank 1"),
+    "layers": ({0: "--num-layers 4", 1: "--num-layers 6"}, "--num-layers is 4 on rank 0 and 6 on rank 1"),
+    "steps": ({1: "--train-iters 6"}, "--train-iters is 4 on rank 0 and 6 on rank 1"),
+    "learning rate": ({1: "--lr 5e-3"}, "--lr is 0.001 on rank 0 and 0.005 on rank 1"),
+    "a balancer": ({0: "--balance-experts"}, "--balance-experts is True on rank 0 and False on rank 1"),
+    "balancers": ({0: "--balance all", 1: "--balance experts"}, "--balance is 'all' on rank 0 and 'experts' on rank 1"),
+    "seed": ({1: "--seed 4"}, "--seed is 1234 on rank 0 and 4 on rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_flags_that_differ_are_named_with_ranks_and_values(pool, tmp_path, case):
+    own, words = DIFFERENT[case]
+    own = {rank: flags.replace("FOLDER", str(tmp_path)) for rank, flags in own.items()}
+    moe = [*MOE, "--expert-model-parallel-size", "2"] if "balancer" in case else []
+    line = _line(pool.run(2, _start, [*BASE, *moe], own))
+    assert line.startswith(f"pretrain_gpt.py: error: ranks differ: {words}"), line
+
+
+def _other_code(argv: list[str], change: str) -> tuple[object, str]:
+    """The last rank has another version of the code, of torch, or another device."""
+    import torch
+
+    import balancing
+
+    if os.environ["RANK"] == "2":
+        if change == "version":
+            balancing.__version__ = "9.9.9"
+        elif change == "source":
+            agreement._source = lambda: "another"
+        elif change == "torch":
+            torch.__version__ = "1.0"
+        else:
+            settle = agreement._values
+
+            def on_a_gpu(args: object, config: object) -> dict[str, str]:
+                return settle(args, config) | {"--device": "'cuda'"}
+
+            agreement._values = on_a_gpu
+    return _start(argv, {})
+
+
+@pytest.mark.parametrize("change", ["version", "source", "torch", "device"])
+def test_code_and_device_are_compared(pool, change):
+    line = _line(pool.run(3, _other_code, [*BASE, "--global-batch-size", "3"], change))
+    name = {"version": "the version of Megatron-Balance is ", "source": "the hash of its source is "}
+    assert name.get(change, change) in line and " on ranks 0-1 and " in line and " on rank 2; " in line
+
+
+def test_the_source_is_hashed_whole(tmp_path):
+    """A changed file of either package changes the hash."""
+    for package in ("balancing", "megatron/balanced"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    asked = "from megatron.balanced.agreement import _source; print(_source())"
+    hashes = []
+    for changed in (None, "balancing/layers/plan.py", "megatron/balanced/layers/mover.py"):
+        if changed is not None:
+            with (tmp_path / changed).open("a") as file:
+                file.write("# changed\n")
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, env=environment, capture_output=True)
+        hashes.append(done.stdout)
+    assert len({*hashes}) == 3 and all(hashes), hashes
+
+
+def test_paths_may_differ(pool, tmp_path):
+    """Each host may keep its files where it wants."""
+    own = {rank: f"--tensorboard-dir {tmp_path / str(rank)}" for rank in range(2)}
+    results = pool.run(2, _start, [*BASE, "--train-iters", "1"], own)
+    assert [code for code, _ in results] == [0, 0], results
+
+
+def test_a_rank_that_fails_before_ends_the_others(pool):
+    """They would wait ten minutes for it."""
+    results = pool.run(2, _start, BASE, {1: "--balance nothing"})
+    assert results[1][0] == 2
+    told = [line for line in "".join(text for _, text in results).splitlines() if "error" in line]
+    assert len(told) == 1 and "--balance nothing" in told[0] and "(rank 1 of 2)" in told[0], told
+
+
+def test_few_differences_are_shown_those_of_the_command_line_first():
+    values = [{f"--flag-{number}": str(rank) for number in range(9)} | {"--lr": str(rank)} for rank in range(2)]
+    answers = [{"values": known, "given": ["--lr"]} for known in values]
+    line = _difference([[0, 2, 3], [1]], answers)
+    assert line.startswith("ranks differ: --lr is 0 on ranks 0, 2-3 and 1 on rank 1; --flag-0 is 0 on ")
+    assert "(and 7 more)" in line and "--flag-8" not in line
+
+
+def _many_ranks(count: int) -> tuple[list[object], float]:
+    """Ranks as threads against one store: what each is told, and requests to the store a rank."""
+    agreement.rank = lambda: local.rank
+    agreement.world_size = lambda: count
+    agreement._comparisons = iter([0] * count)
+    local, requests = threading.local(), []
+
+    class Counted(dist.PrefixStore):
+        pass
+
+    for name in ("set", "get", "check", "multi_get"):
+
+        def counted(store: Any, *args: Any, name: str = name) -> Any:
+            requests.append(name)
+            return getattr(super(Counted, store), name)(*args)
+
+        setattr(Counted, name, counted)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agreement.open_store = lambda name: server
+    agreement.dist.PrefixStore = Counted
+
+    def one(rank: int) -> object:
+        local.rank = rank
+        return agreement._compare({"--lr": "2" if rank == count - 1 else "1"}, {"--lr"})
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(one, range(count))), len(requests) / count
+
+
+def test_many_ranks(pool):
+    """No rank but the first asks for what all the others have posted."""
+    ((told, requests),) = pool.run(1, _many_ranks, 200)
+    assert {*told} == {
+        "ranks differ: --lr is 1 on ranks 0-198 and 2 on rank 199; start all ranks with the same flags, code and data"
+    }
+    assert requests < 100
