@@ -113,8 +113,8 @@ def explain_in_one_line(program: str) -> None:
         name = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if name not in ("", "balancing"):
             print(
-                f"{program}: error: {name} is not installed for {sys.executable}; pip install -e . in Megatron-Balance's "
-                "folder brings it",
+                f"{program}: error: {name} is not installed for {sys.executable}; pip install -e . in "
+                "Megatron-Balance's folder brings it",
                 file=sys.stderr,
             )
             raise SystemExit(2)

@@ -155,7 +155,7 @@ def _difference(ranks: list[list[int]], answers: list[dict[str, Any]]) -> str:
             by_value.setdefault(answer["values"].get(name, "absent"), []).extend(known)
         if len(by_value) > 1:
             differing[name] = " and ".join(f"{value} on {name_ranks(known)}" for value, known in by_value.items())
-    names = sorted(differing, key=lambda name: (name not in given, name.startswith("--")))
+    names = sorted(differing, key=lambda name: (name != "--device", name not in given, name.startswith("--")))
     words = [f"{name} is {differing[name]}" for name in names[:_SHOWN]]
     more = f" (and {len(names) - _SHOWN} more)" * (len(names) > _SHOWN)
     return f"ranks differ: {'; '.join(words)}{more}; start all ranks with the same flags, code and data"

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.balanced import agreement
@@ -65,8 +67,6 @@ def test_flags_that_differ_are_named_with_ranks_and_values(pool, tmp_path, case)
 
 def _other_code(argv: list[str], change: str) -> tuple[object, str]:
     """The last rank has another version of the code, of torch, or another device."""
-    import torch
-
     import balancing
 
     if os.environ["RANK"] == "2":
@@ -168,3 +168,22 @@ def test_many_ranks(pool):
         "ranks differ: --lr is 1 on ranks 0-198 and 2 on rank 199; start all ranks with the same flags, code and data"
     }
     assert requests < 100
+
+
+def _meet(port: int) -> float:
+    """Open the job's store before torch does, without a launcher's; the process groups then meet in it."""
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    from megatron.balanced import rendezvous
+
+    rendezvous.join_job()
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def test_process_groups_meet_in_the_same_store(pool):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert pool.run(3, _meet, port) == [3.0] * 3

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.patience import PATIENCE
-from tests.support.pool import Pool, single_threaded
+from tests.support.pool import single_threaded
 from tests.support.training import MOCK_DATA, MODEL, assert_same, join, train, train_rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -301,71 +300,6 @@ def test_a_run_is_not_flooded_with_warnings(pool):
     for output in pool.output:
         assert not re.search(r"Transformer Engine|Apex|pin_memory|CPU RNG state", output), output
         assert len(re.findall(r"Warning:", output)) <= 5
-
-
-def _choose(argv: list[str], has_cuda: list[bool], port: int) -> tuple[str, str]:
-    """What a rank of a job chooses, or its error. port: of the job's store."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-
-    from megatron.balanced import arguments
-
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
-    torch.cuda.is_available = lambda: has_cuda[int(os.environ["RANK"])]
-    torch.cuda.device_count = lambda: 3
-    torch.cuda.get_device_name = lambda: "a GPU"
-    try:
-        device = arguments._start_device(argv)
-    except ValueError as error:
-        return "refused", str(error)
-    dist.init_process_group("gloo")  # in the same store
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return device, str(int(total))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _assert_named(told: list[str]) -> None:
-    assert len(set(told)) == 1, told
-    assert "\n" not in told[0]
-    for word in ("--device auto", "2 of 3 ranks", "rank(s) 2 (", socket.gethostname(), "--device cpu"):
-        assert word in told[0]
-
-
-def test_ranks_agree_on_the_device():
-    """A node without CUDA would wait on gloo for others that wait on NCCL."""
-    pool = Pool(preload=False)
-    try:
-        told = pool.run(3, _choose, ["--device", "auto"], [True, True, False], _free_port())
-        assert [device for device, _ in told] == ["refused"] * 3
-        _assert_named([line for _, line in told])
-        assert pool.run(3, _choose, ["--device", "auto"], [True] * 3, _free_port()) == [("cuda", "3")] * 3
-    finally:
-        pool.stop()
-
-
-def _agree() -> str:
-    """The error of a rank, in torchrun's store; the last one has no CUDA."""
-    import os
-
-    from megatron.balanced.cpu.agreement import agree_on_device
-
-    try:
-        agree_on_device("cpu" if os.environ["RANK"] == "2" else "cuda")
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_under_torchrun_agree_on_the_device(pool):
-    _assert_named(pool.run(3, _agree))
 
 
 def _refusal(requested: str) -> str:
