@@ -134,7 +134,7 @@ def _collect(store: dist.Store, failure: _Failure) -> _Failure:
     elif not own:
         own = [replace(failure, ranks=tuple(sorted(failed)))]
     text = "\n".join(each.told() if each.ranks else each.text for each in own)
-    return _Failure(text, max(each.code for each in own), ranks=tuple(failed))
+    return _Failure(text, min(each.code for each in own), ranks=tuple(failed))
 
 
 def _within(seconds: float, function: Callable[[], int]) -> int | None:
