@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import balancing
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
-from megatron.balanced.rendezvous import open_store, rank, wait_for, world_size
+from megatron.balanced.rendezvous import has_store, open_store, rank, wait_for, world_size
 from megatron.balanced.watchdog.failure import OthersFailed, failed_elsewhere
 from megatron.balanced.watchdog.stall import name_ranks
 
@@ -48,7 +48,7 @@ def check_agreement(args: argparse.Namespace, config: BalanceConfig) -> None:
 
     args: validated by Megatron-LM. Raises OthersFailed if another rank fails before it gets here.
     """
-    if world_size() == 1:
+    if not has_store():  # one rank, or a dry run
         return
     values, given = _values(args, config), {flag.split("=")[0] for flag in sys.argv if flag.startswith("--")}
     try:

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import io
+import os
 import re
 import sys
 import warnings
@@ -252,8 +253,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     sys.argv[1:] = argv  # Megatron's parser reads it
     try:
         check_megatron()
+        alone = "RANK" not in os.environ  # or assumed by the next line
         assume_ranks(argv)
-        join_job()
+        join_job(alone=alone)
         device = _start_device(argv)
 
         from megatron.core.model_parallel_config import resolve_tensor_parallel_weight_shards

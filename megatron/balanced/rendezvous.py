@@ -40,9 +40,10 @@ def _read(name: str, default: int) -> int:
     return int(text) if text.isascii() and text.isdigit() else default
 
 
-def join_job() -> None:
+def join_job(*, alone: bool = False) -> None:
     """Check the launcher's environment, set that of a single rank where there is none, and open the job's store.
 
+    alone: for a dry run of one process, whose other ranks are assumed; there is no store then.
     Raises ValueError for variables that are missing, that are no numbers or contradict each other, and for a store that
     cannot be opened.
     """
@@ -60,9 +61,9 @@ def join_job() -> None:
     _number("RANK", 0, world - 1, f" of WORLD_SIZE {world}")
     if "LOCAL_RANK" in os.environ:
         _number("LOCAL_RANK", 0)
-    port = _number("MASTER_PORT", 0 if world == 1 else 1, 65535)
-    if world == 1:
+    if alone or world == 1:
         return
+    port = _number("MASTER_PORT", 1, 65535)
     address = os.environ["MASTER_ADDR"]
     try:
         if rank() == 0 and not _is_launchers() and not _hosted:
