@@ -120,7 +120,7 @@ def test_a_rank_that_fails_before_ends_the_others(pool):
     """They would wait ten minutes for it."""
     results = pool.run(2, _start, BASE, {1: "--balance nothing"})
     assert results[1][0] == 2
-    told = [line for line in "".join(text for _, text in results).splitlines() if "error" in line]
+    told = [line for line in "".join(text for _, text in results).splitlines() if "error:" in line]
     assert len(told) == 1 and "--balance nothing" in told[0] and "(rank 1 of 2)" in told[0], told
 
 

@@ -195,7 +195,7 @@ def test_what_megatron_refuses_on_all_ranks_is_one_line(pool, world_size):
     assert codes == [2] * world_size
     everything = "".join(said)
     assert "Traceback" not in everything
-    (line,) = [line for line in everything.splitlines() if "error" in line]
+    (line,) = [line for line in everything.splitlines() if "error:" in line]
     assert line.startswith("pretrain_gpt.py: error: emerging-optimizers package is required")
     assert "pip install emerging-optimizers" in line
 
@@ -222,8 +222,8 @@ def test_what_is_refused_after_the_command_line_is_one_line(pool, case):
     assert codes == [2, 2]
     everything = "".join(said)
     assert "Traceback" not in everything
-    (line,) = [line for line in everything.splitlines() if "error" in line]
-    assert error in line
+    told = [line for line in everything.splitlines() if "error:" in line]
+    assert len(told) == 1 and error in told[0], told
 
 
 @pytest.mark.parametrize("fault, error", [("all build", "KeyError: 'a part of rank"), ("all step", "a step of rank")])
