@@ -35,8 +35,8 @@ _SHOWN = 3  # differences
 # compared, and the content of the files that decide shapes and plans: `--cluster` and the corpus.
 _RANK = ("rank", "local_rank")
 _PLACES = (
-    "balance_config", "balance_report", "bert_load", "cluster", "ict_load", "load", "merge_file", "pretrained_checkpoint",
-    "result_rejected_tracker_filename", "save", "tokenizer_model", "vocab_file",
+    "balance_config", "balance_report", "bert_load", "cluster", "ict_load", "load", "merge_file",
+    "pretrained_checkpoint", "result_rejected_tracker_filename", "save", "tokenizer_model", "vocab_file",
 )  # fmt: skip
 _ENDINGS_OF_PLACES = ("_path", "_dir", "_file")
 

@@ -1,7 +1,5 @@
-"""Detection and report of failures and stalls, on every rank.
+"""Reports of failures and stalls, on every rank.
 
-- `heartbeat`: each rank's heartbeat in the job's store, and one report when a job fails.
-- `operations`: the last operations that this rank started on each process group.
-- `stall`: the thread that notices an iteration that takes too long and asks all ranks where they are.
-- `waiting`: from the ranks' answers, which rank waits for which.
+- `failure`: one report when a job fails, on which the ranks agree in the job's store.
+- `stall`: a thread that notices an iteration that takes too long, asks all ranks where they are, and answers for its own.
 """
