@@ -7,15 +7,17 @@ cluster:
 
     python -m benchmarks.emulated ... -- -m benchmarks.emulated.paced '[{"forward": [[0.1], ...], ...}, ...]'
 
-with each pipeline an object of `run_schedule`'s arguments, forward and backward as [rank, chunk] or
-[rank, chunk, micro_batch]. Rank 0 prints one JSON list with the measured step seconds of each.
+with each pipeline an object of `run_schedule`'s arguments, forward, backward and weight_gradient as [rank, chunk], the
+first two also as [rank, chunk, micro_batch]. Rank 0 prints one JSON list with the measured step seconds of each.
 """
 
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,12 @@ class _Paced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.stage.occupy("backward", ctx.micro_batch)
+        stage = ctx.stage
+        if stage.filled is not None:
+            stage.filled.begin_backward()
+        stage.occupy("backward", ctx.micro_batch)
+        if stage.filled is not None:
+            stage.defer()
         return gradient.clone(), None, None
 
 
@@ -67,8 +74,10 @@ class PacedStage(torch.nn.Module):
         assert len(forward) == len(backward), "a forward and a backward for each micro-batch"
         self.config, self.chunk, self.log = config, chunk, log if log is not None else []
         self.model_type, self.vp_stage = None, None
-        self._seconds = {"forward": tuple(map(float, forward)), "backward": tuple(map(float, backward))}
+        self.seconds = {"forward": tuple(map(float, forward)), "backward": tuple(map(float, backward))}
         self._next = 0
+        self.filled: Any = None  # the schedule, if it fills waits with weight gradients
+        self.defer: Callable[[], None] = lambda: None  # leave the weight gradients of a backward for later
         self._input: torch.Tensor | None = None
         self.source = torch.nn.Parameter(torch.zeros(_shape(message_bytes)))  # the first virtual stage's embedding
 
@@ -77,14 +86,16 @@ class PacedStage(torch.nn.Module):
         self._input = given[0] if isinstance(given, list) else given
 
     def forward(self) -> torch.Tensor:
-        micro_batch, self._next = self._next, (self._next + 1) % len(self._seconds["forward"])
+        micro_batch, self._next = self._next, (self._next + 1) % len(self.seconds["forward"])
+        if self.filled is not None:
+            self.filled.begin_forward()
         given = self.source if self._input is None else self._input
         return _Paced.apply(given, self, micro_batch)
 
     def occupy(self, kind: str, micro_batch: int) -> None:
         """Spend the seconds of one pass."""
         begin = time.perf_counter()
-        pace(self._seconds[kind][micro_batch])
+        pace(self.seconds[kind][micro_batch])
         self.log.append((kind, self.chunk, micro_batch, begin, time.perf_counter()))
 
 
@@ -93,7 +104,7 @@ def _shape(message_bytes: int) -> tuple[int, int, int]:
     return -(-message_bytes // (4 * _HIDDEN)), 1, _HIDDEN
 
 
-def _config(ranks: int, chunks: int, overlap: bool) -> Any:
+def _config(ranks: int, chunks: int, overlap: bool, fills: bool) -> Any:
     """Megatron's configuration for such a pipeline, as its training loop sets it."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -106,7 +117,7 @@ def _config(ranks: int, chunks: int, overlap: bool) -> Any:
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=overlap,
-        batch_p2p_comm=not overlap,
+        batch_p2p_comm=not overlap and not fills,
     )
 
 
@@ -139,14 +150,15 @@ def schedule_arguments(
     *,
     message_bytes: int = 4 * _HIDDEN,
     log: list | None = None,
+    fills: bool = False,
 ) -> dict[str, Any]:
     """The keyword arguments with which Megatron's schedule runs one rank of a paced pipeline, process groups left out.
 
     forward, backward: seconds as [rank, chunk] or [rank, chunk, micro_batch]. message_bytes, log: see PacedStage; one
-    log for all chunks.
+    log for all chunks. fills: whether waits are filled with weight gradients.
     """
     ranks, chunks = forward.shape[:2]
-    config = _config(ranks, chunks, overlap)
+    config = _config(ranks, chunks, overlap, fills)
     stages = []
     for chunk in range(chunks):
         ahead, back = (np.broadcast_to(each[rank, chunk], (micro_batches,)).tolist() for each in (forward, backward))
@@ -169,11 +181,16 @@ def run_schedule(
     overlap: bool | None = None,
     message_bytes: int = 4 * _HIDDEN,
     repeats: int = 1,
+    weight_gradient: np.ndarray | None = None,
+    pieces: np.ndarray | None = None,
+    activation: np.ndarray | None = None,
 ) -> list[float]:
     """Run Megatron's schedule over all ranks of the world, each a paced pipeline stage; the seconds of each step.
 
-    forward, backward: as in `schedule_arguments`. overlap: as in `balancing.layers.simulate_schedule`. A step lasts
-    from the first rank's start to the last one's end. A step of no length goes before, which connects the ranks.
+    forward, backward: as in `schedule_arguments`. weight_gradient: [rank, chunk], seconds of weight gradients, which
+    then are no part of `backward` and fill waits; pieces, activation: as in `simulate_fill`. overlap: as in
+    `balancing.layers.simulate_schedule`. A step lasts from the first rank's start to the last one's end. A step of no
+    length goes before, which connects the ranks.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -190,29 +207,78 @@ def run_schedule(
         if each == rank:
             groups.tp = groups.cp = alone
     seconds = []
+    fills = weight_gradient is not None
     for repeat in range(repeats + 1):
         scale = 1.0 if repeat else 0.0
         seconds_now = forward * scale, backward * scale
-        arguments = schedule_arguments(*seconds_now, rank, micro_batches, overlap, message_bytes=message_bytes)
+        arguments = schedule_arguments(
+            *seconds_now, rank, micro_batches, overlap, message_bytes=message_bytes, fills=fills
+        )
         communicator = P2PCommunicator(groups.pp, arguments["model"][0].config)
+        finish = _fill(arguments["model"], *seconds_now, weight_gradient * scale, pieces, activation) if fills else None
         dist.barrier()
         begin = time.perf_counter()
         schedule(**arguments, p2p_communicator=communicator, pg_collection=groups)
+        if finish is not None:
+            finish()
         span = torch.tensor([-begin, time.perf_counter()], dtype=torch.float64)  # one clock for all ranks of a machine
         dist.all_reduce(span, op=dist.ReduceOp.MAX)
         seconds.append(float(span.sum()))
     return seconds[1:]
 
 
+def _fill(
+    stages: list[PacedStage],
+    forward: np.ndarray,
+    backward: np.ndarray,
+    weight: np.ndarray,
+    pieces: np.ndarray,
+    activation: np.ndarray,
+) -> Callable[[], None]:
+    """Have `stages` of this rank defer weight gradients; returns what computes those that are left at the end."""
+    from balancing.layers import operations
+    from balancing.layers.simulator.fill import simulate_fill
+    from megatron.balanced.layers.fill import FilledSchedule, use_filled_schedule
+
+    rank, (ranks, chunks) = dist.get_rank(), forward.shape
+    micro_batches = len(stages[0].seconds["forward"])
+    step = simulate_fill(forward, backward, weight, micro_batches, pieces=pieces, activation=activation)
+    deferred: deque[float] = deque()
+
+    def compute(number: int) -> None:
+        pace(sum(deferred.popleft() for _ in range(min(number, len(deferred)))))
+
+    order = operations(ranks, micro_batches, chunks=chunks)[rank]
+    schedule = FilledSchedule([operation.kind for operation in order], step.fills[rank], compute)
+    use_filled_schedule(schedule)
+    for stage, seconds, count in zip(stages, weight[rank], pieces[rank], strict=True):
+        stage.filled = schedule
+        if seconds:
+            stage.defer = partial(deferred.extend, [float(seconds) / int(count)] * int(count))
+
+    def finish() -> None:
+        compute(len(deferred))
+        use_filled_schedule(None)
+
+    return finish
+
+
 def main() -> None:
     from megatron.balanced.cpu.device import use_cpu
 
     use_cpu()
+
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from megatron.balanced.layers.fill import with_filled_waits
+
     torch.distributed.batch_isend_irecv = _receives_first  # type: ignore[assignment]
+    P2PCommunicator._communicate = with_filled_waits(P2PCommunicator._communicate)  # type: ignore[method-assign]
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     measured = []
     for pipeline in json.loads(sys.argv[1]):
-        pipeline |= {name: np.asarray(pipeline[name], dtype=float) for name in ("forward", "backward")}
+        arrays = "forward", "backward", "weight_gradient", "pieces", "activation"
+        pipeline |= {name: np.asarray(pipeline[name], dtype=float) for name in arrays if name in pipeline}
         measured.append(run_schedule(**pipeline))
     if dist.get_rank() == 0:
         print(json.dumps(measured), flush=True)

@@ -5,7 +5,8 @@
 Megatron's own 1F1B schedule over gloo on 8 ranks, with stages as timed waits. The costs of the 48 layers are those at
 the end of each modelled run, scaled so that a step takes seconds. Every plan runs, and for early exit also the repacked
 ones on 6, 4 and 2 ranks. The measured step must be within 5 % of the simulated one, and the speedup over equal numbers
-of layers is compared with the predicted one. Takes 4 minutes on two idle cores, with --quick one.
+of layers is compared with the predicted one. "filled" computes weight gradients while stages wait, by the plan of
+`simulate_fill`; its speedup is over the same cost, too. Takes 4 minutes on two idle cores, with --quick one.
 Exit code 1 if a row is out of its bounds.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
+from benchmarks.layers.fill import filled_step, stage_arrays
 from benchmarks.layers.traces import TRACES, trace
 
 __all__ = ["Row", "main"]
@@ -30,6 +32,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _LAYERS, _MICRO_BATCHES, _STEP = 48, 32, 6.0
 _BOUND = 0.05
+_FILLED = "optimal, filled"
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,11 @@ class Row:
         return line + ("" if self.within else "  OUT OF BOUNDS")
 
 
-def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan]]:
-    """The costs at the end of a run, slowed down to `_STEP` seconds with equal numbers of layers, and the plans."""
-    given = trace(name, _LAYERS, 40).costs[-1]
+def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan], float]:
+    """The costs at the end of a run, slowed down to `_STEP` seconds with equal numbers of layers, the plans, and the
+    share of weight gradients in a layer's backward."""
+    run = trace(name, _LAYERS, 40)
+    given = run.costs[-1]
     uniform = plan_stages(np.ones(_LAYERS), 8, method="uniform")
     slower = _STEP / given.simulate(uniform, _MICRO_BATCHES).step_time
     cost = LayerSeconds(
@@ -69,23 +74,34 @@ def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan]]:
         return refine_plan(plan_stages(cost.total, stages, head=sum(cost.head)), cost, _MICRO_BATCHES)
 
     plans = {"uniform": uniform, "optimal": optimal(8)}
+    plans[_FILLED] = plans["optimal"]
     if name == "early exit":
         plans |= {f"optimal, {stages} stages": optimal(stages) for stages in (6, 4, 2)}
-    return cost, plans
+    return cost, plans, run.weight_share
 
 
-def _measure(stages: int, jobs: list[tuple[LayerSeconds, StagePlan]], repeats: int) -> list[float]:
-    """Seconds of a step under each plan on as many emulated ranks, the quickest of `repeats`."""
+def _measure(stages: int, jobs: list[tuple[LayerSeconds, StagePlan, float]], repeats: int) -> list[float]:
+    """Seconds of a step under each plan on as many emulated ranks, the quickest of `repeats`. jobs: costs, plan, and
+    the share of the backward whose weight gradients fill waits."""
     pipelines = []
-    for cost, plan in jobs:
-        forward, backward = (each.tolist() for each in cost.stage_seconds(plan))
-        pipelines.append(
-            {"forward": forward, "backward": backward, "micro_batches": _MICRO_BATCHES, "repeats": repeats}
-        )
+    for cost, plan, share in jobs:
+        if share:
+            arrays = stage_arrays(cost, plan, share)
+            arrays["backward"] = arrays.pop("input_gradient")
+        else:
+            arrays = dict(zip(("forward", "backward"), cost.stage_seconds(plan), strict=True))
+        pipeline = {name: values.tolist() for name, values in arrays.items()}
+        pipelines.append(pipeline | {"micro_batches": _MICRO_BATCHES, "repeats": repeats})
     with EmulatedCluster(1, stages) as cluster:
         arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
         run = cluster.run("-W", arguments, timeout=280, environment=_ENVIRONMENT)
     return [min(seconds) for seconds in json.loads(run.output[0][-1])]
+
+
+def _simulated(cost: LayerSeconds, plan: StagePlan, share: float) -> float:
+    if share:
+        return filled_step(cost, plan, share, _MICRO_BATCHES).step_time
+    return cost.simulate(plan, _MICRO_BATCHES).step_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,14 +121,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     width, rows, uniform = max(map(len, names)), [], {}
     print(f"{'':{width}}  {'':18}  measured  simulated  ratio  speedup  predicted", flush=True)
     try:
-        for stages in sorted({plan.stages for _, plans in cases.values() for plan in plans.values()}, reverse=True):
-            own = [(n, m) for n, (_, plans) in cases.items() for m, plan in plans.items() if plan.stages == stages]
-            jobs = [(cases[name][0], cases[name][1][method]) for name, method in own]
+        for stages in sorted({plan.stages for _, plans, _ in cases.values() for plan in plans.values()}, reverse=True):
+            own = [(n, m) for n, (_, plans, _) in cases.items() for m, plan in plans.items() if plan.stages == stages]
+            jobs = []
+            for name, method in own:
+                cost, plans, share = cases[name]
+                jobs.append((cost, plans[method], share if method == _FILLED else 0.0))
             found = _measure(stages, jobs, 1 if options.quick else 2)
-            for (name, method), seconds in zip(own, found, strict=True):
-                cost, plans = cases[name]
+            for (name, method), (cost, plan, share), seconds in zip(own, jobs, found, strict=True):
                 uniform.setdefault(name, seconds)  # the first plan of a case
-                simulated, before = (cost.simulate(plans[m], _MICRO_BATCHES).step_time for m in (method, "uniform"))
+                simulated, before = _simulated(cost, plan, share), _simulated(cost, cases[name][1]["uniform"], 0.0)
                 rows.append(Row(name, method, seconds, simulated, uniform[name] / seconds, before / simulated))
                 print(rows[-1].line(width), flush=True)
     except (RankFailed, RunTimeout) as error:

@@ -388,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from benchmarks.layers.figure import draw  # matplotlib takes a while to import
 
             draw([asdict(row) for row in rows], Path(options.figure))
-    except OSError as error:
+    except (ValueError, OSError) as error:
         print(f"layers: {error}", file=sys.stderr)
         return 2
     kind = "recorded" if options.trace else "modelled"

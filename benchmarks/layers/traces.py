@@ -42,6 +42,7 @@ class Trace:
     parameters: [layer] at the start, with those of the embedding and of the head.
     layer_bytes: [layer], bytes that a move of the layer transfers.
     message_bytes: bytes of an activation between stages.
+    weight_share: of a layer's backward that its weight gradient takes, where its attention is dense.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Trace:
     end_parameters: float
     layer_bytes: np.ndarray
     message_bytes: float
+    weight_share: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -166,4 +168,5 @@ def trace(name: str, layers: int, iterations: int, seed: int = 0) -> Trace:
         float(_WORDS * model.hidden),
         _STATE_BYTES * parameters,
         2.0 * model.tokens * model.hidden,
+        model.matrices / (model.matrices + model.attention) / 2,
     )

@@ -36,6 +36,7 @@ from megatron.balanced.config import BalanceConfig, add_flags, cluster_from_flag
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.dynamics.checks import check_dynamics
+from megatron.balanced.layers.checks import check_fill
 from megatron.balanced.rendezvous import join_job, rank
 from megatron.balanced.sequences.auto_domain import settle_domain
 from megatron.balanced.watchdog.failure import stop
@@ -295,6 +296,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():
             validate_args(args)  # prints some six hundred arguments
         config, notes = settle_domain(args, config)
+        config, said = check_fill(args, config)
+        notes += said
         if _is_first_rank():
             print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
         _refuse(args, config, device)

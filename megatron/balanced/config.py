@@ -71,6 +71,12 @@ class BalanceConfig:
         flag="--cluster",
         metavar="PRESET|FILE",
     )
+    fill_with_weight_gradients: bool = setting(
+        False,
+        "Compute weight gradients while pipeline stages wait for messages, in the memory of the fullest stage. Losses "
+        "do not change.",
+        flag="--fill-with-weight-gradients",
+    )
     balance_dry_run: bool = setting(
         False,
         "Print what would be patched in Megatron-LM, which ranks would plan together and the memory of replica slots, "

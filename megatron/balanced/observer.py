@@ -8,6 +8,7 @@ gathered and written (`megatron.balanced.report_writer`).
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ class Observer(StepCallback):
         clock = CpuClock() if config.device == "cpu" else CudaClock()
         self._hooks = TimingHooks(clock, counts_tokens=self._writer is not None)
         self._steps: list[Step] = []  # that are not written yet
+
+    @property
+    def weight_gradients(self) -> Callable[[torch.nn.Module, int], AbstractContextManager[None]]:
+        """A context manager around weight gradients of a layer of a model chunk that its backward pass left."""
+        return self._hooks.weight_gradients
 
     @property
     def step(self) -> Step | None:

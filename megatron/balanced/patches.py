@@ -24,6 +24,7 @@ from megatron.balanced.callbacks import registered, with_callbacks
 from megatron.balanced.config import BalanceConfig
 from megatron.balanced.dry_run import assumes_gpus
 from megatron.balanced.experts.known_counts import with_known_counts
+from megatron.balanced.layers.fill import with_filled_waits
 from megatron.balanced.layers.graphs import remembered
 from megatron.balanced.model import replaces_in_prediction, with_the_models_modules
 from megatron.balanced.sequences.checks import why_whole
@@ -123,7 +124,8 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.balance_report is not None or config.balances or config.dynamics.enabled or bool(registered)
+    features = config.balances or config.dynamics.enabled or config.fill_with_weight_gradients
+    return config.balance_report is not None or features or bool(registered)
 
 
 def _flattens_batches(args: argparse.Namespace, config: BalanceConfig) -> bool:
@@ -238,6 +240,22 @@ PATCHES = (
         signature=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         versions=("0.19.2",),
         needed=lambda args, config: config.sequences.micro_batches and not why_whole(args),
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        replacement=with_filled_waits,
+        why="Megatron-LM's stages wait for a message when they have posted it, and weight gradients fill the wait",
+        signature=(
+            "self",
+            "tensor_send_next",
+            "tensor_send_prev",
+            "recv_prev",
+            "recv_next",
+            "tensor_shape",
+            "wait_on_reqs",
+        ),
+        versions=("0.19.2",),
+        needed=lambda args, config: config.fill_with_weight_gradients,
     ),
     Patch(
         target="megatron.training.training:train_step",

@@ -13,7 +13,8 @@ tokens to experts and back run beside them, and are no cost of a layer.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -224,6 +225,15 @@ class TimingHooks:
                 latest = self._latest[span[1] == ""] = (*span, [])
                 self.step.spans.append(latest)
             latest[-1].append(piece)
+
+    @contextmanager
+    def weight_gradients(self, layer: torch.nn.Module, chunk: int) -> Iterator[None]:
+        """Around weight gradients of `layer` that its backward pass left for later."""
+        begin = self.clock.mark()
+        yield
+        if self.step is not None:
+            span = [(begin, self.clock.mark())]
+            self.step.spans.append(("backward", layer.layer_number - 1, chunk, self._backward_of[1], span))
 
     # The step and its schedule.
 

@@ -25,6 +25,7 @@ from megatron.balanced.dynamics.schemes import dynamics_callbacks
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.kernels import kernels_line
 from megatron.balanced.layers.balancer import LayerBalancer
+from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.release import Released
 from megatron.balanced.model import model_config
@@ -112,6 +113,8 @@ def _features(
         model.pre_wrap_hooks.append(layers.before_wrapping)
         if args.cuda_graph_impl == "transformer_engine":
             features.append(GraphsOfLayers())
+    if config.fill_with_weight_gradients:
+        features.append(WeightGradientFill(None if observer is None else observer.weight_gradients))
     releases = config.layers.enabled and config.layers.repacks
     forward = partial(forward_step, observer=observer, sequences=sequences, releases=releases)
     datasets = partial(train_valid_test_datasets, releases=releases)

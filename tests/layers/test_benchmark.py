@@ -86,4 +86,4 @@ def test_unwritable_output_is_said(tmp_path, capsys, monkeypatch):
     for part in ("training", "repack", "times", "reach"):
         monkeypatch.setattr(f"benchmarks.layers.plans.{part}", lambda *_: [])
     assert main(["--quick", "--json", str(tmp_path / "no" / "rows.json")]) == 2
-    assert "layers: [Errno 2]" in capsys.readouterr().err
+    assert f"layers: cannot write {tmp_path / 'no' / 'rows.json'}: there is no folder" in capsys.readouterr().err

@@ -90,6 +90,7 @@ def _installs(together: bool) -> list[str]:
     args.cuda_graph_impl = "transformer_engine"
     dealt = SequenceConfig(enabled=True, micro_batches=True)
     config = dataclasses.replace(config, layers=LayerConfig(enabled=True), sequences=dealt)
+    config = dataclasses.replace(config, fill_with_weight_gradients=True)
     wanted = [patch for patch in patches.PATCHES if patch.needed(args, config)]
     owners = [patch.owner() for patch in wanted]
 

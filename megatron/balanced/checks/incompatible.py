@@ -18,6 +18,7 @@ EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", 
 SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
 # And as SEQUENCES_OF_STEP where documents are dealt over the micro-batches of a step.
 SEQUENCES_OF_STEP = "sequences of a step"
+FILL = "fill"  # --fill-with-weight-gradients
 DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
 
@@ -184,6 +185,24 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("moe_expert_rank_capacity_factor", _OFF, (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP), _DROPS),
     Incompatible("gtp_weight_remat_size", (1, None), (SEQUENCES_OF_DATA,),
                  "its ranks have micro-batches of their own beside data-parallel ranks"),
+    # Weight gradients that wait
+    Incompatible("transformer_impl", ("local",), (FILL,),
+                 "its linear layers compute weight gradients in their backward passes",
+                 "use --transformer-impl local"),
+    Incompatible("gradient_accumulation_fusion", _OFF, (FILL,), "it adds weight gradients in backward passes",
+                 "add --no-gradient-accumulation-fusion"),
+    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (FILL,), "it runs a forward and a backward pass in turn"),
+    Incompatible("delay_wgrad_compute", _OFF, (FILL,), "both decide when weight gradients are computed"),
+    Incompatible("defer_embedding_wgrad_compute", _OFF, (FILL,), "both decide when weight gradients are computed"),
+    Incompatible("use_ring_exchange_p2p", _OFF, (FILL,), "its messages cannot be waited for later"),
+    Incompatible("use_megatron_fsdp", _OFF, (FILL,), "it shards the parameters of a layer over ranks",
+                 "use --use-distributed-optimizer"),
+    Incompatible("use_torch_fsdp2", _OFF, (FILL,), "it shards the parameters of a layer over ranks",
+                 "use --use-distributed-optimizer"),
+    Incompatible("gtp_weight_remat_size", (1, None), (FILL,), "it gathers weights again for their gradients"),
+    Incompatible("cuda_graph_impl", ("none",), (FILL,), _GRAPH, "use --cuda-graph-impl none"),
+    Incompatible("enable_cuda_graph", _OFF, (FILL,), _GRAPH),
+    Incompatible("external_cuda_graph", _OFF, (FILL,), _GRAPH),
     # Parallelism and overlaps
     Incompatible("sequence_parallel", _OFF, (SKIP,), _TOKENS),
     Incompatible("context_parallel_size", (1,), (SKIP, SPARSE), _TOKENS, "use --context-parallel-size 1"),

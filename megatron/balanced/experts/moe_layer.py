@@ -67,6 +67,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
     position = 0  # among the MoE layers of the model chunk
+    sends_gradients = True  # of its weights, as soon as a backward pass has left it
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         # Fused accumulation adds a weight's gradient to its buffer of data parallelism, and a replica has none. These

@@ -12,9 +12,10 @@ from balancing.layers.config import LayerConfig
 from balancing.layers.layout import from_layout
 from balancing.layers.plan import ONE_CHUNK
 from balancing.layers.stage_plan import StagePlan
-from megatron.balanced.checks.incompatible import LAYERS, RELEASE, check_compatible
+from megatron.balanced.checks.incompatible import FILL, LAYERS, RELEASE, check_compatible
+from megatron.balanced.config import BalanceConfig
 
-__all__ = ["check_layers"]
+__all__ = ["check_fill", "check_layers"]
 
 
 def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerConfig, list[str]]:
@@ -77,6 +78,27 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             f"{flag} with dropout: masks differ after a move, and losses equal those without it only statistically"
         )
     return layers, notes
+
+
+def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[BalanceConfig, list[str]]:
+    """Return the config with --fill-with-weight-gradients as it is in force, and notes for the user, one line each.
+
+    Raises ValueError for flags that it cannot work with. Called after Megatron has validated `args`.
+    """
+    flag = "--fill-with-weight-gradients"
+    if not config.fill_with_weight_gradients:
+        return config, []
+    if args.pipeline_model_parallel_size == 1 or args.skip_train:
+        why = (
+            "--skip-train trains no step" if args.skip_train else "--pipeline-model-parallel-size 1 waits for no stage"
+        )
+        return dataclasses.replace(config, fill_with_weight_gradients=False), [f"{flag} has nothing to fill: {why}"]
+    check_compatible(args, FILL, flag)
+    if config.layers.repacks:
+        raise ValueError(
+            f"{flag} is incompatible with --repack-throughput-floor, which shortens the pipeline; drop one of them"
+        )
+    return config, []
 
 
 def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:

@@ -1,0 +1,231 @@
+"""Deferred weight gradients: the idle time of a pipeline, filled.
+
+The backward of a layer consists of two products. The gradient of its input is what the previous stage waits for; the
+gradient of its weights is needed by nobody before gradients are reduced (zero bubble, arXiv 2401.10241, section 2).
+Here a backward computes the input gradient, sends it, and leaves the weight gradient for later. A rank computes
+deferred weight gradients, oldest first,
+
+- while it waits for a message, and after its last backward;
+- before a forward, as many as it takes to stay within the memory budget.
+
+Everything else is Megatron's schedule, action by action (`balancing.layers.simulator.schedule`): the order of forwards
+and backwards, and when messages are posted. So a pipeline fills and drains with input gradients alone, and a stage with
+little to do waits less.
+
+Until its weight gradient is computed, a layer keeps the inputs and output gradients of its matrices: nearly all that it
+keeps between forward and backward (32 of 34 bytes an element with a feed-forward width of 4 h, ibid., table 1). In
+1F1B, late stages keep the activations of fewer micro-batches than early ones, and deferred gradients use this memory.
+"""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancing.layers.simulator.schedule import Action, PipelineMessage, program
+
+__all__ = ["KEPT", "FilledStep", "simulate_fill"]
+
+FloatArray = NDArray[np.float64]
+KEPT = 32 / 34  # of a layer's activations, until its weight gradient is computed
+
+
+@dataclass(frozen=True, eq=False)
+class FilledStep:
+    """One simulated step with deferred weight gradients.
+
+    step_time: seconds from the common start to the last weight gradient.
+    peak: float array [rank], most activations at a time, in the unit of `activation`.
+    peak_without: the same without deferring anything.
+    fills: for each rank, the pieces of weight gradients that are computed before each of its forwards and backwards, in
+        the order of the schedule; the last number of a rank is for the end of the step.
+    """
+
+    step_time: float
+    peak: FloatArray
+    peak_without: FloatArray
+    fills: tuple[tuple[int, ...], ...] = field(repr=False)
+
+
+class _Stage:
+    """The state of one rank while the simulation runs."""
+
+    def __init__(self, actions: tuple[Action, ...], weight: FloatArray, kept: FloatArray, pieces: NDArray[np.int64]):
+        self.actions, self.next, self.clock = actions, 0, 0.0
+        self.fills = [0]  # before each operation so far, and since the last one
+        self.activations = self.peak = 0.0
+        self._piece, self._kept_by_piece, self._pieces = weight / pieces, kept / pieces, pieces
+        self._deferred: deque[int] = deque()  # the chunk of each piece, oldest first
+
+    def piece(self) -> float | None:
+        """Seconds of the oldest piece; None if there is none."""
+        return float(self._piece[self._deferred[0]]) if self._deferred else None
+
+    def keep(self, amount: float) -> None:
+        self.activations += amount
+        self.peak = max(self.peak, self.activations)
+
+    def defer(self, chunk: int) -> None:
+        if self._piece[chunk] > 0:
+            self._deferred.extend([chunk] * int(self._pieces[chunk]))
+        else:
+            self.activations -= float(self._kept_by_piece[chunk] * self._pieces[chunk])
+
+    def fill(self) -> None:
+        """Compute the oldest piece."""
+        chunk = self._deferred.popleft()
+        self.clock += float(self._piece[chunk])
+        self.activations -= float(self._kept_by_piece[chunk])
+        self.fills[-1] += 1
+
+
+class _Mail:
+    """Messages, which are transferred once both sides have posted them."""
+
+    def __init__(self, transfer: FloatArray):
+        self._transfer = transfer
+        self._posted: dict[PipelineMessage, float] = {}
+        self._there: dict[PipelineMessage, float] = {}
+        self._waiting: dict[int, tuple[PipelineMessage, ...]] = {}  # by rank
+
+    def post(self, message: PipelineMessage, now: float) -> list[int]:
+        """Returns the ranks that waited for this post."""
+        if message not in self._posted:
+            self._posted[message] = now
+            return []
+        link = message.source if message.kind == "forward" else message.source - 1
+        self._there[message] = max(self._posted[message], now) + float(self._transfer[link])
+        woken = [rank for rank, messages in self._waiting.items() if message in messages]
+        for rank in woken:
+            del self._waiting[rank]
+        return woken
+
+    def arrival(self, messages: tuple[PipelineMessage, ...]) -> float | None:
+        """When all of `messages` have been transferred; None while one is not posted by both sides."""
+        if all(message in self._there for message in messages):
+            return max(self._there[message] for message in messages)
+        return None
+
+    def wake(self, rank: int, messages: tuple[PipelineMessage, ...]) -> None:
+        """Have `post` name `rank` when one of `messages` is posted by both sides."""
+        self._waiting[rank] = messages
+
+
+def simulate_fill(
+    forward: ArrayLike,
+    input_gradient: ArrayLike,
+    weight_gradient: ArrayLike,
+    micro_batches: int,
+    *,
+    activation: ArrayLike = 1.0,
+    spare: float = 0.0,
+    pieces: ArrayLike = 1,
+    transfer: ArrayLike = 0.0,
+    group: int | None = None,
+) -> FilledStep:
+    """Simulate one step of Megatron's schedule in which weight gradients are deferred.
+
+    forward, input_gradient, weight_gradient: float arrays [rank, chunk], seconds per micro-batch.
+    micro_batches: per step and pipeline.
+    activation: float array [rank, chunk] or one number, what a micro-batch keeps between forward and backward, in any
+        unit. The share `KEPT` of it stays until the weight gradient is computed.
+    spare: the memory budget of every rank is that of the fullest rank without deferring, and this fraction more.
+    pieces: int array [rank, chunk] or one number, parts in which the weight gradient of a chunk may be computed, such
+        as its layers.
+    transfer, group: as in `simulate_schedule`.
+
+    Raises ValueError for arrays of wrong shape, negative or not finite values, and sizes that Megatron refuses.
+    """
+    seconds = [np.asarray(each, dtype=float) for each in (forward, input_gradient, weight_gradient)]
+    shape = seconds[0].shape
+    if len(shape) != 2 or any(each.shape != shape for each in seconds):
+        raise ValueError(f"seconds have shapes {[each.shape for each in seconds]}; give three arrays [rank, chunk]")
+    ranks, chunks = shape
+    activations = np.broadcast_to(np.asarray(activation, dtype=float), shape)
+    links = np.broadcast_to(np.asarray(transfer, dtype=float), (ranks,))
+    for values in (*seconds, activations, links, np.asarray(spare)):
+        if not (np.isfinite(values) & (values >= 0)).all():
+            raise ValueError(f"{float(values.min())} is among the seconds and sizes; they are finite and at least 0")
+    parts = np.broadcast_to(np.asarray(pieces, dtype=np.int64), shape)
+    if parts.min() < 1:
+        raise ValueError(f"pieces={parts.min()} must be at least 1")
+    programs = [program(rank, ranks, micro_batches, chunks=chunks, group=group) for rank in range(ranks)]
+    without = np.array([_peak(actions, row) for actions, row in zip(programs, activations, strict=True)])
+    stages = [
+        _Stage(actions, weights, KEPT * row, count)
+        for actions, weights, row, count in zip(programs, seconds[2], activations, parts, strict=True)
+    ]
+    _run(stages, _Mail(links), seconds[0], seconds[1], activations, (1 + spare) * float(without.max()))
+    return FilledStep(
+        step_time=max(stage.clock for stage in stages),
+        peak=np.array([stage.peak for stage in stages]),
+        peak_without=without,
+        fills=tuple(tuple(stage.fills) for stage in stages),
+    )
+
+
+def _peak(actions: tuple[Action, ...], activation: FloatArray) -> float:
+    """Most activations of a rank that defers nothing."""
+    steps = [
+        activation[step.compute.chunk] * (1 if step.compute.kind == "forward" else -1)
+        for step in actions
+        if step.compute
+    ]
+    return float(np.cumsum(steps).max())
+
+
+def _run(
+    stages: list[_Stage],
+    mail: _Mail,
+    forward: FloatArray,
+    input_gradient: FloatArray,
+    activation: FloatArray,
+    budget: float,
+) -> None:
+    """Advance the rank whose clock is lowest by one action, until all have ended. So what a rank does not know yet has
+    not happened."""
+    ready = [(0.0, rank) for rank in range(len(stages))]
+    while ready:
+        _, rank = heapq.heappop(ready)
+        stage = stages[rank]
+        if stage.next == len(stage.actions):
+            if stage.piece() is None:
+                continue
+            stage.fill()
+        elif (operation := stage.actions[stage.next].compute) is not None:
+            size = float(activation[rank, operation.chunk])
+            if operation.kind == "forward":
+                while stage.activations + size > budget * (1 + 1e-9) and stage.piece() is not None:
+                    stage.fill()
+                stage.keep(size)
+                stage.clock += float(forward[rank, operation.chunk])
+            else:
+                stage.clock += float(input_gradient[rank, operation.chunk])
+                stage.keep(-(1 - KEPT) * size)
+                stage.defer(operation.chunk)
+            stage.fills.append(0)
+            stage.next += 1
+        else:
+            action = stage.actions[stage.next]
+            for message in action.send + action.receive:
+                for woken in mail.post(message, stage.clock):
+                    stages[woken].clock = max(stages[woken].clock, stage.clock)
+                    heapq.heappush(ready, (stages[woken].clock, woken))
+            if not action.wait:
+                stage.next += 1
+            elif (arrival := mail.arrival(action.wait)) is not None:
+                piece = stage.piece()
+                if piece is not None and stage.clock + piece / 2 < arrival:  # ends nearer to the arrival than it begins
+                    stage.fill()
+                else:
+                    stage.clock = max(stage.clock, arrival)
+                    stage.next += 1
+            elif stage.piece() is not None:
+                stage.fill()
+            else:
+                mail.wake(rank, action.wait)
+                continue
+        heapq.heappush(ready, (stage.clock, rank))
+    assert all(stage.next == len(stage.actions) for stage in stages), "the schedule deadlocks"

@@ -1,0 +1,227 @@
+"""Weight gradients that fill the waits of the pipeline (`--fill-with-weight-gradients`).
+
+A stage computes the input gradient of a micro-batch, sends it, and leaves the weight gradients for when it would wait.
+How many it computes at each moment of Megatron-LM's schedule is planned beforehand by simulation
+(`balancing.layers.simulator.fill`), since a GPU's host does not know whether the device waits. All ranks of a stage
+follow the same plan, so their collectives stay in one order.
+
+Megatron-LM's schedule itself runs unchanged. Hooks on the model chunks tell where in its program it is; messages are
+waited for after the weight gradients that were planned for the wait. What is left is computed before gradients are
+finalized.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.utils import unwrap_model
+
+from balancing.layers.simulator.fill import simulate_fill
+from balancing.layers.simulator.schedule import operations
+from megatron.balanced.callbacks import StepCallback
+from megatron.balanced.layers.weight_gradients import WeightGradients, deferring
+
+__all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_filled_waits"]
+
+
+class FilledSchedule:
+    """A schedule in progress: where it is, and what it computes while it waits.
+
+    kinds: "forward" or "backward", by operation of this rank.
+    pieces: int [operation + 1], pieces of weight gradients to compute before each operation, and at the end.
+    compute: computes the given number of pieces, the oldest first.
+    """
+
+    def __init__(self, kinds: Sequence[str], pieces: Sequence[int], compute: Callable[[int], None]) -> None:
+        self._kinds, self._pieces, self._compute, self._next = kinds, list(pieces), compute, 0
+
+    def wait(self) -> None:
+        """The rank is about to wait for messages."""
+        pieces, self._pieces[self._next] = self._pieces[self._next], 0
+        self._compute(pieces)
+
+    def begin_forward(self) -> None:
+        """A forward pass begins, and needs the memory of what was to be computed before it."""
+        self.wait()
+        self._advance("forward")
+
+    def begin_backward(self) -> None:
+        """A backward pass begins, and others wait for its result."""
+        self._pieces[self._next + 1] += self._pieces[self._next]
+        self._advance("backward")
+
+    def _advance(self, kind: str) -> None:
+        assert self._next < len(self._kinds) and self._kinds[self._next] == kind, "the schedule has another order"
+        self._next += 1
+
+
+_filling: list[FilledSchedule] = []  # the schedule in progress
+
+
+def use_filled_schedule(schedule: FilledSchedule | None) -> None:
+    """Have messages of pipelines waited for as `schedule` says; None for as Megatron-LM does."""
+    _filling[:] = [] if schedule is None else [schedule]
+
+
+class WeightGradientFill(StepCallback):
+    """One on each rank.
+
+    timed: a context manager around the weight gradients of a layer (module) of a model chunk, for who measures layers.
+    """
+
+    def __init__(self, timed: Callable[[Any, int], Any] | None = None) -> None:
+        self._timed = timed
+        self._chunks: list[Any] = []
+        self._finalize: Callable | None = None
+        self._schedule: FilledSchedule | None = None
+        self._planned: dict[tuple[int, bytes], tuple[Sequence[str], Sequence[int]]] = {}
+
+    def attach(self, chunks: list[Any]) -> None:
+        self._chunks = chunks
+        self.gradients = WeightGradients(chunks, self._timed)
+        for number, chunk in enumerate(chunks):
+            chunk.register_forward_pre_hook(self._begin_forward)
+            chunk.register_forward_hook(self._end_forward)
+            for layer in unwrap_model(chunk).decoder.layers:
+                self.gradients.watch(layer, number)
+        self.layers_moved()
+
+    def layer_arrived(self, layer: Any, chunk: int) -> None:
+        self.gradients.watch(layer, chunk)
+
+    def layers_moved(self) -> None:
+        """Gather what the chunks of all stages compute, since one plan covers them."""
+        own = torch.tensor([_work(chunk) for chunk in self._chunks], dtype=torch.float64)
+        group = mpu.get_pipeline_model_parallel_group()
+        device = torch.cuda.current_device()
+        gathered = [torch.empty_like(own, device=device) for _ in range(group.size())]
+        dist.all_gather(gathered, own.to(device), group=group)
+        self._work = torch.stack(gathered).cpu().numpy()  # [stage, chunk, part]: see `_work`
+
+    # Around a step and its schedule.
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        self._config = config
+        config.batch_p2p_comm = False  # messages that are waited for one by one
+        # Gradients of a bucket are reduced when the last one is there, which is after the last backward pass.
+        config.grad_sync_func = None
+        self._finalize = config.finalize_model_grads_func
+        config.finalize_model_grads_func = self._finalize_all
+
+    def begin_schedule(self) -> None:
+        self._schedule = FilledSchedule(*self._plan(get_num_microbatches()), self.gradients.compute)
+        use_filled_schedule(self._schedule)
+        self.gradients.defer(True)
+
+    def end_schedule(self) -> None:
+        self._schedule = None
+        use_filled_schedule(None)
+        self.gradients.defer(False)
+
+    def end_step(self) -> None:
+        self._config.finalize_model_grads_func = self._finalize
+
+    def _finalize_all(self, *args: Any, **kwargs: Any) -> Any:
+        self.gradients.compute_all()
+        assert self._finalize is not None
+        return self._finalize(*args, **kwargs)
+
+    # Moments of the schedule.
+
+    def _begin_forward(self, module: Any, args: Any) -> None:
+        if self._schedule is not None:
+            self._schedule.begin_forward()
+
+    def _end_forward(self, module: Any, args: Any, output: Any) -> None:
+        if self._schedule is not None and output.requires_grad:
+            output.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: Any) -> None:
+        assert self._schedule is not None
+        self._schedule.begin_backward()
+
+    # The plan.
+
+    def _plan(self, micro_batches: int) -> tuple[Sequence[str], Sequence[int]]:
+        """The operations of this rank, and the pieces before each and at the end."""
+        key = micro_batches, self._work.tobytes()
+        if key not in self._planned:
+            self._planned[key] = self._simulate(micro_batches)
+        return self._planned[key]
+
+    def _simulate(self, micro_batches: int) -> tuple[Sequence[str], Sequence[int]]:
+        layers, work, deferred, head = (self._work[:, :, part] for part in range(4))
+        stages, chunks = layers.shape
+        rank = mpu.get_pipeline_model_parallel_rank()
+        group = self._config.microbatch_group_size_per_vp_stage if chunks > 1 else None
+        step = simulate_fill(
+            work + head,
+            2 * (work + head) - deferred,
+            deferred,
+            micro_batches,
+            activation=layers,
+            pieces=np.maximum(layers, 1),
+            group=group,
+        )
+        order = operations(stages, micro_batches, chunks=chunks, group=group)[rank]
+        return tuple(operation.kind for operation in order), step.fills[rank]
+
+
+def _work(chunk: Any) -> tuple[float, float, float, float]:
+    """The layers of a chunk that train; weights that a token is multiplied with in them, those whose gradients are
+    deferred, and those of the head."""
+    model = unwrap_model(chunk)
+    layers = [layer for layer in model.decoder.layers if any(p.requires_grad for p in layer.parameters())]
+    head = 0.0
+    if model.post_process:
+        head = model.config.hidden_size * model.vocab_size / mpu.get_tensor_model_parallel_world_size()
+    all_of_them = sum(_products(layer, layer.modules()) for layer in layers)
+    return float(len(layers)), all_of_them, sum(_products(layer, deferring(layer)) for layer in layers), head
+
+
+def _products(layer: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> float:
+    """Weights of `modules` in `layer` that a token is multiplied with: of experts, of as many as it chooses."""
+    of_experts = {
+        id(parameter): layer.config.moe_router_topk / module.num_local_experts
+        for module in layer.modules()
+        if isinstance(module, SequentialMLP)
+        for parameter in module.parameters()
+    }
+    weights = [weight for module in modules for weight in module.parameters(recurse=False) if weight.ndim > 1]
+    return sum(weight.numel() * of_experts.get(id(weight), 1.0) for weight in weights if weight.requires_grad)
+
+
+class _FilledWait:
+    """A message in flight, which is waited for after what was planned for that."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def wait(self) -> None:
+        if _filling:
+            _filling[0].wait()
+        self._request.wait()
+
+
+def with_filled_waits(original: Callable) -> Callable:
+    """Megatron's `P2PCommunicator._communicate`, which computes weight gradients before it waits."""
+
+    @functools.wraps(original)
+    def _communicate(self: Any, *, wait_on_reqs: bool = True, **rest: Any) -> tuple[Any, Any, Any]:
+        if not _filling:
+            return original(self, wait_on_reqs=wait_on_reqs, **rest)
+        received_prev, received_next, requests = original(self, wait_on_reqs=False, **rest)
+        waits = {name: _FilledWait(request) for name, request in requests.items()}
+        if not wait_on_reqs:
+            return received_prev, received_next, waits
+        for wait in waits.values():
+            wait.wait()
+        return received_prev, received_next, None
+
+    return _communicate

@@ -1,0 +1,87 @@
+"""Training with deferred weight gradients equals training without, bit for bit, in every schedule and layout."""
+
+from functools import cache
+
+import pytest
+
+from tests.support.moving import Plans, move_at
+from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, Run, assert_same, join, train_rank
+
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4"
+VPP = "--num-virtual-stages-per-pipeline-rank 2"
+SHARDED = "--use-distributed-optimizer"
+OVERLAPS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+TP2 = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+EP2 = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+BASE = [*MODEL, *MOCK_DATA, *EXACT, *"--init-method-std 0.1 --train-iters 3 --global-batch-size 8".split()]
+FILL = "--fill-with-weight-gradients"
+
+MOVES: Plans = {1: ((1, 3), (3, 1)), 2: ((2, 2), (1, 3))}
+
+# ranks, flags
+CASES = {
+    "PP 4": (4, PP4),
+    "PP 2, DP 2, both overlaps, many buckets": (4, f"{PP2} {OVERLAPS}"),
+    "PP 2, DP 2, gradient overlap, many buckets": (4, f"{PP2} --overlap-grad-reduce --ddp-bucket-size 2000"),
+    "PP 2, VPP 2, DP 2, both overlaps, many buckets": (4, f"{PP2} {VPP} {OVERLAPS} --num-layers 8"),
+    "PP 4, VPP 2, one layer a chunk": (4, f"{PP4} {VPP} --num-layers 8"),
+    "PP 2, TP 2, sequence parallel, biases": (4, f"{PP2} {TP2} --sequence-parallel"),
+    "PP 2, TP 2": (4, f"{PP2} {TP2}"),
+    "PP 2, EP 2, both overlaps": (4, f"{PP2} {EP2} {OVERLAPS}"),
+    "PP 2, recomputed": (2, f"{PP2} {RECOMPUTE}"),
+    "PP 2, multi-token prediction": (
+        2,
+        f"{PP2} --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tttmL --untie-embeddings-and-output-weights",
+    ),
+    "PP 2, VPP 2, DP 2, layers that move, both overlaps": (
+        4,
+        f"{PP2} {VPP} {OVERLAPS} --num-layers 8 --balance-layers",
+    ),
+    "PP 2, EP 2, replicas, both overlaps": (4, f"{PP2} {EP2} {OVERLAPS} --balance-experts"),
+    "PP 2, validation between": (2, f"{PP2} --eval-interval 1 --eval-iters 1"),
+}
+DEFAULT = ("PP 2, VPP 2, DP 2, both overlaps, many buckets", "PP 2, TP 2, sequence parallel, biases")
+
+
+def _rank(argv: list[str]) -> tuple[Run, list[int]]:
+    """The run of one rank, and the pieces that it computed at each moment."""
+    from megatron.balanced.layers.weight_gradients import WeightGradients
+
+    pieces = []
+    compute = WeightGradients.compute
+
+    def counted(self: WeightGradients, number: int) -> None:
+        pieces.append(min(number, len(self._deferred)))
+        compute(self, number)
+
+    WeightGradients.compute = counted
+    if "--balance-layers" in argv:
+        move_at(MOVES)
+    return train_rank(argv, True), pieces
+
+
+@cache
+def _run(pool, world_size: int, flags: str) -> tuple[Run, list[list[int]]]:
+    ranks = pool.run(world_size, _rank, [*BASE, *flags.split()])
+    return join([run for run, _ in ranks]), [pieces for _, pieces in ranks]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.exhaustive) for case in CASES]
+)
+def test_no_number_changes(pool, case):
+    world_size, flags = CASES[case]
+    run, pieces = _run(pool, world_size, f"{flags} {FILL}")
+    assert_same(run, _run(pool, world_size, flags)[0])
+    if "--balance" in flags:
+        return  # the layers of a rank change
+    stages = 4 if PP4 in flags else 2
+    layers = 8 if "--num-layers 8" in flags else 4
+    # Three iterations of eight micro-batches, shared by the data-parallel replicas.
+    replicas = world_size // stages // (2 if TP2 in flags else 1)
+    for rank in range(world_size):
+        if "--mtp-num-layers" not in flags:
+            assert sum(pieces[rank]) == 3 * 8 // replicas * layers // stages
+        assert sum(1 for number in pieces[rank] if number) > 3, "all were left to the end of the step"
