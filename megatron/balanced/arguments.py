@@ -27,6 +27,7 @@ from megatron.balanced.agreement import check_agreement
 from megatron.balanced.balancers import check_balancers, switch_on
 from megatron.balanced.checks.checkpoints import check_load
 from megatron.balanced.checks.corpus import check_tokens
+from megatron.balanced.checks.engine_parts import check_engine
 from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
 from megatron.balanced.checks.incompatible import REPORT, check_compatible, shown
 from megatron.balanced.checks.model import check_model
@@ -150,6 +151,8 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
             "--transformer-impl transformer_engine needs Transformer Engine, which is not installed or cannot be "
             "imported; install it, or use --transformer-impl local"
         )
+    if not assumes_gpus():
+        check_engine(args, config)
     if args.use_ring_exchange_p2p and not hasattr(torch.distributed, "ring_exchange"):
         raise ValueError(
             "--use-ring-exchange-p2p needs torch.distributed.ring_exchange, which this build of PyTorch lacks; drop it"
