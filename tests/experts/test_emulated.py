@@ -94,7 +94,7 @@ def _least_share(loads, scale):
     ("content", "named"),
     [
         (None, "cannot be read"),
-        (b"PK\x03\x04 and no more", "cut short or not an .npz"),
+        (b"PK\x03\x04 and no more", "cut short or no .npz"),
         ("small", "the trace has 1 records"),
     ],
 )

@@ -151,7 +151,7 @@ class TestLoadTrace:
             ({"counts": np.full((1, 2, 1, 1, 4), -1)}, "negative"),
             ({"counts": np.ones((2, 2, 1, 1, 4), dtype=int), "iteration": np.arange(3)}, "iteration has shape"),
             ({"counts": np.ones((2, 0, 1, 1, 4), dtype=int)}, "must be whole numbers"),
-            ({"counts": np.array([{}], dtype=object)}, "allow_pickle"),
+            ({"counts": np.array([{}], dtype=object)}, "holds Python objects"),
         ]
         for content, named in cases:
             np.savez(path, **content)
