@@ -142,7 +142,12 @@ def pretrain_rank(argv: list[str], orders: Orders) -> Told:
 
 
 def replay_rank(argv: list[str], orders: Orders, rank: int, ranks: int) -> Told:
-    """The body of one rank of `ranks` that runs alone, by a recording."""
+    """The body of one rank of `ranks` that runs alone, by a recording: there is no other to agree with at the start."""
+    from megatron.balanced import arguments
+
+    join = arguments.join_job
+    arguments.join_job = lambda **unused: join(alone=True)
+    arguments.check_agreement = lambda *unused: None
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
     return pretrain_rank(argv, orders)
 

@@ -234,6 +234,7 @@ def for_cpu(small: Small, *, spreads: bool) -> Small:
         flags |= {"transformer_impl": "transformer_engine", "attention_backend": "unfused"}
     else:
         flags |= {"transformer_impl": "local", "fp64": True}
+        flags.pop("moe_grouped_gemm", None)  # Transformer Engine's, and without it Megatron-LM ignores the flag
     if "fine_grained_activation_offloading" in flags:
         flags["min_offloaded_tensor_size"] = 1
     if flags.get("optimizer") == "muon":

@@ -189,8 +189,6 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("transformer_impl", ("local",), (FILL,),
                  "its linear layers compute weight gradients in their backward passes",
                  "use --transformer-impl local"),
-    Incompatible("gradient_accumulation_fusion", _OFF, (FILL,), "it adds weight gradients in backward passes",
-                 "add --no-gradient-accumulation-fusion"),
     Incompatible("overlap_moe_expert_parallel_comm", _OFF, (FILL,), "it runs a forward and a backward pass in turn"),
     Incompatible("delay_wgrad_compute", _OFF, (FILL,), "both decide when weight gradients are computed"),
     Incompatible("defer_embedding_wgrad_compute", _OFF, (FILL,), "both decide when weight gradients are computed"),

@@ -94,6 +94,11 @@ def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[Balance
         )
         return dataclasses.replace(config, fill_with_weight_gradients=False), [f"{flag} has nothing to fill: {why}"]
     check_compatible(args, FILL, flag)
+    if args.gradient_accumulation_fusion:
+        raise ValueError(
+            f"{flag} is incompatible with fused gradient accumulation, which adds weight gradients in backward passes; "
+            "add --no-gradient-accumulation-fusion"
+        )
     if config.layers.repacks:
         raise ValueError(
             f"{flag} is incompatible with --repack-throughput-floor, which shortens the pipeline; drop one of them"
