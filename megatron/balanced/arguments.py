@@ -194,6 +194,7 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
 _OF_GPUS = {
     "gpu_sniff_test_interval": "measures the speed of GPUs",
     "log_straggler": "logs temperature and clock of GPUs",
+    "nccl_ub": "registers buffers of GPUs with NCCL",
     "optimizer_cuda_graph": "captures the step of an optimizer on a GPU",
     "profile": "starts CUDA's profiler",
 }
