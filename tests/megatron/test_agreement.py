@@ -1,7 +1,5 @@
 """Ranks that would do different things are refused in one line before they exchange anything."""
 
-import contextlib
-import io
 import os
 import shutil
 import socket
@@ -18,6 +16,7 @@ import torch.distributed as dist
 
 from megatron.balanced import agreement
 from megatron.balanced.agreement import _difference
+from tests.support.command import run_command
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
 ROOT = Path(__file__).parents[2]
@@ -26,16 +25,7 @@ BASE = [*MODEL, *MOCK_DATA]
 
 def _start(argv: list[str], own: dict[int, str]) -> tuple[object, str]:
     """Run the command on this rank with flags of its own. Returns its exit code and stderr."""
-    import pretrain_gpt
-
-    sys.argv[1:] = [*argv, *own.get(int(os.environ["RANK"]), "").split()]
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-        try:
-            pretrain_gpt.main()
-        except SystemExit as stop:
-            return stop.code, stderr.getvalue()
-    return 0, stderr.getvalue()
+    return run_command([*argv, *own.get(int(os.environ["RANK"]), "").split()])
 
 
 def _line(results: list[tuple[object, str]]) -> str:

@@ -1,34 +1,18 @@
 """A checkpoint that cannot be loaded or written ends the job in one line: which one, why, and what to do."""
 
-import contextlib
-import io
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import run_command
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
 BASE = [*MODEL, *MOCK_DATA]
 ITERATION = "iter_0000004"
-
-
-def _train(argv: list[str]) -> tuple[object, str]:
-    """Run the command on this rank. Returns its exit code and stderr."""
-    import pretrain_gpt
-
-    sys.argv[1:] = argv
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-        try:
-            pretrain_gpt.main()
-        except SystemExit as stop:
-            return stop.code, stderr.getvalue()
-    return 0, stderr.getvalue()
 
 
 def _refusal(results: list[tuple[object, str]]) -> str:
@@ -45,7 +29,7 @@ def saved(pool, tmp_path_factory) -> Path:
     """A folder with checkpoints of iterations 2 and 4 of a pipeline."""
     folder = tmp_path_factory.mktemp("saved")
     flags = "--pipeline-model-parallel-size 2 --save-interval 2 --save"
-    results = pool.run(2, _train, [*BASE, *flags.split(), str(folder)])
+    results = pool.run(2, run_command, [*BASE, *flags.split(), str(folder)])
     assert [code for code, _ in results] == [0, 0], results
     return folder
 
@@ -82,7 +66,7 @@ DAMAGE = {
 def test_damage(pool, checkpoint, case):
     damage, words = DAMAGE[case]
     damage(checkpoint)
-    line = _refusal(pool.run(1, _train, [*BASE, "--load", str(checkpoint)]))
+    line = _refusal(pool.run(1, run_command, [*BASE, "--load", str(checkpoint)]))
     assert words in line and str(checkpoint) in line
     assert "[2, 4]" in line or "load another one with --ckpt-step: [2]" in line
 
@@ -91,25 +75,25 @@ def test_ranks_say_it_once(pool, checkpoint):
     """torch raises the error of one rank on all of them, as a BaseException."""
     os.truncate(_shard(checkpoint), 1000)
     argv = [*BASE, "--pipeline-model-parallel-size", "2", "--load", str(checkpoint)]
-    line = _refusal(pool.run(2, _train, argv))
+    line = _refusal(pool.run(2, run_command, argv))
     assert "the checkpoint of iteration 4 in " in line and "a file is missing or damaged" in line
 
 
 @pytest.mark.parametrize("other", ["--num-layers 6", "--hidden-size 64", " ".join(MOE)], ids=["layers", "width", "MoE"])
 def test_another_model(pool, saved, other):
-    line = _refusal(pool.run(1, _train, [*BASE, *other.split(), "--load", str(saved)]))
+    line = _refusal(pool.run(1, run_command, [*BASE, *other.split(), "--load", str(saved)]))
     assert "the checkpoint of iteration 4 in " in line and "it is of another model: give the flags" in line
 
 
 def test_nothing_to_load_is_said_before_the_first_step(pool, tmp_path):
     flags = ["--load", str(tmp_path), "--train-iters", "1"]
-    ((code, _),) = pool.run(1, _train, [*BASE, *flags])
+    ((code, _),) = pool.run(1, run_command, [*BASE, *flags])
     assert code == 0
     told = pool.output[0].splitlines()
     (note,) = [number for number, line in enumerate(told) if "has no checkpoint: training starts from" in line]
     (start,) = [number for number, line in enumerate(told) if line.startswith("[before the start of training step]")]
     assert note > start
-    line = _refusal(pool.run(1, _train, [*BASE, *flags, "--exit-on-missing-checkpoint"]))
+    line = _refusal(pool.run(1, run_command, [*BASE, *flags, "--exit-on-missing-checkpoint"]))
     assert line.startswith(f"--load {tmp_path} has no checkpoint, and --exit-on-missing-checkpoint is given")
 
 
@@ -125,7 +109,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_named(pool, small_disk):
-    line = _refusal(pool.run(1, _train, [*BASE, "--save", str(small_disk), "--save-interval", "2"]))
+    line = _refusal(pool.run(1, run_command, [*BASE, "--save", str(small_disk), "--save-interval", "2"]))
     assert line == (
         f"the checkpoint of iteration 2 cannot be written: no space is left on the disk of --save {small_disk}; free "
         "some, and start again"
@@ -142,7 +126,7 @@ def _ends_early(argv: list[str]) -> tuple[object, str]:
     from megatron.core.rerun_state_machine import RerunStateMachine
 
     RerunStateMachine.should_checkpoint_and_exit = lambda machine: (True, True, 16)
-    return _train(argv)
+    return run_command(argv)
 
 
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
@@ -150,9 +134,9 @@ def test_experts_on_one_rank_and_on_two(pool, tmp_path, optimizer):
     """Megatron-LM keeps the optimizer state of experts apart only if they are spread."""
     argv = [*BASE, *MOE, *optimizer.split(), "--train-iters", "2"]
     spread, load = ["--expert-model-parallel-size", "2"], ["--load", str(tmp_path), "--train-iters", "3"]
-    saved = pool.run(2, _train, [*argv, *spread, "--save", str(tmp_path), "--save-interval", "2"])
+    saved = pool.run(2, run_command, [*argv, *spread, "--save", str(tmp_path), "--save-interval", "2"])
     assert [code for code, _ in saved] == [0, 0]
-    line = _refusal(pool.run(2, _train, [*argv, *load]))
+    line = _refusal(pool.run(2, run_command, [*argv, *load]))
     assert "its optimizer state is of another layout" in line and "add --no-load-optim" in line
-    results = pool.run(2, _train, [*argv, *load, "--no-load-optim", "--no-load-rng"])
+    results = pool.run(2, run_command, [*argv, *load, "--no-load-optim", "--no-load-rng"])
     assert [code for code, _ in results] == [0, 0], results

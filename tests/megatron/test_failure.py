@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import run_command
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool, single_threaded
 from tests.support.training import MOCK_DATA, MODEL
@@ -137,23 +138,9 @@ def _launch(change: dict[str, str], words: str) -> tuple[object, str]:
         port = str(used.getsockname()[1])
         change = {name: port if value == "USED" else value for name, value in change.items()}
         os.environ.update({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "29500"} | change)
-        code, said = _run([*MODEL, *MOCK_DATA])
+        code, said = run_command([*MODEL, *MOCK_DATA])
     assert words in said, said
     return code, said
-
-
-def _run(argv: list[str]) -> tuple[object, str]:
-    """Run the command on this rank. Returns its exit code and stderr."""
-    import pretrain_gpt
-
-    sys.argv[1:] = argv
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-        try:
-            pretrain_gpt.main()
-        except SystemExit as stop:
-            return stop.code, stderr.getvalue()
-    return "none", stderr.getvalue()
 
 
 def _fail(argv: list[str], fault: str) -> tuple[object, str]:
@@ -179,7 +166,7 @@ def _fail(argv: list[str], fault: str) -> tuple[object, str]:
 
     training.setup_model_and_optimizer = build_with_fault
     training.train_step = step_with_fault
-    return _run(argv)
+    return run_command(argv)
 
 
 def _reports(pool, world_size: int, fault: str, *flags: str) -> tuple[list[object], list[str]]:
