@@ -34,6 +34,7 @@ from balancing.cluster import Cluster
 from balancing.experts import plan_replicas, traffic
 from balancing.experts.config import ExpertConfig
 from balancing.experts.load_history import total_variation
+from balancing.files import write_text
 from benchmarks.pinned import prepare_corpus
 
 __all__ = ["METHODS", "evaluate", "with_drift"]
@@ -197,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
                 row = {"from": at, "drift": apart, "method": name, "mean": mean, "p99": most, "off": off, "sent": sent}
                 rows.append(row)
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(options.json, json.dumps(rows, indent=1) + "\n")
     return 0
 
 

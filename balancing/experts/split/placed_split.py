@@ -11,12 +11,10 @@ import numpy as np
 import torch
 
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
-from balancing.experts.split.split import Splitter, run_starts, sweeps_of
+from balancing.experts.split.split import MOST_RANKS, Splitter, run_starts, sweeps_of
 from balancing.upload import upload
 
-__all__ = ["MOST_RANKS", "PlacedSplit", "SplitTables", "kernels_split", "place_all"]
-
-MOST_RANKS = 128  # that the kernels take: pairs of more ranks do not fit the registers of one program
+__all__ = ["PlacedSplit", "SplitTables", "kernels_split", "place_all"]
 
 
 def kernels_split(placement: ReplicaPlacement, device: torch.device | None) -> bool:

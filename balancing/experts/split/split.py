@@ -16,7 +16,9 @@ from numpy.typing import ArrayLike
 
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
 
-__all__ = ["Splitter", "check_counts", "run_starts", "split_tokens", "sweeps_of", "traffic"]
+__all__ = ["MOST_RANKS", "Splitter", "check_counts", "run_starts", "split_tokens", "sweeps_of", "traffic"]
+
+MOST_RANKS = 128  # that the kernels take: pairs of more ranks do not fit the registers of one program
 
 _TURNS = 40  # of all classes together; the result is well within 1 % of the optimum (benchmarks/experts/plans.py)
 _MOST = 1 << 31  # tokens of an expert; their square must stay below 2^63

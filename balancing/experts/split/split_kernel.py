@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from balancing.experts.placement import ReplicaPlacement, color_by_rank
-from balancing.experts.split.placed_split import MOST_RANKS
-from balancing.experts.split.split import Splitter
+from balancing.experts.split.split import MOST_RANKS, Splitter
 from balancing.upload import upload
 
 __all__ = [

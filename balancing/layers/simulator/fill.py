@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from balancing.layers.memory import in_flight
 from balancing.layers.simulator.schedule import Action, PipelineMessage, program
 
 __all__ = ["KEPT", "FilledStep", "simulate_fill"]
@@ -152,7 +153,8 @@ def simulate_fill(
     if parts.min() < 1:
         raise ValueError(f"pieces={parts.min()} must be at least 1")
     programs = [program(rank, ranks, micro_batches, chunks=chunks, group=group) for rank in range(ranks)]
-    without = np.array([_peak(actions, row) for actions, row in zip(programs, activations, strict=True)])
+    moments = in_flight(ranks, chunks, micro_batches, group)  # [rank, moment, chunk]
+    without = np.einsum("rmc,rc->rm", moments, activations).max(axis=1)
     stages = [
         _Stage(actions, weights, KEPT * row, count)
         for actions, weights, row, count in zip(programs, seconds[2], activations, parts, strict=True)
@@ -164,16 +166,6 @@ def simulate_fill(
         peak_without=without,
         fills=tuple(tuple(stage.fills) for stage in stages),
     )
-
-
-def _peak(actions: tuple[Action, ...], activation: FloatArray) -> float:
-    """Most activations of a rank that defers nothing."""
-    steps = [
-        activation[step.compute.chunk] * (1 if step.compute.kind == "forward" else -1)
-        for step in actions
-        if step.compute
-    ]
-    return float(np.cumsum(steps).max())
 
 
 def _run(

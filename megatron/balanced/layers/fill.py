@@ -80,7 +80,7 @@ class WeightGradientFill(StepCallback):
         self._chunks: list[Any] = []
         self._finalize: Callable | None = None
         self._schedule: FilledSchedule | None = None
-        self._planned: dict[tuple[int, bytes], tuple[Sequence[str], Sequence[int]]] = {}
+        self._planned: dict[int, tuple[Sequence[str], Sequence[int]]] = {}  # by micro-batches, for the layers of now
 
     def attach(self, chunks: list[Any]) -> None:
         self._chunks = chunks
@@ -97,11 +97,12 @@ class WeightGradientFill(StepCallback):
 
     def layers_moved(self) -> None:
         """Gather what the chunks of all stages compute, since one plan covers them."""
-        own = torch.tensor([_work(chunk) for chunk in self._chunks], dtype=torch.float64)
-        group = mpu.get_pipeline_model_parallel_group()
-        device = torch.cuda.current_device()
-        gathered = [torch.empty_like(own, device=device) for _ in range(group.size())]
-        dist.all_gather(gathered, own.to(device), group=group)
+        process_group = mpu.get_pipeline_model_parallel_group()
+        work = [_work(chunk) for chunk in self._chunks]
+        of_stage = torch.tensor(work, dtype=torch.float64, device=torch.cuda.current_device())
+        gathered = [torch.empty_like(of_stage) for _ in range(process_group.size())]
+        dist.all_gather(gathered, of_stage, group=process_group)
+        self._planned.clear()
         self._work = torch.stack(gathered).cpu().numpy()  # [stage, chunk, part]: see `_work`
 
     # Around a step and its schedule.
@@ -150,10 +151,9 @@ class WeightGradientFill(StepCallback):
 
     def _plan(self, micro_batches: int) -> tuple[Sequence[str], Sequence[int]]:
         """The operations of this rank, and the pieces before each and at the end."""
-        key = micro_batches, self._work.tobytes()
-        if key not in self._planned:
-            self._planned[key] = self._simulate(micro_batches)
-        return self._planned[key]
+        if micro_batches not in self._planned:
+            self._planned[micro_batches] = self._simulate(micro_batches)
+        return self._planned[micro_batches]
 
     def _simulate(self, micro_batches: int) -> tuple[Sequence[str], Sequence[int]]:
         layers, work, deferred, head = (self._work[:, :, part] for part in range(4))
