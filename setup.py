@@ -27,7 +27,7 @@ setup(
     packages=find_namespace_packages(
         include=["balancing", "balancing.*", "megatron.balanced", "megatron.balanced.*"], exclude=["*.__pycache__"]
     ),
-    package_data={"balancing.report": ["*.jinja"], "balancing.whatif": ["*.jinja"]},
+    package_data={"balancing.report": ["*.jinja"]},
     py_modules=["pretrain_gpt"],
     install_requires=[
         "megatron-core==0.19.2",

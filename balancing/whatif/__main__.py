@@ -1,7 +1,7 @@
 """python -m balancing.whatif: forecast a job's step without balancing, with each balancer and with all of them.
 
-From a recorded run, DIR of --balance-report, or from Megatron-LM's flags behind --, or those of a recipe file, with
---cluster and --gpus. Nothing runs and no GPU is needed. The last lines say how far to trust the figures.
+From a recorded run, DIR of --balance-report, or from Megatron-LM's flags behind --, with --cluster and --gpus. Nothing
+runs and no GPU is needed. The last lines say how far to trust the figures.
 """
 
 import argparse
@@ -20,12 +20,11 @@ from balancing.cluster import PRESETS, Cluster
 from balancing.command_line import Parser, whole_number
 from balancing.experts import LoadTrace, read_load_trace
 from balancing.files import check_output, read_arrays, write_text
-from balancing.recipe import read_recipes
 from balancing.report import read_history, report_files
 from balancing.report.units import duration, share
 from balancing.whatif.forecast import Forecast, forecast, verdict
 from balancing.whatif.gains import ROUTING
-from balancing.whatif.job import Job, read_flags, read_recipe_flags
+from balancing.whatif.job import read_flags
 from balancing.whatif.lengths import DISTRIBUTIONS
 from balancing.whatif.recorded import forecast_recorded
 from balancing.whatif.step import FITTED_ERROR
@@ -48,14 +47,11 @@ def _parser() -> Parser:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = Parser(
         prog="python -m balancing.whatif", description=description, epilog=more,
-        usage="%(prog)s [-h] [options] (DIR | --recipe FILE | -- FLAGS OF MEGATRON-LM)",
+        usage="%(prog)s [-h] [options] (DIR | -- FLAGS OF MEGATRON-LM)",
     )  # fmt: skip
     parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help="the directory of --balance-report")
-    parser.add_argument("--recipe", metavar="FILE[#NAME]", help="a recipe file, and which of its recipes")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="preset, or file of python -m balancing.cluster")
-    parser.add_argument(
-        "--gpus", metavar="N[,N...]", help="numbers of GPUs (default: as recorded or as the recipe says)"
-    )
+    parser.add_argument("--gpus", metavar="N[,N...]", help="numbers of GPUs (default: as recorded)")
     parser.add_argument(
         "--lengths", metavar="NAME|FILE",
         help=f"lengths of documents that are masked from each other: {', '.join(DISTRIBUTIONS)}, or an .npz or .npy "
@@ -68,7 +64,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "--iterations", type=whole_number(1, _MOST), metavar="N", help="steps of the training (default: the job's)"
     )
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with a figure")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the forecasts")
     return parser
 
@@ -85,48 +80,35 @@ def _show(parser: Parser, options: argparse.Namespace, flags: list[str]) -> None
     if options.directory is not None:
         parser.refuse_unused(options, "on a recorded run", "--cluster", "--lengths", "--routing")
     inputs = _inputs(options)
-    if options.html is not None and options.html == options.json:
-        raise ValueError(f"--html and --json both name {options.html}; name two files")
-    for path in (options.html, options.json):
-        if path is not None:
-            check_output(path, inputs)
-    title, groups, notes, capacity = _forecasts(options, flags)
+    if options.json is not None:
+        check_output(options.json, inputs)
+    title, groups, notes = _forecasts(options, flags)
     verdicts = [verdict(group) for group in groups]
     _print(title, groups, verdicts, notes)
     if options.json is not None:
         content = {"title": title, "verdicts": verdicts, "forecasts": [asdict(one) for g in groups for one in g]}
         write_text(options.json, json.dumps(content, indent=2) + "\n", inputs)
-    if options.html is not None:
-        from balancing.whatif.figure import page, step_figure  # matplotlib takes a while to import
-
-        figure = step_figure(groups, capacity)
-        text = page(title, verdicts, figure, _HEAD, _rows(groups), [*_off(groups), *notes])
-        write_text(options.html, text, [*inputs, options.json or ""])
-        print(f"figure: {options.html}")
 
 
 def _inputs(options: argparse.Namespace) -> list[Path]:
     """The files that the forecast is read from, and names that are none."""
-    names = [options.cluster, options.lengths, options.routing, (options.recipe or "").partition("#")[0]]
+    names = [options.cluster, options.lengths, options.routing]
     recorded = [] if options.directory is None else report_files(options.directory)
     return [*recorded, *(Path(name) for name in names if name)]
 
 
-def _forecasts(
-    options: argparse.Namespace, flags: list[str]
-) -> tuple[str, list[list[Forecast]], list[str], float | None]:
-    """What the forecast is of, the forecasts of each number of GPUs, notes, and bytes of a device."""
-    sources = (options.directory is not None) + (options.recipe is not None) + bool(flags)
-    if sources != 1:
-        raise ValueError("give one of DIR, --recipe FILE, and Megatron-LM's flags behind --")
+def _forecasts(options: argparse.Namespace, flags: list[str]) -> tuple[str, list[list[Forecast]], list[str]]:
+    """What the forecast is of, the forecasts of each number of GPUs, and notes."""
+    if (options.directory is not None) == bool(flags):
+        raise ValueError("give either DIR or Megatron-LM's flags behind --")
     gpus = _numbers(options.gpus)
     if options.directory is not None:
         groups, notes = forecast_recorded(read_history(options.directory), gpus, options.iterations)
-        return f"{options.directory.resolve().name}", groups, notes, None
+        return options.directory.resolve().name, groups, notes
     if options.cluster is None:
         raise ValueError(f"which machine? give --cluster: {', '.join(PRESETS)}, or a file")
-    name, job, ranks = _job(options.recipe, flags)
-    if not gpus and ranks is None:
+    job = read_flags(flags)
+    if not gpus:
         raise ValueError("how many GPUs? give --gpus N[,N...]")
     if options.routing is not None and not job.num_experts:
         raise ValueError(f"--routing {options.routing} has no effect on a model without experts; drop it")
@@ -140,10 +122,11 @@ def _forecasts(
     if options.routing is not None and options.routing not in ROUTING and options.routing.endswith(".npz"):
         routing = read_load_trace(options.routing)
     groups, refused, capacity = [], [], None
-    for number in gpus or [ranks or 0]:
+    for number in gpus:
         try:
             # What does not fit one number of GPUs may fit another; what fits none is an error.
-            on, cluster = _at(job, number, gpus, ranks), _cluster(options.cluster, number)
+            on = job if job.global_batch_size is not None else job.on(gpus[0])  # which tells the global batch
+            on, cluster = on.on(number), _cluster(options.cluster, number)
         except ValueError as error:
             refused.append(f"Left out: {number:,} GPUs. {error}.")
             continue
@@ -164,14 +147,7 @@ def _forecasts(
         if (most := max(one.memory or 0.0 for one in group)) > (capacity or most):
             notes.append(f"On {group[0].gpus:,} GPUs {most / 1e9:.0f} GB a rank do not fit the device's "
                          f"{(capacity or 0) / 1e9:.0f} GB.")  # fmt: skip
-    return f"{name} on {options.cluster}", groups, notes, capacity
-
-
-def _at(job: Job, number: int, gpus: list[int], ranks: int | None) -> Job:
-    """The job on so many GPUs, with the global batch that it has on the first."""
-    if job.global_batch_size is None:
-        job = job.on(ranks or gpus[0])
-    return job.on(number)
+    return f"the job on {options.cluster}", groups, notes
 
 
 def _hours(one: Forecast, iterations: int) -> Forecast:
@@ -189,19 +165,6 @@ def _numbers(text: str | None) -> list[int]:
         if not 1 <= number <= _MOST_GPUS:
             raise ValueError(f"--gpus {number} must be from 1 to {_MOST_GPUS:,}")
     return found
-
-
-def _job(recipe: str | None, flags: list[str]) -> tuple[str, Job, int | None]:
-    if recipe is None:
-        return "the job", read_flags(flags), None
-    file, _, name = recipe.partition("#")
-    recipes = {each.name: each for each in read_recipes(Path(file))}
-    if not name and len(recipes) > 1:
-        raise ValueError(f"{file} has {len(recipes)} recipes; name one: --recipe '{file}#{next(iter(recipes))}'")
-    if name and name not in recipes:
-        raise ValueError(f"{file} has no recipe {name!r}; it has {', '.join(recipes)}")
-    chosen = recipes[name] if name else next(iter(recipes.values()))
-    return chosen.name, read_recipe_flags(chosen.flags), chosen.ranks
 
 
 def _cluster(text: str, gpus: int) -> Cluster:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from balancing.recipe import Recipe, read_recipes
 from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
+from tests.support.recipe_files import Recipe, read_recipes
 from tests.support.recipes import BALANCERS, Verdict, command_line, verdicts
 from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
 from tests.support.stand_ins import offloaded_activations

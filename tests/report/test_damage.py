@@ -184,7 +184,6 @@ def test_the_page_replaces_no_input(run, tmp_path, capsys):
     for command, arguments in (
         (report, [folder, "--html", folder / "events.jsonl"]),
         (whatif, [folder, "--json", folder / "events.jsonl"]),
-        (whatif, [folder, "--html", folder / "events.jsonl"]),
         (experts, ["--from-report", folder, "--save", folder / "events.jsonl"]),
     ):
         assert command([str(each) for each in arguments]) == 2

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from balancing.command_line import Parser
-from balancing.recipe import Recipe, read_recipes
 from megatron.balanced.checks.flags import MEGATRON_VERSIONS, check_megatron
+from tests.support.recipe_files import Recipe, read_recipes
 
 __all__ = ["Verdict", "answer", "command_line", "main", "markdown", "verdicts"]
 

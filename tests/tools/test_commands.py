@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from balancing.recipe import read_recipes
 from tests.support.made_up_run import Job, write_run
 from tests.support.patience import PATIENCE
 from tests.support.training import MODEL
@@ -89,29 +88,3 @@ def test_scripts_say_what_they_do(name):
     script = f"scripts/{name}.sh"
     told = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, cwd=REPOSITORY, timeout=PATIENCE)
     assert told.returncode == 0 and script in told.stdout and "pipefail" not in told.stdout and not told.stderr
-
-
-PAIRS = list(zip("abcdefgh", "bcdefghi", strict=True))
-NINE = {old: ", ".join([f"*{old}"] * 9) for old, _ in PAIRS}
-BOMBS = {
-    "aliases": "a: &a [x, x, x]\n" + "".join(f"{new}: &{new} [{NINE[old]}]\n" for old, new in PAIRS),
-    "merges": "a: &a {x: 1}\n" + "".join(f"{new}: &{new} {{<<: [{NINE[old]}]}}\n" for old, new in PAIRS),
-    "one in itself": "a: &a [*a]\n",
-    "nesting": "a: " + "[" * 5000,
-}
-
-
-@pytest.mark.parametrize("case", BOMBS)
-def test_yaml_that_grows_is_refused_at_once(tmp_path, case):
-    (tmp_path / "bomb.yaml").write_text(BOMBS[case])
-    with pytest.raises(ValueError, match=r"bomb\.yaml (has [\d,]+ values once its aliases|is not)") as error:
-        read_recipes(tmp_path / "bomb.yaml")
-    assert "\n" not in str(error.value) and len(str(error.value)) < 400
-
-
-def test_yaml_with_aliases_is_read(tmp_path):
-    (tmp_path / "r.yaml").write_text("base: &base {num-layers: 4}\nbig: {<<: *base, hidden-size: 8}\n")
-    assert [recipe.flags for recipe in read_recipes(tmp_path / "r.yaml")] == [
-        {"num_layers": 4},
-        {"num_layers": 4, "hidden_size": 8},
-    ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from balancing.recipe import Recipe, read_recipes
+from tests.support.recipe_files import Recipe, read_recipes
 from tests.support.recipes import BALANCERS, Verdict, command_line, main, markdown, verdicts
 from tests.support.training import MOCK_DATA, MODEL
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from balancing.dynamics import DynamicsConfig
-from balancing.recipe import read_recipes
 from balancing.sequences.config import SequenceConfig
 from balancing.whatif.job import flag_table, read_flags, read_recipe_flags
+from tests.support.recipe_files import read_recipes
 
 # Flags of this project, and their defaults.
 OURS = {

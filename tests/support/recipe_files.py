@@ -5,16 +5,15 @@ MODEL_ARGS and the environment under ENV_VARS. The number of ranks is WORLD_SIZE
 "h100/bf16_256GPU_TP2PP8EP32".
 """
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from balancing.files import parse_json, read_text
+import yaml
 
 __all__ = ["Recipe", "read_recipes"]
-
-MOST_NODES = 100_000  # of a YAML file
 
 _SECTIONS = ("ARGS", "MODEL_ARGS")
 
@@ -57,41 +56,13 @@ def _parse(path: Path) -> Any:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise ValueError(f"{path} is not a recipe file: its name must end in .json, .yaml or .yml")
     try:
-        text = read_text(path)
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from error
-    if path.suffix == ".json":
-        try:
-            return parse_json(text)
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; name a file that can") from error
     try:
-        import yaml
-    except ImportError as error:
-        raise ValueError(f"{path} needs PyYAML, which is not installed; pip install pyyaml") from error
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if (nodes := _expanded(node, {})) > MOST_NODES:
-            raise ValueError(f"{path} has {nodes:,} values once its aliases are written out, at most {MOST_NODES:,} "
-                             "are read; write fewer")  # fmt: skip
-        return None if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is not a recipe: its values are nested too deeply, or in themselves") from error
-    finally:
-        loader.dispose()
-
-
-def _expanded(node: Any, known: dict[int, int]) -> int:
-    """How many values `node` of YAML has with aliases written out. Raises RecursionError for one that holds itself."""
-    if id(node) not in known:
-        held = getattr(node, "value", None)
-        parts = held if isinstance(held, list) else []  # nodes, or pairs of a key and its value
-        pairs = [part if isinstance(part, tuple) else (part,) for part in parts]
-        known[id(node)] = 1 + sum(_expanded(each, known) for pair in pairs for each in pair)
-    return known[id(node)]
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from error
 
 
 def _recipe(path: Path, name: str, content: dict[str, Any]) -> Recipe:
