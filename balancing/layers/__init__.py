@@ -16,17 +16,18 @@ bounds (0, 4, 6) and layout "Et*4|ttL". The plan ((3,), (3,)) is one move away: 
 """
 
 from balancing.layers.cost import CostAverage, LayerSeconds, over_ranks
-from balancing.layers.gate import Decision, Gate, GateConfig, LayerMove, layer_moves, migration_seconds
+from balancing.layers.gate import Decision, Gate, GateConfig, LayerMove, Predicted, layer_moves, migration_seconds
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.plan import plan_pipeline, plan_stages
+from balancing.layers.plan import Pipeline, plan_pipeline, plan_stages
 from balancing.layers.planners.refine import refine_plan
-from balancing.layers.repack import Release, Repack, choose_repack, release_of, repack_options
-from balancing.layers.simulator.schedule import Operation, ScheduleOptions, operations
-from balancing.layers.simulator.timeline import Span, Timeline, simulate_schedule, simulate_steps
+from balancing.layers.repack import Release, Repack, Running, choose_repack, release_of, repack_options
+from balancing.layers.simulator.schedule import MEGATRONS, Operation, Schedule, operations
+from balancing.layers.simulator.timeline import Timeline, simulate_schedule, simulate_steps
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = [
+    "MEGATRONS",
     "CostAverage",
     "Decision",
     "Gate",
@@ -35,10 +36,12 @@ __all__ = [
     "LayerMove",
     "LayerSeconds",
     "Operation",
+    "Pipeline",
+    "Predicted",
     "Release",
     "Repack",
-    "ScheduleOptions",
-    "Span",
+    "Running",
+    "Schedule",
     "StagePlan",
     "Timeline",
     "choose_repack",

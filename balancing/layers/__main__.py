@@ -8,6 +8,7 @@ of fewer stages, and the ranks that they free.
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from balancing.command_line import Parser, real_number, whole_number
+from balancing.layers.cost import LayerSeconds
 from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, stage_memory
-from balancing.layers.plan import METHODS, plan_pipeline
+from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
-from balancing.layers.simulator.schedule import ScheduleOptions
+from balancing.layers.simulator.schedule import Schedule
 from balancing.layers.stage_plan import StagePlan
 from balancing.report import MOST_MICRO_BATCHES, read_history
 
@@ -50,11 +52,6 @@ def _parser() -> Parser:
         "--micro-batches", type=whole_number(1, MOST_MICRO_BATCHES), metavar="M",
         help="micro-batches of a step to plan for (default: as recorded)",
     )  # fmt: skip
-    parser.add_argument("--method", choices=METHODS, default="optimal", help="planner (default: optimal)")
-    parser.add_argument(
-        "--min-layers", type=whole_number(0, _MOST_PLACES), default=0, metavar="N",
-        help="fewest layers of a stage; 1 if layers are to move during training (default: 0)",
-    )  # fmt: skip
     parser.add_argument(
         "--memory-limit", type=real_number(0, 1e6, above=True), metavar="GB",
         help="10^9 bytes a rank may use, layers estimated from the report",
@@ -82,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     def work(options: argparse.Namespace) -> None:
         repacks = options.repack or options.repack_throughput_floor is not None
         if options.layout is not None:
-            parser.refuse_unused(options, "on a given --layout", "--virtual", "--method", "--min-layers")
+            parser.refuse_unused(options, "on a given --layout", "--virtual")
         if not repacks:
             parser.refuse_unused(options, "without --repack", "--repack-min-stages")
             if options.layout is not None:
@@ -117,22 +114,19 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
     count = run.micro_batches if options.micro_batches is None else options.micro_batches
     cost = run.cost
     limit = None if options.memory_limit is None else options.memory_limit * 1e9
-    before = cost.simulate(run.plan, count, **run.schedule).step_time
+    before = cost.simulate(run.plan, count, schedule=run.schedule).step_time
     schedule = run.schedule if stages == run.plan.stages else _other_stages(run)
 
     if options.layout is not None:
         plan = from_layout(options.layout, stages, layers=cost.layers)
     else:
-        plan = plan_pipeline(
-            cost, stages, count, memory=memory, memory_limit=limit, virtual=virtual, current=run.plan,
-            method=options.method, min_layers=_least(options), **schedule,
-        )  # fmt: skip
-        if options.method == "optimal":
-            same = (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual)
-            fits = memory is None or limit is None or (stage_memory(run.plan, memory, count, **schedule) <= limit).all()
-            if same and fits and before <= cost.simulate(plan, count, **schedule).step_time:
-                plan = run.plan
-    after = cost.simulate(plan, count, **schedule).step_time
+        pipeline = Pipeline(stages, count, virtual, schedule)
+        plan = plan_pipeline(cost, pipeline, memory=memory, memory_limit=limit, current=run.plan, min_layers=0)
+        same = (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual)
+        fits = memory is None or limit is None or (stage_memory(run.plan, memory, count, schedule) <= limit).all()
+        if same and fits and before <= cost.simulate(plan, count, schedule=schedule).step_time:
+            plan = run.plan
+    after = cost.simulate(plan, count, schedule=schedule).step_time
     if (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual):
         _show_stages(run, plan, console)
     print(
@@ -145,33 +139,25 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
     if plan is run.plan:
         print("The recorded layout is as good as any that was found.")
     print(f'--pipeline-model-parallel-layout "{to_layout(plan, mtp_layers=options.mtp_layers)}"')
-    if options.layout is None and options.virtual is None and options.method == "optimal" and not plan.mtp_layers:
-        _show_chunks(run, plan, count, memory, limit, _least(options), schedule)
+    if options.layout is None and options.virtual is None and not plan.mtp_layers:
+        _show_chunks(cost, plan, pipeline, memory, limit)
 
 
 def _show_chunks(
-    run: RecordedRun,
-    plan: StagePlan,
-    micro_batches: int,
-    memory: LayerMemory | None,
-    limit: float | None,
-    least: int,
-    schedule: ScheduleOptions,
+    cost: LayerSeconds, plan: StagePlan, pipeline: Pipeline, memory: LayerMemory | None, limit: float | None
 ) -> None:
     """Say which number of chunks a stage has the shortest step, if it is another one than that of `plan`."""
-    cost, seconds = run.cost, {}
+    seconds, micro_batches, schedule = {}, pipeline.micro_batches or 0, pipeline.schedule
     for virtual in range(1, _MOST_CHUNKS + 1):
         if virtual > 1 and (plan.stages == 1 or micro_batches % plan.stages or cost.layers < virtual * plan.stages):
             continue
         try:
-            found = plan_pipeline(
-                cost, plan.stages, micro_batches, memory=memory, memory_limit=limit, virtual=virtual, min_layers=least,
-                **schedule,
-            )  # fmt: skip
+            other = replace(pipeline, virtual=virtual)
+            found = plan_pipeline(cost, other, memory=memory, memory_limit=limit, min_layers=0)
         except ValueError:  # too much memory
             continue
-        seconds[virtual] = cost.simulate(found, micro_batches, **schedule).step_time
-    own = cost.simulate(plan, micro_batches, **schedule).step_time
+        seconds[virtual] = cost.simulate(found, micro_batches, schedule=schedule).step_time
+    own = cost.simulate(plan, micro_batches, schedule=schedule).step_time
     seconds[plan.virtual] = min(own, seconds.get(plan.virtual, np.inf))
     best = min(seconds, key=lambda virtual: seconds[virtual])
     if seconds[best] < (1 - _WORTH) * seconds[plan.virtual]:
@@ -179,14 +165,9 @@ def _show_chunks(
         print(f"The pipeline by chunks a stage, messages not counted: {each}. --virtual {best} prints that layout.")
 
 
-def _other_stages(run: RecordedRun) -> ScheduleOptions:
+def _other_stages(run: RecordedRun) -> Schedule:
     """The schedule of the run with another number of stages, whose groups have as many micro-batches as stages."""
-    return ScheduleOptions(in_parts=run.schedule.get("in_parts", False))
-
-
-def _least(options: argparse.Namespace) -> int:
-    """Fewest layers of a chunk; only the optimal planner can leave a chunk empty."""
-    return options.min_layers if options.method == "optimal" else max(options.min_layers, 1)
+    return Schedule(in_parts=run.schedule.in_parts)
 
 
 def _show_stages(run: RecordedRun, plan: StagePlan, console: Console) -> None:
@@ -211,11 +192,9 @@ def _ms(seconds: float) -> str:
 
 def _sizes(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory | None) -> list[Repack]:
     count = run.micro_batches if options.micro_batches is None else options.micro_batches
-    return repack_options(
-        run.cost, run.plan, count, ranks_per_stage=run.ranks_per_stage, ranks_per_node=run.ranks_per_node,
-        memory=memory, memory_limit=None if options.memory_limit is None else options.memory_limit * 1e9,
-        min_stages=options.repack_min_stages, **run.schedule,
-    )  # fmt: skip
+    limit = None if options.memory_limit is None else options.memory_limit * 1e9
+    run = replace(run, micro_batches=count)
+    return repack_options(run, memory=memory, memory_limit=limit, min_stages=options.repack_min_stages)
 
 
 def _repack(run: RecordedRun, options: argparse.Namespace, sizes: list[Repack], console: Console) -> None:

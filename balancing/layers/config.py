@@ -30,11 +30,6 @@ class LayerConfig:
         "layers. uniform: equal numbers of layers.",
         choices=("optimal", "diffusion", "uniform"),
     )
-    cost: str = setting(
-        "time",
-        "The cost of a layer: its measured time, forward and backward, or its number of parameters.",
-        choices=("time", "parameters"),
-    )
     interval: int = setting(
         50,
         "Measure for N iterations, then decide whether layers move.",

@@ -10,14 +10,14 @@ An average that is long enough to suppress noise is too slow for a model that wa
 detects such a jump and restarts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.simulator.timeline import Timeline, simulate_schedule, simulate_steps
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
+from balancing.layers.simulator.timeline import Timeline, simulate_schedule
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["CostAverage", "LayerSeconds", "over_ranks"]
@@ -104,26 +104,11 @@ class LayerSeconds:
         micro_batches: int,
         *,
         transfer: ArrayLike = 0.0,
-        group: int | None = None,
-        in_parts: bool = False,
+        schedule: Schedule = MEGATRONS,
     ) -> Timeline:
-        """One training step under `plan`; transfer, group, in_parts: see `simulate_schedule`."""
+        """One training step under `plan`; transfer, schedule: see `simulate_schedule`."""
         forward, backward = self.stage_seconds(plan)
-        return simulate_schedule(forward, backward, micro_batches, transfer=transfer, group=group, in_parts=in_parts)
-
-    def step_seconds(
-        self,
-        plans: Sequence[StagePlan],
-        micro_batches: int,
-        *,
-        transfer: ArrayLike = 0.0,
-        group: int | None = None,
-        in_parts: bool = False,
-    ) -> FloatArray:
-        """Simulated seconds of a step, [plan]; plans have equal stages, chunks and place of multi-token prediction."""
-        bounds = np.array([plan.bounds for plan in plans])
-        forward, backward = self.seconds_of_bounds(bounds, plans[0].stages, plans[0].behind)
-        return simulate_steps(forward, backward, micro_batches, transfer=transfer, group=group, in_parts=in_parts)
+        return simulate_schedule(forward, backward, micro_batches, transfer=transfer, schedule=schedule)
 
     def _values(self) -> FloatArray:
         """All values in one array [2 * layers + 6]."""

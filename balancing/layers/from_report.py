@@ -8,7 +8,8 @@ import numpy as np
 
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.simulator.schedule import ScheduleOptions
+from balancing.layers.repack import Running
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 from balancing.report import History, read_history, summarize
 
@@ -16,26 +17,15 @@ __all__ = ["RecordedRun", "estimate_memory", "read_run"]
 
 
 @dataclass(frozen=True)
-class RecordedRun:
-    """Median costs of a run and its layout.
+class RecordedRun(Running):
+    """Median costs of a run, and the layout of its last iterations.
 
-    cost: seconds of the layers.
-    plan: the layers of each stage in the last iterations.
-    micro_batches: per step and pipeline.
-    ranks_per_stage, ranks_per_node: of the job.
     step_seconds: measured median.
     memory: float array [stage], the most bytes that a rank of each stage held; empty if not measured.
-    schedule: of a pipeline with several chunks a stage.
     """
 
-    cost: LayerSeconds
-    plan: StagePlan
-    micro_batches: int
-    ranks_per_stage: int
-    ranks_per_node: int
-    step_seconds: float
-    memory: np.ndarray
-    schedule: ScheduleOptions = field(default_factory=lambda: ScheduleOptions())
+    step_seconds: float = 0.0
+    memory: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
@@ -111,13 +101,12 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
     )
 
 
-def _schedule(line: dict[str, Any]) -> ScheduleOptions:
+def _schedule(line: dict[str, Any]) -> Schedule:
     """The schedule that a line of the log tells of; older ones, and those of one chunk a stage, tell nothing."""
     if "microbatch_group_size" not in line:
-        return ScheduleOptions()
-    return ScheduleOptions(
-        group=line["microbatch_group_size"], in_parts=bool(line.get("overlap_moe_expert_parallel_comm"))
-    )
+        return MEGATRONS
+    in_parts = bool(line.get("overlap_moe_expert_parallel_comm"))
+    return Schedule(group=line["microbatch_group_size"], in_parts=in_parts)
 
 
 def estimate_memory(run: RecordedRun) -> LayerMemory:
@@ -135,7 +124,7 @@ def estimate_memory(run: RecordedRun) -> LayerMemory:
         raise ValueError("the report has no memory of its ranks, so it is unknown what fits; record it on GPUs")
     counts = np.array(plan.counts, dtype=float)
     held = (
-        (in_flight(plan.stages, plan.virtual, run.micro_batches, **run.schedule) * counts[:, None, :])
+        (in_flight(plan.stages, plan.virtual, run.micro_batches, run.schedule) * counts[:, None, :])
         .sum(axis=2)
         .max(axis=1)
     )
@@ -145,7 +134,7 @@ def estimate_memory(run: RecordedRun) -> LayerMemory:
 
     def missing(static: float, activation: float) -> np.ndarray:
         of_layers = LayerMemory(static * ones, activation * ones)
-        return peak - stage_memory(plan, of_layers, run.micro_batches, **run.schedule)
+        return peak - stage_memory(plan, of_layers, run.micro_batches, run.schedule)
 
     inner = (missing(static, activation) / np.maximum(terms[:, 0], 1.0))[1:-1]
     static += max(float(inner.max(initial=0.0)), 0.0)

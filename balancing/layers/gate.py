@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["Decision", "Gate", "GateConfig", "LayerMove", "layer_moves", "migration_seconds"]
+__all__ = ["Decision", "Gate", "GateConfig", "LayerMove", "Predicted", "layer_moves", "migration_seconds"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,18 @@ class Decision(NamedTuple):
     action: Literal["keep", "move", "rollback"]
     plan: StagePlan
     reason: str
+
+
+class Predicted(NamedTuple):
+    """Predicted seconds of a step, by present costs.
+
+    now, then: under the plan in force, and under the candidate.
+    previous: under the plan before a move under watch.
+    """
+
+    now: float
+    then: float
+    previous: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,30 +114,27 @@ class Gate:
         self,
         iteration: int,
         candidate: StagePlan,
-        now: float,
-        then: float,
+        predicted: Predicted,
         migration: float,
         *,
         left: int | None = None,
-        previous_now: float | None = None,
     ) -> tuple["Gate", Decision]:
         """Decide before `iteration`. Returns the next gate, with the plan from then on, and the decision.
 
         candidate: the best plan by present costs.
-        now, then: predicted seconds of a step under the plan in force and under `candidate`, by present costs.
+        predicted: seconds of a step, with those under `watching` if there is such a plan.
         migration: seconds that the move takes.
         left: iterations until training ends.
-        previous_now: predicted seconds of a step under `watching`, by present costs.
         """
-        config = self.config
+        config, (now, then, previous_now) = self.config, predicted
         latest = self.steps[len(self.steps) - self.fresh :] if now > 0 else ()
         ratios = (*self.ratios, *(seconds / now for seconds in latest))[-config.watch :]
         self = replace(self, fresh=0, ratios=ratios)
         if self.previous is not None:
             if len(self.steps) < config.watch:
                 return self, Decision("keep", self.plan, f"watching the last move, {len(self.steps)} of {config.watch}")
-            plan, before, predicted = self.previous
-            expected = before * (previous_now / predicted if previous_now is not None and predicted > 0 else 1.0)
+            plan, before, at_move = self.previous
+            expected = before * (previous_now / at_move if previous_now is not None and at_move > 0 else 1.0)
             after = median(ratios or (0.0,)) * now
             if before > 0 and after > (1 + config.slower) * expected:
                 back = replace(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from balancing.layers.cost import LayerSeconds, over_ranks
 from balancing.layers.memory import LayerMemory, stage_memory
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 from balancing.report.record import RankRecord
 
@@ -76,22 +77,20 @@ def fit_activations(
     peaks: FloatArray,
     plan: StagePlan,
     micro_batches: int | None = None,
-    *,
-    group: int | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
 ) -> LayerMemory:
     """Add to `resting`, which has no activations, those that explain the measured peaks of the stages.
 
     resting: weights, gradients and optimizer state.
     peaks: float array [stage], the most bytes that a rank of each stage held under `plan`.
     plan: in force when the peaks were measured.
-    micro_batches, group, in_parts: of the schedule, as in `in_flight`.
+    micro_batches, schedule: as in `in_flight`.
 
     All layers are assumed to have equal activations, of the largest size that a stage implies, so that no stage is
     underestimated.
     """
     ones = LayerMemory(np.zeros(plan.layers), activation=1.0)
-    layers_in_flight = stage_memory(plan, ones, micro_batches, group=group, in_parts=in_parts)
-    left = peaks - stage_memory(plan, resting, micro_batches, group=group, in_parts=in_parts)
+    layers_in_flight = stage_memory(plan, ones, micro_batches, schedule)
+    left = peaks - stage_memory(plan, resting, micro_batches, schedule)
     each = np.where(layers_in_flight > 0, left / np.maximum(layers_in_flight, 1.0), 0.0)
     return replace(resting, activation=max(float(each.max()), 0.0))

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["LayerMemory", "in_flight", "stage_memory"]
@@ -70,15 +71,13 @@ def in_flight(
     stages: int,
     virtual: int = 1,
     micro_batches: int | None = None,
-    group: int | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
 ) -> NDArray[np.int64]:
     """Numbers of micro-batches in flight of each chunk, at the moments when a stage may hold the most.
 
     stages, virtual: pipeline size, and chunks a stage.
     micro_batches: of a step; None if there are enough to fill the pipeline.
-    group, in_parts: with several chunks, as in `balancing.layers.simulator.schedule.program`. A larger group keeps the
-        activations of more micro-batches.
+    schedule: with several chunks. A larger group keeps the activations of more micro-batches.
 
     Returns an int array [stage, moment, chunk]. It contains only moments that can be the fullest for some sizes of
     activations; stages with fewer of them repeat the last one.
@@ -86,7 +85,7 @@ def in_flight(
     if virtual == 1:
         most = micro_batches or stages
         return np.minimum(np.arange(stages, 0, -1), most)[:, None, None]
-    group = group or stages
+    group = schedule.group or stages
     count = min(micro_batches or 4 * group, 4 * group)
     chunk = np.array([c for first in range(0, count, group) for c in range(virtual)
                       for _ in range(min(group, count - first))])  # fmt: skip
@@ -95,7 +94,7 @@ def in_flight(
     backwards = forwards[:, ::-1]
     moments = []
     for stage in range(stages):
-        warm_up = min(2 * (stages - stage - 1) + (virtual - 1) * group + in_parts, len(chunk) - 1)
+        warm_up = min(2 * (stages - stage - 1) + (virtual - 1) * group + schedule.in_parts, len(chunk) - 1)
         held = forwards[warm_up + 1 :] - backwards[: len(chunk) - warm_up]
         moments.append(_extreme(held))
     most = max(len(rows) for rows in moments)
@@ -116,13 +115,11 @@ def stage_memory(
     plan: StagePlan,
     memory: LayerMemory,
     micro_batches: int | None = None,
-    *,
-    group: int | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
 ) -> FloatArray:
     """Float array [stage]: the peak bytes of a rank of each stage under `plan`; the rest as in `in_flight`."""
     peak = np.zeros(plan.stages)
-    moments = in_flight(plan.stages, plan.virtual, micro_batches, group, in_parts)
+    moments = in_flight(plan.stages, plan.virtual, micro_batches, schedule)
     for stage, chunks in enumerate(plan.chunks):
         first, last = stage == 0, stage == plan.stages - 1
         activation = np.array([memory.activation_of_layers[list(chunk)].sum() for chunk in chunks])

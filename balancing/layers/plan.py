@@ -5,7 +5,7 @@ head that cost as much as layers. A plan assigns layers to stages by their prese
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -16,15 +16,32 @@ from balancing.layers.memory import LayerMemory, as_memory, stage_memory
 from balancing.layers.planners.diffusion import diffuse
 from balancing.layers.planners.optimal import Problem, memory_shortfall, optimal_bounds, room_of
 from balancing.layers.planners.refine import refine_plan
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["METHODS", "ONE_CHUNK", "Method", "plan_pipeline", "plan_stages", "uniform_bounds"]
+__all__ = ["METHODS", "ONE_CHUNK", "Method", "Pipeline", "plan_pipeline", "plan_stages", "uniform_bounds"]
 
 Method = Literal["uniform", "optimal", "diffusion"]
 METHODS: tuple[Method, ...] = get_args(Method)
 # Methods for stages of one chunk only.
 ONE_CHUNK: tuple[Method, ...] = ("diffusion",)
 _GROUPS = 4  # groups of micro-batches of the steps that a search simulates: more of them take longer, and tell no more
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline to plan for.
+
+    stages: pipeline size.
+    micro_batches: of a step; None if there are enough to fill the pipeline.
+    virtual: chunks a stage.
+    schedule: of several chunks a stage.
+    """
+
+    stages: int
+    micro_batches: int | None
+    virtual: int = 1
+    schedule: Schedule = MEGATRONS
 
 
 def plan_stages(
@@ -41,8 +58,7 @@ def plan_stages(
     method: Method = "optimal",
     micro_batches: int | None = None,
     min_layers: int = 1,
-    group: int | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
 ) -> StagePlan:
     """Divide layers among pipeline stages, in order.
 
@@ -60,14 +76,19 @@ def plan_stages(
         and "diffusion" search for a plan that fits the memory.
     micro_batches: of a step, for activations in flight; None if there are enough to fill the pipeline.
     min_layers: fewest layers of a chunk; 0 allows a stage with only the embedding or the head.
-    group, in_parts: of the interleaved schedule, for activations in flight, as in `balancing.layers.in_flight`.
+    schedule: of several chunks a stage, for activations in flight.
 
     Raises ValueError for costs that are negative or not finite, sizes below 1, fewer layers than chunks, a method that
     cannot plan several chunks a stage, and a memory limit that the plan does not meet, with the bytes it is short of.
     """
-    problem = _checked(cost, stages, embedding, head, mtp, memory, memory_limit, virtual, current, micro_batches,
-                       min_layers, method)  # fmt: skip
-    problem = replace(problem, group=group, in_parts=in_parts)
+    seconds = _seconds_of(cost, embedding=embedding, head=head, mtp=mtp)
+    pipeline = Pipeline(stages, micro_batches, virtual, schedule)
+    behind = _behind(len(seconds), pipeline, current, method, min_layers)
+    bytes_of, limit = _memory_of(len(seconds), stages, memory, memory_limit)
+    home = np.full(len(seconds), -1) if current is None else np.array(current.stage_of)
+    weight = np.ones(len(seconds)) if bytes_of is None or not bytes_of.static.any() else bytes_of.static
+    problem = Problem(seconds, int(stages), int(virtual), float(embedding), float(head), bytes_of, limit, home, weight,
+                      int(min_layers), micro_batches, float(mtp), behind, schedule)  # fmt: skip
     start = uniform_bounds(problem.layers, stages * virtual - problem.behind) + [problem.layers] * problem.behind
     if current is not None and method != "uniform" and (current.stages, current.virtual) == (stages, virtual):
         start = list(current.bounds)
@@ -84,7 +105,7 @@ def plan_stages(
         plan = replace(plan, mtp_layers=current.mtp_layers, mtp_chunk=current.mtp_chunk)
     assert plan.layers == problem.layers, f"{plan.layers} of {problem.layers} layers are planned"
     if problem.memory is not None and problem.limit is not None:
-        excess = stage_memory(plan, problem.memory, micro_batches, group=group, in_parts=in_parts) - problem.limit
+        excess = stage_memory(plan, problem.memory, micro_batches, schedule) - problem.limit
         stage, over = int(excess.argmax()), float(excess.max())
         if over > 0 and method != "optimal":
             raise ValueError(
@@ -107,63 +128,57 @@ def uniform_bounds(layers: int, chunks: int) -> list[int]:
 
 def plan_pipeline(
     cost: LayerSeconds,
-    stages: int,
-    micro_batches: int,
+    pipeline: Pipeline,
     *,
     memory: LayerMemory | ArrayLike | None = None,
     memory_limit: ArrayLike | None = None,
-    virtual: int = 1,
     current: StagePlan | None = None,
-    method: Method = "optimal",
     min_layers: int = 1,
-    group: int | None = None,
-    in_parts: bool = False,
 ) -> StagePlan:
     """Divide layers among pipeline stages so that the simulated step is short, messages not counted.
 
     cost: seconds of the layers.
-    micro_batches: of a step.
-    group, in_parts: of the interleaved schedule, as in `balancing.layers.simulator.schedule.program`.
-    The rest as in `plan_stages`, whose plan this is; that of "optimal" is refined by simulated steps (`refine_plan`),
-    which the plan in force starts, too.
+    pipeline: with its number of micro-batches.
+    The rest as in `plan_stages`, whose "optimal" plan is refined by simulated steps (`refine_plan`), which the plan in
+    force starts, too.
 
     Raises ValueError as `plan_stages` does, and for a schedule that Megatron refuses.
     """
+    stages, micro_batches, schedule = pipeline.stages, pipeline.micro_batches, pipeline.schedule
+    assert micro_batches is not None
     found = plan_stages(
         cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), mtp=sum(cost.mtp), memory=memory,
-        memory_limit=memory_limit, virtual=virtual, current=current, method=method, micro_batches=micro_batches,
-        min_layers=min_layers, group=group, in_parts=in_parts,
+        memory_limit=memory_limit, virtual=pipeline.virtual, current=current, micro_batches=micro_batches,
+        min_layers=min_layers, schedule=schedule,
     )  # fmt: skip
-    if method != "optimal" or stages == 1:
+    if stages == 1:
         return found
 
     def fits(plan: StagePlan) -> bool:
         if memory is None or memory_limit is None:
             return True
-        peak = stage_memory(plan, as_memory(memory), micro_batches, group=group, in_parts=in_parts)
+        peak = stage_memory(plan, as_memory(memory), micro_batches, schedule)
         return bool((peak <= np.asarray(memory_limit, dtype=float)).all())
 
-    refined = refine_plan(
-        found, cost, min(micro_batches, _GROUPS * max(group or stages, stages)), current=current,
-        min_layers=min_layers, fits=fits, group=group, in_parts=in_parts,
-    )  # fmt: skip
-    return min(
-        (found, refined),
-        key=lambda plan: cost.simulate(plan, micro_batches, group=group, in_parts=in_parts).step_time,
-    )
+    few = min(micro_batches, _GROUPS * max(schedule.group or stages, stages))
+    refined = refine_plan(found, cost, few, schedule=schedule, current=current, min_layers=min_layers, fits=fits)
+    return min((found, refined), key=lambda plan: cost.simulate(plan, micro_batches, schedule=schedule).step_time)
 
 
-def _checked(
-    cost: ArrayLike, stages: int, embedding: float, head: float, mtp: float, memory: LayerMemory | ArrayLike | None,
-    memory_limit: ArrayLike | None, virtual: int, current: StagePlan | None, micro_batches: int | None,
-    min_layers: int, method: str,
-) -> Problem:  # fmt: skip
+def _seconds_of(cost: ArrayLike, **ends: float) -> np.ndarray:
+    """`cost`, checked, as the parts at the `ends` are."""
     seconds = np.asarray(cost, dtype=float)
     if seconds.ndim != 1 or not len(seconds):
         raise ValueError(f"cost has shape {seconds.shape}; give one number a layer")
-    for name, values in (("cost", seconds), ("embedding", embedding), ("head", head), ("mtp", mtp)):
-        if not (np.isfinite(values) & (np.asarray(values) >= 0)).all():
+    for name, values in (("cost", seconds), *((end, np.asarray(value)) for end, value in ends.items())):
+        if not (np.isfinite(values) & (values >= 0)).all():
             raise ValueError(f"{name} has {np.min(values)} among its values; they must be finite and at least 0")
+    return seconds
+
+
+def _behind(layers: int, pipeline: Pipeline, current: StagePlan | None, method: str, min_layers: int) -> int:
+    """Chunks at the end without layers, in a pipeline that so many layers fill; its sizes are checked."""
+    stages, virtual, micro_batches = pipeline.stages, pipeline.virtual, pipeline.micro_batches
     for name, size, least in (("stages", stages, 1), ("virtual", virtual, 1), ("min_layers", min_layers, 0),
                               ("micro_batches", 1 if micro_batches is None else micro_batches, 1)):  # fmt: skip
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least:
@@ -178,9 +193,8 @@ def _checked(
         raise ValueError(
             f"method {method!r} cannot leave the chunks after multi-token prediction without layers; use 'optimal'"
         )
-    layers, chunks = len(seconds), stages * virtual - behind
     fewest = min_layers if method in ("optimal", "diffusion") else max(min_layers, 1)
-    if layers < chunks * fewest:
+    if layers < (stages * virtual - behind) * fewest:
         raise ValueError(
             f"{layers} layers cannot fill {stages} stages of {virtual} chunks with {fewest} each; use at most "
             f"{max(layers // (virtual * fewest), 1)} stages, or fewer chunks"
@@ -188,23 +202,24 @@ def _checked(
         )
     if current is not None and current.layers != layers:
         raise ValueError(f"the current plan has {current.layers} layers, cost has {layers}")
+    return behind
+
+
+def _memory_of(
+    layers: int, stages: int, memory: LayerMemory | ArrayLike | None, memory_limit: ArrayLike | None
+) -> tuple[LayerMemory | None, np.ndarray | None]:
+    """Bytes of layers, and of each stage [stage], checked; None each if not given."""
     bytes_of = None if memory is None else as_memory(memory)
     if bytes_of is not None and len(bytes_of.static) != layers:
         raise ValueError(f"memory is of {len(bytes_of.static)} layers, cost of {layers}")
-    if memory_limit is not None and bytes_of is None:
+    if memory_limit is None:
+        return bytes_of, None
+    if bytes_of is None:
         raise ValueError("memory_limit needs memory, the bytes of each layer")
-    limit = None
-    if memory_limit is not None:
-        limit = np.asarray(memory_limit, dtype=float)
-        if limit.shape not in ((), (stages,)) or not (limit > 0).all():
-            raise ValueError(f"memory_limit is {limit.tolist()}; give one number above 0, or one for each stage")
-        limit = np.broadcast_to(limit, (stages,)).copy()
-    home = np.full(layers, -1)
-    if current is not None:
-        home = np.array(current.stage_of)
-    weight = np.ones(layers) if bytes_of is None or not bytes_of.static.any() else bytes_of.static
-    return Problem(seconds, int(stages), int(virtual), float(embedding), float(head), bytes_of, limit, home, weight,
-                   int(min_layers), micro_batches, float(mtp), behind)  # fmt: skip
+    limit = np.asarray(memory_limit, dtype=float)
+    if limit.shape not in ((), (stages,)) or not (limit > 0).all():
+        raise ValueError(f"memory_limit is {limit.tolist()}; give one number above 0, or one for each stage")
+    return bytes_of, np.broadcast_to(limit, (stages,)).copy()
 
 
 def _fits(problem: Problem) -> Callable[[int, int, int], bool]:

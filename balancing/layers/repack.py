@@ -7,7 +7,7 @@ Schedulers take back whole nodes only, so sizes that free a node come first.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,10 +15,30 @@ from numpy.typing import ArrayLike
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory
 from balancing.layers.plan import plan_stages
-from balancing.layers.simulator.schedule import ScheduleOptions
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["Release", "Repack", "choose_repack", "release_of", "repack_options"]
+__all__ = ["Release", "Repack", "Running", "choose_repack", "release_of", "repack_options"]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A pipeline that runs.
+
+    cost: seconds of the layers.
+    plan: in force.
+    micro_batches: of a step and pipeline.
+    ranks_per_stage: data x tensor x context parallel size.
+    ranks_per_node: stages fill nodes in order; None if nodes do not matter.
+    schedule: of several chunks a stage.
+    """
+
+    cost: LayerSeconds
+    plan: StagePlan
+    micro_batches: int
+    ranks_per_stage: int = 1
+    ranks_per_node: int | None = None
+    schedule: Schedule = MEGATRONS
 
 
 @dataclass(frozen=True)
@@ -43,50 +63,42 @@ class Repack:
 
 
 def repack_options(
-    cost: LayerSeconds,
-    current: StagePlan,
-    micro_batches: int,
+    run: Running,
     *,
     memory: LayerMemory | None = None,
     memory_limit: ArrayLike | None = None,
-    ranks_per_stage: int = 1,
-    ranks_per_node: int | None = None,
     min_stages: int = 1,
     transfer: float = 0.0,
-    group: int | None = None,
-    in_parts: bool = False,
 ) -> list[Repack]:
-    """Every pipeline size from that of `current` down to `min_stages`, largest first.
+    """Every pipeline size from that of `run` down to `min_stages`, largest first, with as many micro-batches.
 
-    cost: seconds of the layers.
-    current: the plan in force.
-    micro_batches: of a step, the same for all sizes.
+    run: a shorter pipeline has groups of as many micro-batches as stages.
     memory, memory_limit: as in `plan_stages`.
-    ranks_per_stage: data x tensor x context parallel size.
-    ranks_per_node: stages fill nodes in order; None if nodes do not matter.
     transfer: seconds of a message between stages.
-    group, in_parts: of the interleaved schedule; a shorter pipeline has groups of as many micro-batches as stages.
 
     Raises ValueError for sizes out of range.
     """
+    cost, current, micro_batches = run.cost, run.plan, run.micro_batches
+    ranks_per_stage, ranks_per_node = run.ranks_per_stage, run.ranks_per_node
     if not 1 <= min_stages <= current.stages:
         raise ValueError(f"min_stages={min_stages} must lie between 1 and the {current.stages} stages there are")
     if ranks_per_stage < 1 or (ranks_per_node is not None and ranks_per_node < 1):
         raise ValueError(f"ranks_per_stage={ranks_per_stage} and ranks_per_node={ranks_per_node} must be at least 1")
-    now = cost.simulate(current, micro_batches, transfer=transfer, group=group, in_parts=in_parts).step_time
+    now = cost.simulate(current, micro_batches, transfer=transfer, schedule=run.schedule).step_time
     options = []
     for stages in range(current.stages, min_stages - 1, -1):
         freed = (current.stages - stages) * ranks_per_stage
         nodes = 0 if ranks_per_node is None else _nodes(current.stages * ranks_per_stage, ranks_per_node)
         nodes -= 0 if ranks_per_node is None else _nodes(stages * ranks_per_stage, ranks_per_node)
         virtual = current.virtual if stages > 1 else 1
-        schedule = ScheduleOptions(group=group if stages == current.stages else None, in_parts=in_parts)
+        schedule = run.schedule if stages == current.stages else replace(run.schedule, group=None)
         try:
             plan = plan_stages(
                 cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), memory=memory,
-                memory_limit=memory_limit, virtual=virtual, current=current, micro_batches=micro_batches, **schedule,
+                memory_limit=memory_limit, virtual=virtual, current=current, micro_batches=micro_batches,
+                schedule=schedule,
             )  # fmt: skip
-            seconds = cost.simulate(plan, micro_batches, transfer=transfer, **schedule).step_time
+            seconds = cost.simulate(plan, micro_batches, transfer=transfer, schedule=schedule).step_time
         except ValueError as error:
             options.append(Repack(stages, None, np.inf, 0.0, np.inf, freed, nodes, str(error)))
             continue

@@ -13,9 +13,9 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.experts import LoadTrace
 from balancing.layers.cost import LayerSeconds
-from balancing.layers.plan import plan_pipeline
-from balancing.layers.repack import Repack, choose_repack, repack_options
-from balancing.layers.simulator.schedule import ScheduleOptions
+from balancing.layers.plan import Pipeline, plan_pipeline
+from balancing.layers.repack import Repack, Running, choose_repack, repack_options
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 from balancing.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
 from balancing.whatif.job import Job
@@ -114,7 +114,7 @@ def forecast_step(model: StepModel) -> float:
     """Seconds of the balanced step: even routing, one document a sequence, the job's own layout."""
     costs = model.costs(model.layer(False), [model.layer(True)])
     seconds, _ = schedule_seconds(
-        costs, model.job.plan, model.job.micro_batches, model.transfer_seconds(), **model.job.schedule
+        costs, model.job.plan, model.job.micro_batches, model.transfer_seconds(), model.job.schedule
     )
     return seconds + model.data_parallel_seconds(model.job.plan)
 
@@ -128,16 +128,16 @@ def shorter(model: StepModel, throughput_floor: float, min_stages: int = 1) -> R
     job, cluster = model.job, model.cluster
     costs, count = model.costs(model.layer(False), [model.layer(True)]), job.micro_batches
     balanced = _replanned(costs, job)
-    options = repack_options(
-        costs, balanced, count, ranks_per_stage=job.gpus // balanced.stages, ranks_per_node=cluster.ranks_per_node,
-        min_stages=min_stages, transfer=model.transfer_seconds(), **job.schedule,
-    )  # fmt: skip
+    running = Running(
+        costs, balanced, count, job.gpus // balanced.stages, cluster.ranks_per_node, schedule=job.schedule
+    )
+    options = repack_options(running, min_stages=min_stages, transfer=model.transfer_seconds())
     return choose_repack((each for each in options if each.gpu_time < 1), throughput_floor)
 
 
 def _replanned(costs: LayerSeconds, job: Job) -> StagePlan:
     plan = job.plan
-    return plan_pipeline(costs, plan.stages, job.micro_batches, virtual=plan.virtual, current=plan, **job.schedule)
+    return plan_pipeline(costs, Pipeline(plan.stages, job.micro_batches, plan.virtual, job.schedule), current=plan)
 
 
 def _nothing_to_do(model: StepModel, balancer: str, documents: bool) -> str:
@@ -182,10 +182,10 @@ def _scenario(
         fill = (sequences.fullest[at] / sequences.slowest[at] - 1) * 3.5
     costs = model.costs(dense, moe)
     plan, transfer = job.plan, model.transfer_seconds()
-    step, bubble = schedule_seconds(costs, plan, job.micro_batches, transfer, **job.schedule)
+    step, bubble = schedule_seconds(costs, plan, job.micro_batches, transfer, job.schedule)
     if on["layers"] and plan.stages > 1:
         planned = _replanned(costs, job)
-        faster, idle = schedule_seconds(costs, planned, job.micro_batches, transfer, **job.schedule)
+        faster, idle = schedule_seconds(costs, planned, job.micro_batches, transfer, job.schedule)
         if faster < step:
             plan, step, bubble = planned, faster, idle
     loads = costs.stage_loads(plan)
@@ -220,18 +220,14 @@ def schedule_seconds(
     plan: StagePlan,
     micro_batches: int,
     transfer: float,
-    *,
-    group: int | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
 ) -> tuple[float, float]:
     """Seconds of the pipeline's schedule and the idle part of all stages' time.
-
-    group, in_parts: of the interleaved schedule, as in `balancing.layers.simulator.schedule.program`.
 
     The schedule is simulated exactly, up to 4 groups of micro-batches, or 4 micro-batches a stage. From there on each
     group more adds what it adds between 3 and 4, when the pipeline is full.
     """
-    stages, schedule = plan.stages, ScheduleOptions(group=group, in_parts=in_parts)
+    stages, group = plan.stages, schedule.group
     unit = stages if plan.virtual == 1 or group is None else group
     work = float(costs.stage_loads(plan).mean())
     if stages == 1:
@@ -239,9 +235,9 @@ def schedule_seconds(
     few = min(micro_batches, 4 * unit)
     if micro_batches > few:
         few += (micro_batches - few) % unit
-    seconds = costs.simulate(plan, few, transfer=transfer, **schedule).step_time
+    seconds = costs.simulate(plan, few, transfer=transfer, schedule=schedule).step_time
     if micro_batches > few:
-        less = costs.simulate(plan, few - unit, transfer=transfer, **schedule).step_time
+        less = costs.simulate(plan, few - unit, transfer=transfer, schedule=schedule).step_time
         seconds += (seconds - less) / unit * (micro_batches - few)
     return seconds, max(0.0, 1 - work * micro_batches / seconds)
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from balancing.layers.layout import from_layout
-from balancing.layers.simulator.schedule import ScheduleOptions
+from balancing.layers.simulator.schedule import Schedule
 from balancing.layers.stage_plan import StagePlan
 
 __all__ = ["Job", "read_flags", "read_recipe_flags"]
@@ -252,9 +252,9 @@ class Job:
         return counted // stages // each
 
     @property
-    def schedule(self) -> ScheduleOptions:
+    def schedule(self) -> Schedule:
         """Of a pipeline with several chunks a stage."""
-        return ScheduleOptions(
+        return Schedule(
             group=self.microbatch_group_size_per_virtual_pipeline_stage, in_parts=self.overlap_moe_expert_parallel_comm
         )
 

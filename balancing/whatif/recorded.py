@@ -13,7 +13,7 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.experts import plan_replicas, read_reported_loads, traffic
 from balancing.layers.from_report import RecordedRun, read_run
-from balancing.layers.plan import plan_pipeline
+from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.report import History, summarize
 from balancing.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
 
@@ -93,13 +93,14 @@ def _group(
         )
     count = run.micro_batches * recorded // gpus
     cost, share = run.cost, count / run.micro_batches
-    now, _ = schedule_seconds(cost, run.plan, run.micro_batches, 0.0, **run.schedule)
-    none, bubble = schedule_seconds(cost, run.plan, count, 0.0, **run.schedule)
+    now, _ = schedule_seconds(cost, run.plan, run.micro_batches, 0.0, run.schedule)
+    none, bubble = schedule_seconds(cost, run.plan, count, 0.0, run.schedule)
     rest = max(0.0, run.step_seconds - now)
     planned, seconds, idle = run.plan, none, bubble
     if run.plan.stages > 1:
-        plan = plan_pipeline(cost, run.plan.stages, count, virtual=run.plan.virtual, current=run.plan, **run.schedule)
-        faster, less = schedule_seconds(cost, plan, count, 0.0, **run.schedule)
+        pipeline = Pipeline(run.plan.stages, count, run.plan.virtual, run.schedule)
+        plan = plan_pipeline(cost, pipeline, current=run.plan)
+        faster, less = schedule_seconds(cost, plan, count, 0.0, run.schedule)
         if faster < none:
             planned, seconds, idle = plan, faster, less
     gain = {"none": 0.0, "layers": none - seconds}

@@ -387,7 +387,7 @@ class StepModel:
         mtp = (job.mtp_num_layers or 0) * (static[-1] + activation[-1])
         tied = not job.untie_embeddings_and_output_weights and job.pipeline_model_parallel_size == 1
         parts = LayerMemory(static, activation, ends, 0.0 if tied else ends, 0.0, 0.0, mtp)
-        peak = stage_memory(plan, parts, job.micro_batches, **job.schedule)
+        peak = stage_memory(plan, parts, job.micro_batches, job.schedule)
         peak[-1] += head  # one micro-batch's logits at a time
         return peak
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from balancing.files import write_text
-from balancing.layers import simulate_schedule
+from balancing.layers import Schedule, simulate_schedule
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate, parse_rate
 
@@ -76,8 +76,9 @@ class _Pipeline:
     def expected(self) -> float:
         if self.method == "formula":
             return (self.micro_batches + len(self.forward) - 1) * 3 * float(self.forward.max())
+        schedule = Schedule(overlap=self.overlap)
         return simulate_schedule(
-            self.forward, 2 * self.forward, self.micro_batches, overlap=self.overlap, transfer=self.transfer
+            self.forward, 2 * self.forward, self.micro_batches, schedule=schedule, transfer=self.transfer
         ).step_time
 
 

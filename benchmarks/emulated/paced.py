@@ -237,12 +237,12 @@ def _fill(
 ) -> Callable[[], None]:
     """Have `stages` of this rank defer weight gradients; returns what computes those that are left at the end."""
     from balancing.layers import operations
-    from balancing.layers.simulator.fill import simulate_fill
+    from balancing.layers.simulator.fill import SplitPasses, simulate_fill
     from megatron.balanced.layers.fill import FilledSchedule, use_filled_schedule
 
     rank, (ranks, chunks) = dist.get_rank(), forward.shape
     micro_batches = len(stages[0].seconds["forward"])
-    step = simulate_fill(forward, backward, weight, micro_batches, pieces=pieces, activation=activation)
+    step = simulate_fill(SplitPasses(forward, backward, weight, activation, pieces), micro_batches)
     deferred: deque[float] = deque()
 
     def compute(number: int) -> None:

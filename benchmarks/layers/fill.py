@@ -33,8 +33,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from balancing.files import write_text
-from balancing.layers import LayerSeconds, StagePlan, plan_pipeline, plan_stages
-from balancing.layers.simulator.fill import FilledStep, simulate_fill
+from balancing.layers import LayerSeconds, Pipeline, StagePlan, plan_pipeline, plan_stages
+from balancing.layers.simulator.fill import FilledStep, SplitPasses, simulate_fill
 from benchmarks.layers.traces import TRACES, trace
 
 __all__ = ["Row", "filled_step", "rows", "stage_arrays"]
@@ -102,7 +102,7 @@ def _cases(moments: int) -> Iterator[tuple[str, list[LayerSeconds], np.ndarray |
 
 
 def stage_arrays(cost: LayerSeconds, plan: StagePlan, weight_share: np.ndarray | float) -> dict[str, np.ndarray]:
-    """The arrays [stage, chunk] that `simulate_fill` takes. The head's backward computes its weight gradient, whose
+    """The arrays [stage, chunk] of `SplitPasses`. The head's backward computes its weight gradient, whose
     inputs are larger than all others.
 
     weight_share: of each layer's backward that its weight gradient takes, a number or [layer].
@@ -126,7 +126,7 @@ def filled_step(
     cost: LayerSeconds, plan: StagePlan, weight_share: np.ndarray | float, micro_batches: int
 ) -> FilledStep:
     """The simulated step of `plan`."""
-    return simulate_fill(micro_batches=micro_batches, **stage_arrays(cost, plan, weight_share))
+    return simulate_fill(SplitPasses(**stage_arrays(cost, plan, weight_share)), micro_batches)
 
 
 def _refined(cost: LayerSeconds, plan: StagePlan, weight_share: np.ndarray | float, micro_batches: int) -> StagePlan:
@@ -168,7 +168,7 @@ def rows(quick: bool, progress: Progress) -> Iterator[Row]:
 def _at(cost: LayerSeconds, weight_share: np.ndarray | float, chunks: int, micro_batches: int) -> tuple[float, ...]:
     best = plan_stages(cost.total, _STAGES, embedding=sum(cost.embedding), head=sum(cost.head))
     bound = micro_batches * float(cost.stage_loads(best).max())
-    plan = plan_pipeline(cost, _STAGES, micro_batches, virtual=chunks)
+    plan = plan_pipeline(cost, Pipeline(_STAGES, micro_batches, chunks))
     plain = cost.simulate(plan, micro_batches).step_time
     filled = filled_step(cost, plan, weight_share, micro_batches)
     refined = filled_step(cost, _refined(cost, plan, weight_share, micro_batches), weight_share, micro_batches)

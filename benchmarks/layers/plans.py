@@ -48,6 +48,9 @@ from balancing.layers import (
     CostAverage,
     Gate,
     LayerSeconds,
+    Pipeline,
+    Predicted,
+    Running,
     StagePlan,
     migration_seconds,
     plan_pipeline,
@@ -137,15 +140,13 @@ class _Run:
             if iteration and iteration % interval == 0:
                 begin = time.thread_time()
                 before, known = gate.plan, average.cost
-                candidate = plan_pipeline(
-                    known, _STAGES, _MICRO_BATCHES, virtual=start.virtual, current=before, method=method,
-                    min_layers=min(1, *(len(chunk) for chunk in before.order)),
-                )  # fmt: skip
+                candidate = _plan(known, before, method)
                 price = migration_seconds(before, candidate, self.trace.layer_bytes, _BANDWIDTH, fixed=_REBUILD)
                 gate, decision = gate.check(
-                    iteration, candidate, predict(known, before), predict(known, candidate), price,
-                    left=len(self.trace.costs) - iteration,
-                    previous_now=predict(known, gate.watching) if gate.watching else None,
+                    iteration, candidate, Predicted(
+                        predict(known, before), predict(known, candidate),
+                        predict(known, gate.watching) if gate.watching else None,
+                    ), price, left=len(self.trace.costs) - iteration,
                 )  # fmt: skip
                 spent["plan_s"] += time.thread_time() - begin
                 if decision.action != "keep":
@@ -160,6 +161,19 @@ class _Run:
                 gate = gate.measured(iteration, seconds[iteration // _EVERY])
             average.add(cost)
         return seconds, plans, spent
+
+
+def _plan(cost: LayerSeconds, before: StagePlan, method: Method) -> StagePlan:
+    """As training plans it, from the plan in force."""
+    least = min(1, *(len(chunk) for chunk in before.order))
+    if method == "optimal":
+        pipeline = Pipeline(_STAGES, _MICRO_BATCHES, before.virtual)
+        return plan_pipeline(cost, pipeline, current=before, min_layers=least)
+    ends = {"embedding": sum(cost.embedding), "head": sum(cost.head), "mtp": sum(cost.mtp)}
+    return plan_stages(
+        cost.total, _STAGES, **ends, virtual=before.virtual, current=before, method=method,
+        micro_batches=_MICRO_BATCHES, min_layers=least,
+    )  # fmt: skip
 
 
 def training(layers: Sequence[int], iterations: int, progress: Progress) -> Iterator[Row]:
@@ -269,7 +283,7 @@ def repack(iterations: int) -> Iterator[Row]:
         cost, now = run.trace.costs[-1], plan_stages(np.ones(48), _STAGES, method="uniform")
         before = cost.simulate(now, _MICRO_BATCHES, transfer=run.transfer).step_time
         held = np.array([run.trace.layer_bytes[list(chunk)].sum() for (chunk,) in now.chunks])
-        for size in repack_options(cost, now, _MICRO_BATCHES, min_stages=2, transfer=run.transfer):
+        for size in repack_options(Running(cost, now, _MICRO_BATCHES), min_stages=2, transfer=run.transfer):
             if size.stages % 2:
                 continue
             assert size.plan is not None, size.reason

@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.layers import (
+    MEGATRONS,
     LayerMemory,
     LayerSeconds,
+    Running,
+    Schedule,
     StagePlan,
     choose_repack,
     from_layout,
@@ -90,7 +93,7 @@ def early_exit(layers=32):
 def test_repack_options_are_simulated_and_fit():
     cost, memory = early_exit(), LayerMemory(np.full(32, 1.0), 0.05)
     now = plan_stages(cost.total, 8, method="uniform")
-    sizes = repack_options(cost, now, 32, memory=memory, memory_limit=10, ranks_per_stage=2, ranks_per_node=4)
+    sizes = repack_options(Running(cost, now, 32, 2, 4), memory=memory, memory_limit=10)
     assert [each.stages for each in sizes] == [8, 7, 6, 5, 4, 3, 2, 1]
     before = cost.simulate(now, 32).step_time
     for each in sizes:
@@ -106,7 +109,7 @@ def test_repack_options_are_simulated_and_fit():
 
 
 def test_choice_keeps_the_floor_and_frees_whole_nodes():
-    sizes = repack_options(early_exit(), plan_stages(np.ones(32), 8), 32, ranks_per_stage=2, ranks_per_node=4)
+    sizes = repack_options(Running(early_exit(), plan_stages(np.ones(32), 8), 32, 2, 4))
     chosen = choose_repack(sizes, 0.9)
     assert chosen is not None and chosen.stages == 5 and chosen.throughput >= 0.9 and chosen.freed_nodes == 1
     fewest = [each for each in sizes if each.freed_nodes and each.throughput >= 0.9]
@@ -117,7 +120,7 @@ def test_choice_keeps_the_floor_and_frees_whole_nodes():
     with pytest.raises(ValueError, match="throughput floor is 0"):
         choose_repack(sizes, 0)
     with pytest.raises(ValueError, match="min_stages=9 must lie between 1 and the 8 stages"):
-        repack_options(early_exit(), plan_stages(np.ones(32), 8), 32, min_stages=9)
+        repack_options(Running(early_exit(), plan_stages(np.ones(32), 8), 32), min_stages=9)
 
 
 def test_first_fit_cascades():
@@ -190,9 +193,7 @@ def test_weighs_a_given_layout_and_other_sizes(recorded, capsys):
     "arguments, message",
     [
         (["--layout", "Ett|tt|tt|tL"], "has 7 layers, the model 8: it drops 1"),
-        (["--stages", "9", "--min-layers", "1"], "8 layers cannot fill 9 stages"),
         (["--stages", "0"], "--stages: 0 must be a whole number from 1 to 4,096"),
-        (["--method", "diffusion", "--virtual", "2"], "plans one chunk a stage"),
         (["--repack-throughput-floor", "0.9", "--repack-min-stages", "4"], "there is nothing to release"),
         (["--repack-throughput-floor", "nan"], "nan must be a number above 0, at most 1"),
         (["--stages", "1000000000"], "must be a whole number from 1 to 4,096"),
@@ -202,7 +203,7 @@ def test_weighs_a_given_layout_and_other_sizes(recorded, capsys):
         (["--mtp-layers", "1000000000"], "from 0 to 64"),
         (["--memory-limit", "nan"], "nan must be a number above 0"),
         (["--repack-min-stages", "2"], "--repack-min-stages 2 has no effect without --repack"),
-        (["--layout", "Ett|tt|tt|ttL", "--method", "uniform"], "--method uniform has no effect on a given --layout"),
+        (["--layout", "Ett|tt|tt|ttL", "--virtual", "2"], "--virtual 2 has no effect on a given --layout"),
         (["--layout", "Ett|tt|tt|ttL", "--memory-limit", "8"], "--memory-limit 8.0 has no effect on a given --layout"),
         (["--repack", "--repack-min-stages", "5"], "min_stages=5"),
         (["--memory-limit", "1"], "no plan keeps to memory_limit 1,000,000,000 bytes on 4 stages"),
@@ -237,8 +238,8 @@ def test_no_run_at_all(tmp_path, capsys):
 
 
 def test_a_recorded_schedule_is_that_of_the_plans(tmp_path, capsys):
-    plan, schedule = StagePlan.from_counts(((2, 2), (2, 2))), {"group": 6, "in_parts": True}
-    peak = stage_memory(plan, LayerMemory(np.full(8, 1e9), 1e9), 12, **schedule)
+    plan, schedule = StagePlan.from_counts(((2, 2), (2, 2))), Schedule(group=6, in_parts=True)
+    peak = stage_memory(plan, LayerMemory(np.full(8, 1e9), 1e9), 12, schedule)
     chunked = Job(
         stages=2, layers=8, micro_batches=12, experts=0, moved={n: n // 2 % 2 for n in range(8)},
         memory={rank: int(peak[rank // 2]) for rank in range(4)},
@@ -258,8 +259,8 @@ def test_a_recorded_schedule_is_that_of_the_plans(tmp_path, capsys):
     run = read_run(write(tmp_path / "groups", microbatch_group_size=6, overlap_moe_expert_parallel_comm=True))
     assert run.plan.counts == plan.counts and run.schedule == schedule
     plain = read_run(write(tmp_path / "plain"))
-    assert plain.plan == run.plan and plain.schedule == {}
-    np.testing.assert_allclose(stage_memory(plan, estimate_memory(run), 12, **schedule), peak, rtol=1e-3)
+    assert plain.plan == run.plan and plain.schedule == MEGATRONS
+    np.testing.assert_allclose(stage_memory(plan, estimate_memory(run), 12, schedule), peak, rtol=1e-3)
     assert estimate_memory(run).activation_of_layers[0] == pytest.approx(1e9, rel=1e-2)
 
     steps = []
@@ -268,7 +269,7 @@ def test_a_recorded_schedule_is_that_of_the_plans(tmp_path, capsys):
         text = capsys.readouterr().out
         steps.append(re.search(r"by simulation, (\S+ ms) as recorded", text)[1])
     assert steps == [
-        f"{each.cost.simulate(each.plan, 12, **each.schedule).step_time * 1e3:.4g} ms" for each in (run, plain)
+        f"{each.cost.simulate(each.plan, 12, schedule=each.schedule).step_time * 1e3:.4g} ms" for each in (run, plain)
     ]
     assert main(["--from-report", str(tmp_path / "groups"), "--micro-batches", "4"]) == 2
     assert "groups of 6" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.layers import operations, simulate_schedule
-from balancing.layers.simulator.fill import simulate_fill
+from balancing.layers.simulator.fill import SplitPasses, simulate_fill
 
 quick = settings(max_examples=40)
 
@@ -25,7 +25,7 @@ def pipelines(draw):
 @given(pipelines())
 def test_without_weight_gradients_it_is_the_schedule(pipeline):
     forward, inputs, _, micro_batches, transfer = pipeline
-    step = simulate_fill(forward, inputs, np.zeros_like(inputs), micro_batches, transfer=transfer)
+    step = simulate_fill(SplitPasses(forward, inputs, np.zeros_like(inputs)), micro_batches, transfer=transfer)
     expected = simulate_schedule(forward, inputs, micro_batches, transfer=transfer)
     assert step.step_time == pytest.approx(expected.step_time)
     assert not np.any([sum(fills) for fills in step.fills])
@@ -35,7 +35,8 @@ def test_without_weight_gradients_it_is_the_schedule(pipeline):
 @given(pipelines(), st.integers(1, 4), st.sampled_from([0.0, 0.05, 3.0]))
 def test_each_piece_runs_once_within_the_budget(pipeline, pieces, spare):
     forward, inputs, weights, micro_batches, transfer = pipeline
-    step = simulate_fill(forward, inputs, weights, micro_batches, spare=spare, pieces=pieces, transfer=transfer)
+    passes = SplitPasses(forward, inputs, weights, pieces=pieces)
+    step = simulate_fill(passes, micro_batches, spare=spare, transfer=transfer)
     ranks, chunks = forward.shape
     assert [sum(fills) for fills in step.fills] == [pieces * chunks * micro_batches] * ranks
     assert (step.peak <= (1 + spare) * step.peak_without.max() * (1 + 1e-9)).all()
@@ -49,7 +50,7 @@ def test_each_piece_runs_once_within_the_budget(pipeline, pieces, spare):
 
 def test_two_ranks_by_hand():
     """F = I = W = 1, two micro-batches. Rank 1 has no wait; rank 0 waits for its first gradient and fills its last."""
-    step = simulate_fill(np.ones((2, 1)), np.ones((2, 1)), np.ones((2, 1)), 2, spare=1.0)
+    step = simulate_fill(SplitPasses(np.ones((2, 1)), np.ones((2, 1)), np.ones((2, 1))), 2, spare=1.0)
     # rank 0: F0 F1 . I0 . I1 W0 W1 or with a W in the second wait; rank 1: . F0 I0 F1 I1 W0 W1
     assert step.step_time == pytest.approx(7)
     assert simulate_schedule(np.ones(2), 2 * np.ones(2), 2).step_time == pytest.approx(9)
@@ -58,7 +59,7 @@ def test_two_ranks_by_hand():
 def test_memory_of_late_stages_is_what_it_uses():
     """With the memory of the fullest rank for all, even stages reach 92 % of the bound; Megatron's schedule 82 %."""
     ones = np.ones((8, 1))
-    step = simulate_fill(ones, ones, ones, 32, pieces=6)
+    step = simulate_fill(SplitPasses(ones, ones, ones, pieces=6), 32)
     assert 3 * 32 / simulate_schedule(ones, 2 * ones, 32).step_time == pytest.approx(32 / 39)
     assert 3 * 32 / step.step_time > 0.92
     assert step.peak.max() == step.peak_without.max() == 8
@@ -69,21 +70,21 @@ def test_memory_of_late_stages_is_what_it_uses():
 
 def test_uneven_stages_do_not_wait_for_weight_gradients():
     work = np.array([1.0, 1.3, 0.8, 1.1])[:, None]
-    step = simulate_fill(work, work, work, 16, pieces=4)
+    step = simulate_fill(SplitPasses(work, work, work, pieces=4), 16)
     assert 3 * 1.3 * 16 / step.step_time > 0.95
     assert 3 * 1.3 * 16 / simulate_schedule(work, 2 * work, 16).step_time < 0.91
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "spare", "message"),
     [
-        ({"forward": np.ones(4)}, r"give three arrays \[rank, chunk\]"),
-        ({"weight_gradient": -np.ones((4, 1))}, "-1.0 is among"),
-        ({"spare": -0.5}, "-0.5 is among"),
-        ({"pieces": 0}, "pieces=0 must be at least 1"),
+        ({"forward": np.ones(4)}, 0.0, r"give three arrays \[rank, chunk\]"),
+        ({"weight_gradient": -np.ones((4, 1))}, 0.0, "-1.0 is among"),
+        ({}, -0.5, "-0.5 is among"),
+        ({"pieces": 0}, 0.0, "pieces=0 must be at least 1"),
     ],
 )
-def test_bad_input(change, message):
+def test_bad_input(change, spare, message):
     ones = {name: np.ones((4, 1)) for name in ("forward", "input_gradient", "weight_gradient")}
     with pytest.raises(ValueError, match=message):
-        simulate_fill(**(ones | change), micro_batches=8)
+        simulate_fill(SplitPasses(**(ones | change)), 8, spare=spare)

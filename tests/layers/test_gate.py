@@ -8,6 +8,7 @@ from balancing.layers import (
     Gate,
     GateConfig,
     LayerSeconds,
+    Predicted,
     StagePlan,
     layer_moves,
     migration_seconds,
@@ -22,9 +23,9 @@ OLD, NEW, OTHER = (StagePlan.from_counts(((a,), (8 - a,))) for a in (4, 5, 6))
 CONFIG = GateConfig(min_gain=0.02, interval=10, horizon=100, watch=3, slower=0.02)
 
 
-def run(gate, iteration, *, seconds=1.0, then=0.8, now=1.0, candidate=NEW, migration=1.0, **more):
+def run(gate, iteration, *, seconds=1.0, then=0.8, now=1.0, candidate=NEW, migration=1.0, previous_now=None, **more):
     """One iteration: decide before it, then measure it."""
-    gate, decision = gate.check(iteration, candidate, now, then, migration, **more)
+    gate, decision = gate.check(iteration, candidate, Predicted(now, then, previous_now), migration, **more)
     return gate.measured(iteration, seconds), decision
 
 
@@ -113,7 +114,7 @@ def test_a_drift_is_no_reason_to_go_back():
         now = slow if gate.plan == OLD else 0.9 * slow
         gate = gate.measured(iteration, now)
         candidate = NEW if iteration > 5 else OLD
-        gate, decision = gate.check(iteration + 1, candidate, now, 0.9 * slow, 0.01, previous_now=slow)
+        gate, decision = gate.check(iteration + 1, candidate, Predicted(now, 0.9 * slow, slow), 0.01)
         assert decision.action != "rollback", decision.reason
         if decision.action == "move":
             moved_at = iteration
@@ -121,7 +122,7 @@ def test_a_drift_is_no_reason_to_go_back():
 
 
 def test_a_slow_first_iteration_is_not_held_against_a_move():
-    gate, _ = moved().check(3, NEW, 0.8, 0.8, 1.0)
+    gate, _ = moved().check(3, NEW, Predicted(0.8, 0.8), 1.0)
     assert gate.measured(2, 99.0).steps == gate.steps
 
 

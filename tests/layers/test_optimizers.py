@@ -67,7 +67,7 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
 
     import numpy as np
 
-    from balancing.layers import LayerSeconds
+    from balancing.layers import MEGATRONS, LayerSeconds
     from balancing.layers.stage_plan import StagePlan
     from megatron.balanced.layers import planning
 
@@ -78,7 +78,7 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
         planner = object.__new__(planning.LayerPlanner)
         planner._args = argparse.Namespace(fine_grained_activation_offloading=offloads)
         planner._config = SimpleNamespace(planner=method)
-        planner._schedule = {"group": None, "in_parts": False}
+        planner._schedule = MEGATRONS
         planner._mover = SimpleNamespace(plan=StagePlan.from_counts(counts), gather=lambda own: [own])
         plan = planner._plan(LayerSeconds(seconds, 2 * seconds), np.zeros(2))
         found.append([len(chunk) for chunk in plan.order])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from balancing.layers import (
     LayerMemory,
     LayerSeconds,
+    Schedule,
     StagePlan,
     in_flight,
     layer_moves,
@@ -123,7 +124,7 @@ def test_chunks_against_all_plans(seed):
     seconds = LayerSeconds(cost, 2 * cost, head=(1.0, 2.0))
     memory = LayerMemory(np.ones(layers), 0.5)
     plans = list(every_plan(layers, stages, virtual=2))
-    steps = seconds.step_seconds(plans, micro_batches)
+    steps = np.array([seconds.simulate(plan, micro_batches).step_time for plan in plans])
     fullest = np.array([stage_memory(plan, memory).max() for plan in plans])
     limit = float(np.quantile(fullest, 0.3))
     for bound, close in ((None, 1.05), (limit, 1.11)):
@@ -218,9 +219,10 @@ def test_in_flight_is_what_the_schedule_holds():
     grouped = [(3, 2, 8, 5), (4, 2, 12, 6), (3, 3, 10, 10), (2, 3, 40, 5)]
     sizes = [*((*each, None) for each in own), *grouped]
     for (stages, virtual, count, group), in_parts in itertools.product(sizes, (False, True)):
-        moments = in_flight(stages, virtual, count, group, in_parts)
+        schedule = Schedule(group, in_parts=in_parts)
+        moments = in_flight(stages, virtual, count, schedule)
         draw = np.random.default_rng(stages + virtual)
-        for stage, order in enumerate(operations(stages, count, chunks=virtual, group=group, in_parts=in_parts)):
+        for stage, order in enumerate(operations(stages, count, chunks=virtual, schedule=schedule)):
             held, seen = np.zeros(virtual), []
             for operation in order:
                 held[operation.chunk] += 1 if operation.kind == "forward" else -1

@@ -8,6 +8,8 @@ import pytest
 from balancing.layers import (
     LayerMemory,
     LayerSeconds,
+    Pipeline,
+    Schedule,
     StagePlan,
     plan_pipeline,
     plan_stages,
@@ -46,7 +48,7 @@ def test_refinement_of_chunks_is_no_slower_than_either_start(virtual, behind):
         current = replace(StagePlan.from_bounds(start, stages), mtp_layers=1, mtp_chunk=stages * virtual - 1 - behind)
         plan = plan_stages(model.total, stages, virtual=virtual, head=3.0, mtp=1.5, current=current)
         for in_parts in (False, True):
-            schedule = {"transfer": 0.1, "group": 5 if virtual > 1 else None, "in_parts": in_parts}
+            schedule = {"transfer": 0.1, "schedule": Schedule(5 if virtual > 1 else None, in_parts=in_parts)}
             refined = refine_plan(plan, model, 10, current=current, **schedule)
             seconds = [model.simulate(each, 10, **schedule).step_time for each in (plan, current, refined)]
             assert seconds[2] <= (seconds[0] if virtual == 1 else min(seconds[:2])) * (1 + 1e-9)
@@ -61,8 +63,8 @@ def test_what_refinement_skips_cannot_be_quicker():
     for ranks, chunks, count, options in (
         (1, 1, 3, {}),
         (5, 1, 4, {}),
-        (3, 2, 6, {"group": 6}),
-        (4, 3, 8, {"in_parts": 1}),
+        (3, 2, 6, {"schedule": Schedule(group=6)}),
+        (4, 3, 8, {"schedule": Schedule(in_parts=True)}),
     ):
         forward, backward = draw.lognormal(0, 1, (2, 40, ranks, chunks)) * draw.integers(0, 2, (2, 40, ranks, chunks))
         least, steps = _least_seconds(forward, backward, count), simulate_steps(forward, backward, count, **options)
@@ -90,7 +92,7 @@ def _in_a_run() -> list[tuple[float, float, float, float]]:
     from megatron.balanced.layers import planning
 
     planning.get_num_microbatches = lambda: 12
-    schedule, draw, found = {"group": 6, "in_parts": True}, np.random.default_rng(0), []
+    schedule, draw, found = Schedule(group=6, in_parts=True), np.random.default_rng(0), []
     for _ in range(5):
         forward = draw.lognormal(0, 0.5, 24)
         cost = LayerSeconds(forward, forward * np.where(np.arange(24) < 12, 0, 2))
@@ -102,14 +104,22 @@ def _in_a_run() -> list[tuple[float, float, float, float]]:
         planner._schedule = schedule
         alone = plan_stages(cost.total, 4, virtual=2, current=current, micro_batches=12)
         memory = LayerMemory(np.ones(24), 0.1)
-        room = stage_memory(current, memory, 12, **schedule)
+        room = stage_memory(current, memory, 12, schedule)
         within = plan_stages(
-            cost.total, 4, virtual=2, current=current, micro_batches=12, memory=memory, memory_limit=room, **schedule
+            cost.total,
+            4,
+            virtual=2,
+            current=current,
+            micro_batches=12,
+            memory=memory,
+            memory_limit=room,
+            schedule=schedule,
         )
-        refined = plan_pipeline(cost, 4, 12, virtual=2, current=current, memory=memory, memory_limit=room, **schedule)
-        assert (stage_memory(refined, memory, 12, **schedule) <= room * (1 + 1e-9)).all()
+        pipeline = Pipeline(4, 12, 2, schedule)
+        refined = plan_pipeline(cost, pipeline, current=current, memory=memory, memory_limit=room)
+        assert (stage_memory(refined, memory, 12, schedule) <= room * (1 + 1e-9)).all()
         plans = (planner._plan(cost, np.zeros(4)), alone, refined, within)
-        found.append(tuple(cost.simulate(plan, 12, **schedule).step_time for plan in plans))
+        found.append(tuple(cost.simulate(plan, 12, schedule=schedule).step_time for plan in plans))
     return found
 
 

@@ -175,13 +175,14 @@ def _whole_steps() -> None:
 def _dealt_for_a_pipeline() -> float:
     """Seconds of a step of dealt documents on four stages, over that of equal micro-batches."""
     from balancing.cluster import Cluster
+    from balancing.layers import MEGATRONS
     from balancing.sequences import AttentionShape
     from balancing.sequences.micro_batch_plan import document_seconds
     from megatron.balanced.sequences.steps import deal_documents, step_seconds
 
     lengths = np.random.default_rng(0).integers(64, 1024, 160)
     cluster, shape = Cluster.preset("h200-8x400g").relabel(1, 4), AttentionShape(64, 4, 4, 2, 128)
-    step = partial(step_seconds, stages=4, chunks=1, interleave_group=None)
+    step = partial(step_seconds, stages=4, chunks=1, schedule=MEGATRONS)
     sizes = {
         "micro_batches": 8,
         "cluster": cluster,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from balancing.dynamics import DynamicsConfig
+from balancing.layers import MEGATRONS, Schedule
 from balancing.sequences.config import SequenceConfig
 from balancing.whatif.job import flag_table, read_flags, read_recipe_flags
 from tests.support.recipe_files import read_recipes
@@ -73,9 +74,9 @@ def test_experts_and_layouts():
     assert job(ends).plan.counts == ((1,), (2,), (2,), (3,))
     chunks = "--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2 --global-batch-size 16"
     assert job(chunks).chunks == 2
-    assert job(chunks).schedule == {"group": None, "in_parts": False}
+    assert job(chunks).schedule == MEGATRONS
     grouped = job(f"{chunks} --microbatch-group-size-per-virtual-pipeline-stage 4 --overlap-moe-expert-parallel-comm")
-    assert grouped.schedule == {"group": 4, "in_parts": True}
+    assert grouped.schedule == Schedule(group=4, in_parts=True)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from balancing.layers.memory import LayerMemory, in_flight
 from balancing.layers.planners.linear_partition import Room, least_over, linear_partition
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 
 __all__ = ["Problem", "memory_shortfall", "optimal_bounds"]
 
@@ -40,7 +41,7 @@ class Problem:
     weight: [layer], bytes to move it.
     least: fewest layers of a chunk.
     micro_batches: of a step, None for many.
-    group, in_parts: of the interleaved schedule, as in `in_flight`.
+    schedule: as in `in_flight`.
     mtp: seconds of multi-token prediction.
     behind: chunks at the end of the pipeline that have no layers; multi-token prediction is on the one before.
     """
@@ -58,8 +59,7 @@ class Problem:
     micro_batches: int | None = None
     mtp: float = 0.0
     behind: int = 0
-    group: int | None = None
-    in_parts: bool = False
+    schedule: Schedule = MEGATRONS
 
     @property
     def layers(self) -> int:
@@ -75,7 +75,7 @@ class Problem:
 
     def in_flight(self) -> IntArray:
         """Micro-batches in flight, [stage, moment, chunk]."""
-        return in_flight(self.stages, self.virtual, self.micro_batches, self.group, self.in_parts)
+        return in_flight(self.stages, self.virtual, self.micro_batches, self.schedule)
 
     def filled(self, group: int) -> int:
         """The number of stages whose chunk `group` may have layers."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.cost import LayerSeconds
+from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.simulator.timeline import simulate_steps
 from balancing.layers.stage_plan import StagePlan
 
@@ -24,6 +25,7 @@ __all__ = ["refine_plan"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+_ROUNDS = 20  # most changes from each start
 _AT_ONCE = 256  # plans that are simulated at a time
 _RUNS = (1, 2, 3, 4, 6, 8)  # lengths of runs of boundaries that are shifted together
 
@@ -33,34 +35,29 @@ def refine_plan(
     cost: LayerSeconds,
     micro_batches: int,
     *,
-    current: StagePlan | None = None,
     transfer: ArrayLike = 0.0,
-    group: int | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
+    current: StagePlan | None = None,
     min_layers: int = 1,
     fits: Callable[[StagePlan], bool] = lambda plan: True,
-    rounds: int = 20,
 ) -> StagePlan:
     """A plan whose simulated step is at least as fast as that of `plan`.
 
     plan: to start from.
     cost: seconds of the layers.
-    micro_batches, transfer, group, in_parts: of the schedule, see `simulate_schedule`.
+    micro_batches, transfer, schedule: as in `simulate_schedule`.
     current: the plan in force; the start if it is quicker than `plan` and something near it is quicker still. Used if
         it has as many stages and several chunks a stage, keeps to `min_layers`, and fits.
     min_layers: fewest layers of a chunk.
     fits: whether a plan is allowed, for instance whether its `stage_memory` is within the limit.
-    rounds: most changes from each start.
 
     Every round simulates two plans for each boundary between chunks, up to twelve with several chunks a stage.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds} must be at least 1")
     shifts = _shifts(plan)
 
     def simulate(bounds: IntArray) -> FloatArray:
         forward, backward = cost.seconds_of_bounds(bounds, plan.stages, plan.behind)
-        return simulate_steps(forward, backward, micro_batches, transfer=transfer, group=group, in_parts=in_parts)
+        return simulate_steps(forward, backward, micro_batches, transfer=transfer, schedule=schedule)
 
     def promising(bounds: IntArray, below: float) -> IntArray:
         """Those of `bounds` whose step may take less than `below` seconds, the most even ones first."""
@@ -88,7 +85,7 @@ def refine_plan(
     def descend(start: StagePlan) -> tuple[float, StagePlan]:
         best, found = np.array(start.bounds), start
         seconds = float(simulate(best[None])[0])
-        for _ in range(rounds):
+        for _ in range(_ROUNDS):
             others = best + shifts
             others = others[(np.diff(others)[:, : len(best) - 1 - plan.behind] >= min_layers).all(1)]
             others = promising(others, seconds)

@@ -25,12 +25,52 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.layers.memory import in_flight
-from balancing.layers.simulator.schedule import Action, PipelineMessage, program
+from balancing.layers.simulator.schedule import MEGATRONS, Action, PipelineMessage, Schedule, program
 
-__all__ = ["KEPT", "FilledStep", "simulate_fill"]
+__all__ = ["KEPT", "FilledStep", "SplitPasses", "simulate_fill"]
 
 FloatArray = NDArray[np.float64]
 KEPT = 32 / 34  # of a layer's activations, until its weight gradient is computed
+
+
+@dataclass(frozen=True, eq=False)
+class SplitPasses:
+    """What one micro-batch costs on each rank and chunk, its backward pass split.
+
+    forward, input_gradient, weight_gradient: float arrays [rank, chunk], seconds.
+    activation: float array [rank, chunk] or one number, what it keeps between forward and backward, in any unit. The
+        share `KEPT` of it stays until the weight gradient is computed.
+    pieces: int array [rank, chunk] or one number, parts in which the weight gradient of a chunk may be computed, such
+        as its layers.
+
+    Raises ValueError for arrays of wrong shape, and negative or not finite values.
+    """
+
+    forward: FloatArray
+    input_gradient: FloatArray
+    weight_gradient: FloatArray
+    activation: FloatArray | float = 1.0
+    pieces: NDArray[np.int64] | int = 1
+
+    def __post_init__(self) -> None:
+        names = ("forward", "input_gradient", "weight_gradient")
+        seconds = [np.asarray(getattr(self, name), dtype=float) for name in names]
+        shape = seconds[0].shape
+        if len(shape) != 2 or any(each.shape != shape for each in seconds):
+            raise ValueError(f"seconds have shapes {[each.shape for each in seconds]}; give three arrays [rank, chunk]")
+        activation = np.broadcast_to(np.asarray(self.activation, dtype=float), shape)
+        for values in (*seconds, activation):
+            _check_finite(values)
+        pieces = np.broadcast_to(np.asarray(self.pieces, dtype=np.int64), shape)
+        if pieces.min() < 1:
+            raise ValueError(f"pieces={pieces.min()} must be at least 1")
+        for name, values in zip((*names, "activation", "pieces"), (*seconds, activation, pieces), strict=True):
+            object.__setattr__(self, name, values)
+
+
+def _check_finite(values: FloatArray) -> None:
+    if not (np.isfinite(values) & (values >= 0)).all():
+        raise ValueError(f"{float(values.min())} is among the seconds and sizes; they are finite and at least 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,51 +155,35 @@ class _Mail:
 
 
 def simulate_fill(
-    forward: ArrayLike,
-    input_gradient: ArrayLike,
-    weight_gradient: ArrayLike,
+    passes: SplitPasses,
     micro_batches: int,
     *,
-    activation: ArrayLike = 1.0,
     spare: float = 0.0,
-    pieces: ArrayLike = 1,
     transfer: ArrayLike = 0.0,
-    group: int | None = None,
+    schedule: Schedule = MEGATRONS,
 ) -> FilledStep:
     """Simulate one step of Megatron's schedule in which weight gradients are deferred.
 
-    forward, input_gradient, weight_gradient: float arrays [rank, chunk], seconds per micro-batch.
     micro_batches: per step and pipeline.
-    activation: float array [rank, chunk] or one number, what a micro-batch keeps between forward and backward, in any
-        unit. The share `KEPT` of it stays until the weight gradient is computed.
     spare: the memory budget of every rank is that of the fullest rank without deferring, and this fraction more.
-    pieces: int array [rank, chunk] or one number, parts in which the weight gradient of a chunk may be computed, such
-        as its layers.
-    transfer, group: as in `simulate_schedule`.
+    transfer, schedule: as in `simulate_schedule`.
 
-    Raises ValueError for arrays of wrong shape, negative or not finite values, and sizes that Megatron refuses.
+    Raises ValueError for negative or not finite values, and sizes that Megatron refuses.
     """
-    seconds = [np.asarray(each, dtype=float) for each in (forward, input_gradient, weight_gradient)]
-    shape = seconds[0].shape
-    if len(shape) != 2 or any(each.shape != shape for each in seconds):
-        raise ValueError(f"seconds have shapes {[each.shape for each in seconds]}; give three arrays [rank, chunk]")
-    ranks, chunks = shape
-    activations = np.broadcast_to(np.asarray(activation, dtype=float), shape)
+    ranks, chunks = passes.forward.shape
     links = np.broadcast_to(np.asarray(transfer, dtype=float), (ranks,))
-    for values in (*seconds, activations, links, np.asarray(spare)):
-        if not (np.isfinite(values) & (values >= 0)).all():
-            raise ValueError(f"{float(values.min())} is among the seconds and sizes; they are finite and at least 0")
-    parts = np.broadcast_to(np.asarray(pieces, dtype=np.int64), shape)
-    if parts.min() < 1:
-        raise ValueError(f"pieces={parts.min()} must be at least 1")
-    programs = [program(rank, ranks, micro_batches, chunks=chunks, group=group) for rank in range(ranks)]
-    moments = in_flight(ranks, chunks, micro_batches, group)  # [rank, moment, chunk]
-    without = np.einsum("rmc,rc->rm", moments, activations).max(axis=1)
+    for values in (links, np.asarray(spare)):
+        _check_finite(values)
+    programs = [program(rank, ranks, micro_batches, chunks=chunks, schedule=schedule) for rank in range(ranks)]
+    moments = in_flight(ranks, chunks, micro_batches, schedule)  # [rank, moment, chunk]
+    without = np.einsum("rmc,rc->rm", moments, passes.activation).max(axis=1)
     stages = [
         _Stage(actions, weights, KEPT * row, count)
-        for actions, weights, row, count in zip(programs, seconds[2], activations, parts, strict=True)
+        for actions, weights, row, count in zip(
+            programs, passes.weight_gradient, np.asarray(passes.activation), np.asarray(passes.pieces), strict=True
+        )
     ]
-    _run(stages, _Mail(links), seconds[0], seconds[1], activations, (1 + spare) * float(without.max()))
+    _run(stages, _Mail(links), passes, (1 + spare) * float(without.max()))
     return FilledStep(
         step_time=max(stage.clock for stage in stages),
         peak=np.array([stage.peak for stage in stages]),
@@ -168,16 +192,10 @@ def simulate_fill(
     )
 
 
-def _run(
-    stages: list[_Stage],
-    mail: _Mail,
-    forward: FloatArray,
-    input_gradient: FloatArray,
-    activation: FloatArray,
-    budget: float,
-) -> None:
+def _run(stages: list[_Stage], mail: _Mail, passes: SplitPasses, budget: float) -> None:
     """Advance the rank whose clock is lowest by one action, until all have ended. So what a rank does not know yet has
     not happened."""
+    forward, input_gradient, activation = passes.forward, passes.input_gradient, np.asarray(passes.activation)
     ready = [(0.0, rank) for rank in range(len(stages))]
     while ready:
         _, rank = heapq.heappop(ready)

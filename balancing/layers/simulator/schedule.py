@@ -22,10 +22,11 @@ Messages are part of the program, because a rank that waits for a message does n
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple
 
-__all__ = ["Action", "Operation", "PipelineMessage", "ScheduleOptions", "operations", "program"]
+__all__ = ["MEGATRONS", "Action", "Operation", "PipelineMessage", "Schedule", "operations", "program"]
 
 Kind = Literal["forward", "backward"]
 
@@ -40,14 +41,24 @@ class Operation(NamedTuple):
     micro_batch: int
 
 
-class ScheduleOptions(TypedDict, total=False):
-    """Keywords of `program`, and of all that simulate its schedule or count what it keeps; Megatron's defaults without.
+@dataclass(frozen=True)
+class Schedule:
+    """How the schedule of several chunks a rank runs; Megatron's defaults. It changes nothing without interleaving.
 
-    They change nothing without interleaving.
+    group: micro-batches that pass through a chunk before the next chunk runs (Megatron's
+        microbatch_group_size_per_vp_stage); the pipeline size if None.
+    overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm); None for Megatron's default, which is
+        yes with interleaving and no without.
+    in_parts: whether a forward and a backward run as one, layer part by layer part (Megatron's
+        overlap_moe_expert_parallel_comm).
     """
 
-    group: int | None
-    in_parts: bool
+    group: int | None = None
+    overlap: bool | None = None
+    in_parts: bool = False
+
+
+MEGATRONS = Schedule()
 
 
 class PipelineMessage(NamedTuple):
@@ -69,25 +80,21 @@ class Action(NamedTuple):
 
 
 def operations(
-    ranks: int, micro_batches: int, *, chunks: int = 1, group: int | None = None, in_parts: bool = False
+    ranks: int, micro_batches: int, *, chunks: int = 1, schedule: Schedule = MEGATRONS
 ) -> tuple[tuple[Operation, ...], ...]:
     """The order of forwards and backwards on each rank.
 
     ranks: pipeline size P.
     micro_batches: per step and data-parallel replica.
     chunks: model chunks a rank (virtual pipeline size); 1 is the schedule without interleaving.
-    group: micro-batches that pass through a chunk before the next chunk runs (Megatron's
-        microbatch_group_size_per_vp_stage); P if None; only with chunks > 1.
-    in_parts: as in `program`.
+    schedule: with chunks > 1.
 
     Returns one tuple a rank, each with chunks * micro_batches forwards and as many backwards.
     Raises ValueError for sizes that Megatron refuses, see `program`.
     """
     return tuple(
         tuple(step.compute for step in steps if step.compute)
-        for steps in (
-            program(rank, ranks, micro_batches, chunks=chunks, group=group, in_parts=in_parts) for rank in range(ranks)
-        )
+        for steps in (program(rank, ranks, micro_batches, chunks=chunks, schedule=schedule) for rank in range(ranks))
     )
 
 
@@ -98,26 +105,20 @@ def program(
     micro_batches: int,
     *,
     chunks: int = 1,
-    group: int | None = None,
-    overlap: bool | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
 ) -> tuple[Action, ...]:
     """The program of pipeline rank `rank` of `ranks` in one step, in order.
 
     rank: from 0.
-    ranks, micro_batches, chunks, group: as in `operations`.
-    overlap: whether messages overlap with compute (Megatron's overlap_p2p_comm); None for Megatron's default, which is
-        yes with interleaving and no without.
-    in_parts: whether a forward and a backward run as one, layer part by layer part (Megatron's
-        overlap_moe_expert_parallel_comm); changes nothing without interleaving.
+    ranks, micro_batches, chunks, schedule: as in `operations`.
 
     Raises ValueError for sizes below 1, interleaving on one rank, overlap without interleaving, a group that is
     smaller than the pipeline or larger than the number of micro-batches, a last group smaller than the pipeline, and
     interleaving without overlap on two ranks (both neighbours are then the same rank, and messages would be
     confused).
     """
-    group = ranks if group is None else group
-    overlap = chunks > 1 if overlap is None else overlap
+    group = ranks if schedule.group is None else schedule.group
+    overlap = chunks > 1 if schedule.overlap is None else schedule.overlap
     _check(ranks, micro_batches, chunks, group, overlap)
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
     if ranks == 1:
@@ -125,7 +126,7 @@ def program(
         return tuple(Action(Operation(kind, 0, batch)) for batch in range(micro_batches) for kind in kinds)
     if chunks == 1:
         return tuple(_plain(rank, ranks, micro_batches))
-    return tuple(_interleaved(_Interleaving(rank, ranks, micro_batches, chunks, group, in_parts), overlap))
+    return tuple(_interleaved(_Interleaving(rank, ranks, micro_batches, chunks, group, schedule.in_parts), overlap))
 
 
 def _check(ranks: int, micro_batches: int, chunks: int, group: int, overlap: bool) -> None:

@@ -16,29 +16,17 @@ Assumptions:
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.layers.simulator.schedule import Operation, PipelineMessage, program
+from balancing.layers.simulator.schedule import MEGATRONS, Operation, PipelineMessage, Schedule, program
 
-__all__ = ["Span", "Timeline", "simulate_schedule", "simulate_steps"]
+__all__ = ["Timeline", "simulate_schedule", "simulate_steps"]
 
 FloatArray = NDArray[np.float64]
-
-
-class Span(NamedTuple):
-    """One operation with its start and end, in seconds since the step began."""
-
-    rank: int
-    kind: Literal["forward", "backward"]
-    chunk: int
-    micro_batch: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,66 +43,6 @@ class Timeline:
     end: FloatArray = field(repr=False)
     step_time: float
 
-    @cached_property
-    def busy(self) -> FloatArray:
-        """Seconds of compute per rank."""
-        return (self.end - self.start).sum(axis=1)
-
-    @cached_property
-    def idle(self) -> FloatArray:
-        """Seconds per rank that are not compute: step_time - busy."""
-        return np.maximum(self.step_time - self.busy, 0.0)  # rounding must not make it negative
-
-    @property
-    def bubble(self) -> float:
-        """Idle fraction of the time of all ranks, from 0 (no rank waits) to 1; 0 if the step takes no time."""
-        whole = self.step_time * len(self.operations)
-        return float(self.idle.sum()) / whole if whole > 0 else 0.0
-
-    @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """All operations, rank by rank, each rank's in time order."""
-        return tuple(
-            Span(rank, *operation, float(start), float(end))
-            for rank, of_rank in enumerate(self.operations)
-            for operation, start, end in zip(of_rank, self.start[rank], self.end[rank], strict=True)
-        )
-
-    def __str__(self) -> str:
-        return self.timeline()
-
-    def timeline(self, width: int = 100) -> str:
-        """The step as text, one line a rank and `width` characters for the whole step.
-
-        A forward is its micro-batch number followed by >, a backward by <, idle time is a dot. With several chunks a
-        letter after the number is the chunk. Operations narrower than their label are drawn without it.
-        """
-        if width < 1:
-            raise ValueError(f"a timeline needs a width of at least 1 character, not {width}")
-        chunks = 1 + max(operation.chunk for operation in self.operations[0])
-        scale = width / self.step_time if self.step_time > 0 else 0.0
-        lines = [
-            f"step {self.step_time:.4g} s, {self.bubble:.1%} idle; {len(self.operations)} ranks, "
-            f"{len(self.operations[0]) // (2 * chunks)} micro-batches"
-            + (f", {chunks} chunks a rank" if chunks > 1 else "")
-        ]
-        rank_width = len(str(len(self.operations) - 1))
-        for rank, of_rank in enumerate(self.operations):
-            row = ["."] * width
-            for operation, start, end in zip(of_rank, self.start[rank], self.end[rank], strict=True):
-                first, last = round(start * scale), round(end * scale)
-                label = f"{operation.micro_batch}" + (_letter(operation.chunk) if chunks > 1 else "")
-                fill = ">" if operation.kind == "forward" else "<"
-                room = last - first
-                row[first:last] = (label if len(label) < room else "").ljust(room, fill)
-            share = self.busy[rank] / self.step_time if self.step_time > 0 else 0.0
-            lines.append(f"rank {rank:>{rank_width}} |{''.join(row)}| {share:4.0%} busy")
-        return "\n".join(lines)
-
-
-def _letter(chunk: int) -> str:
-    return chr(ord("a") + chunk) if chunk < 26 else f"({chunk})"
-
 
 def simulate_schedule(
     forward: ArrayLike,
@@ -122,9 +50,7 @@ def simulate_schedule(
     micro_batches: int,
     *,
     transfer: ArrayLike = 0.0,
-    group: int | None = None,
-    overlap: bool | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
 ) -> Timeline:
     """Simulate one step of Megatron's 1F1B schedule, or of the interleaved one if there are several chunks a rank.
 
@@ -133,7 +59,7 @@ def simulate_schedule(
     micro_batches: per step and pipeline.
     transfer: seconds a message takes between ranks, one number or an array [rank] with the link from each rank to the
     next one (the last entry is the link back to rank 0, which interleaving uses).
-    group, overlap, in_parts: as in `balancing.layers.simulator.schedule.program`, Megatron's defaults if None.
+    schedule: of several chunks a rank.
 
     The first call for some sizes builds the graph (tenths of a second for 32 ranks and 128 micro-batches), later ones
     take milliseconds.
@@ -145,7 +71,7 @@ def simulate_schedule(
             f"forward has shape {forward.shape}; give seconds as [rank], [rank, chunk] or [rank, chunk, micro_batch]"
         )
     ranks, chunks = forward.shape[0], forward.shape[1] if forward.ndim > 1 else 1
-    graph = _graph(ranks, micro_batches, chunks, group, overlap, in_parts)
+    graph = _graph(ranks, micro_batches, chunks, schedule)
     shape = (ranks, chunks, micro_batches)
     seconds = np.stack([_seconds("forward", forward, shape), _seconds("backward", backward, shape)])
     links = _links(transfer, ranks)
@@ -165,14 +91,12 @@ def simulate_steps(
     micro_batches: int,
     *,
     transfer: ArrayLike = 0.0,
-    group: int | None = None,
-    overlap: bool | None = None,
-    in_parts: bool = False,
+    schedule: Schedule = MEGATRONS,
 ) -> FloatArray:
     """Step seconds, [pipeline], of many pipelines of one size at once: a planner compares dozens of plans.
 
     forward, backward: seconds per micro-batch as [pipeline, rank, chunk].
-    micro_batches, transfer, group, overlap, in_parts: as in `simulate_schedule`, and so are the errors.
+    micro_batches, transfer, schedule: as in `simulate_schedule`, and so are the errors.
 
     Sixteen pipelines of 8 ranks and 32 micro-batches take about twice as long as one.
     """
@@ -182,7 +106,7 @@ def simulate_steps(
     if not (np.isfinite(both) & (both >= 0)).all():
         raise ValueError(f"seconds have {both.min()} among them; they must be finite and at least 0")
     _, pipelines, ranks, chunks = both.shape
-    graph = _graph(ranks, micro_batches, chunks, group, overlap, in_parts)
+    graph = _graph(ranks, micro_batches, chunks, schedule)
     every = both.transpose(0, 2, 3, 1).reshape(-1, pipelines)  # [kind x rank x chunk, pipeline]
     links = np.broadcast_to(_links(transfer, ranks)[:, None], (ranks, pipelines))
     operations = len(every) * micro_batches  # all micro-batches take the same seconds
@@ -237,9 +161,7 @@ class _Graph:
 
 
 @lru_cache(maxsize=16)
-def _graph(
-    ranks: int, micro_batches: int, chunks: int, group: int | None, overlap: bool | None, in_parts: bool
-) -> _Graph:
+def _graph(ranks: int, micro_batches: int, chunks: int, schedule: Schedule) -> _Graph:
     nodes: dict[tuple[int, Operation] | PipelineMessage, int] = {}  # number in order of appearance
     before: list[set[int]] = []
     source: list[int] = []
@@ -260,10 +182,7 @@ def _graph(
         step = 0 if message.kind == "forward" else -1
         return 2 * ranks * chunks * micro_batches + (message.source + step) % ranks
 
-    programs = [
-        program(rank, ranks, micro_batches, chunks=chunks, group=group, overlap=overlap, in_parts=in_parts)
-        for rank in range(ranks)
-    ]
+    programs = [program(rank, ranks, micro_batches, chunks=chunks, schedule=schedule) for rank in range(ranks)]
     for rank, steps in enumerate(programs):
         now: set[int] = set()  # nodes whose latest end is the rank's present
         at_post: dict[PipelineMessage, set[int]] = {}

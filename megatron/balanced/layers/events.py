@@ -38,7 +38,6 @@ def decision_event(
         action=choice.action,
         reason=choice.reason,
         planner=config.planner,
-        cost=config.cost,
         layout_before=to_layout(before),
         layout_after=to_layout(choice.plan),
         stage_cost_before=loads[0],

@@ -22,8 +22,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.utils import unwrap_model
 
-from balancing.layers.simulator.fill import simulate_fill
-from balancing.layers.simulator.schedule import operations
+from balancing.layers.simulator.fill import SplitPasses, simulate_fill
+from balancing.layers.simulator.schedule import Schedule, operations
 from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.layers.weight_gradients import WeightGradients, deferring
 
@@ -159,17 +159,11 @@ class WeightGradientFill(StepCallback):
         layers, work, deferred, head = (self._work[:, :, part] for part in range(4))
         stages, chunks = layers.shape
         rank = mpu.get_pipeline_model_parallel_rank()
-        group = self._config.microbatch_group_size_per_vp_stage if chunks > 1 else None
-        step = simulate_fill(
-            work + head,
-            2 * (work + head) - deferred,
-            deferred,
-            micro_batches,
-            activation=layers,
-            pieces=np.maximum(layers, 1),
-            group=group,
-        )
-        order = operations(stages, micro_batches, chunks=chunks, group=group)[rank]
+        schedule = Schedule(group=self._config.microbatch_group_size_per_vp_stage if chunks > 1 else None)
+        backward = 2 * (work + head) - deferred
+        passes = SplitPasses(work + head, backward, deferred, activation=layers, pieces=np.maximum(layers, 1))
+        step = simulate_fill(passes, micro_batches, schedule=schedule)
+        order = operations(stages, micro_batches, chunks=chunks, schedule=schedule)[rank]
         return tuple(operation.kind for operation in order), step.fills[rank]
 
 

@@ -183,14 +183,9 @@ class LayerMover:
         gathered = chain.from_iterable(gather_objects(of_stage, self._pipeline_hosts))
         return [value for _, value in sorted(gathered, key=itemgetter(0))]
 
-    def parameters(self) -> np.ndarray:
-        """Parameters of each layer, of the embedding, of the head and of multi-token prediction, with its embedding, on
-        a rank that holds them: [layers + 3]."""
-        return self._sum_up(lambda parameter: parameter.numel())
-
     def travelling_bytes(self) -> np.ndarray:
-        """Bytes of each of these parts that a rank receives when it gets them: weights, main parameters and moments.
-        [layers + 3]"""
+        """Bytes of each layer, of the embedding, of the head and of multi-token prediction, with its embedding, that a
+        rank receives when it gets them: weights, main parameters and moments. [layers + 3]"""
         return self._sum_up(self._travelling)
 
     def resting_bytes(self) -> np.ndarray:

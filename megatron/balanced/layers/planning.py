@@ -7,7 +7,7 @@ Every rank adds what it measured. At a decision all ranks exchange their measure
 import argparse
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,13 @@ from balancing.layers import (
     Gate,
     LayerMemory,
     LayerSeconds,
-    ScheduleOptions,
+    Pipeline,
+    Predicted,
+    Schedule,
     StagePlan,
     migration_seconds,
     plan_pipeline,
+    plan_stages,
     stage_memory,
 )
 from balancing.layers.config import LayerConfig
@@ -47,7 +50,7 @@ class Choice(NamedTuple):
 
     plan: the plan to have from now on, which may be the one in force.
     action: "keep", "move" or "rollback". reason: for the log.
-    cost: the averaged cost of layers, in seconds, or in parameters if the config says so.
+    cost: the averaged cost of layers.
     peaks: float array [stage], the most bytes that a rank of each stage held.
     predicted: seconds of a step under the plan in force, and under `plan`.
     profile_ms, plan_ms: host milliseconds to exchange measurements, and to plan.
@@ -76,10 +79,8 @@ class LayerPlanner:
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
         self._steps: list[tuple[int, float]] = []  # iteration, seconds
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
-        self._schedule: ScheduleOptions = {
-            "group": args.microbatch_group_size_per_vp_stage,
-            "in_parts": args.overlap_moe_expert_parallel_comm,
-        }
+        in_parts = args.overlap_moe_expert_parallel_comm
+        self._schedule = Schedule(group=args.microbatch_group_size_per_vp_stage, in_parts=in_parts)
 
     def restart(self) -> None:
         """Begin with a new gate: at the start of training, and when the number of stages has changed."""
@@ -117,31 +118,26 @@ class LayerPlanner:
         cost = self.costs.cost
         profiled = time.perf_counter()
         plan = self._mover.plan
-        weights = self._parameters() if self._config.cost == "parameters" else cost
-        candidate = self._plan(weights, peaks)
+        candidate = self._plan(cost, peaks)
         gate = self._gate
         for measured, seconds in steps:
             gate = gate.measured(measured, seconds)
-        now, then = self._step_seconds(weights, plan), self._step_seconds(weights, candidate)
-        scale = 1.0
-        if self._config.cost == "parameters":  # these give the ratio of stages, not seconds
-            scale = float(np.median([seconds for _, seconds in steps])) / now
+        now, then = self._step_seconds(cost, plan), self._step_seconds(cost, candidate)
+        previous = self._step_seconds(cost, gate.watching) if gate.watching else None
         self._gate, decision = gate.check(
             iteration,
             candidate,
-            now * scale,
-            then * scale,
+            Predicted(now, then, previous),
             migration_seconds(plan, candidate, self._layer_bytes(), self._bandwidth, fixed=self._fixed),
             left=self._args.train_iters - iteration,
-            previous_now=self._step_seconds(weights, gate.watching) * scale if gate.watching else None,
         )
         return Choice(
             decision.plan,
             decision.action,
             decision.reason,
-            weights,
+            cost,
             peaks,
-            (now, self._step_seconds(weights, decision.plan)),
+            (now, self._step_seconds(cost, decision.plan)),
             profile_ms=(profiled - begin) * 1e3,
             plan_ms=(time.perf_counter() - profiled) * 1e3,
         )
@@ -178,21 +174,17 @@ class LayerPlanner:
             resting = LayerMemory(
                 model[:-3] + others[:-1], embedding=model[-3], head=model[-2], mtp=model[-1], buffers=others[-1]
             )
-            memory = fit_activations(resting, peaks, plan, micro_batches, **self._schedule)
-            room = np.maximum(limit, stage_memory(plan, memory, micro_batches, **self._schedule))
+            memory = fit_activations(resting, peaks, plan, micro_batches, self._schedule)
+            room = np.maximum(limit, stage_memory(plan, memory, micro_batches, self._schedule))
+        wanted: Any = {"memory": memory, "memory_limit": room, "current": plan, "min_layers": fewest}
         try:
-            found = plan_pipeline(
-                cost,
-                plan.stages,
-                micro_batches,
-                memory=memory,
-                memory_limit=room,
-                virtual=plan.virtual,
-                current=plan,
-                method=self._config.planner,  # type: ignore[arg-type]
-                min_layers=fewest,
-                **self._schedule,
-            )
+            if self._config.planner == "optimal":
+                pipeline = Pipeline(plan.stages, micro_batches, plan.virtual, self._schedule)
+                found = plan_pipeline(cost, pipeline, **wanted)
+            else:
+                ends = {"embedding": sum(cost.embedding), "head": sum(cost.head), "mtp": sum(cost.mtp)}
+                wanted |= {"micro_batches": micro_batches, "virtual": plan.virtual, "schedule": self._schedule}
+                found = plan_stages(cost.total, plan.stages, method=self._config.planner, **ends, **wanted)
         except ValueError as error:
             if memory is None:
                 raise
@@ -207,7 +199,7 @@ class LayerPlanner:
         return found
 
     def _step_seconds(self, cost: LayerSeconds, plan: StagePlan) -> float:
-        return cost.simulate(plan, get_num_microbatches(), **self._schedule).step_time
+        return cost.simulate(plan, get_num_microbatches(), schedule=self._schedule).step_time
 
     def _fewest(self) -> int:
         """Layers that a chunk must have; two where the first backward pass needs activations that are offloaded."""
@@ -222,12 +214,6 @@ class LayerPlanner:
                 needed[layer] += size
             needed[-1] += held.buffers
         return np.max(self._mover.gather(needed), axis=0)
-
-    def _parameters(self) -> LayerSeconds:
-        """Numbers of parameters in place of seconds."""
-        counts = self._mover.parameters()
-        layers = counts[:-3]
-        return LayerSeconds(layers, np.zeros_like(layers), *((count, 0.0) for count in counts[-3:]))
 
     def _layer_bytes(self) -> np.ndarray:
         return self._mover.travelling_bytes()[:-3]

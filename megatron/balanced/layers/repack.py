@@ -50,15 +50,11 @@ class Repacker:
         per_stage = self._args.world_size // plan.stages
         per_node = detect_launch().ranks_per_node
         limit = self._limit()
-        run = RecordedRun(cost, plan, get_num_microbatches(), per_stage, per_node, 0.0, peaks)
+        run = RecordedRun(cost, plan, get_num_microbatches(), per_stage, per_node, memory=peaks)
         options = repack_options(
-            cost,
-            plan,
-            run.micro_batches,
+            run,
             memory=None if limit is None else estimate_memory(run),
             memory_limit=limit,
-            ranks_per_stage=per_stage,
-            ranks_per_node=per_node,
             min_stages=self._config.repack_min_stages,
         )
         chosen = choose_repack((each for each in options if each.gpu_time < 1), self._floor)

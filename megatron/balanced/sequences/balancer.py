@@ -27,6 +27,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
+from balancing.layers.simulator.schedule import Schedule
 from balancing.messages import connect
 from balancing.ranges import named
 from balancing.sequences import (
@@ -238,7 +239,7 @@ class SequenceBalancer(StepCallback):
             step_seconds,
             stages=args.pipeline_model_parallel_size,
             chunks=args.virtual_pipeline_model_parallel_size or 1,
-            interleave_group=args.microbatch_group_size_per_vp_stage,
+            schedule=Schedule(group=args.microbatch_group_size_per_vp_stage),
         )
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core import mpu
 
-from balancing.layers.simulator.schedule import program
+from balancing.layers.simulator.schedule import Schedule, program
 
 __all__ = ["expect", "expect_one_size", "with_flat_batches", "with_known_shapes"]
 
@@ -31,12 +31,9 @@ def expect(rows: Sequence[int], config: Any) -> None:
     rank, ranks = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
     if ranks == 1:
         return
-    actions = program(
-        *(rank, ranks, len(rows)),
-        chunks=config.virtual_pipeline_model_parallel_size or 1,
-        group=config.microbatch_group_size_per_vp_stage,
-        overlap=config.overlap_p2p_comm,
-    )
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    schedule = Schedule(config.microbatch_group_size_per_vp_stage, config.overlap_p2p_comm)
+    actions = program(rank, ranks, len(rows), chunks=chunks, schedule=schedule)
     messages = [message for action in actions for message in action.receive]
     for kind in ("forward", "backward"):
         numbers = (message.micro_batch for message in messages if message.kind == kind)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.layers import simulate_schedule
+from balancing.layers import Schedule, simulate_schedule
 from balancing.sequences import AttentionShape, plan_micro_batches
 from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batches import whole_costs
@@ -172,12 +172,12 @@ def deal_documents(
     return np.array(plan.micro_batch, dtype=np.int64)
 
 
-def step_seconds(costs: np.ndarray, *, stages: int, chunks: int, interleave_group: int | None) -> float:
+def step_seconds(costs: np.ndarray, *, stages: int, chunks: int, schedule: Schedule) -> float:
     """Seconds of a step on a pipeline of equal stages.
 
     costs: float64 [micro-batch], seconds of forward and backward in all layers.
-    stages, chunks, interleave_group: as in `balancing.layers.operations`.
+    stages, chunks, schedule: as in `balancing.layers.operations`.
     """
     passes = (part * costs / (stages * chunks) for part in (_FORWARD, 1 - _FORWARD))
     forward, backward = (np.broadcast_to(seconds, (stages, chunks, len(costs))) for seconds in passes)
-    return simulate_schedule(forward, backward, len(costs), group=interleave_group).step_time
+    return simulate_schedule(forward, backward, len(costs), schedule=schedule).step_time
