@@ -37,7 +37,7 @@ def setting(
 
     flag: its flag on the command line, if it has one, such as "--balance-experts"; metavar: its value there.
     choices: the values that a text may have.
-    needs: the field without which this one has no effect.
+    needs: the field without which this one has no effect, for those who check that.
     bounds: of a number: `least` and `most` are allowed values, `above` and `below` are not. None is in all bounds.
     """
     assert bounds.keys() <= {"least", "most", "above", "below"}, bounds

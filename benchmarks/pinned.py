@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["REPOSITORY", "prepare_corpus", "step_milliseconds"]
+__all__ = ["DYNAMIC", "REPOSITORY", "prepare_corpus", "step_milliseconds"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+DYNAMIC = "examples/dynamic_models/pretrain.py"
 _TIMEOUT = 3600.0  # seconds of one run
 _STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([0-9.]+)")
 _PIN = (
@@ -27,10 +28,10 @@ def prepare_corpus(folder: Path) -> list[str]:
     return ["--data-path", prefix]
 
 
-def step_milliseconds(flags: Sequence[str]) -> list[float]:
+def step_milliseconds(flags: Sequence[str], program: str = "pretrain_gpt.py") -> list[float]:
     """Train on two pinned processes; the milliseconds of each step. Raises SystemExit where training fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command += [sys.executable, "-c", _PIN, str(REPOSITORY / "pretrain_gpt.py"), *flags]
+    command += [sys.executable, "-c", _PIN, str(REPOSITORY / program), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
     if done.returncode:

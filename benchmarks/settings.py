@@ -1,6 +1,6 @@
-"""Settings that have no flag, for a command line: a file of `--balance-config` for each set of them.
+"""Settings for a command line. Those that have no flag are a file of `--balance-config` for each set of them.
 
-    f"--balance-experts {settings('experts', min_gain=0)}"
+    f"--balance-experts {settings('experts', min_gain=0)} {scheme_flags(prune_sparsity=0.8, prune_end=9)}"
 
 The file's name says what is in it and stays the same from process to process, so that names of test cases do.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from examples.dynamic_models.config import shown
 
 _FOLDER = Path(tempfile.gettempdir()) / f"balance-config-{os.getuid()}"
 
@@ -25,3 +27,8 @@ def settings(section: str, **fields: Any) -> str:
         partial.write_text(yaml.safe_dump({section: fields}))
         partial.rename(path)  # others read it whole or not at all
     return f"--balance-config {path}"
+
+
+def scheme_flags(**fields: Any) -> str:
+    """Flags of examples/dynamic_models/pretrain.py that set these fields of its config."""
+    return " ".join(shown(name, value) for name, value in fields.items())

@@ -1,6 +1,6 @@
-"""pretrain_gpt.py where each layer takes as long as on a slow device of its own: for runs whose processes share cores.
+"""Training where each layer takes as long as on a slow device of its own: for runs whose processes share cores.
 
-    LAYER_MS=60 torchrun --nproc-per-node 4 scripts/pretrain_paced.py FLAGS OF pretrain_gpt.py
+    LAYER_MS=60 torchrun --nproc-per-node 4 scripts/pretrain_paced.py FLAGS OF examples/dynamic_models/pretrain.py
 
 Four processes on two cores take as long as their work together, however it is divided among them, so no division of
 layers makes their steps shorter. Here a layer that has computed its forward pass of a micro-batch waits until LAYER_MS
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from balancing.clock import device_time, pace
+from examples.dynamic_models.extension import DynamicModel
 from megatron.balanced.arguments import parse_arguments
 
 
@@ -79,14 +80,15 @@ def main() -> None:
     text = os.environ.get("LAYER_MS", "60")
     if not text.isdecimal():
         sys.exit(f"pretrain_paced.py: LAYER_MS={text} is not a whole number of milliseconds; give one, such as 60")
-    args, config = parse_arguments()  # chooses the device, which must happen before megatron.core is imported
+    model = DynamicModel()
+    args, config = parse_arguments(extension=model)  # chooses the device, before megatron.core is imported
 
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron.balanced.train import train
 
     TransformerLayer.forward = paced(TransformerLayer.forward, int(text) / 1e3)
-    train(args, config)
+    train(args, config, extension=model)
 
 
 if __name__ == "__main__":

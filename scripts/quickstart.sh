@@ -47,7 +47,7 @@ if trained; then
     echo "Model: $run/checkpoint, trained before (train anew with: scripts/quickstart.sh --again)"
 else
     device=(--device auto --bf16)
-    program=pretrain_gpt.py
+    program=examples/dynamic_models/pretrain.py
     gpus=$("$python" -W ignore -c 'import torch; print(torch.cuda.device_count())')
     if [ "$gpus" -lt 4 ]; then
         device=(--device cpu)
@@ -55,7 +55,7 @@ else
         [ "$gpus" = 0 ] || echo "$gpus GPU(s), and the four processes need one each: training on the CPU"
     fi
     echo "Model: training for $iterations iterations, about four minutes on two cores; log in $run/train.log"
-    [ "$program" = pretrain_gpt.py ] ||
+    [ "$program" = examples/dynamic_models/pretrain.py ] ||
         echo "Paced: a layer takes 60 ms forward and 120 ms backward, as on a slow device for each process"
 
     model=(

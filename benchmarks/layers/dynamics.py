@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from balancing.dynamics import SparsePattern, sparse_linear
 from balancing.files import write_text
-from benchmarks.settings import settings
+from benchmarks.pinned import DYNAMIC, REPOSITORY
+from benchmarks.settings import scheme_flags
+from examples.dynamic_models.schemes import SparsePattern, sparse_linear
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = (
     "--device cpu --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 1024 "
     "--max-position-embeddings 1024 --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 "
@@ -39,26 +39,26 @@ SCHEMES = {
     "off": ("", range(4), 1.0),
     "freezing": ("--freeze-layers 2 --freeze-layers-start 2", range(2), 1 / 3),
     "pruning to 5 %": (
-        settings("dynamics", prune_sparsity=0.95, prune_start=2, prune_end=2, prune_sparse_density=1),
+        scheme_flags(prune_sparsity=0.95, prune_start=2, prune_end=2, prune_sparse_density=1),
         range(4),
         None,
     ),
     "sparse attention, 4 of 16 blocks": (
-        settings("dynamics", sparse_attention="blocks", sparse_attention_block=64, sparse_attention_keep=4),
+        scheme_flags(sparse_attention="blocks", sparse_attention_block=64, sparse_attention_keep=4),
         range(4),
         None,
     ),
     "sparse attention by hash, 4 of 16 blocks": (
-        settings("dynamics", sparse_attention="hash", sparse_attention_block=64, sparse_attention_keep=4),
+        scheme_flags(sparse_attention="hash", sparse_attention_block=64, sparse_attention_keep=4),
         range(4),
         None,
     ),
     "early exit behind layer 2": (
-        settings("dynamics", early_exit_layers=[2], early_exit_threshold=0.2),
+        scheme_flags(early_exit_layers=[2], early_exit_threshold=0.2),
         range(2, 4),
         None,
     ),
-    "mixture of depths, 25 %": (settings("dynamics", mixture_of_depths=0.25), (1, 3), 0.25),
+    "mixture of depths, 25 %": (scheme_flags(mixture_of_depths=0.25), (1, 3), 0.25),
 }
 DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 
@@ -66,7 +66,7 @@ DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 def _events(folder: Path, flags: str, steps: int) -> list[dict[str, Any]]:
     """Train with the report on, and read what it says."""
     report = folder / f"report{time.monotonic_ns()}"
-    command = [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, "--data-path", str(folder / "corpus")]
+    command = [sys.executable, str(REPOSITORY / DYNAMIC), *MODEL, "--data-path", str(folder / "corpus")]
     command += ["--train-iters", str(steps), "--balance-report", str(report), *flags.split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=3600)

@@ -27,8 +27,8 @@ import numpy as np
 from balancing.layers import LayerSeconds
 from balancing.report import History, read_history
 from benchmarks.layers.traces import EXPERT_SHARE, TRACES, Trace, trace
-from benchmarks.pinned import REPOSITORY, prepare_corpus
-from benchmarks.settings import settings
+from benchmarks.pinned import DYNAMIC, REPOSITORY, prepare_corpus
+from benchmarks.settings import scheme_flags
 
 __all__ = ["FLAGS", "record", "replay"]
 
@@ -52,13 +52,11 @@ MODEL = (
 FLAGS = {
     "layer freezing": "--freeze-layers 24 --freeze-layers-start 10 --freeze-layers-interval 2",
     # So early in training, layers behind the first hardly tell tokens apart: nearly all that are left exit together.
-    "early exit": settings("dynamics", early_exit_layers=[1, 16], early_exit_threshold=0.4, early_exit_start=20),
-    "mixture of depths": settings("dynamics", mixture_of_depths=0.125),
-    "sparse attention": settings(
-        "dynamics", sparse_attention="hash", sparse_attention_block=32, sparse_attention_keep=4
-    ),
-    "gradual pruning": settings(
-        "dynamics", prune_sparsity=0.9, prune_start=24, prune_end=56, prune_interval=8, prune_sparse_density=0.1
+    "early exit": scheme_flags(early_exit_layers=[1, 16], early_exit_threshold=0.4, early_exit_start=20),
+    "mixture of depths": scheme_flags(mixture_of_depths=0.125),
+    "sparse attention": scheme_flags(sparse_attention="hash", sparse_attention_block=32, sparse_attention_keep=4),
+    "gradual pruning": scheme_flags(
+        prune_sparsity=0.9, prune_start=24, prune_end=56, prune_interval=8, prune_sparse_density=0.1
     ),
     "mixture of experts": "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
@@ -73,7 +71,7 @@ def record(scheme: str, folder: Path) -> dict[str, np.ndarray]:
     fullest: [iteration, layer], tokens of the fullest expert over the mean; ones without experts.
     """
     report = folder / "report"
-    command = [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, *prepare_corpus(folder)]
+    command = [sys.executable, str(REPOSITORY / DYNAMIC), *MODEL, *prepare_corpus(folder)]
     command += [*FLAGS[scheme].split(), "--train-iters", str(ITERATIONS), "--balance-report", str(report)]
     environment = os.environ | _ENVIRONMENT
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
@@ -86,7 +84,7 @@ def record(scheme: str, folder: Path) -> dict[str, np.ndarray]:
     flags = " ".join([*MODEL, *FLAGS[scheme].split()])
     return {
         "scheme": np.array(scheme),
-        "command": np.array(f"python -m benchmarks.layers.record --scheme '{scheme}': pretrain_gpt.py {flags}"),
+        "command": np.array(f"python -m benchmarks.layers.record --scheme '{scheme}': {DYNAMIC} {flags}"),
         "seconds": seconds.astype(np.float16),  # to a tenth of a percent
         "fullest": fullest.astype(np.float16),
     }

@@ -30,8 +30,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan
 from balancing.report import read_history
-from benchmarks.pinned import prepare_corpus, step_milliseconds
-from benchmarks.settings import settings
+from benchmarks.pinned import DYNAMIC, prepare_corpus, step_milliseconds
+from benchmarks.settings import scheme_flags
 
 __all__ = ["bound", "measure"]
 
@@ -50,7 +50,7 @@ MODEL = (
 ).split()
 CASES = {
     "freezing": f"--freeze-layers 6 --freeze-layers-start {_CHANGE}",
-    "early exit": settings("dynamics", early_exit_layers=[1, 6], early_exit_threshold=0.2, early_exit_start=_CHANGE),
+    "early exit": scheme_flags(early_exit_layers=[1, 6], early_exit_threshold=0.2, early_exit_start=_CHANGE),
 }
 _BALANCE = f"--balance-layers --layer-balance-interval {_INTERVAL}".split()
 
@@ -102,7 +102,7 @@ def measure(case: str, steps: int, rounds: int) -> tuple[list[dict[str, Any]], l
             for kind, phase in found.items():
                 own = folder / f"{kind} {number}"
                 flags = ["--balance-report", str(own / "report"), "--tensorboard-dir", str(own / "tensorboard")]
-                times = step_milliseconds([*model, *flags, *(_BALANCE if kind == "balanced" else [])])
+                times = step_milliseconds([*model, *flags, *(_BALANCE if kind == "balanced" else [])], DYNAMIC)
                 for when, steps_of in phases.items():
                     phase[when] += times[steps_of]
                 losses[kind].append(_losses(own / "tensorboard"))

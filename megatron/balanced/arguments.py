@@ -36,8 +36,8 @@ from megatron.balanced.checks.refusal import is_refusal
 from megatron.balanced.config import BalanceConfig, add_flags, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
 from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
-from megatron.balanced.dynamics.checks import check_dynamics
 from megatron.balanced.layers.checks import check_fill
+from megatron.balanced.model_extension import ModelExtension
 from megatron.balanced.rendezvous import join_job, rank
 from megatron.balanced.sequences.auto_domain import settle_domain
 from megatron.balanced.watchdog.failure import stop
@@ -45,8 +45,12 @@ from megatron.balanced.watchdog.failure import stop
 __all__ = ["add_balance_flags", "parse_arguments"]
 
 
-def add_balance_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_balance_flags(
+    parser: argparse.ArgumentParser, extension: ModelExtension | None = None
+) -> argparse.ArgumentParser:
     add_flags(parser)
+    if extension is not None:
+        extension.add_flags(parser)
     for action in parser._actions:  # from docstrings of Megatron, in which argparse reads a single % as a format
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.set_defaults(**_defaults_of_this_host())
@@ -157,11 +161,11 @@ def _refuse(args: argparse.Namespace, config: BalanceConfig, device: str) -> Non
         raise ValueError(
             "--use-ring-exchange-p2p needs torch.distributed.ring_exchange, which this build of PyTorch lacks; drop it"
         )
-    exchanges = config.balances or config.dynamics.enabled or config.balance_report is not None
+    exchanges = config.balances or config.balance_report is not None
     if args.fake_process_group and (exchanges or device == "cpu"):
         raise ValueError(
-            "--fake-process-group is incompatible with balancers, dynamic models, --balance-report and --device cpu: "
-            "messages of its groups never arrive, and ranks would go different ways; drop it"
+            "--fake-process-group is incompatible with balancers, --balance-report and --device cpu: messages of its "
+            "groups never arrive, and ranks would go different ways; drop it"
         )
     if config.fp64 and (args.bf16 or args.fp16):
         raise ValueError("--fp64 is incompatible with --bf16 and --fp16: a run has one precision; drop one of them")
@@ -246,10 +250,13 @@ def _use_float64(args: argparse.Namespace) -> None:
     args.moe_router_dtype = "fp64"
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, BalanceConfig]:
+def parse_arguments(
+    argv: Sequence[str] | None = None, extension: ModelExtension | None = None
+) -> tuple[argparse.Namespace, BalanceConfig]:
     """Choose the device, parse and check the command line, and set up Megatron's globals: tokenizer, writers, timers.
 
     argv: the command line without the program's name, by default `sys.argv[1:]`.
+    extension: of the model, with flags of its own.
 
     Returns Megatron-LM's arguments and the flags of this package. Bad input ends the process with one line on stderr
     and exit code 2.
@@ -271,7 +278,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
 
         if assumes_gpus():
             assume_packages()
-        args = parse_args(add_balance_flags)
+        args = parse_args(functools.partial(add_balance_flags, extension=extension))
         left_to_us = switch_on(args)
         config, said = config_from_flags(args, device)
         if args.use_checkpoint_args:
@@ -305,7 +312,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         if _is_first_rank():
             print(*(f"> {note}\n" for note in notes), sep="", end="", flush=True)
         _refuse(args, config, device)
-        check_dynamics(args, config.dynamics)
+        if extension is not None:
+            extension.check(args)
         if not config.balance_dry_run:  # a dry run shows what does not fit
             check_folders(args)
             patches.check_needed(args, config)

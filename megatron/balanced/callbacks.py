@@ -2,7 +2,7 @@
 
 Megatron-LM has no callbacks. Its `train_step` is the one function that knows the iteration, the model, the optimizer
 and the schedule while no micro-batch is in flight, so one row of the patch table replaces it by `with_callbacks`. The
-report, the balancers and the dynamic schemes are callbacks; users pass theirs to `megatron.balanced.train.train`.
+report and the balancers are callbacks; users pass theirs to `megatron.balanced.train.train`.
 """
 
 import functools
@@ -36,13 +36,21 @@ class HeldBytes(NamedTuple):
     buffers: float = 0.0
 
 
+def _no_report(event: dict[str, Any]) -> None:
+    """Drop an event of a run without a report."""
+
+
 class StepCallback:
     """Base class of all callbacks. Every method does nothing; override those you need.
 
     Every rank has its own instance. All methods but `layer_arrived` are called on all ranks of the job, so they may
     communicate. Callbacks are called in the order of registration; `end_schedule` and `end_step` in reverse order. An
     exception in a callback ends the run.
+
+    report: adds an event (`balancing.report.event`) to the report of the step in progress, if there is a report.
     """
+
+    report: Callable[[dict[str, Any]], None] = staticmethod(_no_report)
 
     def attach(self, chunks: list[Any]) -> None:
         """The model has been built. `chunks`: this rank's model chunks, wrapped for data parallelism, which presupposes

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from balancing.cluster import PRESETS, Cluster
-from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
 from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
@@ -86,7 +85,6 @@ class BalanceConfig:
     experts: ExpertConfig = dataclasses.field(default_factory=ExpertConfig)
     sequences: SequenceConfig = dataclasses.field(default_factory=SequenceConfig)
     layers: LayerConfig = dataclasses.field(default_factory=LayerConfig)
-    dynamics: DynamicsConfig = dataclasses.field(default_factory=DynamicsConfig)
     report: ReportConfig = dataclasses.field(default_factory=ReportConfig)
 
     @property
@@ -100,7 +98,6 @@ SECTIONS: dict[str, type] = {
     "experts": ExpertConfig,
     "sequences": SequenceConfig,
     "layers": LayerConfig,
-    "dynamics": DynamicsConfig,
     "report": ReportConfig,
 }
 # Sections without effect unless a flag is given, with the argument of that flag.
@@ -126,17 +123,15 @@ def _flags(config: type) -> Iterator[tuple[dataclasses.Field, str, str]]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all configs. Those of sections have no defaults: what was not given may be in a file."""
     balancing = parser.add_argument_group("load balancing", "Megatron-Balance's own flags; all off by default.")
-    dynamics = parser.add_argument_group("dynamic models", "Schemes that make layers uneven; all off by default.")
     for config in (BalanceConfig, *SECTIONS.values()):
-        group = dynamics if config is DynamicsConfig else balancing
         for field, flag, _ in _flags(config):
             default = field.default if config is BalanceConfig else None
             if field.type is bool:
-                group.add_argument(flag, action="store_true", default=default, help=field.metadata["help"])
+                balancing.add_argument(flag, action="store_true", default=default, help=field.metadata["help"])
                 continue
             kind = {int: int, float | None: float}.get(field.type, str)  # type: ignore[call-overload]
             choices, metavar = field.metadata["choices"] or None, field.metadata["metavar"]
-            group.add_argument(
+            balancing.add_argument(
                 flag, type=kind, default=default, choices=choices, metavar=metavar, help=field.metadata["help"]
             )
     balancing.add_argument("--balance-config", action="append", metavar="FILE", help=_FILES)
@@ -195,20 +190,9 @@ def _section(args: argparse.Namespace, section: str, given: dict[str, _Given]) -
     except SettingError as error:
         shown = given[error.name].shown if error.name in given else f"{section}.{error.name}"
         raise ValueError(f"{shown} {error.value} {error.why}") from None
-    _refuse_idle(section, config, given)
     for field, _, argument in _flags(kind):
         setattr(args, argument, getattr(config, field.name))
     return config
-
-
-def _refuse_idle(section: str, config: Any, given: dict[str, _Given]) -> None:
-    """Raise ValueError for a setting whose scheme is off."""
-    fields = {field.name: field for field in dataclasses.fields(config)}
-    for name, each in given.items():
-        needed = fields[name].metadata["needs"]
-        if needed and getattr(config, needed) in (0, (), "none"):
-            shown = fields[needed].metadata["flag"] or f"{section}.{needed}"
-            raise ValueError(f"{each} does nothing without {shown}; add that, or drop it")
 
 
 def cluster_from_flags(config: BalanceConfig, world_size: int) -> Cluster | None:

@@ -18,7 +18,7 @@ import yaml
 __all__ = ["fields_of_file", "read_file"]
 
 _MOST_BYTES = 1_000_000
-_MOST_DEPTH = 3  # a file, a section, a list
+_MOST_DEPTH = 3  # a file, a section, and one more, which is refused by its name
 _MOST_SHOWN = 100  # characters of a value in an error
 
 
@@ -119,8 +119,6 @@ def _typed(value: Any, kind: Any) -> Any:
             pass
     if kind is str and isinstance(value, str):
         return value
-    if kind == tuple[int, ...] and isinstance(value, list) and all(type(each) is int for each in value):
-        return tuple(value)
     raise ValueError(f"is not {_KINDS[kind]}")
 
 
@@ -129,5 +127,4 @@ _KINDS = {
     int: "a whole number",
     float: "a number",
     str: "a text",
-    tuple[int, ...]: "a list of whole numbers, such as [4, 8]",
 }

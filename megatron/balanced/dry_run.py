@@ -147,10 +147,11 @@ def model_of(args: argparse.Namespace) -> Any:
 # What would be planned.
 
 
-def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+def plan_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | None = 0) -> list[str]:
     """For each balancer that is on: the ranks that plan together, and the memory of replica slots on a rank.
 
     args: validated by Megatron-LM.
+    frozen: layers at the front that end up frozen; None for a model that changes in another way.
     """
     lines = []
     if config.experts.enabled:
@@ -172,10 +173,10 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
             f"plan   {flag}: all {args.world_size} ranks make one plan; layers move along {len(pipelines)} "
             f"pipeline{several} of {len(pipelines[0])} ranks, the first of {_named(pipelines[0])}"
         )
-    return [*lines, *_gain_lines(args, config)] if lines else ["plan   no balancer is on"]
+    return [*lines, *_gain_lines(args, config, frozen)] if lines else ["plan   no balancer is on"]
 
 
-def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
+def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | None) -> list[str]:
     """What balancing would save, where `--cluster` says how fast the machine is."""
     from balancing.whatif.forecast import forecast, verdict  # which runs that train need not import
     from balancing.whatif.job import flag_table, read_recipe_flags
@@ -183,9 +184,9 @@ def _gain_lines(args: argparse.Namespace, config: BalanceConfig) -> list[str]:
     cluster = cluster_from_flags(config, args.world_size)
     if cluster is None:
         return ["gain   not forecast: --cluster tells how fast the machine is"]
-    if dataclasses.replace(config.dynamics, freeze_layers=0).enabled:
+    if frozen is None:
         return ["gain   not forecast: the model changes while it trains; --balance-report shows what is gained"]
-    frozen, layers = config.dynamics.freeze_layers, config.layers
+    layers = config.layers
     packed = bool(args.sft or args.dataloader_inter_document_masking)
     try:
         flags = _flags_of(args, vars(flag_table().parse_known_args([])[0])) | {"freeze_layers": frozen}

@@ -1,17 +1,18 @@
 """The GPT model as Megatron-LM builds it, with our modules in its layer spec.
 
 Megatron's local spec (its own modules, no Transformer Engine) has no norm for sequence parallelism and no attention for
-packed documents. The layer spec fills in the missing modules, and those of the balancers and dynamic schemes; nothing
-is patched.
+packed documents. The layer spec fills in the missing modules, those of the balancers and those of an extension of the
+model; nothing is patched.
 """
 
 import argparse
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,15 +29,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
-from balancing.dynamics.config import DynamicsConfig
 from balancing.experts.config import ExpertConfig
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.dynamics.layer import dynamic_layer
-from megatron.balanced.dynamics.sparse_attention import sparse_attention
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
@@ -155,7 +152,7 @@ def _core_attention(args: argparse.Namespace) -> type:
 
 
 def _replacements(
-    args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
+    args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Replacements of Megatron's modules in layers of the model, and in those of multi-token prediction."""
     fitting: dict[Any, Any] = {}  # equivalent to the modules that they replace, in every layer
@@ -187,37 +184,31 @@ def _replacements(
         if args.transformer_impl != "local":
             replicated[SequentialMLP] = _on_own_linears
             replicated[TEGroupedMLP] = ReplicatedTEGroupedMLP
-    dynamic: dict[Any, Any] = {}
-    if dynamics.enabled:
-        dynamic[TransformerLayer] = dynamic_layer(dynamics)
-        if dynamics.sparse_attention != "none":
-            dynamic[DotProductAttention] = sparse_attention(dynamics)
     # A layer of prediction that runs several times has no replicas.
     of_prediction = fitting if args.mtp_use_repeated_layer else fitting | replicated
-    return fitting | replicated | dynamic, of_prediction
+    return fitting | replicated, of_prediction
 
 
-def replaces_in_prediction(
-    args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
-) -> bool:
+def replaces_in_prediction(args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig) -> bool:
     """Whether layers of multi-token prediction have other modules than Megatron's. Parameters as in `model_config`."""
-    return (
-        bool(args.mtp_num_layers) and args.spec is None and bool(_replacements(args, experts, sequences, dynamics)[1])
-    )
+    return bool(args.mtp_num_layers) and args.spec is None and bool(_replacements(args, experts, sequences)[1])
 
 
 def model_config(
-    args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig, dynamics: DynamicsConfig
+    args: argparse.Namespace,
+    experts: ExpertConfig,
+    sequences: SequenceConfig,
+    modules: Mapping[type, type] = MappingProxyType({}),
 ) -> GPTModelConfig:
     """The model that the flags describe, as the config from which `megatron.training.pretrain` builds it.
 
     args: Megatron-LM's arguments.
-    experts, sequences, dynamics: the flags of these features.
+    experts, sequences: the flags of these features.
+    modules: of an extension of the model (`megatron.balanced.model_extension`), in the places of others.
     """
     config = gpt_config_from_args(args)
-    replacements, of_prediction = _replacements(args, experts, sequences, dynamics)
-    if dynamics.mixture_of_depths:  # layers with and without a router
-        config.transformer.hetereogenous_dist_checkpoint = True
+    replacements, of_prediction = _replacements(args, experts, sequences)
+    replacements |= modules
     if replacements and args.spec is None:
         config.transformer_layer_spec = LayerSpecs(replacements, of_prediction)
     return config

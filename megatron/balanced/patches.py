@@ -124,7 +124,7 @@ def _loads_torch_adam(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _watches_steps(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    features = config.balances or config.dynamics.enabled or config.fill_with_weight_gradients
+    features = config.balances or config.fill_with_weight_gradients
     return config.balance_report is not None or features or bool(registered)
 
 
@@ -142,7 +142,7 @@ def _captures_layers(args: argparse.Namespace, config: BalanceConfig) -> bool:
 
 
 def _replaces_in_prediction(args: argparse.Namespace, config: BalanceConfig) -> bool:
-    return replaces_in_prediction(args, config.experts, config.sequences, config.dynamics)
+    return replaces_in_prediction(args, config.experts, config.sequences)
 
 
 PATCHES = (

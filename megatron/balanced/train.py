@@ -21,7 +21,6 @@ from megatron.balanced.checks.checkpoints import nothing_to_load
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.data import forward_step, train_valid_test_datasets
 from megatron.balanced.dry_run import plan_lines
-from megatron.balanced.dynamics.schemes import dynamics_callbacks
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.kernels import kernels_line
 from megatron.balanced.layers.balancer import LayerBalancer
@@ -29,6 +28,7 @@ from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.release import Released
 from megatron.balanced.model import model_config
+from megatron.balanced.model_extension import ModelExtension
 from megatron.balanced.observer import Observer
 from megatron.balanced.process_groups import SocketLimitError
 from megatron.balanced.sequences.balancer import SequenceBalancer
@@ -37,25 +37,33 @@ from megatron.balanced.watchdog.failure import stop
 __all__ = ["train"]
 
 
-def train(args: argparse.Namespace, config: BalanceConfig, callbacks: Sequence[StepCallback] = ()) -> None:
+def train(
+    args: argparse.Namespace,
+    config: BalanceConfig,
+    callbacks: Sequence[StepCallback] = (),
+    extension: ModelExtension | None = None,
+) -> None:
     """Train as the flags say, until the last checkpoint.
 
     args: Megatron-LM's arguments; `parse_arguments` makes them and `config`.
     config: this package's flags.
     callbacks: the caller's own. Their steps begin after those of all features, and end before them.
+    extension: of the model, the same as in `parse_arguments`.
     """
-    registered[:] = callbacks  # whether there are any decides what is patched
+    extension = extension or ModelExtension()
+    of_model = extension.callbacks(args)
+    registered[:] = [*of_model, *callbacks]  # whether there are any decides what is patched
     try:
         if config.balance_dry_run:
-            print_rank_0("\n".join([*patches.rows(args, config), *plan_lines(args, config)]))
+            lines = [*patches.rows(args, config), *plan_lines(args, config, extension.frozen_layers(args))]
+            print_rank_0("\n".join(lines))
             return
         for line in patches.install(args, config):
             print_rank_0(f"> {line}")
         print_rank_0(f"> {kernels_line(args)}")
-        model = _model(args, config)
+        model = _model(args, config, extension)
         with _only_run(args, config):
-            features, datasets, forward = _features(args, config, model)
-            registered[:] = [*features, *callbacks]
+            registered[:], datasets, forward = _features(args, config, model, of_model, callbacks)
             model.post_wrap_hooks.append(attach)
             _pretrain(args, model, datasets, forward)
     finally:
@@ -78,18 +86,25 @@ def _only_run(args: argparse.Namespace, config: BalanceConfig) -> Iterator[None]
         yield
 
 
-def _model(args: argparse.Namespace, config: BalanceConfig) -> GPTModelConfig:
+def _model(args: argparse.Namespace, config: BalanceConfig, extension: ModelExtension) -> GPTModelConfig:
     try:
-        return model_config(args, config.experts, config.sequences, config.dynamics)
+        model = model_config(args, config.experts, config.sequences, extension.modules(args))
+        if extension.layers_differ(args):
+            model.transformer.hetereogenous_dist_checkpoint = True
+        return model
     except (ValueError, AssertionError) as error:  # Megatron-LM rejects the model, on all ranks alike
         stop(error)
 
 
 def _features(
-    args: argparse.Namespace, config: BalanceConfig, model: GPTModelConfig
+    args: argparse.Namespace,
+    config: BalanceConfig,
+    model: GPTModelConfig,
+    of_model: Sequence[StepCallback],
+    of_caller: Sequence[StepCallback],
 ) -> tuple[list[StepCallback], Callable, Callable]:
-    """The callbacks of the features that are on, in the order in which their steps begin; the provider of datasets;
-    the forward step."""
+    """The callbacks of the features that are on, of the model's extension and of the caller, in the order in which
+    their steps begin; the provider of datasets; the forward step."""
     cluster = cluster_from_flags(config, args.world_size)
     features: list[StepCallback] = []
     observer = sequences = None
@@ -97,9 +112,10 @@ def _features(
         observer = Observer(args, config)
         features.append(observer)
     note = observer.note if observer is not None and config.balance_report is not None else None
-    report = note or _no_report
-    if config.dynamics.enabled:
-        features += dynamics_callbacks(args, config.dynamics, report)
+    if note is not None:
+        for callback in (*of_model, *of_caller):
+            callback.report = note
+    features += of_model
     if config.sequences.enabled:
         sequences = SequenceBalancer(args, config.sequences, cluster, note)
         features.append(sequences)
@@ -121,6 +137,7 @@ def _features(
     datasets.is_distributed = True  # type: ignore[attr-defined]  # for Megatron: every rank calls it
     if (note := nothing_to_load(args)) is not None and args.rank == 0:
         forward = _say_first(note, forward)  # type: ignore[assignment]
+    features += of_caller
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
 
 
@@ -135,10 +152,6 @@ def _say_first(note: str, forward: Callable) -> Callable:
         return forward(*args, **kwargs)
 
     return say_and_forward
-
-
-def _no_report(event: dict[str, Any]) -> None:
-    """Drop an event of a run without a report."""
 
 
 def _embedding_ranks(args: argparse.Namespace, model: GPTModelConfig, pipeline: list[int]) -> list[int]:

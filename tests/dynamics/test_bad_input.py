@@ -4,10 +4,10 @@ import argparse
 
 import pytest
 
-from balancing.dynamics import DynamicsConfig
-from megatron.balanced.dynamics.checks import check_dynamics
+from examples.dynamic_models.checks import check_dynamics
+from examples.dynamic_models.config import DynamicsConfig, add_flags, config_of
 from tests.megatron.test_bad_input import _assert_refused
-from tests.support.settings import settings
+from tests.support.settings import scheme_flags
 from tests.support.training import MOCK_DATA, MODEL
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -21,27 +21,27 @@ COMBINATIONS = {
     "tied": (FREEZE, {}, "--freeze-layers 2", "add --untie-embeddings-and-output-weights"),
     "recompute": (FREEZE, UNTIED | {"recompute_granularity": "full"}, "--recompute-granularity full", "selective"),
     "prediction": (FREEZE, UNTIED | {"mtp_num_layers": 1}, "--mtp-num-layers 1", "drop it"),
-    "replicas": (PRUNE, {"balance_experts": True}, "--balance-experts", "dynamics.prune_sparsity 0.5", "drop it"),
+    "replicas": (PRUNE, {"balance_experts": True}, "--balance-experts", "--prune-sparsity 0.5", "drop it"),
     "optimizer": (
         PRUNE,
         {"optimizer": "sgd"},
         "--optimizer sgd",
-        "dynamics.prune_sparsity 0.5",
+        "--prune-sparsity 0.5",
         "use --optimizer adam",
     ),
-    "exit at the end": ({"early_exit_layers": (2, 4)}, {}, "dynamics.early_exit_layers [2, 4]", "up to 3"),
+    "exit at the end": ({"early_exit_layers": (2, 4)}, {}, "--early-exit-layers 2 4", "up to 3"),
     "exit and chunks": (
         EXIT,
         {"virtual_pipeline_model_parallel_size": 2},
         "--num-virtual-stages-per-pipeline-rank 2",
-        "dynamics.early_exit_layers [1, 2]",
+        "--early-exit-layers 1 2",
     ),
-    "packed": (DEPTH, {"sft": True}, "--sft", "dynamics.mixture_of_depths 0.25", "drop it"),
+    "packed": (DEPTH, {"sft": True}, "--sft", "--mixture-of-depths 0.25", "drop it"),
     "sequence parallel": (DEPTH, {"sequence_parallel": True}, "--sequence-parallel", "drop it"),
     "no routed layer": (
         DEPTH | {"mixture_of_depths_every": 5},
         {},
-        "dynamics.mixture_of_depths_every 5",
+        "--mixture-of-depths-every 5",
         "--num-layers 4",
     ),
     "context parallel": (
@@ -66,15 +66,20 @@ def test_combination(case):
         assert word in str(refused.value)
 
 
+# values, and the words that the line must have
 VALUES = {
-    "share": ({"prune_sparsity": 1.0}, "prune_sparsity 1.0", "below 1"),
-    "backwards": ({"prune_sparsity": 0.5, "prune_start": 9, "prune_end": 3}, "prune_end 3", "prune_start 9"),
-    "exit 0": ({"early_exit_layers": (0,)}, "early_exit_layers [0]", "from 1"),
-    "two choosers": (EXIT | DEPTH, "mixture_of_depths 0.25", "early_exit_layers [1, 2]", "one of the two"),
-    "threshold": ({"early_exit_threshold": 2.0}, "early_exit_threshold 2.0", "between -1 and 1"),
-    "until": ({"freeze_layers_until": 1}, "freeze_layers_until 1", "freeze_layers_start 1"),
+    "share": ({"prune_sparsity": 1.0}, "--prune-sparsity 1.0", "below 1"),
+    "backwards": (PRUNE | {"prune_start": 9, "prune_end": 3}, "--prune-end 3", "--prune-start 9"),
+    "exit 0": ({"early_exit_layers": [0]}, "--early-exit-layers 0", "from 1"),
+    "two choosers": (EXIT | DEPTH, "--mixture-of-depths 0.25", "--early-exit-layers 1 2", "one of the two"),
+    "threshold": (EXIT | {"early_exit_threshold": 2.0}, "--early-exit-threshold 2.0", "between -1 and 1"),
+    "until": (FREEZE | {"freeze_layers_until": 1}, "--freeze-layers-until 1", "--freeze-layers-start 1"),
     "interval": ({"freeze_layers": 1, "freeze_layers_policy": "plasticity"}, "--freeze-layers-interval"),
-    "block": ({"sparse_attention_block": 0}, "sparse_attention_block 0", "at least 1"),
+    "block": (SPARSE | {"sparse_attention_block": 0}, "--sparse-attention-block 0", "at least 1"),
+    "freezing nothing": ({"freeze_layers_start": 1}, "--freeze-layers-start 1 does nothing without --freeze-layers;"),
+    "pruning nothing": ({"prune_start": 1}, "--prune-start 1 does nothing without --prune-sparsity;"),
+    "exiting nowhere": ({"early_exit_start": 2}, "--early-exit-start 2 does nothing without --early-exit-layers;"),
+    "no attention": ({"sparse_attention_keep": 4}, "does nothing without --sparse-attention; add that, or drop it"),
 }
 
 
@@ -82,12 +87,22 @@ VALUES = {
 def test_value(case):
     values, *words = VALUES[case]
     with pytest.raises(ValueError) as refused:
-        DynamicsConfig(**values)
+        config_of(argparse.Namespace(**values))
     for word in words:
         assert word in str(refused.value)
 
 
+def test_flags_give_the_config():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert config_of(parser.parse_args([])) == DynamicsConfig()
+    args = parser.parse_args("--early-exit-layers 8 4 --early-exit-threshold 0.5 --sparse-attention hash".split())
+    assert config_of(args) == DynamicsConfig(
+        early_exit_layers=(4, 8), early_exit_threshold=0.5, sparse_attention="hash"
+    )
+
+
 def test_on_the_command_line(pool):
-    flags = settings("dynamics", early_exit_layers=[2], mixture_of_depths=0.5)
-    words = ("dynamics.mixture_of_depths 0.5", "use one of the two")
+    flags = scheme_flags(early_exit_layers=[2], mixture_of_depths=0.5)
+    words = ("--mixture-of-depths 0.5", "use one of the two")
     _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], *words)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from balancing.dynamics import PlasticityFreezer, scheduled_prefix, similarity_loss
+from examples.dynamic_models.schemes import PlasticityFreezer, scheduled_prefix, similarity_loss
 from tests.support.plain import train_plainly
-from tests.support.settings import PLASTICITY, settings
+from tests.support.program import parse
+from tests.support.settings import PLASTICITY, scheme_flags
 from tests.support.training import EXACT, MODEL, MOE, RankRun, assert_same, join, train, watch
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -57,15 +58,11 @@ def _rank(argv: list[str], keep: bool, restore: int, from_step: int) -> tuple[Ra
     restore: put the embedding and this many layers back to what they were after each step from `from_step` on, which
     is what a learning rate of zero does for them.
     """
-    from megatron.balanced.arguments import parse_arguments
-
-    args, config = parse_arguments(argv)
+    args, config, start = parse(argv)
 
     import torch.distributed as dist
     from megatron.core.utils import unwrap_model
     from megatron.training import training
-
-    from megatron.balanced.train import train as start
 
     finish = watch(keep)
     step, seen, reduced = training.train_step, [], []
@@ -158,7 +155,7 @@ def test_freezing_is_a_learning_rate_of_zero(pool, corpus, name):
 RESUMED = {
     "schedule, PP 2, interleaved, bf16": (
         2,
-        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --bf16 {FREEZE} {settings('dynamics', freeze_layers_until=5)}",
+        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --bf16 {FREEZE} {scheme_flags(freeze_layers_until=5)}",
         [("freeze", 2), ("unfreeze", 0)],
     ),
     "plasticity, DP 2, sharded": (

@@ -8,7 +8,7 @@ from tests.layers.test_balance import _decisions, _train_willing
 from tests.layers.test_move import _assert_same_run, _assert_same_tensors, _peeks_at_buffers
 from tests.support.moving import Plans, train_moving
 from tests.support.set_clock import SetClock, slow_layers
-from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, settings
+from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, scheme_flags
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, differences, train
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -21,7 +21,7 @@ BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1 --global-batch-size 4".split
 # with freezes, after which one of the stages is frozen as a whole, and together with the thaw.
 FREEZE = (
     f"{UNTIED} --freeze-layers 3 --freeze-layers-start 2 --freeze-layers-interval 1 "
-    f"{settings('dynamics', freeze_layers_until=5)} "
+    f"{scheme_flags(freeze_layers_until=5)} "
     "--train-iters 7"
 )
 WHILE_FREEZING: Plans = {1: ((3,), (1,)), 3: ((1,), (3,)), 4: ((3,), (1,)), 5: ((2,), (2,))}
@@ -34,7 +34,7 @@ CASES = {
         2,
         f"{EXACTLY} {PP2} {' '.join(MOE)} --num-experts 2 --num-layers 5 {UNTIED} "
         "--pipeline-model-parallel-layout Et|t|tt|tL --freeze-layers 3 --freeze-layers-start 1 "
-        f"{settings('dynamics', freeze_layers_until=4)} --train-iters 5",
+        f"{scheme_flags(freeze_layers_until=4)} --train-iters 5",
         {2: ((2, 1), (1, 1)), 3: ((1, 1), (2, 1)), 4: ((1, 2), (1, 1))},
     ),
     # Comparing with weights of the iteration before, which move in between.
@@ -45,8 +45,8 @@ CASES = {
     ),
     "pruning, mixture of depths, sparse attention": (
         2,
-        f"{EXACTLY} {PP2} {settings('dynamics', prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)} "
-        f"{settings('dynamics', prune_sparse_density=0.6, mixture_of_depths=0.25)} {HASH_ATTENTION} --train-iters 6",
+        f"{EXACTLY} {PP2} {scheme_flags(prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)} "
+        f"{scheme_flags(prune_sparse_density=0.6, mixture_of_depths=0.25)} {HASH_ATTENTION} --train-iters 6",
         {2: ((1,), (3,)), 4: ((3,), (1,))},
     ),
     "early exit": (
@@ -85,7 +85,7 @@ def test_a_move_of_a_dynamic_model_changes_no_number(pool, tmp_path, case):
 @pytest.mark.exhaustive
 def test_frozen_layers_are_saved_where_they_moved_to_and_thaw_elsewhere(pool, tmp_path):
     freeze = f"{EXACTLY} {UNTIED} --freeze-layers 3 --freeze-layers-start 1 --train-iters 6 "
-    freeze += settings("dynamics", freeze_layers_until=5)
+    freeze += scheme_flags(freeze_layers_until=5)
     base = [*BASE, *freeze.split(), *"--ckpt-format torch_dist".split()]
     save = f"{PP2} --save {tmp_path} --save-interval 4"
     # At the save the second stage begins with two frozen layers.

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from balancing.dynamics import SparsePattern, cubic_sparsity, global_threshold, is_pruning_iteration, sparse_linear
-from tests.support.settings import settings
+from examples.dynamic_models.schemes import (
+    SparsePattern,
+    cubic_sparsity,
+    global_threshold,
+    is_pruning_iteration,
+    sparse_linear,
+)
+from tests.support.program import parse
+from tests.support.settings import scheme_flags
 from tests.support.training import EXACT, MODEL, MOE, RankRun, assert_same, join, watch
 
 SCHEDULE = {"start": 2, "end": 8, "interval": 2}
@@ -66,16 +73,12 @@ def _rank(argv: list[str]) -> tuple[RankRun, dict[int, tuple[int, int, int]], in
     """Train. Also gives, for each iteration, how many weights there are and how many are zero, those of replicas on one
     rank only, and how many of those that were zero before are not any more; and how many modules multiply sparse at the
     end."""
-    from megatron.balanced.arguments import parse_arguments
-
-    args, config = parse_arguments(argv)
+    args, config, start = parse(argv)
 
     from megatron.core import mpu
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.utils import unwrap_model
     from megatron.training import training
-
-    from megatron.balanced.train import train as start
 
     finish = watch(True)
     step, counts = training.train_step, {}
@@ -104,15 +107,15 @@ def _rank(argv: list[str]) -> tuple[RankRun, dict[int, tuple[int, int, int]], in
     return finish(), counts, sparse[0]
 
 
-PRUNE = f"{settings('dynamics', prune_sparsity=0.8, prune_start=1, prune_end=4, prune_interval=1)} --train-iters 7"
+PRUNE = f"{scheme_flags(prune_sparsity=0.8, prune_start=1, prune_end=4, prune_interval=1)} --train-iters 7"
 # ranks, flags
 LAYOUTS = {
-    "PP 2": (2, f"{' '.join(EXACT)} --pipeline-model-parallel-size 2 {settings('dynamics', prune_sparse_density=0.6)}"),
+    "PP 2": (2, f"{' '.join(EXACT)} --pipeline-model-parallel-size 2 {scheme_flags(prune_sparse_density=0.6)}"),
     "EP 2, sharded, bf16": (
         2,
         f"--bf16 {' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
         f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-        f"{settings('dynamics', prune_sparse_density=0.6)}",
+        f"{scheme_flags(prune_sparse_density=0.6)}",
     ),
 }
 
@@ -146,6 +149,6 @@ def test_masks_are_exact_through_training_and_resume(pool, corpus, tmp_path, nam
     assert_same(replace(resumed, losses=whole.losses, grad_norms=whole.grad_norms), whole)
     assert whole.losses[-1] < whole.losses[0]
     if sparse:  # sparse products change no number
-        dense, _, none = run(settings("dynamics", prune_sparse_density=0))
+        dense, _, none = run(scheme_flags(prune_sparse_density=0))
         assert none == 0
         np.testing.assert_allclose(dense.losses, whole.losses, rtol=1e-12)

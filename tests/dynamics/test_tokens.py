@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from balancing.dynamics import (
+from examples.dynamic_models.schemes import (
     block_sparse_attention,
     choose_blocks,
     choose_tokens,
@@ -21,7 +21,8 @@ from balancing.dynamics import (
     tokens_of,
     weigh_loss,
 )
-from tests.support.settings import HASH_ATTENTION, settings
+from tests.support.program import parse
+from tests.support.settings import HASH_ATTENTION, scheme_flags
 from tests.support.training import EXACT, MODEL, RankRun, join, watch
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -117,14 +118,10 @@ def test_sparse_attention_does_less():
 
 def _rank(argv: list[str]) -> tuple[RankRun, dict[int, set[int]]]:
     """Train. Also gives for each layer (from 1) how many tokens of a sequence its MLP was run for."""
-    from megatron.balanced.arguments import parse_arguments
-
-    args, config = parse_arguments(argv)
+    args, config, start = parse(argv)
 
     from megatron.core.utils import unwrap_model
     from megatron.training import training
-
-    from megatron.balanced.train import train as start
 
     finish = watch(False)
     build, lengths = training.setup_model_and_optimizer, {}
@@ -151,8 +148,8 @@ def test_what_leaves_nothing_out_changes_no_number(pool, corpus):
     """No token is so confident, and as many blocks are kept as there are."""
     base = [*MODEL, *corpus, *EXACT, *PP2.split()]
     off, _ = _run(pool, base, 2, "")
-    none_out = f"{settings('dynamics', early_exit_layers=[1, 3], early_exit_threshold=1)} "
-    none_out += settings("dynamics", sparse_attention="blocks", sparse_attention_block=8, sparse_attention_keep=4)
+    none_out = f"{scheme_flags(early_exit_layers=[1, 3], early_exit_threshold=1)} "
+    none_out += scheme_flags(sparse_attention="blocks", sparse_attention_block=8, sparse_attention_keep=4)
     on, lengths = _run(pool, base, 2, none_out)
     np.testing.assert_allclose(on.losses, off.losses, rtol=1e-12)
     assert all(seen == {32} for seen in lengths.values())
@@ -162,12 +159,12 @@ def test_what_leaves_nothing_out_changes_no_number(pool, corpus):
 SCHEMES = {
     "mixture of depths": (
         2,
-        f"{PP2} {settings('dynamics', mixture_of_depths=0.25)} --micro-batch-size 2 {' '.join(EXACT)}",
+        f"{PP2} {scheme_flags(mixture_of_depths=0.25)} --micro-batch-size 2 {' '.join(EXACT)}",
     ),
     "early exit": (
         2,
-        f"{PP2} {settings('dynamics', early_exit_layers=[1, 2], early_exit_threshold=0.9)} "
-        f"{settings('dynamics', early_exit_start=2, early_exit_loss_weight=0.5)} "
+        f"{PP2} {scheme_flags(early_exit_layers=[1, 2], early_exit_threshold=0.9)} "
+        f"{scheme_flags(early_exit_start=2, early_exit_loss_weight=0.5)} "
         "--micro-batch-size 2",
     ),
     "sparse attention": (1, HASH_ATTENTION),

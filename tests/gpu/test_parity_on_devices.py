@@ -26,7 +26,7 @@ from tests.gpu.training import (
 from tests.megatron.test_host_waits import ALLOWED
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import REPOSITORY
-from tests.support.settings import settings
+from tests.support.settings import scheme_flags, settings
 
 CP2 = "--context-parallel-size 2"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss"
@@ -51,13 +51,9 @@ class Differences:
 ONE_RANK = {
     "packed documents": PACKED,
     "experts": EXPERTS.replace("--expert-model-parallel-size 2", ""),
-    "pruning": settings(
-        "dynamics", prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1, prune_sparse_density=0.6
-    ),
-    "sparse attention": settings(
-        "dynamics", sparse_attention="hash", sparse_attention_block=8, sparse_attention_keep=2
-    ),
-    "mixture of depths": settings("dynamics", mixture_of_depths=0.5),
+    "pruning": scheme_flags(prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1, prune_sparse_density=0.6),
+    "sparse attention": scheme_flags(sparse_attention="hash", sparse_attention_block=8, sparse_attention_keep=2),
+    "mixture of depths": scheme_flags(mixture_of_depths=0.5),
 }
 
 
@@ -227,13 +223,13 @@ def test_early_exit_on_a_device(ranks, device, tmp_path, figure):
     data = " ".join(write_documents(tmp_path / "documents", heavy_tailed(400)))
     argv = [
         *base(device, data=data),
-        *f"{PP2} {settings('dynamics', early_exit_layers=[1, 2, 3], early_exit_loss_weight=0.5)}".split(),
+        *f"{PP2} {scheme_flags(early_exit_layers=[1, 2, 3], early_exit_loss_weight=0.5)}".split(),
     ]
     whole = run(ranks, 2, [*base(device, data=data), *PP2.split()])
-    nobody = run(ranks, 2, [*argv, *settings("dynamics", early_exit_threshold=1).split()])
+    nobody = run(ranks, 2, [*argv, *scheme_flags(early_exit_threshold=1).split()])
     found = difference(nobody, whole)
     assert found <= TOLERANCE["fp32"]
-    report = f"{settings('dynamics', early_exit_threshold=0.5, early_exit_start=1)} --balance-report {tmp_path}"
+    report = f"{scheme_flags(early_exit_threshold=0.5, early_exit_start=1)} --balance-report {tmp_path}"
     some = run(ranks, 2, [*argv, *report.split()])
     assert np.isfinite(losses(some)).all()
     left = _share_of_tokens(tmp_path, "early exit")

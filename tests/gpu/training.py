@@ -1,4 +1,4 @@
-"""Runs of `pretrain_gpt.py` for the parts that train: the same command lines on the CPU device and on GPUs.
+"""Runs of training programs for the parts that train: the same command lines on the CPU device and on GPUs.
 
 On a GPU the model is large enough to keep the device busy; on the CPU it is as small as it can be. What flags do not
 ask for, a test orders: that layers move at given iterations, that streams are late.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.pool import REPOSITORY
+from tests.support.program import script
 
 __all__ = ["Orders", "Told", "base", "difference", "local_device", "precisions", "pretrain_rank", "run"]
 
@@ -112,20 +112,20 @@ class Told:
 
 
 def pretrain_rank(argv: list[str], orders: Orders) -> Told:
-    """The body of one rank: `pretrain_gpt.py argv`."""
+    """The body of one rank: the program of `argv`."""
     from megatron.balanced import arguments
 
     told, models = Told(), []
     tape = _begin_tape(orders)
     parse = arguments.parse_arguments
 
-    def parse_arguments(*args: Any) -> Any:
-        parsed = parse(*args)  # chooses the device; Megatron may be imported from here on
+    def parse_arguments(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse(*args, **kwargs)  # chooses the device; Megatron may be imported from here on
         _install(orders, told, models)
         return parsed
 
     arguments.parse_arguments = parse_arguments
-    sys.argv[:] = [str(REPOSITORY / "pretrain_gpt.py"), *argv]
+    sys.argv[:] = [str(script(argv)), *argv]
     sys.modules.pop("pretrain_gpt", None)
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -14,7 +14,8 @@ from balancing.layers import release_of
 from tests.dynamics.test_moves import FREEZE
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.moving import _state_of, _whole, move_at
-from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, settings
+from tests.support.program import parse
+from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, scheme_flags, settings
 from tests.support.training import (
     EXACT,
     MOCK_DATA,
@@ -43,11 +44,9 @@ BASE = [*MODEL, *MOCK_DATA, *"--init-method-std 0.1".split()]
 
 def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, Any], int | None]:
     """Train until the end or a release. Returns the run, the final optimizer state, and the exit code if released."""
-    from megatron.balanced.arguments import parse_arguments
+    args, config, start = parse(argv)
 
-    args, config = parse_arguments(argv)
-
-    from megatron.balanced import callbacks, train
+    from megatron.balanced import callbacks
     from megatron.balanced.layers import balancer as layers
     from megatron.balanced.optimizer_state import states_of
 
@@ -63,7 +62,7 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, An
     finish = watch(args.rank < stay)
     code = None
     try:
-        train.train(args, config)
+        start(args, config)
     except SystemExit as left:
         code = left.code
     return finish(), state, code
@@ -109,8 +108,8 @@ CASES = {
     "PP 4 to 2, pruning, mixture of depths, sparse attention": (
         4,
         2,
-        f"{PP4} {EXACTLY} {settings('dynamics', prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)} "
-        f"{settings('dynamics', prune_sparse_density=0.6, mixture_of_depths=0.25)} {HASH_ATTENTION} --train-iters 5",
+        f"{PP4} {EXACTLY} {scheme_flags(prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)} "
+        f"{scheme_flags(prune_sparse_density=0.6, mixture_of_depths=0.25)} {HASH_ATTENTION} --train-iters 5",
         {2: ((1,), (3,))},
     ),
 }
@@ -343,9 +342,7 @@ def _destroying_rank(argv: list[str]) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_groups_are_destroyed_in_one_order_on_all_their_ranks(pool):
     """NCCL waits for the ranks of a node when it destroys a communicator: two orders hang."""
-    flags = (
-        f"{PP2} {EXACTLY} {EP2} {OVERLAPS} {settings('dynamics', early_exit_layers=[1, 2])} --train-iters 3 {RELEASE}"
-    )
+    flags = f"{PP2} {EXACTLY} {EP2} {OVERLAPS} {scheme_flags(early_exit_layers=[1, 2])} --train-iters 3 {RELEASE}"
     ranks = pool.run(4, _destroying_rank, [*BASE, *flags.split()])
     members = dict(ranks[0] + ranks[2])
     assert any(name.startswith("INTRA_DISTRIBUTED_OPTIMIZER") for name in members), sorted(members)

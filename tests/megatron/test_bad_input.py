@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import single_threaded
+from tests.support.program import parse
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL
 
@@ -26,12 +27,10 @@ TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127"]
 
 def _parse(argv: list[str]) -> tuple[object, str]:
     """Parse a command line on this rank. Returns the exit code, "none" when it was accepted, and stderr."""
-    from megatron.balanced.arguments import parse_arguments
-
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
         try:
-            parse_arguments(argv)
+            parse(argv)
         except SystemExit as stop:
             return stop.code, stderr.getvalue()
     return "none", stderr.getvalue()
@@ -177,11 +176,6 @@ FLAGS = {
         settings("report", interval=5),
         "report.interval 5 does nothing without --balance-report",
     ),
-    "freezing nothing": ("--freeze-layers-start 1", "--freeze-layers-start 1 does nothing without --freeze-layers"),
-    "pruning nothing": (
-        settings("dynamics", prune_start=1),
-        "dynamics.prune_start 1 does nothing without dynamics.prune_sparsity",
-    ),
     "no save interval": ("--save somewhere", "args.save_interval is not None"),
     "tensor parallel": ("--tensor-model-parallel-size 3", "world size (2) is not divisible"),
     "no pipeline": ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0", "at least 1"),
@@ -232,6 +226,7 @@ def test_flags(pool, case):
 def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
+    from examples.dynamic_models import checks
     from megatron.balanced import arguments, balancers
     from megatron.balanced.checks import model, ranges
     from megatron.balanced.checks.incompatible import INCOMPATIBLE, shown
@@ -247,7 +242,12 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     arguments.check_balancers = lambda args, *given: (present.update(vars(args)), check(args, *given))[1]
     arguments.parse_arguments(argv)
     in_ranges = (*ranges._AT_LEAST_1, *ranges._FROM_0_TO_1, *ranges._BELOW_1)
-    names = {*(row.flag for row in INCOMPATIBLE), *arguments._OF_GPUS, *in_ranges, *model._HYBRID}
+    names = {
+        *(row.flag for row in (*INCOMPATIBLE, *checks.INCOMPATIBLE)),
+        *arguments._OF_GPUS,
+        *in_ranges,
+        *model._HYBRID,
+    }
     return [name for name in sorted(names) if name not in present or shown(name, True) not in known]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, settings
+from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, scheme_flags, settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,11 +44,11 @@ RUNS = {
     "layers": (2, f"{PP2} --balance-layers --layer-balance-interval 100 {OVERLAPS}"),
     "layers, documents": (2, f"{PP2} --balance-layers --layer-balance-interval 100 {DOCUMENTS}"),
     "layers, experts, report": (4, f"{PP2} --balance-layers --layer-balance-interval 100 {EP2} {EXPERTS} {REPORT}"),
-    "early exit": (2, f"{PP2} {EARLY_EXIT} {settings('dynamics', early_exit_layers=[1, 2], early_exit_threshold=0.5)}"),
+    "early exit": (2, f"{PP2} {EARLY_EXIT} {scheme_flags(early_exit_layers=[1, 2], early_exit_threshold=0.5)}"),
     "pruning, mixture of depths, sparse attention": (
         2,
-        f"{PP2} {settings('dynamics', prune_sparsity=0.8, prune_end=1, prune_interval=1, prune_sparse_density=0.6)} "
-        f"{settings('dynamics', mixture_of_depths=0.5)} {HASH_ATTENTION}",
+        f"{PP2} {scheme_flags(prune_sparsity=0.8, prune_end=1, prune_interval=1, prune_sparse_density=0.6)} "
+        f"{scheme_flags(mixture_of_depths=0.5)} {HASH_ATTENTION}",
     ),
     "freezing by plasticity": (
         2,
@@ -79,10 +79,13 @@ ALLOWED: dict[tuple[str, str], str] = {
         "megatron/balanced/data.py:_packed_parameters",
         "item",
     ): "kernels for packed documents take the longest one as a number; Megatron-LM's entry script waits for it, too",
-    ("balancing/dynamics/gather_tokens.py:tokens_of", "item"): "the number of tokens left is a shape; once an exit",
-    ("balancing/dynamics/freezing.py:similarity_loss", "item"): MEASUREMENT,
-    ("megatron/balanced/dynamics/plasticity.py:Plasticity.end_step", "copy to the device"): MEASUREMENT,
-    ("megatron/balanced/dynamics/plasticity.py:Plasticity.end_step", "tolist"): MEASUREMENT,
+    (
+        "examples/dynamic_models/schemes/gather_tokens.py:tokens_of",
+        "item",
+    ): "the number of tokens left is a shape; once an exit",
+    ("examples/dynamic_models/schemes/freezing.py:similarity_loss", "item"): MEASUREMENT,
+    ("examples/dynamic_models/plasticity.py:Plasticity.end_step", "copy to the device"): MEASUREMENT,
+    ("examples/dynamic_models/plasticity.py:Plasticity.end_step", "tolist"): MEASUREMENT,
 }
 
 

@@ -29,15 +29,14 @@ def _config(flags: str, tmp_path: Path, *files: str) -> tuple[BalanceConfig, arg
 
 
 def test_a_file_sets_fields_and_the_last_file_and_flags_win(tmp_path):
-    first = "experts: {min_gain: 1e-3, replica_slots: 4, planner: prophet}\ndynamics: {early_exit_layers: [8, 4]}\n"
+    first = "experts: {min_gain: 1e-3, replica_slots: 4, planner: prophet}\n"
     second = "experts: {planner: none}\nlayers: {repack_memory_limit: 8, interval: 7}\nreport: {interval: 5}\n"
     flags = "--balance-experts --expert-replica-slots 3 --balance-layers --balance-report report"
     config, args, notes = _config(flags, tmp_path, first, second)
     experts = config.experts
     assert (experts.enabled, experts.min_gain, experts.replica_slots, experts.planner) == (True, 1e-3, 3, "none")
-    assert config.dynamics.early_exit_layers == (4, 8)
     assert (config.layers.repack_memory_limit, config.layers.interval, config.report.interval) == (8.0, 7, 5)
-    assert (args.expert_replica_slots, args.layer_balance_interval, args.freeze_layers_start) == (3, 7, 1)
+    assert (args.expert_replica_slots, args.layer_balance_interval) == (3, 7)
     assert len(notes) == 2 and "experts.min_gain 0.001" in notes[0] and "report.interval 5" in notes[1]
 
 
@@ -49,15 +48,15 @@ def test_without_a_file_all_is_as_the_configs_say(tmp_path):
 
 def test_a_config_is_json(tmp_path):
     """What ranks compare."""
-    config, *_ = _config("--balance-layers", tmp_path, "dynamics: {early_exit_layers: [2]}")
+    config, *_ = _config("--balance-layers", tmp_path, "layers: {interval: 7}")
     values = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert values["layers"]["enabled"] and values["dynamics"]["early_exit_layers"] == [2]
+    assert values["layers"]["enabled"] and values["layers"]["interval"] == 7
     assert values["experts"]["min_gain"] == 0.02
 
 
 # content, flags, and the words that the line must have beside the name of the file
 REFUSED = {
-    "section": ("expert: {min_gain: 0}", "", "'expert' is no section", "experts, sequences, layers, dynamics, report"),
+    "section": ("expert: {min_gain: 0}", "", "'expert' is no section", "experts, sequences, layers, report"),
     "field": ("experts: {gain: 0}", "", "experts has no field 'gain'", "replica_slots, planner", "min_gain"),
     "switch": ("experts: {enabled: true}", "", "experts has no field 'enabled'"),
     "no mapping": ("experts: 3", "", "experts 3 does not map", "min_gain"),
@@ -68,16 +67,12 @@ REFUSED = {
     "fraction": ("layers: {interval: 1.5}", "", "layers.interval 1.5 is not a whole number"),
     "switch for a number": ("layers: {interval: true}", "", "layers.interval True is not a whole number"),
     "number for a switch": ("sequences: {micro_batches: 1}", "", "sequences.micro_batches 1 is not true or false"),
-    "list of texts": ("dynamics: {early_exit_layers: 4}", "", "early_exit_layers 4 is not a list", "[4, 8]"),
     "null": ("layers: {min_gain: null}", "", "layers.min_gain None is not a number"),
     "range": ("layers: {min_gain: 1}", "--balance-layers", "layers.min_gain 1.0 must be at least 0 and below 1"),
     "not a number": ("layers: {min_gain: .nan}", "--balance-layers", "layers.min_gain nan must be"),
     "infinite": ("layers: {repack_memory_limit: .inf}", "--balance-layers", "inf must be above 0, and finite"),
     "choice": ("layers: {planner: best}", "--balance-layers", "layers.planner best is none of", "optimal, diffusion"),
-    "two fields": ("dynamics: {prune_sparsity: 0.5, prune_start: 3, prune_end: 2}", "", "prune_end 2", "prune_start 3"),
     "balancer that is off": ("layers: {min_gain: 0.1}", "", "min_gain 0.1 does nothing without --balance-layers"),
-    "scheme that is off": ("dynamics: {prune_end: 3}", "", "dynamics.prune_end 3 does nothing without dynamics.prune"),
-    "frozen": ("dynamics: {freeze_layers_until: 3}", "", "freeze_layers_until 3 does nothing without --freeze-layers"),
     "report": ("report: {interval: 3}", "", "report.interval 3 does nothing without --balance-report"),
     "alias": ("a: &a [1]\nexperts: *a", "", "has an alias, *a"),
     "twice": ("experts: {min_gain: 0}\nexperts: {planner: none}", "", "has experts twice"),

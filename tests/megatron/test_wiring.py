@@ -14,7 +14,7 @@ from tests.megatron.test_dropout import _all_differ, _digest, _draws
 from tests.support.moving import move_at
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan
-from tests.support.settings import settings
+from tests.support.settings import scheme_flags, settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, assert_same, differences, train, train_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -97,8 +97,8 @@ def _run_alone() -> float:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from balancing.dynamics.config import DynamicsConfig
-    from megatron.balanced.dynamics.layer import dynamic_layer
+    from examples.dynamic_models.config import DynamicsConfig
+    from examples.dynamic_models.layer import dynamic_layer
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
@@ -132,7 +132,7 @@ def test_measuring_plasticity_changes_no_number(pool: Pool) -> None:
     """The front layer is measured in each iteration, and nothing freezes yet."""
     base = [*MODEL, *MOCK_DATA, *EXACT, *"--untie-embeddings-and-output-weights --global-batch-size 2".split()]
     measured = "--freeze-layers 2 --freeze-layers-interval 1 --freeze-layers-start 100 "
-    measured += settings("dynamics", freeze_layers_policy="plasticity")
+    measured += scheme_flags(freeze_layers_policy="plasticity")
     run, plain = (train(pool, 1, flags, base=base, parameters=True) for flags in (measured, ""))
     assert_same(run, plain)
 
@@ -264,7 +264,7 @@ def _generators_around_a_move(argv: list[str]) -> list[str]:
 def test_building_a_layer_draws_nothing(pool: Pool) -> None:
     """The first stage builds a layer whose router torch fills with random numbers."""
     flags = f"{PP2} --balance-layers --num-layers 6 --train-iters 2 --global-batch-size 2 "
-    flags += settings("dynamics", mixture_of_depths=0.5)
+    flags += scheme_flags(mixture_of_depths=0.5)
     for before, after in pool.run(2, _generators_around_a_move, [*MODEL, *MOCK_DATA, *flags.split()]):
         assert before == after
 
@@ -272,9 +272,7 @@ def test_building_a_layer_draws_nothing(pool: Pool) -> None:
 def test_pruned_alike_with_and_without_overlap(pool: Pool) -> None:
     """A distributed optimizer that has yet to gather its weights has them pruned at the same threshold."""
     base = [*MODEL, *MOCK_DATA, *"--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer".split()]
-    base += (
-        f"{settings('dynamics', prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)} --lr 1e-2".split()
-    )
+    base += f"{scheme_flags(prune_sparsity=0.8, prune_start=1, prune_end=3, prune_interval=1)} --lr 1e-2".split()
     late, ready = (
         train(pool, 2, flags, base=base, parameters=True)
         for flags in ("--overlap-grad-reduce --overlap-param-gather", "--overlap-grad-reduce")

@@ -24,7 +24,8 @@ from typing import Any
 
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import Hang, Pool
-from tests.support.settings import settings
+from tests.support.program import parse
+from tests.support.settings import scheme_flags
 from tests.support.training import MOCK_DATA
 
 __all__ = ["Case", "Runs", "draw", "each", "judge"]
@@ -63,10 +64,10 @@ COMMON = (
     "--balance-report {folder}/report", "--tensorboard-dir {folder}/board", "--num-workers 1", "--seed 7",
     "--eval-interval 1 --eval-iters 1", "--cross-entropy-loss-fusion", "--no-rope-fusion", "--squared-relu",
     "--log-throughput", "--hidden-dropout 0", "--attention-dropout 0", "--make-vocab-size-divisible-by 64",
-    "--freeze-layers 1", settings("dynamics", prune_sparsity=0.5, prune_start=0, prune_end=1, prune_interval=1),
-    settings("dynamics", early_exit_layers=[1, 2], early_exit_threshold=0.5), "--optimizer sgd",
-    settings("dynamics", mixture_of_depths=0.5), "--ckpt-format torch_dist", "--mtp-num-layers 1",
-    settings("dynamics", sparse_attention="blocks", sparse_attention_block=8),
+    "--freeze-layers 1", scheme_flags(prune_sparsity=0.5, prune_start=0, prune_end=1, prune_interval=1),
+    scheme_flags(early_exit_layers=[1, 2], early_exit_threshold=0.5), "--optimizer sgd",
+    scheme_flags(mixture_of_depths=0.5), "--ckpt-format torch_dist", "--mtp-num-layers 1",
+    scheme_flags(sparse_attention="blocks", sparse_attention_block=8),
 )  # fmt: skip
 COMMON_MOE = (
     "--moe-aux-loss-coeff 1e-2", "--moe-z-loss-coeff 1e-3", "--moe-router-topk 1",
@@ -224,12 +225,7 @@ def _rank(argv: list[str], folder: str) -> tuple[int, int]:
     code: Any = 0
     try:
         with report_failures_once():
-            from megatron.balanced.arguments import parse_arguments
-
-            args, config = parse_arguments(argv)
-
-            from megatron.balanced.train import train
-
+            args, config, train = parse(argv)
             train(args, config)
     except SystemExit as end:
         code = end.code or 0

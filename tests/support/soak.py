@@ -31,7 +31,8 @@ import psutil
 from tests.support.corpus import END_OF_DOCUMENT, write_documents
 from tests.support.moving import Plans, move_at
 from tests.support.pool import Pool
-from tests.support.settings import EARLY_EXIT, settings
+from tests.support.program import parse
+from tests.support.settings import EARLY_EXIT, scheme_flags, settings
 from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, join, watch
 
 __all__ = ["Job", "Soak", "draw"]
@@ -68,19 +69,19 @@ def _freeze(start: int, end: int) -> str:
 
 
 def _prune(start: int, end: int) -> str:
-    return settings("dynamics", prune_sparsity=0.8, prune_start=start, prune_end=end, prune_interval=3)
+    return scheme_flags(prune_sparsity=0.8, prune_start=start, prune_end=end, prune_interval=3)
 
 
 def _mixture_of_depths(start: int, end: int) -> str:
-    return settings("dynamics", mixture_of_depths=0.5)
+    return scheme_flags(mixture_of_depths=0.5)
 
 
 def _sparse_attention(start: int, end: int) -> str:
-    return settings("dynamics", sparse_attention="blocks", sparse_attention_block=8, sparse_attention_keep=2)
+    return scheme_flags(sparse_attention="blocks", sparse_attention_block=8, sparse_attention_keep=2)
 
 
 def _early_exit(start: int, end: int) -> str:
-    return f"{EARLY_EXIT} {settings('dynamics', early_exit_start=start)}"
+    return f"{EARLY_EXIT} {scheme_flags(early_exit_start=start)}"
 
 
 # Layouts of four ranks with their balancers, and the schemes that each of them can have: flags of one that begins at an
@@ -165,13 +166,10 @@ def _rank(
     """
     from megatron.training import training
 
-    from megatron.balanced.arguments import parse_arguments
-
-    args, config = parse_arguments(argv)
+    args, config, train = parse(argv)
 
     from megatron.balanced.callbacks import StepCallback
     from megatron.balanced.layers.balancer import LayerBalancer
-    from megatron.balanced.train import train
 
     held: list[Held] = []
     layers: list[Any] = []

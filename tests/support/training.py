@@ -1,4 +1,4 @@
-"""Train on the pool's ranks as `pretrain_gpt.py` would, and keep what two runs are compared by.
+"""Train on the pool's ranks as the program of a command line would, and keep what two runs are compared by.
 
 Losses are kept as the training step returns them, in full precision. Parameters are put together from all ranks under
 the names a checkpoint has for them, which do not depend on the layout, so that runs of different layouts can be
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from tests.support.program import parse
 
 # A model small enough for a CPU, with every kind of parameter: tied embeddings, biases, norms.
 MODEL = (
@@ -110,12 +112,7 @@ def train_rank(
     argv: list[str], keep_parameters: bool, keep_moments: bool = False, callbacks: Sequence[Any] = ()
 ) -> RankRun:
     """The body of one rank. Runs in a process of its own, so what it replaces in Megatron needs no undoing."""
-    from megatron.balanced.arguments import parse_arguments
-
-    args, config = parse_arguments(argv)
-
-    from megatron.balanced.train import train
-
+    args, config, train = parse(argv)
     finish = watch(keep_parameters, keep_moments)
     train(args, config, callbacks)
     return finish()

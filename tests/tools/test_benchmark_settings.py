@@ -40,7 +40,7 @@ def _stated(tree: ast.AST) -> Iterator[tuple[str, float | None]]:
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="settings"), args=[ast.Constant(value=str(section))]):
-                yield from ((f"{section}.{each.arg}", None) for each in node.keywords if section != "dynamics")
+                yield from ((f"{section}.{each.arg}", None) for each in node.keywords)
                 for each in node.keywords:
                     each.arg = None  # which is no keyword of a call that is measured
                 continue

@@ -58,12 +58,14 @@ def test_the_page_of_newest_figures_is_one_page():
 
 @pytest.fixture(scope="module")
 def flags():
-    """Flags of pretrain_gpt.py as its --help prints them, and those that scripts and modules here name."""
-    command = [sys.executable, "pretrain_gpt.py", "--help"]  # a process of its own, for it chooses a device
+    """Flags of pretrain_gpt.py and of dynamic models as --help prints them, and those that scripts and modules here
+    name."""
+    # A process of its own, for it chooses a device.
+    command = [sys.executable, "examples/dynamic_models/pretrain.py", "--help"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     own = set(re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", done.stdout, re.M))
-    assert {"--balance-experts", "--num-layers"} <= own
+    assert {"--balance-experts", "--num-layers", "--early-exit-layers"} <= own
     sources = [
         path
         for part in ("balancing", "benchmarks", "megatron", "tests/support")
@@ -90,7 +92,8 @@ def test_commands_name_what_is_there(page):
         name = module.rstrip(".").replace(".NAME", "")
         assert importlib.util.find_spec(name) is not None, module
     created = re.findall(r"^```python file=(\S+)", text, re.M)
-    for path in re.findall(r"(?<![\w/.])(?:scripts|tests|balancing|benchmarks|megatron|docs)/[\w./-]+\w", text):
+    folders = "scripts|tests|balancing|benchmarks|megatron|examples|docs"
+    for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]+\w", text):
         found = (REPOSITORY / path).exists() or (page.parent / path).exists() or path in created
         assert found, f"{_name(page)} names {path}"
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.patience import PATIENCE
+from tests.support.program import parse, script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "scripts/slurm/examples"
-SBATCH = "#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n"  # in place of Slurm's
+# In place of Slurm's.
+SBATCH = '#!/usr/bin/env bash\nprintf \'%s\\0\' TRAIN_SCRIPT "${TRAIN_SCRIPT:-}" "$@"\n'
 # Of each example: its ranks, and the beginning of every line on what its balancers plan.
 PLANS = {
     "deepseek_v3": (
@@ -75,20 +77,20 @@ def _submitted(folder: Path, name: str, *flags: str) -> tuple[dict[str, str], li
 
 
 def _dry_run(flags: list[str], ranks: int) -> tuple[object, str]:
-    from megatron.balanced.arguments import parse_arguments
-
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["WORLD_SIZE"] = str(ranks)
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
-            args, config = parse_arguments([*flags, "--balance-dry-run"])
+            args, config, train = parse([*flags, "--balance-dry-run"])
         except SystemExit as stopped:
             return stopped.code, said.getvalue()
     from megatron.balanced.dry_run import plan_lines
 
-    return 0, "\n".join(plan_lines(args, config))
+    extension = train.keywords["extension"]
+    frozen = 0 if extension is None else extension.frozen_layers(args)
+    return 0, "\n".join(plan_lines(args, config, frozen))
 
 
 def test_every_example_is_planned_at_its_full_size(pool, tmp_path):
@@ -98,6 +100,8 @@ def test_every_example_is_planned_at_its_full_size(pool, tmp_path):
         assert options["--job-name"] == name and flags[-2:] == ["--log-interval", "1"]
         assert int(options["--nodes"]) * int(options["--ntasks-per-node"]) == ranks
         assert options["--gpus-per-node"] == options["--ntasks-per-node"]
+        program = script(flags).relative_to(REPOSITORY)
+        assert options["TRAIN_SCRIPT"] == ("" if str(program) == "pretrain_gpt.py" else str(REPOSITORY / program))
         at = flags.index("--data-path")
         assert flags[at : at + 4] == ["--data-path", "/shared/corpus", "--split", "99,1,0"]
         flags[at : at + 4] = ["--mock-data"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.experts.test_fusion import _train_fused
-from tests.support.settings import settings
+from tests.support.settings import scheme_flags
 from tests.support.training import MOCK_DATA, MODEL, RankRun, Run, join, train
 from tests.support.transformer_engine.model import BASE, EXPERTS, LOCAL, TE, assert_close, cases
 
@@ -31,15 +31,14 @@ MODELS = {
     "frozen layers": ("", "--untie-embeddings-and-output-weights --freeze-layers 2 --freeze-layers-start 2"),
     "early exit": (
         "",
-        settings(
-            "dynamics",
+        scheme_flags(
             early_exit_layers=[1, 2, 3],
             early_exit_threshold=0.9,
             early_exit_start=1,
             early_exit_loss_weight=0.5,
         ),
     ),
-    "mixture of depths": ("", settings("dynamics", mixture_of_depths=0.25)),
+    "mixture of depths": ("", scheme_flags(mixture_of_depths=0.25)),
 }
 # Their modules are named otherwise upstream, and so is what is in checkpoints.
 RENAMED = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

@@ -9,19 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from balancing.dynamics import DynamicsConfig
 from balancing.layers import MEGATRONS, Schedule
 from balancing.sequences.config import SequenceConfig
 from balancing.whatif.job import flag_table, read_flags, read_recipe_flags
+from examples.dynamic_models.config import DynamicsConfig
 from tests.support.recipe_files import read_recipes
 
 # Flags of this project, and their defaults.
-OURS = {
-    field.metadata["flag"]: field.default
-    for config in (DynamicsConfig, SequenceConfig)
-    for field in fields(config)
-    if field.metadata["flag"]
-}
+OURS = {field.metadata["flag"]: field.default for field in fields(SequenceConfig) if field.metadata["flag"]}
+OURS["--freeze-layers"] = DynamicsConfig.freeze_layers  # of examples/dynamic_models
 SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1"
 RECIPES = Path(__file__).parents[2] / "benchmarks/recipes/moe_recipes.json"
 

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that are incompatible with a feature: one table for all balancers and dynamic schemes.
+"""Flags of Megatron-LM that are incompatible with a feature: one table for all balancers.
 
 Most of these flags would make numbers wrong or hang without a word, because they replace a module that the feature
 replaces, keep state in places that it does not read, or replay work that it changes. They are refused at start-up.
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 __all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "shown"]
 
-# Features. A dynamic scheme is checked as DYNAMICS and by its own name; those that leave tokens out as SKIP, too.
-# Balanced experts that are not Transformer Engine's are checked as OWN_EXPERTS, too.
+# Features. Balanced experts that are not Transformer Engine's are checked as OWN_EXPERTS, too.
 OWN_EXPERTS = "own experts"
 EXPERTS, SEQUENCES, LAYERS, RELEASE, REPORT = "experts", "sequences", "layers", "release", "report"
 # Sequences are checked as SEQUENCES_OF_DATA, too, where data-parallel ranks share micro-batches.
@@ -19,7 +18,6 @@ SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
 # And as SEQUENCES_OF_STEP where documents are dealt over the micro-batches of a step.
 SEQUENCES_OF_STEP = "sequences of a step"
 FILL = "fill"  # --fill-with-weight-gradients
-DYNAMICS, FREEZE, PRUNE, EXIT, SKIP, SPARSE = "dynamics", "freeze", "prune", "exit", "skip", "sparse"
 
 
 # Arguments whose flag has another name.
@@ -59,7 +57,11 @@ class IncompatibleError(ValueError):
 
 
 def check_compatible(
-    args: argparse.Namespace, feature: str | tuple[str, ...], given: str, also: Sequence[tuple[str, str, str]] = ()
+    args: argparse.Namespace,
+    feature: str | tuple[str, ...],
+    given: str,
+    also: Sequence[tuple[str, str, str]] = (),
+    table: Sequence[Incompatible] | None = None,
 ) -> None:
     """Raise IncompatibleError, which explains the first, for values in `args` that are incompatible with `feature`.
 
@@ -67,9 +69,11 @@ def check_compatible(
     feature: one or several of the features above.
     given: the flag that switched the feature on, as the user gave it.
     also: further flags that are incompatible, each as the user gave it, with why and the way out.
+    table: in the place of the one below, whose features are then those of its rows.
     """
     features = (feature,) if isinstance(feature, str) else feature
-    rows = [row for row in INCOMPATIBLE if any(_meets(row, args, each) for each in features)]
+    table = INCOMPATIBLE if table is None else table
+    rows = [row for row in table if any(_meets(row, args, each) for each in features)]
     found = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)
     if found:
         (flag, why, instead), *others = found
@@ -103,32 +107,22 @@ _LOGITS = "it reads attention scores, of which each rank has only a part"
 _BUILDS = "it builds layers that cannot move yet"
 _COUNTS = "it counts the layers of a stage in advance"
 _LEAVE = "it takes ranks that leave for failed ones"
-_PACKS = "packed documents must not attend to each other, and the scheme ignores their boundaries"
-_MASK = "only the causal mask is supported"
 _DROPS = "it drops tokens by the others on their rank"
 _STEPS = "documents are dealt over steps of one size"
-_TOKENS = "each rank has only a part of the tokens to choose from"
-_POSITIONS = "it assumes that no token is left out before a given position"
 _SCALES = "it is stored with a scale for each shard, and a move cuts other shards"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
 
 INCOMPATIBLE: tuple[Incompatible, ...] = (
     # The model
-    Incompatible("spec", _OFF, (*_BALANCERS, DYNAMICS), "it builds a model without our modules"),
+    Incompatible("spec", _OFF, _BALANCERS, "it builds a model without our modules"),
     Incompatible("transformer_impl", ("local", "transformer_engine"), (EXPERTS, SEQUENCES),
                  "its experts and its attention cannot be replaced", "use --transformer-impl local"),
-    Incompatible("transformer_impl", ("local",), (PRUNE, SPARSE),
-                 "its linear layers are not masked and its attention cannot be replaced",
-                 "use --transformer-impl local"),
     Incompatible("hybrid_layer_pattern", _OFF, (LAYERS,), _BUILDS),
     Incompatible("heterogeneous_layers_config_path", _OFF, (LAYERS,), _BUILDS),
     Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (LAYERS,), _BUILDS),
     Incompatible("init_model_with_meta_device", _OFF, (LAYERS,), "layers that arrive are built on the device"),
     Incompatible("moe_use_upcycling", _OFF, (LAYERS,), "it builds the model twice", "upcycle in a separate run"),
     Incompatible("mtp_num_layers", _OFF, (RELEASE,), "layers of multi-token prediction cannot change their stage"),
-    Incompatible("mtp_num_layers", _OFF, (FREEZE,), "it trains the embedding from the last stage"),
-    Incompatible("mtp_num_layers", _OFF, (SKIP,), "its layers expect all tokens"),
-    Incompatible("balance_experts", _OFF, (PRUNE,), "replicas of experts are made without their masks"),
     # Experts
     Incompatible("use_te_activation_func", _OFF, (EXPERTS,), _MODULES),
     Incompatible("mlp_chunks_for_training", (1,), (EXPERTS,),
@@ -150,26 +144,17 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     # Attention, positions and data
     Incompatible("attention_dropout", _OFF, (SEQUENCES,),
                  "it drops other attention scores than a run on one rank", "use --attention-dropout 0"),
-    Incompatible("multi_latent_attention", _OFF, (SKIP,), _POSITIONS),
-    Incompatible("multi_latent_attention", _OFF, (SPARSE,), "its keys are compressed"),
-    Incompatible("window_size", _OFF, (SPARSE,), "both choose the keys of a query", "use one of the two"),
     Incompatible("experimental_attention_variant", (None, "dsa"), (SEQUENCES,), _STATE),
     Incompatible("experimental_attention_variant", (None, "gated_delta_net"), (SEQUENCES,),
                  "it chooses keys by their scores among all of a document, of which a rank has pieces"),
     Incompatible("linear_attention_freq", _OFF, (SEQUENCES,), _STATE),
-    Incompatible("softmax_type", ("vanilla",), (SPARSE,),
-                 "only the plain softmax is computed block by block", "use --softmax-type vanilla"),
     Incompatible("qk_clip", _OFF, (SEQUENCES,), _LOGITS),
     Incompatible("log_max_attention_logit", _OFF, (SEQUENCES,), _LOGITS),
     Incompatible("position_embedding_type", ("learned_absolute", "rope", "yarn", "none"), (SEQUENCES,),
                  "it does not count positions from the beginning of a document",
                  "use --position-embedding-type rope"),
-    Incompatible("apply_rope_fusion", _OFF, (SKIP,), _POSITIONS, "add --no-rope-fusion"),
     Incompatible("reset_attention_mask", _OFF, (SEQUENCES,), "it makes a dense mask",
                  "use --dataloader-inter-document-masking instead"),
-    Incompatible("reset_attention_mask", _OFF, (SKIP, SPARSE), _MASK),
-    Incompatible("sft", _OFF, (SKIP, SPARSE), _PACKS),
-    Incompatible("dataloader_inter_document_masking", _OFF, (SKIP, SPARSE), _PACKS),
     Incompatible("hybrid_context_parallel", _OFF, (SEQUENCES,), "it splits batches in its own way", "drop it"),
     Incompatible("hybrid_context_parallel", _OFF, (RELEASE,), "its process groups cannot shrink yet"),
     Incompatible("dataloader_type", ("single", None), (SEQUENCES_OF_DATA, SEQUENCES_OF_STEP),
@@ -202,29 +187,21 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("enable_cuda_graph", _OFF, (FILL,), _GRAPH),
     Incompatible("external_cuda_graph", _OFF, (FILL,), _GRAPH),
     # Parallelism and overlaps
-    Incompatible("sequence_parallel", _OFF, (SKIP,), _TOKENS),
-    Incompatible("context_parallel_size", (1,), (SKIP, SPARSE), _TOKENS, "use --context-parallel-size 1"),
-    Incompatible("virtual_pipeline_model_parallel_size", _OFF, (EXIT,),
-                 "messages about exits of the chunks of a stage could be mixed up"),
     Incompatible("use_tp_pp_dp_mapping", _OFF, (RELEASE,), "it spreads each stage over all nodes, so none gets free"),
-    Incompatible("use_megatron_fsdp", _OFF, (EXPERTS, LAYERS, DYNAMICS),
+    Incompatible("use_megatron_fsdp", _OFF, (EXPERTS, LAYERS),
                  "it shards the parameters of a layer over ranks", "use --use-distributed-optimizer"),
-    Incompatible("use_torch_fsdp2", _OFF, (EXPERTS, LAYERS, DYNAMICS),
+    Incompatible("use_torch_fsdp2", _OFF, (EXPERTS, LAYERS),
                  "it shards the parameters of a layer over ranks", "use --use-distributed-optimizer"),
     Incompatible("use_megatron_fsdp", _OFF, (SEQUENCES,), "the two were never tested together",
                  "use --use-distributed-optimizer"),
     Incompatible("use_torch_fsdp2", _OFF, (SEQUENCES,), "the two were never tested together",
                  "use --use-distributed-optimizer"),
     Incompatible("gtp_weight_remat_size", (1, None), (LAYERS,), "it shards weights in a way that a move does not know"),
-    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (DYNAMICS,),
-                 "it runs a layer in parts, and the layer must run as a whole"),
-    Incompatible("delay_wgrad_compute", _OFF, (PRUNE,), "it computes weight gradients after they were masked"),
-    Incompatible("delay_wgrad_compute", _OFF, (FREEZE,), "frozen layers have no weight gradients to compute later"),
     Incompatible("overlap_dispatch_backward_with_experts_wgrad", _OFF, (EXPERTS,),
                  "Megatron-LM's data parallelism, which waits for --delay-wgrad-compute alone, takes gradients of "
                  "experts before it has computed them",
                  "use --overlap-moe-expert-parallel-comm --delay-wgrad-compute"),
-    Incompatible("overlap_param_gather_with_optimizer_step", _OFF, (EXPERTS, LAYERS, FREEZE, PRUNE), _IN_PARTS,
+    Incompatible("overlap_param_gather_with_optimizer_step", _OFF, (EXPERTS, LAYERS), _IN_PARTS,
                  "use --overlap-param-gather alone"),
     Incompatible("nccl_ub", _OFF, (LAYERS,), "it registers buffers that a move replaces"),
     # Memory, precision and graphs
@@ -233,15 +210,10 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("moe_single_grouped_weight", _OFF, (LAYERS,),
                  "it stores experts in one tensor that a move does not know"),
     Incompatible("fp4", _OFF, (LAYERS,), "a move does not transfer its scales", "use --bf16"),
-    Incompatible("recompute_granularity", (None, "selective"), (FREEZE,), "it runs frozen layers twice for nothing",
-                 "use --recompute-granularity selective"),
-    Incompatible("recompute_granularity", (None, "selective"), (EXIT,),
-                 "it runs layers again when it is no longer known which tokens had exited",
-                 "use --recompute-granularity selective"),
     Incompatible("fine_grained_activation_offloading", _OFF, (RELEASE,),
                  "it fails on a stage with one layer, which a shorter pipeline may have"),
     Incompatible("cpu_offloading_num_layers", _OFF, (LAYERS,), _COUNTS),
-    Incompatible("cuda_graph_impl", ("none",), (SEQUENCES, DYNAMICS), _GRAPH, "use --cuda-graph-impl none"),
+    Incompatible("cuda_graph_impl", ("none",), (SEQUENCES,), _GRAPH, "use --cuda-graph-impl none"),
     Incompatible("cuda_graph_impl", ("none", "transformer_engine", "full_iteration"), (EXPERTS,), _GRAPH,
                  "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"),
     Incompatible("cuda_graph_impl", ("none", "transformer_engine"), (LAYERS,),
@@ -261,11 +233,7 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("optimizer", ("adam", "sgd", "muon", "dist_muon", "lion", "soap"), (LAYERS,),
                  "Megatron-LM 0.19.2 cannot run it with emerging-optimizers 0.3.0, so no move was tried",
                  "use --optimizer muon"),
-    Incompatible("optimizer", ("adam",), (FREEZE, PRUNE), "the scheme edits the moments of Adam",
-                 "use --optimizer adam"),
-    Incompatible("use_precision_aware_optimizer", _OFF, (DYNAMICS,),
-                 "its main parameters and moments cannot be read"),
-    Incompatible("optimizer_cpu_offload", _OFF, (LAYERS, DYNAMICS), "it keeps optimizer state on the host",
+    Incompatible("optimizer_cpu_offload", _OFF, (LAYERS,), "it keeps optimizer state on the host",
                  "use --use-distributed-optimizer to save memory"),
     Incompatible("main_params_dtype", ("fp32",), (LAYERS,), _SCALES, "use --main-params-dtype fp32"),
     Incompatible("exp_avg_dtype", ("fp32", "bf16"), (LAYERS,), _SCALES, "use --exp-avg-dtype bf16"),

@@ -14,7 +14,7 @@ submit() {
         cd "$slurm/../.." || exit
         python=${PYTHON:-.venv/bin/python}
         command -v "$python" >/dev/null || python=python3
-        WORLD_SIZE=$((8 * nodes)) exec "$python" pretrain_gpt.py "$@"
+        WORLD_SIZE=$((8 * nodes)) exec "$python" "${TRAIN_SCRIPT:-pretrain_gpt.py}" "$@"
     fi
     if [ -z "${DATA:-}" ] || [ -z "${TOKENIZER:-}" ]; then
         echo "$(basename "$0"): set DATA to a corpus that scripts/prepare_data.py wrote, without .bin, and TOKENIZER to a" \

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.checkers.device_log import Operation
-from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, settings
+from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, scheme_flags, settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, train_rank
 
 __all__ = ["RUNS", "CheckedRun", "Noted", "arguments", "checked", "noted_rank"]
@@ -101,8 +101,8 @@ RUNS = {
     ),
     "pruning, mixture of depths, sparse attention": CheckedRun(
         2,
-        f"{_PP2} {settings('dynamics', prune_sparsity=0.8, prune_end=2, prune_interval=1, prune_sparse_density=0.6)} "
-        f"{settings('dynamics', mixture_of_depths=0.25)} {HASH_ATTENTION} --balance-layers",
+        f"{_PP2} {scheme_flags(prune_sparsity=0.8, prune_end=2, prune_interval=1, prune_sparse_density=0.6)} "
+        f"{scheme_flags(mixture_of_depths=0.25)} {HASH_ATTENTION} --balance-layers",
         {1: ((1,), (3,))},
         (_TRANSFER,),
     ),

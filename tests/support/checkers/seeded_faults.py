@@ -153,7 +153,7 @@ def _unbatched_pair(log: DeviceLog, rank: int) -> None:
 
 def _exits_received_late(log: DeviceLog, rank: int) -> None:
     """Exits are sent before the hidden states and received after them."""
-    from megatron.balanced.dynamics.token_skipping import Tokens
+    from examples.dynamic_models.token_skipping import Tokens
 
     expect, begin = Tokens._expect, Tokens._begin_chunk
 
@@ -166,7 +166,7 @@ def _exits_received_late(log: DeviceLog, rank: int) -> None:
 
 def _exits_by_themselves(log: DeviceLog, rank: int) -> None:
     """The stages connect for exits while one of them waits for hidden states."""
-    from megatron.balanced.dynamics.token_skipping import Tokens
+    from examples.dynamic_models.token_skipping import Tokens
 
     _exits_received_late(log, rank)
     Tokens._message = lambda self, kind, message, other: [kind(message, other, self._group)]

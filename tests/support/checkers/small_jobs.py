@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.patience import PATIENCE
-from tests.support.settings import settings
+from tests.support.settings import scheme_flags
 
 __all__ = ["RANKS", "attention", "buckets", "exits", "layers", "release", "slots"]
 
@@ -117,8 +117,8 @@ def buckets() -> list[np.ndarray]:
 
 def exits() -> list[np.ndarray]:
     """Two stages, of which the first lets tokens exit."""
-    exits = settings(
-        "dynamics", early_exit_layers=[1], early_exit_threshold=0.9, early_exit_start=0, early_exit_loss_weight=0.5
+    exits = scheme_flags(
+        early_exit_layers=[1], early_exit_threshold=0.9, early_exit_start=0, early_exit_loss_weight=0.5
     )
     return _losses(f"--pipeline-model-parallel-size 2 {exits}")
 

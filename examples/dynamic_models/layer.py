@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from balancing.dynamics.config import DynamicsConfig
-from balancing.dynamics.early_exit import exits, saturation
-from balancing.dynamics.gather_tokens import put_back, take, tokens_of
-from balancing.dynamics.mixture_of_depths import choose_tokens, gate, is_routed
+from examples.dynamic_models.config import DynamicsConfig
+from examples.dynamic_models.schemes.early_exit import exits, saturation
+from examples.dynamic_models.schemes.gather_tokens import put_back, take, tokens_of
+from examples.dynamic_models.schemes.mixture_of_depths import choose_tokens, gate, is_routed
 
 __all__ = ["DynamicLayer", "TokenFlow", "dynamic_layer"]
 

@@ -1,13 +1,15 @@
-"""Settings of dynamic models."""
+"""Settings of dynamic models, each of which is a flag: `--freeze-layers` sets `freeze_layers`."""
 
-from dataclasses import dataclass
+import argparse
+import dataclasses
+from typing import Any
 
 from balancing.settings import SettingError, check_settings, setting
 
-__all__ = ["DynamicsConfig"]
+__all__ = ["DynamicsConfig", "add_flags", "config_of", "shown"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class DynamicsConfig:
     """The dynamic schemes of a model, all off by default.
 
@@ -18,8 +20,6 @@ class DynamicsConfig:
         0,
         "Freeze the embedding and up to N layers behind it during training. A frozen layer only runs forward: it has "
         "no backward pass, stores no activations and takes no part in gradient reduction and the optimizer's step.",
-        flag="--freeze-layers",
-        metavar="N",
         least=0,
     )
     freeze_layers_policy: str = setting(
@@ -32,8 +32,6 @@ class DynamicsConfig:
     freeze_layers_start: int = setting(
         1,
         "Iterations that all layers train before any may be frozen.",
-        flag="--freeze-layers-start",
-        metavar="N",
         needs="freeze_layers",
         least=1,
     )
@@ -41,8 +39,6 @@ class DynamicsConfig:
         0,
         "schedule: one more layer is frozen every N iterations, 0 for all at once. plasticity: how often the front "
         "layer is measured (at least 1).",
-        flag="--freeze-layers-interval",
-        metavar="N",
         needs="freeze_layers",
         least=0,
     )
@@ -122,23 +118,23 @@ class DynamicsConfig:
         check_settings(self)
         object.__setattr__(self, "early_exit_layers", tuple(sorted(set(self.early_exit_layers))))
         if self.early_exit_layers and self.early_exit_layers[0] < 1:
-            raise SettingError("early_exit_layers", list(self.early_exit_layers), "has to name layers from 1 on")
+            raise SettingError("early_exit_layers", self.early_exit_layers, "has to name layers from 1 on")
         if self.early_exit_layers and self.mixture_of_depths:
             raise SettingError(
                 "mixture_of_depths",
                 self.mixture_of_depths,
-                f"is incompatible with early_exit_layers {list(self.early_exit_layers)}: both choose the tokens of a "
-                "layer; use one of the two",
+                f"is incompatible with {shown('early_exit_layers', self.early_exit_layers)}: both choose the tokens of "
+                "a layer; use one of the two",
             )
         if self.prune_sparsity and self.prune_end < self.prune_start:
             raise SettingError(
-                "prune_end", self.prune_end, f"lies before prune_start {self.prune_start}; name a later iteration"
+                "prune_end", self.prune_end, f"lies before --prune-start {self.prune_start}; name a later iteration"
             )
         if self.freeze_layers_until and self.freeze_layers_until <= self.freeze_layers_start:
             raise SettingError(
                 "freeze_layers_until",
                 self.freeze_layers_until,
-                f"must lie behind freeze_layers_start {self.freeze_layers_start}; 0 never unfreezes",
+                f"must lie behind --freeze-layers-start {self.freeze_layers_start}; 0 never unfreezes",
             )
         if self.freeze_layers and self.freeze_layers_policy == "plasticity" and not self.freeze_layers_interval:
             raise SettingError(
@@ -148,10 +144,52 @@ class DynamicsConfig:
     @property
     def enabled(self) -> bool:
         """Whether a scheme is on."""
+        return bool(self.freeze_layers) or self.changes_otherwise
+
+    @property
+    def changes_otherwise(self) -> bool:
+        """Whether a scheme other than freezing is on."""
         return bool(
-            self.freeze_layers
-            or self.prune_sparsity
-            or self.sparse_attention != "none"
-            or self.early_exit_layers
-            or self.mixture_of_depths
+            self.prune_sparsity or self.sparse_attention != "none" or self.early_exit_layers or self.mixture_of_depths
         )
+
+
+def shown(name: str, value: Any) -> str:
+    """A field as a user gives it on the command line."""
+    words = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    return f"--{name.replace('_', '-')} {words}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field. Flags have no defaults, so that `config_of` knows which were given."""
+    group = parser.add_argument_group("dynamic models", "Schemes that make layers uneven; all off by default.")
+    for field in dataclasses.fields(DynamicsConfig):
+        several = field.type == tuple[int, ...]
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=int if several else field.type,
+            nargs="+" if several else None,
+            choices=field.metadata["choices"] or None,
+            metavar="N" if several or field.type is int else None,
+            help=field.metadata["help"],
+        )
+
+
+def config_of(args: argparse.Namespace) -> DynamicsConfig:
+    """The config that parsed flags give. Raises ValueError, in one line, for a value out of range, schemes that exclude
+    each other, and a flag whose scheme is off."""
+    fields = {field.name: field for field in dataclasses.fields(DynamicsConfig)}
+    given = {name: value for name in fields if (value := getattr(args, name, None)) is not None}
+    try:
+        config = DynamicsConfig(
+            **{name: tuple(value) if type(value) is list else value for name, value in given.items()}
+        )
+    except SettingError as error:
+        raise ValueError(f"{shown(error.name, error.value)} {error.why}") from None
+    for name, value in given.items():
+        needed = fields[name].metadata["needs"]
+        if needed and getattr(config, needed) == fields[needed].default:
+            raise ValueError(
+                f"{shown(name, value)} does nothing without --{needed.replace('_', '-')}; add that, or drop it"
+            )
+    return config

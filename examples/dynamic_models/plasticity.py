@@ -1,7 +1,7 @@
 """Measurement of plasticity, the change of the front layer's output, during training in Megatron-LM.
 
 At every measurement the first layer that is not frozen runs two more times on a micro-batch, without dropout and
-gradients: with its present weights, and with those of the last measurement. `balancing.dynamics.PlasticityFreezer`
+gradients: with its present weights, and with those of the last measurement. `schemes.freezing.PlasticityFreezer`
 decides on the data-parallel mean of their similarity loss, which is equal on all ranks.
 
 The reference weights are non-persistent buffers of the layer, so they move with it and are not in checkpoints. They are
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from balancing.dynamics.freezing import PlasticityFreezer, similarity_loss
-from megatron.balanced.dynamics.layer import DynamicLayer
+from examples.dynamic_models.layer import DynamicLayer
+from examples.dynamic_models.schemes.freezing import PlasticityFreezer, similarity_loss
 
 __all__ = ["Plasticity"]
 

@@ -1,6 +1,6 @@
 """Freezing of a prefix of the model (`--freeze-layers`) in Megatron-LM's training step.
 
-Frozen layers run without gradients (`megatron.balanced.dynamics.layer`), so the embedding before them gets none either.
+Frozen layers run without gradients (`examples.dynamic_models.layer`), so the embedding before them gets none either.
 This module excludes their parameters from what follows the backward passes:
 
 - Gradient reduction. Buckets are filled from the back of the model, so frozen parameters are the tail of a buffer:
@@ -17,20 +17,19 @@ with its moments (`megatron.balanced.layers.mover`).
 
 import argparse
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import make_viewless_tensor, unwrap_model
 
-from balancing.dynamics.config import DynamicsConfig
-from balancing.dynamics.freezing import PlasticityFreezer, scheduled_prefix
 from balancing.report import event
+from examples.dynamic_models.config import DynamicsConfig
+from examples.dynamic_models.layer import DynamicLayer
+from examples.dynamic_models.plasticity import Plasticity
+from examples.dynamic_models.schemes.freezing import PlasticityFreezer, scheduled_prefix
 from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.dynamics.layer import DynamicLayer
-from megatron.balanced.dynamics.plasticity import Plasticity
-from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.optimizer_state import Part, optimizer_of, parts
 
 __all__ = ["Freezing"]
@@ -60,10 +59,9 @@ class Freezing(StepCallback):
         self,
         args: argparse.Namespace,
         config: DynamicsConfig,
-        report: Callable[[dict[str, Any]], None],
         saved: dict[str, Any] | None,
     ) -> None:
-        self.config, self._report = config, report
+        self.config = config
         self.frozen = 0  # layers
         self._chunks: list[torch.nn.Module] = []  # wrapped for data parallelism
         self._iteration = 0
@@ -123,7 +121,7 @@ class Freezing(StepCallback):
         before, self.frozen = self.frozen, frozen
         self.layers_moved()
         if dist.get_rank() == dist.get_world_size() - 1:
-            self._report(
+            self.report(
                 event(
                     self._iteration + 1,
                     "dynamics",
@@ -141,7 +139,7 @@ class Freezing(StepCallback):
         for layer in self._layers():
             layer.frozen = layer.layer_number <= self.frozen
             for module in layer.modules():
-                if isinstance(module, BalancedMoELayer):
+                if isinstance(module, MoELayer):
                     module.frozen = layer.frozen
         frozen_parameters = set(self._frozen_parameters())
         for chunk in self._chunks:

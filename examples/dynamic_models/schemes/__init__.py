@@ -1,4 +1,4 @@
-"""Dynamic models: schemes that reduce the cost of a model while it trains, and make its layers uneven.
+"""The schemes on torch alone: each reduces the cost of a model while it trains, and makes its layers uneven.
 
 freezing             a prefix of the model stops training, by a schedule or by measured plasticity
 pruning              weights of small magnitude are set to zero; `sparse_linear` multiplies by the rest
@@ -10,17 +10,20 @@ Each scheme is a file of its own and trains without a balancer. `balancing.layer
 uneven. `gather_tokens` is shared by the last two.
 """
 
-from balancing.dynamics.config import DynamicsConfig
-from balancing.dynamics.early_exit import exits, saturation, weigh_loss
-from balancing.dynamics.freezing import PlasticityFreezer, scheduled_prefix, similarity_loss
-from balancing.dynamics.gather_tokens import put_back, take, tokens_of
-from balancing.dynamics.mixture_of_depths import choose_tokens, gate, is_routed
-from balancing.dynamics.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
-from balancing.dynamics.sparse_attention import block_sparse_attention, choose_blocks, hash_scores, mean_scores
-from balancing.dynamics.sparse_linear import SparsePattern, sparse_linear
+from examples.dynamic_models.schemes.early_exit import exits, saturation, weigh_loss
+from examples.dynamic_models.schemes.freezing import PlasticityFreezer, scheduled_prefix, similarity_loss
+from examples.dynamic_models.schemes.gather_tokens import put_back, take, tokens_of
+from examples.dynamic_models.schemes.mixture_of_depths import choose_tokens, gate, is_routed
+from examples.dynamic_models.schemes.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
+from examples.dynamic_models.schemes.sparse_attention import (
+    block_sparse_attention,
+    choose_blocks,
+    hash_scores,
+    mean_scores,
+)
+from examples.dynamic_models.schemes.sparse_linear import SparsePattern, sparse_linear
 
 __all__ = [
-    "DynamicsConfig",
     "PlasticityFreezer",
     "SparsePattern",
     "block_sparse_attention",

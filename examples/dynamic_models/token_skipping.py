@@ -1,6 +1,6 @@
 """Mixture of depths and early exit in Megatron-LM's training step: layers that run for a part of the tokens.
 
-The layers choose their tokens (`megatron.balanced.dynamics.layer`); this module counts them for the report. Early exit
+The layers choose their tokens (`examples.dynamic_models.layer`); this module counts them for the report. Early exit
 also has to tell the next pipeline stage, which receives the hidden states of all tokens, and the loss, which weighs
 them, which tokens have exited. It sends one byte a token beside the hidden states, in a separate group, so that these
 messages do not mix with Megatron's.
@@ -16,11 +16,11 @@ from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
-from balancing.dynamics.config import DynamicsConfig
-from balancing.dynamics.early_exit import weigh_loss
 from balancing.report import event, imbalance
+from examples.dynamic_models.config import DynamicsConfig
+from examples.dynamic_models.layer import DynamicLayer, TokenFlow
+from examples.dynamic_models.schemes.early_exit import weigh_loss
 from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.dynamics.layer import DynamicLayer, TokenFlow
 from megatron.balanced.process_groups import duplicate_group
 
 __all__ = ["Tokens"]
@@ -29,10 +29,8 @@ __all__ = ["Tokens"]
 class Tokens(StepCallback):
     """Counts the tokens that each layer runs, and carries exits from stage to stage."""
 
-    def __init__(
-        self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self.config, self._args, self._report = config, args, report
+    def __init__(self, args: argparse.Namespace, config: DynamicsConfig) -> None:
+        self.config, self._args = config, args
         self._models: list[torch.nn.Module] = []
         self._flow = TokenFlow()
         self._weighs = False
@@ -154,7 +152,7 @@ class Tokens(StepCallback):
             return
         layers = self._layers()
         run = [layer.tokens_run for layer in layers]
-        self._report(
+        self.report(
             event(
                 self._iteration + 1,
                 "dynamics",

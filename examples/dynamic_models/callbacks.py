@@ -1,4 +1,4 @@
-"""Installation of dynamic schemes in Megatron-LM, and their state in checkpoints.
+"""The callbacks of dynamic schemes in a training run, and their state in checkpoints.
 
 Schedules are functions of the iteration, so schemes have little state. It consists of plain numbers in Megatron's
 arguments, which are part of every checkpoint; other versions of Megatron ignore arguments that they do not know.
@@ -6,14 +6,13 @@ arguments, which are part of every checkpoint; other versions of Megatron ignore
 
 import argparse
 import os
-from collections.abc import Callable
 from typing import Any
 
-from balancing.dynamics.config import DynamicsConfig
+from examples.dynamic_models.config import DynamicsConfig
+from examples.dynamic_models.freezing import Freezing
+from examples.dynamic_models.pruning import Pruning
+from examples.dynamic_models.token_skipping import Tokens
 from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.dynamics.freezing import Freezing
-from megatron.balanced.dynamics.pruning import Pruning
-from megatron.balanced.dynamics.token_skipping import Tokens
 
 __all__ = ["dynamics_callbacks"]
 
@@ -29,18 +28,16 @@ class _Saved(StepCallback):
         self._args.dynamics_state = {name: state for name, state in states.items() if state is not None}
 
 
-def dynamics_callbacks(
-    args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
-) -> list[StepCallback]:
-    """The callbacks of the schemes that `config` switches on. report: called with each event."""
+def dynamics_callbacks(args: argparse.Namespace, config: DynamicsConfig) -> list[StepCallback]:
+    """The callbacks of the schemes that `config` switches on."""
     saved = _load(args)
     schemes: dict[str, Any] = {}
     if config.freeze_layers:
-        schemes["freezing"] = Freezing(args, config, report, saved.get("freezing"))
+        schemes["freezing"] = Freezing(args, config, saved.get("freezing"))
     if config.prune_sparsity:
-        schemes["pruning"] = Pruning(args, config, report)
+        schemes["pruning"] = Pruning(args, config)
     if config.mixture_of_depths or config.early_exit_layers:
-        schemes["tokens"] = Tokens(args, config, report)
+        schemes["tokens"] = Tokens(args, config)
     return [_Saved(args, schemes), *schemes.values()]  # the first one's step ends last
 
 

@@ -7,7 +7,7 @@ follows from the weights that are zero.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from megatron.core import mpu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import unwrap_model
 
-from balancing.dynamics.config import DynamicsConfig
-from balancing.dynamics.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
-from balancing.dynamics.sparse_linear import SparsePattern, sparse_linear
 from balancing.report import event, imbalance
+from examples.dynamic_models.config import DynamicsConfig
+from examples.dynamic_models.schemes.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
+from examples.dynamic_models.schemes.sparse_linear import SparsePattern, sparse_linear
 from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.optimizer_state import optimizer_of, parts
 
@@ -30,10 +30,8 @@ __all__ = ["Pruning"]
 class Pruning(StepCallback):
     """Pruning of the weights on each rank, at one global threshold."""
 
-    def __init__(
-        self, args: argparse.Namespace, config: DynamicsConfig, report: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self.config, self._args, self._report = config, args, report
+    def __init__(self, args: argparse.Namespace, config: DynamicsConfig) -> None:
+        self.config, self._args = config, args
         self.masks: dict[torch.nn.Parameter, torch.Tensor] = {}  # True where a weight remains
         self._chunks: list[torch.nn.Module] = []
         self._schedule = {"start": config.prune_start, "end": config.prune_end, "interval": config.prune_interval}
@@ -135,7 +133,7 @@ class Pruning(StepCallback):
                 counts[1, layer] += module.weight.numel()
         left, whole = self._add_up(counts)
         if dist.get_rank() == dist.get_world_size() - 1:
-            self._report(
+            self.report(
                 event(
                     iteration + 1,
                     "dynamics",

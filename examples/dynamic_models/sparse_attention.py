@@ -7,8 +7,8 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from balancing.dynamics.config import DynamicsConfig
-from balancing.dynamics.sparse_attention import block_sparse_attention
+from examples.dynamic_models.config import DynamicsConfig
+from examples.dynamic_models.schemes.sparse_attention import block_sparse_attention
 
 __all__ = ["sparse_attention"]
 

@@ -1,0 +1,37 @@
+"""Pretrain a dynamic GPT with load balancing: `pretrain_gpt.py` with five schemes that change layers while they train.
+
+    torchrun --nproc-per-node 4 examples/dynamic_models/pretrain.py --freeze-layers 3 --balance-layers ...
+
+Takes the flags of `pretrain_gpt.py` and those of the schemes: see --help and docs/dynamics.md. What the trainer is told
+of such a model is in `examples.dynamic_models.extension`.
+"""
+
+import sys
+from pathlib import Path
+
+# A script has its own folder on the path, whose names are common ones, instead of the checkout.
+_FOLDER = Path(__file__).resolve().parent
+sys.path[:] = [str(_FOLDER.parents[1]), *(each for each in sys.path if each != str(_FOLDER))]
+
+
+def main() -> None:
+    from balancing.command_line import explain_in_one_line, print_any_name
+
+    explain_in_one_line("pretrain.py")
+    print_any_name()
+    from megatron.balanced.watchdog.failure import report_failures_once
+
+    with report_failures_once():
+        from examples.dynamic_models.extension import DynamicModel
+        from megatron.balanced.arguments import parse_arguments
+
+        model = DynamicModel()
+        args, config = parse_arguments(extension=model)  # chooses the device, before megatron.core is imported
+
+        from megatron.balanced.train import train
+
+        train(args, config, extension=model)
+
+
+if __name__ == "__main__":
+    main()
