@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["REPOSITORY", "Mutant", "apply", "find", "mutated", "node_id", "read"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_SOURCES = ("balancing", "megatron/balanced")
+_SOURCES = ("balancing", "megatron/balanced", "examples")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["WaitCounter"]
 
 _REPOSITORY = Path(__file__).parents[3]
-_OURS = tuple(str(_REPOSITORY / name) + "/" for name in ("balancing", "megatron"))
+_OURS = tuple(str(_REPOSITORY / name) + "/" for name in ("balancing", "examples", "megatron"))
 # Attention on a CPU has kernels of its own.
 _ON_HOST = str(_REPOSITORY / "balancing/sequences/engine/kernels.py")
 _FAKES = str(_REPOSITORY / "megatron/balanced/cpu") + "/"
