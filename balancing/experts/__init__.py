@@ -42,7 +42,6 @@ from balancing.experts.trace import (
     LoadTrace,
     read_load_trace,
     read_reported_loads,
-    read_routing_trace,
     write_load_trace,
 )
 
@@ -63,7 +62,6 @@ __all__ = [
     "plan_replicas_layers",
     "read_load_trace",
     "read_reported_loads",
-    "read_routing_trace",
     "repair",
     "split_tokens",
     "total_variation",

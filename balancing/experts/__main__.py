@@ -1,7 +1,7 @@
 """python -m balancing.experts --from-report DIR | --trace FILE: the gain of balanced experts, from recorded loads.
 
-Replays the loads of a run, from the directory of --balance-report, the directory of --moe-routing-trace-path, or an
-.npz file. Every planner places replicas from each record for the next one, as in training. With --cluster and the size
+Replays the loads of a run, from the directory of --balance-report, or an .npz file. Every planner places
+replicas from each record for the next one, as in training. With --cluster and the size
 of an expert, the cost model's time of a layer is shown, too.
 """
 
@@ -24,15 +24,9 @@ from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, la
 from balancing.experts.load_history import total_variation
 from balancing.experts.plan import METHODS, Method, plan_replicas_layers
 from balancing.experts.split.split import traffic
-from balancing.experts.trace import (
-    LoadTrace,
-    read_load_trace,
-    read_reported_loads,
-    read_routing_trace,
-    write_load_trace,
-)
+from balancing.experts.trace import LoadTrace, read_load_trace, read_reported_loads, write_load_trace
 from balancing.files import check_output
-from balancing.report import MOST_MICRO_BATCHES, Damage, read_history, report_files
+from balancing.report import Damage, read_history, report_files
 
 __all__ = ["main"]
 
@@ -50,16 +44,8 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m balancing.experts", description=description, epilog=more)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from-report", metavar="DIR", type=Path, help="the directory of --balance-report")
-    source.add_argument(
-        "--trace", metavar="FILE", type=Path, help="an .npz file, or the directory of --moe-routing-trace-path"
-    )
+    source.add_argument("--trace", metavar="FILE", type=Path, help="an .npz file, as --save writes it")
     add = parser.add_argument
-    add("--num-experts", type=_size, metavar="N", help="experts of a layer, if --trace is a directory")
-    add(
-        "--micro-batches", type=whole_number(1, MOST_MICRO_BATCHES), metavar="N",
-        help="micro-batches of a step, if --trace is a directory",
-    )  # fmt: skip
-    add("--stages", type=_size, default=1, metavar="P", help="pipeline stages, if --trace is a directory (default: 1)")
     add("--ranks", type=_size, metavar="EP", help="expert-parallel ranks (default: as recorded)")
     add("--slots", type=whole_number(0, _MOST), metavar="N", help="replicas on a rank at most (default: 2)")
     parser.add_argument(
@@ -84,11 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
 
     def work(options: argparse.Namespace) -> None:
-        of_directory = ("--num-experts", "--micro-batches", "--stages")
-        if options.from_report is not None:
-            parser.refuse_unused(options, "on a report", *of_directory)
-        elif not options.trace.is_dir():
-            parser.refuse_unused(options, f"on {options.trace}, which is no directory", *of_directory)
         if options.cluster is None:
             parser.refuse_unused(options, "without --cluster", "--hidden-size", "--moe-ffn-hidden-size",
                                  "--non-expert-ms")  # fmt: skip
@@ -114,14 +95,23 @@ def _read(options: argparse.Namespace) -> tuple[LoadTrace, list[Path], Damage | 
     if options.from_report is not None:
         history = read_history(options.from_report)
         return read_reported_loads(history), [*inputs, *report_files(options.from_report)], history.damage
-    if not options.trace.is_dir():
-        return read_load_trace(options.trace), [*inputs, options.trace], None
-    if options.num_experts is None or options.micro_batches is None:
-        raise ValueError(f"--trace {options.trace} is a directory; give --num-experts and --micro-batches, too")
-    trace = read_routing_trace(
-        options.trace, experts=options.num_experts, micro_batches=options.micro_batches, stages=options.stages
-    )
-    return trace, [*inputs, *options.trace.iterdir()], None
+    return read_load_trace(options.trace), [*inputs, options.trace], None
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What planners know beside loads.
+
+    cluster: compute and link speeds.
+    shape: size of an expert; None for plans without a cost model.
+    slots: most replicas of a rank.
+    hidden_under: seconds of forward compute that overlap transfers.
+    """
+
+    cluster: Cluster
+    shape: ExpertShape | None
+    slots: int
+    hidden_under: float
 
 
 @dataclass(frozen=True)
@@ -152,13 +142,14 @@ def _replayed(trace: LoadTrace, options: argparse.Namespace) -> list[str | Table
             f"{experts // ranks} at home"
         )
     slots = min(_SLOTS, most) if options.slots is None else options.slots
-    shape, cluster = _machine(options, ranks)
+    shape, cluster = _costs(options, ranks)
+    machine = _Machine(cluster, shape, slots, options.non_expert_ms / 1e3)
     follow = np.unique(np.linspace(1, records - 1, min(_RECORDS, records - 1)).astype(int))
     replays: dict[str, _Replay] = {}
     methods = METHODS if options.planner == "quota" else (*dict.fromkeys(("none", options.planner)),)
     quiet = not sys.stderr.isatty()
     for method in track(methods, "planners", transient=True, console=Console(stderr=True), disable=quiet):
-        replays[method] = _replay(counts, follow, method, cluster, shape, slots, options.non_expert_ms)
+        replays[method] = _replay(counts, follow, method, machine)
     drift = np.mean([total_variation(*(counts[each].sum(2).swapaxes(0, 1) for each in (at - 1, at))) for at in follow])
     apart = int(np.median(np.diff(trace.iteration)))
     facts = (
@@ -170,7 +161,7 @@ def _replayed(trace: LoadTrace, options: argparse.Namespace) -> list[str | Table
     return [facts, _planners(replays, with_costs=shape is not None), chosen]
 
 
-def _machine(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | None, Cluster]:
+def _costs(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | None, Cluster]:
     """The size of an expert, None without --cluster, and a cluster of `ranks` ranks."""
     sizes = options.hidden_size, options.moe_ffn_hidden_size
     if options.cluster is None:
@@ -183,33 +174,22 @@ def _machine(options: argparse.Namespace, ranks: int) -> tuple[ExpertShape | Non
     return shape, node.relabel(-(-ranks // node.ranks_per_node), node.ranks_per_node)
 
 
-def _replay(
-    counts: np.ndarray,
-    follow: np.ndarray,
-    method: Method,
-    cluster: Cluster,
-    shape: ExpertShape | None,
-    slots: int,
-    non_expert_ms: float,
-) -> _Replay:
+def _replay(counts: np.ndarray, follow: np.ndarray, method: Method, machine: _Machine) -> _Replay:
     """Place replicas from the record before each record of `follow`, and split that record over them.
 
     counts: as in `LoadTrace`.
     follow: int [record], numbers of the records to split.
     method: the planner.
-    cluster: compute and link speeds.
-    shape: size of an expert; None for plans without a cost model.
-    slots: most replicas of a rank.
-    non_expert_ms: forward compute that overlaps transfers.
     """
+    cluster, shape = machine.cluster, machine.shape
     _, ranks, layers, micro_batches, _ = counts.shape
-    costs = {"hidden_under": non_expert_ms / 1e3, "micro_batches": micro_batches}
+    costs = {"hidden_under": machine.hidden_under, "micro_batches": micro_batches}
     imbalance, replicas = np.ones((len(follow), layers, micro_batches)), 0
     seconds: list[list[MoELayerCost]] = [[] for _ in range(layers)]
     for number, at in enumerate(follow):
         before = counts[at - 1].mean(2).swapaxes(0, 1)
         known = costs | {"first": True} if shape is not None else {}
-        plans = plan_replicas_layers(before, cluster, slots=slots, shape=shape, method=method, **known)
+        plans = plan_replicas_layers(before, cluster, slots=machine.slots, shape=shape, method=method, **known)
         for layer, plan in enumerate(plans):
             replicas += plan.replicas
             for batch in range(micro_batches):

@@ -1,26 +1,15 @@
-"""Recorded loads, with which planners are compared: a compact .npz file, or the routing trace of Megatron-LM.
+"""Recorded loads, with which planners are compared: those of a report, or a compact .npz file."""
 
-Megatron-LM's `--moe-routing-trace-path DIR` writes one file a rank, router_trace_rank<R>.jsonl, with one line for each
-call of a router: step, block, layer, rank, and the experts chosen for each token. A line does not name its micro-batch,
-and under activation recomputation routers run, and write, twice. Both follow from the order of lines: a layer processes
-micro-batches in order, and a recomputation repeats the choices of the first run. Traces for which that does not hold
-are rejected: those with evaluation between steps, and those of interleaved pipelines, whose chunks share layer numbers.
-"""
-
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from balancing.files import output, parse_json, read_arrays
+from balancing.files import output, read_arrays
 from balancing.report import History, read_history
 
-__all__ = ["LoadTrace", "read_load_trace", "read_reported_loads", "read_routing_trace", "write_load_trace"]
+__all__ = ["LoadTrace", "read_load_trace", "read_reported_loads", "write_load_trace"]
 
 _COUNTS = ("record", "source_rank", "layer", "micro_batch", "expert")
 
@@ -95,51 +84,6 @@ def write_load_trace(trace: LoadTrace, path: str | PathLike[str], inputs: Iterab
         np.savez_compressed(file, counts=trace.counts.astype(kind), iteration=trace.iteration, layer=trace.layer)
 
 
-def read_routing_trace(
-    directory: str | PathLike[str], *, experts: int, micro_batches: int, stages: int = 1
-) -> LoadTrace:
-    """Read the directory that `--moe-routing-trace-path` named. Only decoder layers are read.
-
-    directory: has one file a rank.
-    experts: number of experts of a layer; the files name only those that were chosen.
-    micro_batches: number of micro-batches of an iteration on each rank: global batch size / (micro batch size x
-        data-parallel size).
-    stages: number of pipeline stages, each of which numbers its layers from 0. Ranks are assumed to fill stages in
-        order; layers get consecutive numbers.
-
-    The source ranks of a layer are all ranks of its stage; with several expert-parallel groups, select the ranks of one
-    from `counts`. Iterations that are missing in some file are left out. Raises ValueError, one line that names the
-    file, for files that are missing, truncated, inconsistent, or cannot be divided into micro-batches.
-    """
-    directory = Path(directory)
-    for name, value in (("experts", experts), ("micro_batches", micro_batches), ("stages", stages)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    paths = _rank_files(directory)
-    if len(paths) % stages:
-        raise ValueError(f"routing trace {directory}: {len(paths)} ranks do not divide into {stages} stages")
-    loads = [_read_rank(path, experts, micro_batches) for path in paths]
-    steps = sorted(set.intersection(*({step for step, _ in load} for load in loads)))
-    if not steps:
-        raise ValueError(f"routing trace {directory} has no step that is in the files of all {len(paths)} ranks")
-    per_stage, columns = len(paths) // stages, []
-    names: list[int] = []
-    for stage in range(stages):
-        of_stage = loads[stage * per_stage : (stage + 1) * per_stage]
-        layers = sorted({layer for load in of_stage for _, layer in load})
-        for layer in layers:
-            try:
-                columns.append(np.array([[load[step, layer] for load in of_stage] for step in steps]))
-            except KeyError as error:
-                raise ValueError(
-                    f"routing trace {directory}: no record of layer {layer} in step {error.args[0][0]} on some rank of "
-                    f"stage {stage}; with several pipeline stages pass their number"
-                ) from None
-        first = names[-1] + 1 if stage else 0
-        names += [first + layer for layer in layers]
-    return LoadTrace(np.stack(columns, axis=2), np.array(steps), np.array(names))
-
-
 def read_reported_loads(report: History | str | PathLike[str]) -> LoadTrace:
     """The loads of a recorded run: one record for each observed iteration.
 
@@ -168,72 +112,3 @@ def read_reported_loads(report: History | str | PathLike[str]) -> LoadTrace:
     tokens //= np.array(batches)[:, None, None]
     trace = LoadTrace(tokens[:, None, :, None], np.array(whole), np.array(layers))
     return replace(trace, counts=trace.on_ranks(ranks))
-
-
-def _rank_files(directory: Path) -> list[Path]:
-    """The files of ranks 0, 1, 2 and so on, in this order."""
-    numbered = {}
-    for path in directory.glob("router_trace_rank*.jsonl"):
-        if match := re.fullmatch(r"router_trace_rank(\d+)\.jsonl", path.name):
-            numbered[int(match[1])] = path
-    if not numbered:
-        raise ValueError(f"no router_trace_rank<R>.jsonl in {directory}; give the folder of --moe-routing-trace-path")
-    if missing := sorted(set(range(max(numbered) + 1)) - set(numbered)):
-        raise ValueError(f"routing trace {directory} has no file of rank {missing[0]}, but one of rank {max(numbered)}")
-    return [numbered[rank] for rank in sorted(numbered)]
-
-
-def _read_rank(path: Path, experts: int, micro_batches: int) -> dict[tuple[int, int], np.ndarray]:
-    """Loads of one rank: (step, layer) -> int64 [micro_batch, expert]."""
-    runs: dict[tuple[int, int], list[tuple[int, np.ndarray]]] = {}
-    for number, record in _lines(path):
-        try:
-            if record.get("block", "decoder") != "decoder":
-                continue
-            at = int(record["step"]), int(record["layer"])
-            chosen = np.asarray(record["top_indices"], dtype=np.int64)
-            tokens, width = int(record["num_tokens"]), int(record["topk"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path}:{number} is not a record of a router: {error!r}") from error
-        if chosen.shape != (tokens, width) and not (tokens == 0 and chosen.size == 0):
-            raise ValueError(f"{path}:{number} has choices of shape {chosen.shape} for {tokens} tokens and top-{width}")
-        if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts:
-            wrong = chosen.max() if chosen.max() >= experts else chosen.min()
-            raise ValueError(f"{path}:{number} names expert {wrong}, but experts={experts}")
-        load = np.bincount(chosen.reshape(-1), minlength=experts)
-        runs.setdefault(at, []).append((hash(chosen.tobytes()), load))
-    if not runs:
-        raise ValueError(f"{path} has no record of a decoder layer")
-    return {at: _by_micro_batch(path, at, run, micro_batches) for at, run in runs.items()}
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 1, and object of each line."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield number, parse_json(line)
-            except ValueError as error:
-                cut = "is cut short" if not line.endswith("\n") else "is not JSON"
-                raise ValueError(f"{path}:{number} {cut}: {error}") from error
-
-
-def _by_micro_batch(
-    path: Path, at: tuple[int, int], run: list[tuple[int, np.ndarray]], micro_batches: int
-) -> np.ndarray:
-    """Loads of one step and layer, int64 [micro_batch, expert], from one run each or, recomputed, from two."""
-    if len(run) == micro_batches:
-        return np.array([load for _, load in run])
-    if len(run) == 2 * micro_batches:
-        runs, seen, originals = Counter(choices for choices, _ in run), Counter[int](), []
-        for choices, load in run:
-            seen[choices] += 1
-            if 2 * seen[choices] <= runs[choices]:  # equal micro-batches: any half of them
-                originals.append(load)
-        if all(number % 2 == 0 for number in runs.values()):
-            return np.array(originals)
-    step, layer = at
-    raise ValueError(
-        f"{path}: layer {layer} ran {len(run)} times in step {step}, neither {micro_batches} micro-batches nor these "
-        "recomputed; check micro_batches, and record without evaluation and without an interleaved pipeline"
-    )

@@ -19,7 +19,7 @@ from balancing.sequences.plan import plan_sequences
 from balancing.sequences.planners.groups import number_of_groups
 from balancing.sequences.sequence_plan import AttentionShape
 
-__all__ = ["WORTH", "DomainChoice", "choose_domain", "planned_ranks"]
+__all__ = ["WORTH", "DomainChoice", "DrawnSteps", "choose_domain", "planned_ranks"]
 
 # Least share of a step to save by the wider domain, whose exchange crosses more links than the model was checked on.
 WORTH = 0.02
@@ -27,6 +27,28 @@ _PLANNED = {"context": 8, "data": 2}  # micro-batches
 _MOST_RANKS = 512  # of a group that is planned; a wider one has the same exchange on each rank
 _TRIALS = 200  # steps drawn, whose slowest rank is looked for
 _MOST_DRAWN = 1_000_000  # numbers in all trials together
+
+
+@dataclass(frozen=True)
+class DrawnSteps:
+    """Steps as Megatron-LM draws them.
+
+    samples: [sample], lengths of the documents of samples of the training set, drawn at random.
+    micro_batch_size: samples in a micro-batch of one data-parallel rank.
+    micro_batches: of a step, on each data-parallel rank.
+    waiting: data-parallel ranks that wait for each other in every micro-batch, those of an expert-parallel group.
+
+    Raises ValueError for no samples.
+    """
+
+    samples: Sequence[Sequence[int]]
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    waiting: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError("no samples to choose a domain by; give the lengths of at least one")
 
 
 @dataclass(frozen=True)
@@ -40,31 +62,19 @@ class DomainChoice:
 
 
 def choose_domain(
-    samples: Sequence[Sequence[int]],
-    context: Cluster,
-    domain: Cluster,
-    *,
-    shape: AttentionShape,
-    micro_batch_size: int = 1,
-    micro_batches: int = 1,
-    waiting: int = 1,
-    method: str = "auto",
+    steps: DrawnSteps, context: Cluster, domain: Cluster, *, shape: AttentionShape, method: str = "auto"
 ) -> DomainChoice:
     """The domain "context" or "data" for a job, the same for the same arguments.
 
-    samples: [sample], lengths of the documents of samples of the training set, drawn at random.
+    steps: of the job.
     context: the context-parallel ranks of one data-parallel rank.
     domain: the same of all data-parallel ranks, a multiple of them.
     shape: the model.
-    micro_batch_size: samples in a micro-batch of one data-parallel rank.
-    micro_batches: of a step, on each data-parallel rank.
-    waiting: data-parallel ranks that wait for each other in every micro-batch, those of an expert-parallel group.
     method: of `plan_sequences`.
 
-    Raises ValueError for no samples, and for a domain that is no multiple of the context-parallel ranks.
+    Raises ValueError for a domain that is no multiple of the context-parallel ranks.
     """
-    if not samples:
-        raise ValueError("no samples to choose a domain by; give the lengths of at least one")
+    samples, micro_batches = steps.samples, steps.micro_batches
     data_ranks, left = divmod(domain.world_size, context.world_size)
     if left:
         raise ValueError(f"{domain.world_size} ranks are no multiple of {context.world_size} context-parallel ranks")
@@ -75,7 +85,7 @@ def choose_domain(
         """Means of planned micro-batches: the device's seconds beyond those of the same work, level and without
         exchange; the host's."""
         ranks = cluster.world_size // context.world_size
-        drawn = generator.integers(len(samples), size=(batches, ranks * micro_batch_size))
+        drawn = generator.integers(len(samples), size=(batches, ranks * steps.micro_batch_size))
         device = host = 0.0
         for batch in drawn:
             lengths = [length for number in batch for length in samples[number]]
@@ -93,12 +103,12 @@ def choose_domain(
         device, host = beside_work(cluster, batches)
         return max(work + micro_batches * device, micro_batches * host)
 
-    groups = max(1, data_ranks // waiting)
-    size = groups, micro_batches, min(waiting, data_ranks), micro_batch_size
+    groups = max(1, data_ranks // steps.waiting)
+    size = groups, micro_batches, min(steps.waiting, data_ranks), steps.micro_batch_size
     trials = max(1, min(_TRIALS, _MOST_DRAWN // int(np.prod(size))))
     slowest = np.mean([generator.choice(alone, size).sum(3).max(2).sum(1).max() for _ in range(trials)])
     context_seconds = of_step(context, _PLANNED["context"], float(slowest))
-    data_seconds = of_step(narrow, _PLANNED["data"], float(alone.mean()) * micro_batch_size * micro_batches)
+    data_seconds = of_step(narrow, _PLANNED["data"], float(alone.mean()) * steps.micro_batch_size * micro_batches)
     worth = data_seconds <= (1 - WORTH) * context_seconds
     return DomainChoice("data" if worth else "context", context_seconds, data_seconds)
 

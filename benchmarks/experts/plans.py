@@ -29,7 +29,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,6 @@ from balancing.experts import (
     Splitter,
     plan_replicas_layers,
     read_load_trace,
-    read_routing_trace,
     traffic,
 )
 from balancing.experts.planners.repair import repair
@@ -387,15 +385,7 @@ def _links(row: Row) -> tuple[str, str, str]:
 def _read(options: argparse.Namespace) -> LoadTrace:
     if options.trace is None:
         return _made_up_run(6 if options.quick else 20)
-    if not Path(options.trace).is_dir():
-        return read_load_trace(options.trace)
-    if options.experts is None or options.micro_batches is None:
-        raise ValueError(
-            f"--trace {options.trace} is a folder of routing traces, which needs --experts and --micro-batches"
-        )
-    return read_routing_trace(
-        options.trace, experts=options.experts, micro_batches=options.micro_batches, stages=options.stages
-    )
+    return read_load_trace(options.trace)
 
 
 def _sizes(trace: LoadTrace) -> list[int]:
@@ -413,12 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.experts.plans", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="fewer loads; under a minute")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="recorded loads: .npz, or the folder of --moe-routing-trace-path"
-    )
-    parser.add_argument("--experts", type=int, help="experts of a layer, for a folder of routing traces")
-    parser.add_argument("--micro-batches", type=int, help="micro-batches of an iteration, for the same")
-    parser.add_argument("--stages", type=int, default=1, help="pipeline stages, for the same (default 1)")
+    parser.add_argument("--trace", metavar="FILE", help="recorded loads, .npz")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]

@@ -1,19 +1,14 @@
 """Load histories and traces: drift, prediction, synthetic loads, and trace files, whole and broken."""
 
-import json
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.transformer.moe.router_trace import RouterTracer
 
 from balancing.experts import (
     LoadHistory,
     LoadTrace,
     read_load_trace,
-    read_routing_trace,
     total_variation,
     write_load_trace,
 )
@@ -163,114 +158,3 @@ class TestLoadTrace:
             read_load_trace(path)
         with pytest.raises(ValueError, match="No such file"):
             read_load_trace(tmp_path / "none.npz")
-
-
-class TestRoutingTrace:
-    """Files as Megatron-LM's own tracer writes them: 2 ranks, 2 layers, 3 micro-batches, 2 steps, 8 experts, top-2."""
-
-    ranks, layers, micro_batches, steps = 2, 2, 3, 2
-
-    def choices(self):
-        """Chosen experts [step, rank, layer, micro_batch, token, 2], and the counts they make."""
-        generator = np.random.default_rng(0)
-        shape = (self.steps, self.ranks, self.layers, self.micro_batches, 5)
-        first = generator.integers(0, 8, shape)
-        chosen = np.stack([first, (first + generator.integers(1, 8, shape)) % 8], axis=-1)
-        counts = (chosen.reshape(*shape[:-1], -1, 1) == np.arange(8)).sum(-2)
-        return chosen, counts
-
-    def write(self, folder, order, ranks=2):
-        """Have the tracer record (layer, micro-batch) in the given order, for every rank and step."""
-        chosen, counts = self.choices()
-        for rank in range(ranks):
-            tracer = RouterTracer(str(folder), max_steps=10, rank=rank, training_mode=True)
-            for step in range(self.steps):
-                for layer, micro_batch in order:
-                    indices = torch.from_numpy(chosen[step, rank % 2, layer, micro_batch])
-                    tracer.record_indices([indices], layer_ids=[layer])
-                tracer.advance_step(100 + step)
-        return counts
-
-    def read(self, folder, **options):
-        return read_routing_trace(folder, **{"experts": 8, "micro_batches": 3, **options})
-
-    def forward_backward(self, recompute):
-        order = []
-        for batch in range(3):
-            order += [(layer, batch) for layer in range(2)]
-            order += [(layer, batch) for layer in reversed(range(2)) if recompute]
-        return order
-
-    @pytest.mark.parametrize("recompute", [False, True])
-    def test_micro_batches_follow_from_the_order(self, tmp_path, recompute):
-        counts = self.write(tmp_path, self.forward_backward(recompute))
-        trace = self.read(tmp_path)
-        assert np.array_equal(trace.counts, counts)
-        assert trace.iteration.tolist() == [100, 101] and trace.layer.tolist() == [0, 1]
-
-    def test_recomputation_along_a_pipeline(self, tmp_path):
-        """The first of two stages runs two forwards before its first backward."""
-        order = [0, 1, 0, 2, 1, 2]
-        counts = self.write(tmp_path, [(layer, batch) for batch in order for layer in range(2)])
-        assert np.array_equal(self.read(tmp_path).counts, counts)
-
-    def test_stages_number_their_layers_from_zero(self, tmp_path):
-        counts = self.write(tmp_path, self.forward_backward(False), ranks=4)
-        trace = self.read(tmp_path, stages=2)
-        assert np.array_equal(trace.counts, np.concatenate([counts, counts], axis=2))
-        assert trace.layer.tolist() == [0, 1, 2, 3]
-        assert self.read(tmp_path).counts.shape[1] == 4
-
-    def test_equal_micro_batches_recomputed(self, tmp_path):
-        """Which of equal choices is original and which repetition does not matter for counts."""
-        counts = self.write(tmp_path, [(0, 0), (0, 0), (0, 1), (0, 0), (0, 0), (0, 1)])
-        trace = self.read(tmp_path)
-        assert np.array_equal(trace.counts[:, :, 0], counts[:, :, 0, [0, 0, 1]])
-
-    def test_what_cannot_be_explained_is_refused(self, tmp_path):
-        self.write(tmp_path, self.forward_backward(False))
-        with pytest.raises(ValueError, match="ran 3 times in step 100, neither 2 micro-batches nor these recomputed"):
-            self.read(tmp_path, micro_batches=2)
-        # Two chunks of an interleaved pipeline: twice as many runs, but no repetitions.
-        self.write(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)])
-        with pytest.raises(ValueError, match="ran 2 times"):
-            self.read(tmp_path, micro_batches=1)
-
-    def test_broken_files(self, tmp_path):
-        with pytest.raises(ValueError, match="no router_trace_rank"):
-            self.read(tmp_path)
-        self.write(tmp_path, self.forward_backward(False))
-        path = tmp_path / "router_trace_rank1.jsonl"
-        whole = path.read_text()
-        lines = whole.splitlines()
-
-        def refused(text, named, **options):
-            path.write_text(text)
-            with pytest.raises(ValueError, match=named) as error:
-                self.read(tmp_path, **options)
-            assert "\n" not in str(error.value)
-
-        refused(whole[: len(whole) // 2 + 3], r"rank1\.jsonl:\d+ is cut short")
-        refused("\n".join(lines[:-1]) + "\n", "ran 2 times in step 101")
-        refused("{nonsense\n" + whole, "rank1.jsonl:1 is not JSON")
-        refused("[1, 2]\n" + whole, "rank1.jsonl:1 is not a record")
-        wrong = json.loads(lines[0])
-        refused(json.dumps({**wrong, "num_tokens": 4}) + "\n", r"shape \(5, 2\) for 4 tokens")
-        refused(json.dumps({**wrong, "top_indices": [[1, 2], [3]]}) + "\n", "is not a record")
-        refused(whole, r"names expert [4-7], but experts=4", experts=4)
-        refused(whole.replace('"step": 10', '"step": 99'), "no step that is in the files of all 2 ranks")
-        refused(whole.replace('"layer": 1', '"layer": 2'), "no record of layer 1")
-        refused("", "no record of a decoder layer")
-        refused(whole, "2 ranks do not divide into 3 stages", stages=3)
-        refused(whole, "micro_batches=0", micro_batches=0)
-        path.rename(tmp_path / "router_trace_rank5.jsonl")
-        with pytest.raises(ValueError, match="no file of rank 1"):
-            self.read(tmp_path)
-
-    def test_other_blocks_are_left_out(self, tmp_path):
-        counts = self.write(tmp_path, self.forward_backward(False))
-        for path in tmp_path.glob("*.jsonl"):
-            first = json.loads(path.read_text().splitlines()[0])
-            with path.open("a") as file:
-                file.write(json.dumps({**first, "block": "mtp", "mtp_idx": 0}) + "\n")
-        assert np.array_equal(self.read(tmp_path).counts, counts)

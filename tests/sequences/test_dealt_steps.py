@@ -176,7 +176,7 @@ def _dealt_for_a_pipeline() -> float:
     """Seconds of a step of dealt documents on four stages, over that of equal micro-batches."""
     from balancing.cluster import Cluster
     from balancing.layers import MEGATRONS
-    from balancing.sequences import AttentionShape
+    from balancing.sequences import AttentionShape, plan_micro_batches
     from balancing.sequences.micro_batch_plan import document_seconds
     from megatron.balanced.sequences.steps import deal_documents, step_seconds
 
@@ -189,7 +189,8 @@ def _dealt_for_a_pipeline() -> float:
         "shape": shape,
         "token_capacity": int(lengths.sum() / 8 / 4 * 1.25),
     }
-    deal = deal_documents(lengths.tolist(), np.arange(160) // 20, step=step, **sizes)
+    plan = partial(plan_micro_batches, step=step, **sizes)
+    deal = deal_documents(lengths.tolist(), np.arange(160) // 20, ranks=4, plan=plan)
     costs = np.bincount(deal, document_seconds(lengths, cluster, shape), 8)
     return step(costs) / step(np.full(8, costs.mean()))
 

@@ -7,7 +7,7 @@ import pytest
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape
-from balancing.sequences.domain import WORTH, DomainChoice, choose_domain
+from balancing.sequences.domain import WORTH, DomainChoice, DrawnSteps, choose_domain
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.training import MOCK_DATA, MODEL, MOE
@@ -27,7 +27,7 @@ def _choice(
     machine = machine or Cluster.preset("h200-8x400g")
     every = ranks * data_ranks
     context, domain = machine.relabel(1, ranks), machine.relabel(max(1, every // 8), min(8, every))
-    return choose_domain(samples, context, domain, shape=SHAPE, **job)
+    return choose_domain(DrawnSteps(samples, **job), context, domain, shape=SHAPE)
 
 
 @pytest.mark.parametrize("distribution", ["prolong", "pretrain", "packed", "wikipedia", "web", "mix"])
@@ -84,7 +84,8 @@ def test_very_wide_domains_are_chosen_by_a_part_of_them():
 def test_groups_smaller_than_a_node_are_planned():
     """A rack of 72 GPUs is one node; a domain of two racks consists of groups of 36."""
     machine = Cluster.preset("h200-8x400g").relabel(2, 72)
-    found = choose_domain(_samples("packed", LONG), machine.relabel(1, 1), machine, shape=SHAPE, micro_batches=4)
+    steps = DrawnSteps(_samples("packed", LONG), micro_batches=4)
+    found = choose_domain(steps, machine.relabel(1, 1), machine, shape=SHAPE)
     assert found.domain == "data" and found.data_seconds < 0.9 * found.context_seconds
 
 
@@ -93,7 +94,7 @@ def test_what_cannot_be_chosen_by():
         _choice([], 2, 4)
     machine = Cluster.preset("h200-8x400g")
     with pytest.raises(ValueError, match="6 ranks are no multiple of 4"):
-        choose_domain([(64,)], machine.relabel(1, 4), machine.relabel(1, 6), shape=SHAPE)
+        choose_domain(DrawnSteps([(64,)]), machine.relabel(1, 4), machine.relabel(1, 6), shape=SHAPE)
 
 
 # From the index of a training set.

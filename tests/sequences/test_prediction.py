@@ -213,7 +213,7 @@ def _shifted(folder: Path, kind: str) -> int:
             shifts.append([roll_tensor(each, packed_seq_params=packed)[0] for each in shifts[-1]])
         expected.append(torch.cat([each.double() for shift in shifts for each in shift]))
     for rank in range(4):
-        planned = PlannedDataset(dataset, ahead, Domain(rank, 4), Rows(4, 1, True), None, shifts=2)
+        planned = PlannedDataset(dataset, ahead, Domain(rank, 4), Rows(4, 1, True, shifts=2), None)
         (batch,) = planned.__getitems__([3, 4])
         plan = pickle.loads(batch["plan"])[0]
         rows = torch.stack([batch[name].double().view(3, -1) for name in names], dim=1).flatten(0, 1)
@@ -249,7 +249,7 @@ def _losses_of_padded() -> tuple[list[list[int]], list[list[int]]]:
     ahead = PlanningAhead(lambda lengths: plan_sequences(lengths, cluster, shape=shape, method="zones", chunk=2), hash)
     found: tuple[list[list[int]], list[list[int]]] = [[], [], []], [[], [], []]
     for rank in range(3):
-        dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 1, False), padding=7, shifts=2)
+        dataset = PlannedDataset(samples, ahead, Domain(rank, 3), Rows(3, 1, False, shifts=2), padding=7)
         (batch,) = dataset.__getitems__([0, 1, 2])
         labels, masks = batch["labels"].view(3, -1), batch["loss_mask"].view(3, -1)
         for depth in range(3):

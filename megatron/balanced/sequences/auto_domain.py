@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from balancing.sequences.domain import choose_domain
+from balancing.sequences.domain import DrawnSteps, choose_domain
 from megatron.balanced.checks.corpus import INDEX_HEAD_BYTES
 from megatron.balanced.checks.incompatible import IncompatibleError
 from megatron.balanced.config import BalanceConfig, cluster_from_flags
@@ -52,16 +52,13 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
     machine = cluster_from_flags(config, args.world_size)
     context, data = (cluster_of(groups_along(args, axes)[0], machine) for axes in ("cp", "dp-cp"))
     of_experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1) if args.num_experts else 1
-    found = choose_domain(
+    steps = DrawnSteps(
         samples,
-        context,
-        data,
-        shape=shape_of(args),
-        micro_batch_size=args.micro_batch_size,
+        args.micro_batch_size,
         micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
         waiting=max(1, of_experts // (args.tensor_model_parallel_size * args.context_parallel_size)),
-        method=config.sequences.planner,
     )
+    found = choose_domain(steps, context, data, shape=shape_of(args), method=config.sequences.planner)
     ratio = found.data_seconds / found.context_seconds
     return found.domain, f"by the cost model a step takes {ratio:.2f} times as long with data as with context"
 

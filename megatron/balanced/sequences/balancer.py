@@ -35,6 +35,7 @@ from balancing.sequences import (
     SequenceAttention,
     SequencePlan,
     deal_whole,
+    plan_micro_batches,
     plan_sequences,
 )
 from balancing.sequences.ahead import PlanningAhead
@@ -51,7 +52,7 @@ from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, Plann
 from megatron.balanced.sequences.checks import latent_shape, routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.sequences.dataset import PlannedBatch, PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
-from megatron.balanced.sequences.events import MicroBatch, spent, step_event
+from megatron.balanced.sequences.events import MicroBatch, Sharing, spent, step_event
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
 from megatron.balanced.sequences.steps import Steps, WholeSteps, deal_documents, step_seconds
@@ -166,7 +167,7 @@ class SequenceBalancer(StepCallback):
             )
             rows = replace(self._rows, fixed=False) if isinstance(steps, Steps) else self._rows
             ahead = PlanningAhead(self._plan, compile)
-            return PlannedDataset(dataset, ahead, self.domain, rows, padding, steps, self._shifts)
+            return PlannedDataset(dataset, ahead, self.domain, rows, padding, steps)
 
         def build(sizes: list[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
             train, *others = provider(sizes, vp_stage=vp_stage)
@@ -212,14 +213,15 @@ class SequenceBalancer(StepCallback):
         if not self.config.micro_batches or why_whole(args):
             return None
         ranks, drawn = self.domain.ranks, args.seq_length * args.micro_batch_size * self.domain.origins
-        deal = partial(
-            deal_documents,
+        plan = partial(
+            plan_micro_batches,
             micro_batches=get_num_microbatches(),
             cluster=self._cluster,
             shape=self._shape,
             token_capacity=self.config.token_capacity or math.ceil(MICRO_BATCH_ROOM * drawn / ranks),
             step=self._step_seconds,
         )
+        deal = partial(deal_documents, ranks=self._cluster.world_size, plan=plan)
         return Steps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, deal)
 
     @cached_property
@@ -279,7 +281,7 @@ class SequenceBalancer(StepCallback):
     def _rows(self) -> Rows:
         args = self._args
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        return Rows(self.domain.ranks, multiple, fixed=not args.sft or why_of_one_size(args) is not None)
+        return Rows(self.domain.ranks, multiple, not args.sft or why_of_one_size(args) is not None, self._shifts)
 
     def held(self) -> HeldBytes:
         """Keys and values of a micro-batch, and their gradients in the type that they are added up in: of one layer at
@@ -334,10 +336,8 @@ class SequenceBalancer(StepCallback):
                     batches,
                     numbers,
                     self._args,
-                    domain=self.domain,
-                    cluster=self._cluster,
-                    shape=self._shape,
-                    step=self._step_seconds if self.config.micro_batches else None,
+                    Sharing(self.domain, self._cluster, self._shape),
+                    self._step_seconds if self.config.micro_batches else None,
                 )
             )
 

@@ -38,11 +38,13 @@ class Rows:
     multiple: rows are a multiple of it, since tensor-parallel ranks share them.
     fixed: rows are the tokens of the samples divided by the ranks, which pipeline messages and the allgather dispatcher
         of Megatron-LM require.
+    shifts: most tokens by which layers of multi-token prediction want rows shifted in their documents.
     """
 
     ranks: int
     multiple: int
     fixed: bool
+    shifts: int = 0
 
     def of(self, plan: SequencePlan, sample_tokens: int) -> int:
         """Rows for `plan`. sample_tokens: tokens of its samples together, padding included."""
@@ -106,7 +108,6 @@ class PlannedDataset(torch.utils.data.Dataset):
     padding: the token that samples are padded with at their end; None if they are always full.
     steps: deals the documents of a step, or whole micro-batches of Megatron-LM, over its micro-batches; None to leave
         them where they were drawn.
-    shifts: most tokens by which layers of multi-token prediction want rows shifted in their documents.
     """
 
     def __init__(
@@ -117,10 +118,9 @@ class PlannedDataset(torch.utils.data.Dataset):
         rows: Rows,
         padding: int | None,
         steps: Steps | WholeSteps | None = None,
-        shifts: int = 0,
     ) -> None:
         self._dataset, self._plan, self._domain, self._rows, self._padding = dataset, plan, domain, rows, padding
-        self._steps, self._shifts = steps, shifts
+        self._steps = steps
         self._latest: tuple[int, _Drawn, np.ndarray] | None = None  # step, by its first sample, with its deal
         self._latest_whole: tuple[int, list[list[Sample]]] | None = None  # likewise, with samples by micro-batch
         for name in ("split", "index_split"):  # which tell Megatron training from validation
@@ -143,14 +143,14 @@ class PlannedDataset(torch.utils.data.Dataset):
         documents = [drawn.documents[number] for number in chosen]
         plan, program, milliseconds = self._plan([document.tokens for document in documents])
         rows = self._rows.of(plan, drawn.size)
-        size = rows * (1 + self._shifts)
+        size = rows * (1 + self._rows.shifts)
         batch = {name: torch.zeros(size, dtype=torch.int64) for name in _INTEGERS}
         batch["loss_mask"] = torch.zeros(size, dtype=torch.float32)
         places = _places(documents, _packed_tokens(plan, self._domain.rank))
         for at in np.unique(places.samples).tolist():
             (of_sample,) = np.nonzero(places.samples == at)  # rows
             wanted = []  # for each shift, rows and the tokens of the sample that go there
-            for shift in range(1 + self._shifts):
+            for shift in range(1 + self._rows.shifts):
                 inside = of_sample[places.tokens[of_sample] + shift < places.ends[of_sample]]
                 wanted.append((shift * rows + inside, places.tokens[inside] + shift))
             every_token = np.unique(np.concatenate([tokens for _, tokens in wanted]))

@@ -17,7 +17,7 @@ from balancing.sequences.micro_batch_plan import document_seconds
 from balancing.sequences.window import in_window
 from megatron.balanced.sequences.domain import Domain
 
-__all__ = ["MicroBatch", "spent", "step_event"]
+__all__ = ["MicroBatch", "Sharing", "spent", "step_event"]
 
 # Every so many iterations the report has a whole layout to draw, if it has no more shards than these.
 _LAYOUT_INTERVAL = 100
@@ -36,6 +36,14 @@ class MicroBatch(NamedTuple):
     attentions: list[SequenceAttention]
     plan_ms: float
     waited_ms: float
+
+
+class Sharing(NamedTuple):
+    """The ranks that share micro-batches, and the model."""
+
+    domain: Domain
+    cluster: Cluster
+    shape: AttentionShape
 
 
 def spent(batches: Sequence[MicroBatch]) -> list[int]:
@@ -57,10 +65,7 @@ def step_event(
     batches: Sequence[MicroBatch],
     of_ranks: np.ndarray,
     args: argparse.Namespace,
-    *,
-    domain: Domain,
-    cluster: Cluster,
-    shape: AttentionShape,
+    sharing: Sharing,
     step: Callable[[np.ndarray], float] | None,
 ) -> dict[str, Any]:
     """The event of one step.
@@ -69,9 +74,10 @@ def step_event(
     batches: of the step, in all chunks of the rank.
     of_ranks: int64 [rank, number], `spent` of each rank that shares micro-batches.
     args: of Megatron.
-    domain, cluster, shape: the ranks that share micro-batches, and the model.
+    sharing: by whom.
     step: costs of micro-batches -> seconds of a step, where they were dealt; None where they are as drawn.
     """
+    domain, cluster, shape = sharing
     exposed, waited, *sent = of_ranks.T
     kv_intra, kv_inter, remap_intra, remap_inter = (int(part.sum()) for part in sent)
     plan_ms = sum(batch.plan_ms for batch in batches)

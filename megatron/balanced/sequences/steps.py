@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balancing.cluster import Cluster
 from balancing.layers import Schedule, simulate_schedule
-from balancing.sequences import AttentionShape, plan_micro_batches
+from balancing.sequences import MicroBatchPlan
 from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batches import whole_costs
 from megatron.balanced.sequences.domain import Domain, Sample
@@ -148,28 +147,19 @@ class WholeSteps(_OfOneSize):
 
 
 def deal_documents(
-    lengths: Sequence[int],
-    drawn: np.ndarray,
-    *,
-    micro_batches: int,
-    cluster: Cluster,
-    shape: AttentionShape,
-    token_capacity: int,
-    step: Callable[[np.ndarray], float],
+    lengths: Sequence[int], drawn: np.ndarray, *, ranks: int, plan: Callable[..., MicroBatchPlan]
 ) -> np.ndarray:
     """int64 [document], the micro-batch in which each runs.
 
     lengths: tokens of each document.
     drawn: int64 [document], the micro-batch that Megatron-LM has it in.
-    micro_batches: of the step.
-    cluster, shape, token_capacity, step: as in `plan_micro_batches`.
+    ranks: over which each micro-batch is spread.
+    plan: `plan_micro_batches` for the steps of this job.
     """
-    plan = plan_micro_batches(
-        lengths, micro_batches, cluster, shape=shape, token_capacity=token_capacity, drawn=drawn, step=step
-    )
-    if plan.tokens.min() < cluster.world_size:  # a rank would be without a token
+    found = plan(lengths, drawn=drawn)
+    if found.tokens.min() < ranks:  # a rank would be without a token
         return drawn
-    return np.array(plan.micro_batch, dtype=np.int64)
+    return np.array(found.micro_batch, dtype=np.int64)
 
 
 def step_seconds(costs: np.ndarray, *, stages: int, chunks: int, schedule: Schedule) -> float:
