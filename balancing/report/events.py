@@ -19,9 +19,8 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
         Lines with action "spread", unit "micro-batch", say what balancing did in a step, one for each pipeline `stage`
         and data-parallel `replica`, the first of those that share micro-batches, with means over micro_batches. The
         imbalance is that of the attention area, before as Megatron-LM would cut the batch; token_imbalance is that of
-        linear layers, attention_token_imbalance that of
-        attention. methods: planner -> micro-batches. plan_wait_ms: how long the step waited for plans. apply_ms: how
-        long attention waited for transfers, on the rank that waited longest. kv_intra_bytes, kv_inter_bytes,
+        linear layers. methods: planner -> micro-batches. plan_wait_ms: how long the step waited for plans. apply_ms:
+        how long attention waited for transfers, on the rank that waited longest. kv_intra_bytes, kv_inter_bytes,
         remap_intra_bytes, remap_inter_bytes: sent by all ranks together inside nodes and between them. local_share,
         intra_node_share, inter_node_share: of tokens whose document is on one rank, in one node, or in several.
         micro_batch_imbalance_before, micro_batch_imbalance_after: of modelled seconds of micro-batches, as drawn and as

@@ -39,8 +39,7 @@ from balancing.sequences.engine.program import Program
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.engine.routing import route
 from balancing.sequences.load import causal_area, zigzag_area
-from balancing.sequences.micro_batch_plan import MicroBatchPlan, least_imbalance
-from balancing.sequences.micro_batches import deal_whole, plan_micro_batches
+from balancing.sequences.micro_batches import MicroBatchPlan, deal_whole, plan_micro_batches
 from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard
@@ -65,7 +64,6 @@ __all__ = [
     "compile_rank",
     "deal_whole",
     "kv_traffic",
-    "least_imbalance",
     "limit_seconds",
     "linear_layout",
     "make_program",

@@ -14,7 +14,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.cost import step_cost
-from balancing.sequences.micro_batch_plan import document_seconds
+from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.plan import plan_sequences
 from balancing.sequences.planners.groups import number_of_groups
 from balancing.sequences.sequence_plan import AttentionShape

@@ -1,25 +1,104 @@
 """Plans of micro-batches: which documents of a step run together, from their lengths alone.
 
+A pipeline stage runs its micro-batches one after another, and all stages wait for the slowest. Sequences packed to one
+number of tokens have equal work in linear layers and very unequal work in attention, so documents are dealt anew over
+the micro-batches of a step. WLB-LLM (OSDI 2025) packs so too, but moves documents to later steps.
+
 Like a plan of sequences (`plan`) it follows from the lengths, the cluster and the model's shape, so every rank makes
 the same one without communication, ahead of the step.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.micro_batch_plan import MicroBatchPlan, document_seconds
+from balancing.sequences.cost import TILE, attention_seconds, linear_seconds
 from balancing.sequences.plan import checked_lengths
 from balancing.sequences.planners.groups import deal_areas
 from balancing.sequences.planners.micro_batches import balanced_deal, hill_order, whole_costs
 from balancing.sequences.planners.slopes import slope_targets
 from balancing.sequences.sequence_plan import AttentionShape
 
-__all__ = ["MICRO_BATCH_ROOM", "deal_whole", "plan_micro_batches"]
+__all__ = ["MICRO_BATCH_ROOM", "MicroBatchPlan", "deal_whole", "document_seconds", "plan_micro_batches"]
 
 MICRO_BATCH_ROOM = 1.25  # tokens of the fullest micro-batch over the mean, without a capacity
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """The micro-batch of each document of a step.
+
+    lengths: tokens of each document.
+    seconds: of each document in all layers, forward and backward, if its work were even over the ranks.
+    micro_batch: of each document, from 0.
+    micro_batches: of the step.
+    method: the planner that made the plan.
+    capacity: most tokens of a micro-batch, over all ranks; None for no limit.
+
+    Raises ValueError unless each document is in exactly one micro-batch of the step, each micro-batch has a document,
+    and none has more tokens than the capacity.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: tuple[float, ...]
+    micro_batch: tuple[int, ...]
+    micro_batches: int
+    method: str
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.lengths) == len(self.seconds) == len(self.micro_batch):
+            raise ValueError(
+                f"{len(self.micro_batch)} micro-batches and {len(self.seconds)} costs of {len(self.lengths)} documents"
+            )
+        number = np.array(self.micro_batch, dtype=np.int64)
+        if (wrong := np.flatnonzero((number < 0) | (number >= self.micro_batches))).size:
+            raise ValueError(f"document {wrong[0]} is in micro-batch {number[wrong[0]]} of {self.micro_batches}")
+        if (empty := np.flatnonzero(np.bincount(number, minlength=self.micro_batches) == 0)).size:
+            raise ValueError(f"micro-batch {empty[0]} of {self.micro_batches} has no document")
+        if self.capacity is not None and int(self.tokens.max()) > self.capacity:
+            fullest = int(self.tokens.argmax())
+            raise ValueError(
+                f"micro-batch {fullest} has {self.tokens[fullest]} tokens, over its capacity of {self.capacity}"
+            )
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """int64 [micro-batch]."""
+        total = np.zeros(self.micro_batches, dtype=np.int64)
+        np.add.at(total, list(self.micro_batch), self.lengths)
+        return total
+
+    @cached_property
+    def cost(self) -> np.ndarray:
+        """float64 [micro-batch], seconds of its documents together."""
+        return np.bincount(self.micro_batch, self.seconds, self.micro_batches)
+
+    @property
+    def imbalance(self) -> float:
+        """The most expensive micro-batch over the mean."""
+        return float(self.cost.max() / self.cost.mean())
+
+
+def document_seconds(lengths: Sequence[int] | np.ndarray, cluster: Cluster, shape: AttentionShape) -> np.ndarray:
+    """float64 [document], seconds of forward and backward in all layers, the work even over the cluster's ranks.
+
+    lengths: tokens of each document. Attention costs tiles, as in `cost`; layers with a sliding window cost theirs.
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    rows = -(-tokens // TILE)
+    tiles = rows * (rows + 1) // 2
+    pairs = tiles * float(TILE**2)
+    if shape.window is not None:
+        beyond = np.maximum(rows - -(-shape.window // TILE), 0)  # rows of tiles that do not see the first ones
+        hidden = beyond * (beyond - 1) // 2 * float(TILE**2)
+        pairs = pairs - hidden * (shape.windowed_layers / shape.layers)
+    of_pair, of_token = attention_seconds(1.0, cluster, shape), linear_seconds(1.0, cluster, shape)
+    return np.asarray((pairs * of_pair + tokens * of_token) / cluster.world_size)
 
 
 def plan_micro_batches(

@@ -27,7 +27,6 @@ __all__ = [
     "Forecast",
     "forecast",
     "forecast_loads",
-    "forecast_step",
     "schedule_seconds",
     "shorter",
     "verdict",
@@ -108,15 +107,6 @@ def forecast_loads(model: StepModel, experts: ExpertLoads | None, sequences: Seq
             one = replace(found[0], balancer=balancer)
         found.append(replace(one, off=off))
     return found
-
-
-def forecast_step(model: StepModel) -> float:
-    """Seconds of the balanced step: even routing, one document a sequence, the job's own layout."""
-    costs = model.costs(model.layer(False), [model.layer(True)])
-    seconds, _ = schedule_seconds(
-        costs, model.job.plan, model.job.micro_batches, model.transfer_seconds(), model.job.schedule
-    )
-    return seconds + model.data_parallel_seconds(model.job.plan)
 
 
 def shorter(model: StepModel, throughput_floor: float, min_stages: int = 1) -> Repack | None:

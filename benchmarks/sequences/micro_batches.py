@@ -43,13 +43,12 @@ from balancing.sequences import (
     AttentionShape,
     MicroBatchPlan,
     deal_whole,
-    least_imbalance,
     plan_micro_batches,
     plan_sequences,
     step_cost,
 )
 from balancing.sequences.cost import linear_seconds
-from balancing.sequences.micro_batch_plan import document_seconds
+from balancing.sequences.micro_batches import document_seconds
 from benchmarks.baselines import micro_batches as baselines
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.processor_time import milliseconds
@@ -163,7 +162,10 @@ def _plans(known: dict[str, str | np.ndarray], quick: bool, progress: Progress) 
                     continue  # upstream's scheduler fails on some steps
                 passes = step.passes(plan)
                 equal = [np.full(size, each.mean()) for each in passes]
-                figures = {_BALANCE: plan.imbalance, _TOKENS: float(plan.tokens.max() / plan.tokens.mean())}
+                figures = {
+                    _BALANCE: plan.imbalance,
+                    _TOKENS: float(plan.tokens.max() / plan.tokens.mean()),
+                }
                 for chunks in (1, 2):
                     section = _PIPELINE if chunks == 1 else f"{_PIPELINE}, 2 chunks"
                     if chunks > 1:
@@ -194,11 +196,26 @@ def _limits(section: str, method: str, figure: float, bound: float) -> tuple[flo
     return figure / limit, targets.get(section) if method in aims else None
 
 
+def least_imbalance(seconds: Sequence[float] | np.ndarray, micro_batches: int) -> float:
+    """A lower bound of the imbalance of every deal of whole documents: 1 where they do not forbid an even one.
+
+    seconds: of each document. The most expensive one is in some micro-batch, and some micro-batch of n has k + 1 of the
+    k n + 1 most expensive ones. Memory may forbid more.
+    """
+    ordered = np.sort(np.asarray(seconds, dtype=np.float64))[::-1]
+    before = np.concatenate([[0.0], np.cumsum(ordered)])
+    mean, most = before[-1] / micro_batches, 0.0
+    for first in range(0, len(ordered), micro_batches):  # the k + 1 cheapest of the `first + 1` most expensive ones
+        together = first // micro_batches + 1
+        most = max(most, before[first + 1] - before[first + 1 - together])
+    return max(1.0, float(most / mean))
+
+
 def _with_exchange(step: _Step, plan: MicroBatchPlan) -> float:
     """Max / mean of modelled micro-batches, each planned over its ranks."""
     totals = []
     for at in range(plan.micro_batches):
-        own = [step.lengths[document] for document in plan.documents(at)]
+        own = [length for length, number in zip(step.lengths, plan.micro_batch, strict=True) if number == at]
         planned = plan_sequences(own, step.cluster, shape=_SHAPE)
         totals.append(step_cost(planned, step.cluster, _SHAPE).total)
     return max(totals) / float(np.mean(totals))

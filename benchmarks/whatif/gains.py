@@ -7,10 +7,10 @@ that it publishes, and the layers, batch and micro-batches of Megatron-Bridge's 
 
 from dataclasses import dataclass, replace
 
-from balancing.whatif.forecast import forecast, forecast_step
+from balancing.whatif.forecast import forecast
 from balancing.whatif.job import read_flags
 from balancing.whatif.step import StepModel
-from benchmarks.whatif.published import machine, read_published
+from benchmarks.whatif.published import forecast_step, machine, read_published
 
 __all__ = ["GAINS", "Gain", "compare_gains"]
 

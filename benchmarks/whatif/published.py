@@ -10,13 +10,22 @@ from types import MappingProxyType
 from typing import Any
 
 from balancing.cluster import PRESETS, Cluster
-from balancing.whatif.forecast import forecast_step
+from balancing.whatif.forecast import schedule_seconds
 from balancing.whatif.job import Job, read_flags
 from balancing.whatif.step import FITTED, Efficiency, StepModel
 
-__all__ = ["Published", "machine", "read_published"]
+__all__ = ["Published", "forecast_step", "machine", "read_published"]
 
 _FILE = Path(__file__).with_name("published.json")
+
+
+def forecast_step(model: StepModel) -> float:
+    """Seconds of the balanced step: even routing, one document a sequence, the job's own layout."""
+    costs = model.costs(model.layer(False), [model.layer(True)])
+    seconds, _ = schedule_seconds(
+        costs, model.job.plan, model.job.micro_batches, model.transfer_seconds(), model.job.schedule
+    )
+    return seconds + model.data_parallel_seconds(model.job.plan)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ def add_balance_flags(
     for action in parser._actions:  # from docstrings of Megatron, in which argparse reads a single % as a format
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.set_defaults(**_defaults_of_this_host())
-    _mend_help(parser)
     for action in parser._actions:
         if inspect.isfunction(action.type):
             action.type = _refusing(action.type)
@@ -73,15 +72,6 @@ def _refusing(read: Callable[[str], Any]) -> Callable[[str], Any]:
             raise ValueError(str(error)) from error
 
     return value
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape bare per cent signs in Megatron's help, at which argparse fails when it prints the help."""
-    for action in parser._actions:
-        try:
-            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
-        except (ValueError, TypeError, KeyError):
-            action.help = str(action.help).replace("%", "%%")
 
 
 def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:

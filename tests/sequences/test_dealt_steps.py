@@ -177,7 +177,7 @@ def _dealt_for_a_pipeline() -> float:
     from balancing.cluster import Cluster
     from balancing.layers import MEGATRONS
     from balancing.sequences import AttentionShape, plan_micro_batches
-    from balancing.sequences.micro_batch_plan import document_seconds
+    from balancing.sequences.micro_batches import document_seconds
     from megatron.balanced.sequences.steps import deal_documents, step_seconds
 
     lengths = np.random.default_rng(0).integers(64, 1024, 160)

@@ -44,7 +44,6 @@ def decision_event(
         stage_cost_after=loads[1],
         predicted_step_before=choice.predicted[0],
         predicted_step_after=choice.predicted[1],
-        profile_ms=choice.profile_ms,
         **took,
         **memory,
     )

@@ -42,8 +42,7 @@ from balancing.sequences.ahead import PlanningAhead
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernels import accumulation_dtype
 from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
-from balancing.sequences.micro_batch_plan import document_seconds
-from balancing.sequences.micro_batches import MICRO_BATCH_ROOM
+from balancing.sequences.micro_batches import MICRO_BATCH_ROOM, document_seconds
 from balancing.sequences.window import in_window
 from balancing.upload import upload
 from megatron.balanced.callbacks import HeldBytes, StepCallback, trained

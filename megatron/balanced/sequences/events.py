@@ -13,7 +13,7 @@ from balancing.report import event, imbalance
 from balancing.sequences import AttentionShape, SequenceAttention, SequencePlan
 from balancing.sequences.ahead import zone_shares
 from balancing.sequences.load import causal_area, zigzag_areas
-from balancing.sequences.micro_batch_plan import document_seconds
+from balancing.sequences.micro_batches import document_seconds
 from balancing.sequences.window import in_window
 from megatron.balanced.sequences.domain import Domain
 
@@ -108,7 +108,6 @@ def step_event(
         micro_batch_imbalance_before=imbalance(costs[0]),
         micro_batch_imbalance_after=imbalance(costs[1]),
         **({} if step is None else _steps_over_equal(costs, step)),
-        attention_token_imbalance=float(np.mean([imbalance(plan.tokens) for plan in plans])),
         plan_wait_ms=int(waited.max()) / 1e3,
         kv_intra_bytes=kv_intra,
         kv_inter_bytes=kv_inter,
