@@ -114,18 +114,17 @@ def _nodes(ranks: int, per_node: int) -> int:
     return -(-ranks // per_node)
 
 
-def choose_repack(options: Iterable[Repack], throughput_floor: float, *, whole_nodes: bool = True) -> Repack | None:
+def choose_repack(options: Iterable[Repack], throughput_floor: float) -> Repack | None:
     """The size with the fewest GPU-hours that keeps at least `throughput_floor` of the throughput of the plan in force.
 
-    whole_nodes: prefer sizes that free a whole node, since a scheduler takes back nothing less.
+    Sizes that free a whole node come first, since a scheduler takes back nothing less.
 
     Returns None if no smaller size qualifies. Raises ValueError for a floor that is not above 0.
     """
     if not throughput_floor > 0:
         raise ValueError(f"the throughput floor is {throughput_floor}; give a share above 0, such as 0.9")
     able = [each for each in options if each.plan and each.freed_ranks and each.throughput >= throughput_floor]
-    if whole_nodes:
-        able = [each for each in able if each.freed_nodes] or able
+    able = [each for each in able if each.freed_nodes] or able
     return min(able, key=lambda each: (each.gpu_time, each.stages), default=None)
 
 

@@ -43,7 +43,7 @@ class StagePlan:
             raise ValueError(f"layer {self.layers - 1} is on a chunk after that of multi-token prediction")
 
     @classmethod
-    def from_counts(cls, counts: tuple[tuple[int, ...], ...], method: str = "given") -> "StagePlan":
+    def from_counts(cls, counts: tuple[tuple[int, ...], ...]) -> "StagePlan":
         """The plan with counts[stage][virtual] layers in each chunk."""
         stages, virtual = len(counts), len(counts[0])
         chunks: list[list[tuple[int, ...]]] = [[] for _ in range(stages)]
@@ -52,7 +52,7 @@ class StagePlan:
             for s in range(stages):
                 chunks[s].append(tuple(range(first, first + counts[s][v])))
                 first += counts[s][v]
-        return cls(tuple(tuple(stage) for stage in chunks), method)
+        return cls(tuple(tuple(stage) for stage in chunks))
 
     @classmethod
     def from_bounds(cls, bounds: Sequence[int], stages: int, method: str = "given") -> "StagePlan":

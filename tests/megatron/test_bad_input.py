@@ -113,8 +113,6 @@ FLAGS = {
         "drop it",
     ),
     "halves of an odd number": ("--swiglu --ffn-hidden-size 33", "--ffn-hidden-size 33", "a multiple of 2"),
-    "dropout above 1": ("--hidden-dropout 2.0", "--hidden-dropout 2.0", "from 0 to 1"),
-    "moments that grow": ("--adam-beta1 2.0", "--adam-beta1 2.0", "below 1"),
     "no padded vocabulary": ("--no-pad-vocab-size", "--no-pad-vocab-size", "--padded-vocab-size 127", "drop it"),
     "weights without values": ("--init-model-with-meta-device", "--init-model-with-meta-device", "drop it"),
     "fewer tokens than the tokenizer's": ("--padded-vocab-size 64", "--padded-vocab-size 64", "127 tokens", "drop it"),
@@ -241,11 +239,10 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     check = balancers.check_balancers
     arguments.check_balancers = lambda args, *given: (present.update(vars(args)), check(args, *given))[1]
     arguments.parse_arguments(argv)
-    in_ranges = (*ranges._AT_LEAST_1, *ranges._FROM_0_TO_1, *ranges._BELOW_1)
     names = {
         *(row.flag for row in (*INCOMPATIBLE, *checks.INCOMPATIBLE)),
         *arguments._OF_GPUS,
-        *in_ranges,
+        *ranges._AT_LEAST_1,
         *model._HYBRID,
     }
     return [name for name in sorted(names) if name not in present or shown(name, True) not in known]

@@ -35,8 +35,6 @@ _AT_LEAST_1 = (
     "tensor_model_parallel_size",
     "vocab_size",
 )
-_FROM_0_TO_1 = ("attention_dropout", "hidden_dropout")
-_BELOW_1 = ("adam_beta1", "adam_beta2")
 
 
 def check_ranges(args: argparse.Namespace) -> None:
@@ -45,12 +43,6 @@ def check_ranges(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{shown(name, value)} must be at least 1")
-    for name in _FROM_0_TO_1:
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"{shown(name, getattr(args, name))} must be from 0 to 1")
-    for name in _BELOW_1:
-        if not 0 <= getattr(args, name) < 1:
-            raise ValueError(f"{shown(name, getattr(args, name))} must be at least 0 and below 1")
     if args.rotary_base is not None and args.rotary_base <= 0:
         raise ValueError(f"--rotary-base {args.rotary_base} must be above 0, such as 10000")
     if args.window_size is not None and len(args.window_size) != 2:
