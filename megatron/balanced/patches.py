@@ -1,9 +1,9 @@
 """The table of all patches: every attribute of Megatron-LM that is replaced.
 
 A patch is the last resort (docs/overlay.md lists the alternatives). Each row has the target, the replacement, the
-reason, the versions of megatron-core it was written for and the signature it expects. `install` applies the rows that a
-run needs. A missing target, another signature or another version stops the run, since a patch that silently does
-nothing is worse than none.
+reason and the signature it expects. `install` applies the rows that a run needs. A missing target or another signature
+stops the run, as a version does that is not in `MEGATRON_VERSIONS`: a patch that silently does nothing is worse than
+none.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import megatron.core
 import torch
 
 from megatron.balanced.callbacks import registered, with_callbacks
+from megatron.balanced.checks.flags import MEGATRON_VERSIONS
 from megatron.balanced.config import BalanceConfig
 from megatron.balanced.dry_run import assumes_gpus
 from megatron.balanced.experts.known_counts import with_known_counts
@@ -44,7 +45,6 @@ class Patch:
     replacement: Callable[[Callable], Callable]
     why: str
     signature: tuple[str, ...]  # parameter names of the original
-    versions: tuple[str, ...]  # of megatron-core
     needed: Condition
 
     def owner(self) -> tuple[Any, str]:
@@ -151,7 +151,6 @@ PATCHES = (
         replacement=_keep_shipped_helper,
         why="the wheel has the compiled dataset helper but no Makefile; make would end the run",
         signature=(),
-        versions=("0.19.2",),
         needed=_helper_is_shipped,
     ),
     Patch(
@@ -159,7 +158,6 @@ PATCHES = (
         replacement=_with_filled_state,
         why="without Transformer Engine and Apex, a distributed optimizer does not load its own checkpoint",
         signature=("self",),
-        versions=("0.19.2",),
         needed=_loads_torch_adam,
     ),
     Patch(
@@ -167,7 +165,6 @@ PATCHES = (
         replacement=_with_own_step,
         why="without Transformer Engine and Apex, a loaded distributed optimizer counts its steps wrong, or fails",
         signature=("self", "model_param", "tensors"),
-        versions=("0.19.2",),
         needed=_loads_torch_adam,
     ),
     Patch(
@@ -175,7 +172,6 @@ PATCHES = (
         replacement=_in_any_precision,
         why="Megatron-LM overlaps messages of experts in half precision alone, which nothing in the schedule needs",
         signature=("self",),
-        versions=("0.19.2",),
         needed=_overlaps_in_full_precision,
     ),
     Patch(
@@ -183,7 +179,6 @@ PATCHES = (
         replacement=with_known_counts,
         why="the dispatcher gathers the counts of tokens that balanced experts have just told it",
         signature=("input_", "tensor_parallel_output_grad", "group", "output_split_sizes", "use_global_buffer"),
-        versions=("0.19.2",),
         needed=_splits_experts,
     ),
     Patch(
@@ -191,7 +186,6 @@ PATCHES = (
         replacement=with_the_models_modules,
         why="layers of multi-token prediction do not follow the model's layer spec, which has other modules",
         signature=("config", "transformer_layer_spec", "vp_stage"),
-        versions=("0.19.2",),
         needed=_replaces_in_prediction,
     ),
     Patch(
@@ -214,7 +208,6 @@ PATCHES = (
             "scale_logits_fn",
             "input_ids",
         ),
-        versions=("0.19.2",),
         needed=lambda args, config: bool(config.sequences.enabled and args.mtp_num_layers),
     ),
     Patch(
@@ -222,7 +215,6 @@ PATCHES = (
         replacement=remembered,
         why="Megatron-LM captures CUDA graphs once, and layers that move need new ones",
         signature=("model", "config", "seq_length", "micro_batch_size", "optimizers", "pg_collection"),
-        versions=("0.19.2",),
         needed=_captures_layers,
     ),
     Patch(
@@ -230,7 +222,6 @@ PATCHES = (
         replacement=with_flat_batches,
         why="Megatron-LM packs the samples of a micro-batch into one sequence, but not its messages between stages",
         signature=("pp_size", "vp_size", "schedule_pg_collection"),
-        versions=("0.19.2",),
         needed=_flattens_batches,
     ),
     Patch(
@@ -238,7 +229,6 @@ PATCHES = (
         replacement=with_known_shapes,
         why="Megatron-LM's stages ask each other for the size of every message and wait, and balanced ones know it",
         signature=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
-        versions=("0.19.2",),
         needed=lambda args, config: config.sequences.micro_batches and not why_whole(args),
     ),
     Patch(
@@ -254,7 +244,6 @@ PATCHES = (
             "tensor_shape",
             "wait_on_reqs",
         ),
-        versions=("0.19.2",),
         needed=lambda args, config: config.fill_with_weight_gradients,
     ),
     Patch(
@@ -273,7 +262,6 @@ PATCHES = (
             "pg_collection",
             "p2p_communicator",
         ),
-        versions=("0.19.2",),
         needed=_watches_steps,
     ),
 )
@@ -283,20 +271,14 @@ _installed: list[tuple[Any, str, Any]] = []
 
 def check(patch: Patch) -> None:
     """Raise ValueError unless this patch fits the installed Megatron-LM."""
-    # Megatron appends "+COMMIT" if it is inside a git repository, which may only hold the environment.
-    if megatron.core.__version__.partition("+")[0] not in patch.versions:
-        raise ValueError(
-            f"megatron-core {megatron.core.__version__} is installed, but the patch of {patch.target} was written for "
-            f"{' or '.join(patch.versions)}; install that version"
-        )
     try:
         owner, name = patch.owner()
     except LookupError as error:
-        raise ValueError(f"{error.args[0]}; install megatron-core {patch.versions[-1]}") from error
+        raise ValueError(f"{error.args[0]}; install megatron-core {MEGATRON_VERSIONS[-1]}") from error
     found = tuple(inspect.signature(inspect.getattr_static(owner, name)).parameters)
     if found != patch.signature:
         raise ValueError(
-            f"{patch.target} takes {found}, not {patch.signature}; install megatron-core {patch.versions[-1]}"
+            f"{patch.target} takes {found}, not {patch.signature}; install megatron-core {MEGATRON_VERSIONS[-1]}"
         )
 
 

@@ -167,7 +167,6 @@ def _refusal(fault: str) -> str:
         "attribute": {"target": "megatron.training.training:no_such_function"},
         "method": {"target": "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.no_such_method"},
         "signature": {"signature": (*good.signature[:-1], "another")},
-        "version": {"versions": ("0.15.0",)},
     }
     bad = dataclasses.replace(good, **changes[fault])
     patches.PATCHES = (good, bad)
@@ -189,7 +188,6 @@ def _refusal(fault: str) -> str:
         ("attribute", ["no_such_function", "does not exist", "install megatron-core 0."]),
         ("method", ["no_such_method", "does not exist", "install megatron-core 0."]),
         ("signature", ["train_step", "another", "p2p_communicator", "install megatron-core 0."]),
-        ("version", ["megatron-core", "is installed", "0.15.0", "install that version"]),
     ],
 )
 def test_a_row_that_does_not_fit_stops_the_run(pool, fault, words):
