@@ -5,14 +5,14 @@ from balancing.command_line import explain_in_one_line, print_any_name
 
 def main() -> None:
     print_any_name()
-    from megatron.balanced.watchdog.failure import report_failures_once
+    from megatron.balanced.trainer.watchdog.failure import report_failures_once
 
     with report_failures_once():
-        from megatron.balanced.arguments import parse_arguments
+        from megatron.balanced.trainer.arguments import parse_arguments
 
         args, config = parse_arguments()  # chooses the device, which must happen before megatron.core is imported
 
-        from megatron.balanced.train import train
+        from megatron.balanced.trainer.train import train
 
         train(args, config)
 

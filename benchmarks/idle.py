@@ -109,11 +109,13 @@ def _count_balancers() -> tuple[_Count, _Count]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from balancing.experts.engine.slots import ReplicaSlots
-    from megatron.balanced import callbacks, data, observer, timing_hooks
     from megatron.balanced.experts import balancer as experts
     from megatron.balanced.experts import moe_layer
     from megatron.balanced.layers import balancer as layers
+    from megatron.balanced.observe import observer, timing_hooks
     from megatron.balanced.sequences import balancer as sequences
+    from megatron.balanced.shared import callbacks
+    from megatron.balanced.trainer import data
 
     count = _Count()
     for owner in (observer.Observer, layers.LayerBalancer, sequences.SequenceBalancer, experts.ExpertBalancer):
@@ -140,14 +142,15 @@ def _count_balancers() -> tuple[_Count, _Count]:
 
 def _train(argv: list[str], figures: Path) -> None:
     """One rank: train, and keep the processor time of balancers in each step, and what is left of them."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     args, config = parse_arguments(argv)
 
     from megatron.training import training
 
-    from megatron.balanced import callbacks, train
     from megatron.balanced.experts.moe_layer import BalancedMoELayer
+    from megatron.balanced.shared import callbacks
+    from megatron.balanced.trainer import train
 
     count, reading = _count_balancers()
     times: list[tuple[float, float]] = []

@@ -35,13 +35,14 @@ IN_PARTS = "--num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parall
 
 def _train(steps: int, report: str, figures: Path, more: list[str]) -> None:
     """One rank: train with the observer asleep in every second step, and keep the times of all steps."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     args, config = parse_arguments([*MODEL, *more, "--train-iters", str(steps), "--balance-report", report])
 
     from megatron.training import training
 
-    from megatron.balanced import observer, train
+    from megatron.balanced.observe import observer
+    from megatron.balanced.trainer import train
 
     times: list[tuple[int, float, float]] = []  # iteration, wall-clock and CPU seconds
     begin_step, end_step = observer.Observer.begin_step, observer.Observer.end_step

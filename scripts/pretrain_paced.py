@@ -18,7 +18,7 @@ import torch
 
 from balancing.clock import device_time, pace
 from examples.dynamic_models.extension import DynamicModel
-from megatron.balanced.arguments import parse_arguments
+from megatron.balanced.trainer.arguments import parse_arguments
 
 
 class _Pass:
@@ -85,7 +85,7 @@ def main() -> None:
 
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron.balanced.train import train
+    from megatron.balanced.trainer.train import train
 
     TransformerLayer.forward = paced(TransformerLayer.forward, int(text) / 1e3)
     train(args, config, extension=model)

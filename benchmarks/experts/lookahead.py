@@ -59,14 +59,14 @@ def train(iterations: int, windows: tuple[int, ...]) -> dict[int, np.ndarray]:
     Returns float32 [iteration, micro_batch, layer, 3, source, token, expert] for each window: of the router's own
     input, and of the input and the output of the layer before.
     """
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     with tempfile.TemporaryDirectory() as folder:
         data = prepare_corpus(Path(folder))
         args, config = parse_arguments([*MODEL, *data, "--train-iters", str(iterations)])
 
-        from megatron.balanced.callbacks import StepCallback
-        from megatron.balanced.train import train as run
+        from megatron.balanced.shared.callbacks import StepCallback
+        from megatron.balanced.trainer.train import train as run
 
         class Record(StepCallback):
             """Logits of the windows."""

@@ -1,4 +1,4 @@
-"""Ranks of `benchmarks.together`: real training by `megatron.balanced.train`, with paced computation.
+"""Ranks of `benchmarks.together`: real training by `megatron.balanced.trainer.train`, with paced computation.
 
 This process imports Megatron-LM once and forks every rank of every run, since sixteen imports take minutes of two
 cores. A rank enters its place in the emulated cluster and trains: Megatron-LM's trainer, schedule, dispatcher and
@@ -42,7 +42,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     import importlib
 
-    for name in ("megatron.training.training", "megatron.balanced.train", "torch.utils.tensorboard"):
+    for name in ("megatron.training.training", "megatron.balanced.trainer.train", "torch.utils.tensorboard"):
         importlib.import_module(name)
 
 
@@ -158,12 +158,12 @@ class _Wait(torch.autograd.Function):
 
 
 def _train(flags: Sequence[str], steps: Path | None, pace: Pace) -> None:
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     args, config = parse_arguments(list(flags))
 
-    from megatron.balanced.callbacks import StepCallback
-    from megatron.balanced.train import train as run
+    from megatron.balanced.shared.callbacks import StepCallback
+    from megatron.balanced.trainer.train import train as run
 
     class Clock(StepCallback):
         """Writes the seconds from the beginning of one step to that of the next."""

@@ -12,7 +12,7 @@ from examples.dynamic_models.config import DynamicsConfig
 from examples.dynamic_models.freezing import Freezing
 from examples.dynamic_models.pruning import Pruning
 from examples.dynamic_models.token_skipping import Tokens
-from megatron.balanced.callbacks import StepCallback
+from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["dynamics_callbacks"]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from examples.dynamic_models.checks import check_dynamics
 from examples.dynamic_models.config import add_flags, config_of
-from megatron.balanced.model_extension import ModelExtension
+from megatron.balanced.trainer.model_extension import ModelExtension
 
 if TYPE_CHECKING:
-    from megatron.balanced.callbacks import StepCallback
+    from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["DynamicModel"]
 

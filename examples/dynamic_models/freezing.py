@@ -29,8 +29,8 @@ from examples.dynamic_models.config import DynamicsConfig
 from examples.dynamic_models.layer import DynamicLayer
 from examples.dynamic_models.plasticity import Plasticity
 from examples.dynamic_models.schemes.freezing import PlasticityFreezer, scheduled_prefix
-from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.optimizer_state import Part, optimizer_of, parts
+from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.optimizer_state import Part, optimizer_of, parts
 
 __all__ = ["Freezing"]
 

@@ -19,16 +19,16 @@ def main() -> None:
 
     explain_in_one_line("pretrain.py")
     print_any_name()
-    from megatron.balanced.watchdog.failure import report_failures_once
+    from megatron.balanced.trainer.watchdog.failure import report_failures_once
 
     with report_failures_once():
         from examples.dynamic_models.extension import DynamicModel
-        from megatron.balanced.arguments import parse_arguments
+        from megatron.balanced.trainer.arguments import parse_arguments
 
         model = DynamicModel()
         args, config = parse_arguments(extension=model)  # chooses the device, before megatron.core is imported
 
-        from megatron.balanced.train import train
+        from megatron.balanced.trainer.train import train
 
         train(args, config, extension=model)
 

@@ -21,8 +21,8 @@ from balancing.report import event, imbalance
 from examples.dynamic_models.config import DynamicsConfig
 from examples.dynamic_models.schemes.pruning import cubic_sparsity, global_threshold, is_pruning_iteration
 from examples.dynamic_models.schemes.sparse_linear import SparsePattern, sparse_linear
-from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.optimizer_state import optimizer_of, parts
+from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.optimizer_state import optimizer_of, parts
 
 __all__ = ["Pruning"]
 

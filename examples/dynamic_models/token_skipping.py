@@ -20,8 +20,8 @@ from balancing.report import event, imbalance
 from examples.dynamic_models.config import DynamicsConfig
 from examples.dynamic_models.layer import DynamicLayer, TokenFlow
 from examples.dynamic_models.schemes.early_exit import weigh_loss
-from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.process_groups import duplicate_group
+from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.process_groups import duplicate_group
 
 __all__ = ["Tokens"]
 

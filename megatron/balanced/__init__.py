@@ -1,5 +1,5 @@
 """Load balancing inside Megatron-LM: the wiring of the algorithms in `balancing`, which never imports Megatron.
 
-Each balancer has a folder (`experts`, `sequences`, `layers`), as have the CPU as a device (`cpu`) and the reports of
-failures and stalls (`watchdog`). The files of this folder are common to them.
+`experts`, `sequences` and `layers` are the balancers, which stand side by side on `shared`. `observe` measures a run.
+`trainer` is Megatron-LM's own loop with all of them, and `cpu` the CPU as a device.
 """

@@ -284,7 +284,7 @@ def _start(argv: list[str], free: dict[int, int]) -> tuple[object, str]:
 
     import torch
 
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     rank = int(os.environ["RANK"])
     if rank in free:
@@ -294,7 +294,7 @@ def _start(argv: list[str], free: dict[int, int]) -> tuple[object, str]:
         try:
             args, config = parse_arguments(argv)
 
-            from megatron.balanced.train import train
+            from megatron.balanced.trainer.train import train
 
             train(args, config)
         except SystemExit as stop:

@@ -145,7 +145,7 @@ def _killed_in_transfer(argv: list[str], method: str, iteration: int, victim: in
     Returns what ended the training of this rank. The victim is a process of its own: of a rank that ended badly, the
     pool would not wait for what the others have to say.
     """
-    from megatron.balanced.watchdog.failure import report_failures_once
+    from megatron.balanced.trainer.watchdog.failure import report_failures_once
 
     if int(os.environ["RANK"]) == victim:
         if (process := os.fork()) != 0:

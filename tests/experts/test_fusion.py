@@ -22,7 +22,7 @@ def accumulate_fused() -> list[int]:
     """From now on this rank is on a machine with Apex. Returns a list of one number, how often the kernel ran."""
     from megatron.core.tensor_parallel import layers
 
-    from megatron.balanced import arguments
+    from megatron.balanced.trainer import arguments
 
     ran = [0]
 

@@ -105,7 +105,7 @@ def _in_the_place_of_transformer_engines() -> list[str]:
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
-    from megatron.balanced import model
+    from megatron.balanced.trainer import model
     from tests.support.one_layer import tiny_config
 
     theirs = MLPSubmodules(linear_fc1=None, linear_fc2=None)

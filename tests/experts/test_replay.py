@@ -27,9 +27,9 @@ def _routed(argv: list[str], recorded: list | None) -> tuple[RankRun, list, int]
     """
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    from megatron.balanced import callbacks
     from megatron.balanced.experts.balancer import ExpertBalancer
     from megatron.balanced.experts.replay import will_route
+    from megatron.balanced.shared import callbacks
 
     steps: list[list[Any]] = []
     wrong = 0

@@ -113,7 +113,7 @@ class Told:
 
 def pretrain_rank(argv: list[str], orders: Orders) -> Told:
     """The body of one rank: the program of `argv`."""
-    from megatron.balanced import arguments
+    from megatron.balanced.trainer import arguments
 
     told, models = Told(), []
     tape = _begin_tape(orders)
@@ -143,7 +143,7 @@ def pretrain_rank(argv: list[str], orders: Orders) -> Told:
 
 def replay_rank(argv: list[str], orders: Orders, rank: int, ranks: int) -> Told:
     """The body of one rank of `ranks` that runs alone, by a recording: there is no other to agree with at the start."""
-    from megatron.balanced import arguments
+    from megatron.balanced.trainer import arguments
 
     join = arguments.join_job
     arguments.join_job = lambda **unused: join(alone=True)

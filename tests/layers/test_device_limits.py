@@ -58,7 +58,7 @@ def _options() -> list[Any]:
     """Options of a group made beside one that has options of the user."""
     import torch.distributed as dist
 
-    from megatron.balanced import process_groups
+    from megatron.balanced.shared import process_groups
 
     dist.init_process_group("gloo")
     theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -84,7 +84,7 @@ def test_options_of_nccl_reach_groups_beside_megatrons(pool):
     ("soft", "hard", "wanted"), [(1024, 4096, True), (-1, -1, None), (4096, 4096, None), (1024, 1024, False)]
 )
 def test_sockets_to_a_thousand_ranks(monkeypatch, soft, hard, wanted):
-    from megatron.balanced import process_groups
+    from megatron.balanced.shared import process_groups
 
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(process_groups.resource, "getrlimit", lambda which: (soft, hard))

@@ -135,9 +135,9 @@ def test_cached_memory_is_given_back_before_tensors_arrive_and_peaks_start_anew(
 
 def _bytes(argv: list[str]) -> tuple[dict[str, list[float]], dict[int, tuple[float, float]]]:
     """Bytes by layer as plans count them, and as they are in memory: weights with optimizer state, and gradients."""
-    from megatron.balanced import callbacks
     from megatron.balanced.layers import balancer as layers
-    from megatron.balanced.optimizer_state import states_of
+    from megatron.balanced.shared import callbacks
+    from megatron.balanced.shared.optimizer_state import states_of
 
     counted: dict[str, list[float]] = {}
     held: dict[int, tuple[float, float]] = {}

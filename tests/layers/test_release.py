@@ -46,9 +46,9 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, An
     """Train until the end or a release. Returns the run, the final optimizer state, and the exit code if released."""
     args, config, start = parse(argv)
 
-    from megatron.balanced import callbacks
     from megatron.balanced.layers import balancer as layers
-    from megatron.balanced.optimizer_state import states_of
+    from megatron.balanced.shared import callbacks
+    from megatron.balanced.shared.optimizer_state import states_of
 
     state: dict[str, Any] = {}
 
@@ -193,7 +193,7 @@ def _killed_in_a_release(argv: list[str], victim: int, rebuilding: bool) -> str:
     """
     from megatron.balanced.layers import mover
     from megatron.balanced.layers import state as layer_state
-    from megatron.balanced.watchdog.failure import report_failures_once
+    from megatron.balanced.trainer.watchdog.failure import report_failures_once
 
     def die(*unused: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -361,7 +361,7 @@ def _groups_of_steps(argv: list[str]) -> list[list[tuple[str, tuple[int, ...]]]]
     """What each process group of this rank is for, and its ranks, at the end of each step."""
     import torch.distributed as dist
 
-    from megatron.balanced.callbacks import StepCallback
+    from megatron.balanced.shared.callbacks import StepCallback
 
     found = []
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.balanced import agreement
-from megatron.balanced.agreement import _difference
+from megatron.balanced.trainer import agreement
+from megatron.balanced.trainer.agreement import _difference
 from tests.support.command import run_command
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
@@ -87,7 +87,7 @@ def test_the_source_is_hashed_whole(tmp_path):
     """A changed file of either package changes the hash."""
     for package in ("balancing", "megatron/balanced"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    asked = "from megatron.balanced.agreement import _source; print(_source())"
+    asked = "from megatron.balanced.trainer.agreement import _source; print(_source())"
     hashes = []
     for changed in (None, "balancing/layers/plan.py", "megatron/balanced/layers/mover.py"):
         if changed is not None:
@@ -163,7 +163,7 @@ def test_many_ranks(pool):
 def _meet(port: int) -> float:
     """Open the job's store before torch does, without a launcher's; the process groups then meet in it."""
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
-    from megatron.balanced import rendezvous
+    from megatron.balanced.trainer import rendezvous
 
     rendezvous.join_job()
     dist.init_process_group("gloo")

@@ -225,9 +225,9 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     from examples.dynamic_models import checks
-    from megatron.balanced import arguments, balancers
-    from megatron.balanced.checks import model, ranges
-    from megatron.balanced.checks.incompatible import INCOMPATIBLE, shown
+    from megatron.balanced.trainer import arguments, balancers
+    from megatron.balanced.trainer.checks import model, ranges
+    from megatron.balanced.trainer.checks.incompatible import INCOMPATIBLE, shown
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
@@ -352,7 +352,7 @@ def test_what_stands_in_a_corpus(pool, tmp_path):
 
 
 def test_a_large_corpus_is_looked_at_in_blocks(tmp_path):
-    from megatron.balanced.checks import corpus
+    from megatron.balanced.trainer.checks import corpus
 
     count = 3 * corpus._LOOKED_AT
     np.arange(count, dtype=np.int32).tofile(tmp_path / "numbers")
@@ -402,7 +402,7 @@ def test_sft_without_its_packages(pool):
 
 def _only_on_second(argv: list[str]) -> tuple[object, str]:
     """Rank 1 alone does not find the package that a corpus needs."""
-    from megatron.balanced import arguments
+    from megatron.balanced.trainer import arguments
 
     if os.environ["RANK"] == "1":
 
@@ -433,7 +433,7 @@ def test_help():
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
-    from megatron.balanced.config import SECTIONS, BalanceConfig
+    from megatron.balanced.trainer.config import SECTIONS, BalanceConfig
 
     shown = "".join(done.stdout.split())
     assert "--balance-config" in shown

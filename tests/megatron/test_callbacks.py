@@ -17,7 +17,7 @@ def _recorder(calls: list[str]) -> Any:
     """A callback that notes its calls, each with what tells it from others, and meets all other ranks in each."""
     import torch.distributed as dist
 
-    from megatron.balanced import callbacks
+    from megatron.balanced.shared import callbacks
 
     def of(name: str, *args: Any) -> str:
         if name == "attach":
@@ -51,12 +51,12 @@ def _recorder(calls: list[str]) -> Any:
 
 def _rank(argv: list[str], plans: Plans) -> tuple[list[str], bool]:
     """Train with a callback. Returns its calls, and whether this rank left the job."""
-    from megatron.balanced import callbacks
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.shared import callbacks
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     args, config = parse_arguments(argv)
 
-    from megatron.balanced.train import train
+    from megatron.balanced.trainer.train import train
 
     calls: list[str] = []
     if plans:
@@ -93,7 +93,7 @@ def test_a_callback_needs_no_feature(pool, flags, steps):
 
 
 def _fails(argv: list[str]) -> None:
-    from megatron.balanced.callbacks import StepCallback
+    from megatron.balanced.shared.callbacks import StepCallback
 
     class Fails(StepCallback):
         def end_schedule(self) -> None:

@@ -14,7 +14,7 @@ MODEL = [*training.MODEL, *"--global-batch-size 8".split()]
 
 def _tokens(argv: list[str]) -> np.ndarray:
     """Train, and return the token sequences this rank read, [samples, sequence length]."""
-    from megatron.balanced import data
+    from megatron.balanced.trainer import data
 
     seen: list[np.ndarray] = []
     broadcast = data.get_batch_on_this_tp_rank

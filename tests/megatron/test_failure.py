@@ -244,7 +244,7 @@ def test_what_fails_on_one_rank_alone(pool):
 
 def _with_store(fault: str) -> tuple[str, bool]:
     """Fail on this rank where the store cannot be asked. Returns what was said, and whether it ended in time."""
-    from megatron.balanced.watchdog import failure
+    from megatron.balanced.trainer.watchdog import failure
 
     def open_store(name: str, *, anew: bool = False) -> object:
         if fault == "frozen":

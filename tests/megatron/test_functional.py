@@ -163,7 +163,7 @@ def _rank(flags: dict[str, Any], balancers: tuple[str, ...], extra: list[str]) -
 
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron.balanced.arguments import add_balance_flags
+    from megatron.balanced.trainer.arguments import add_balance_flags
 
     parser = add_balance_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     argv, _ = command_line(Recipe("", flags), parser)

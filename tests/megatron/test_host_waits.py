@@ -72,11 +72,11 @@ ALLOWED: dict[tuple[str, str], str] = {
         "synchronize event",
     ): "likewise",
     (
-        "megatron/balanced/model.py:PackedDotProductAttention.forward",
+        "megatron/balanced/trainer/model.py:PackedDotProductAttention.forward",
         "tolist",
     ): "without Transformer Engine each document is attended to by itself",
     (
-        "megatron/balanced/data.py:_packed_parameters",
+        "megatron/balanced/trainer/data.py:_packed_parameters",
         "item",
     ): "kernels for packed documents take the longest one as a number; Megatron-LM's entry script waits for it, too",
     (
@@ -92,9 +92,9 @@ ALLOWED: dict[tuple[str, str], str] = {
 def _waits(argv: list[str]) -> Counter[tuple[str, str]]:
     """The waits of one rank, on the paths of a GPU."""
     from balancing.clock import CudaClock
-    from megatron.balanced import observer
-    from megatron.balanced.callbacks import StepCallback
     from megatron.balanced.experts import moe_layer
+    from megatron.balanced.observe import observer
+    from megatron.balanced.shared.callbacks import StepCallback
     from tests.support.checkers.host_waits import WaitCounter
     from tests.support.stand_ins import split_kernels
 

@@ -18,7 +18,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 
 def _own_model() -> Any:
     """Its first layers are frozen from the start, and every second layer has a gain and counts its passes."""
-    from megatron.balanced.model_extension import ModelExtension
+    from megatron.balanced.trainer.model_extension import ModelExtension
 
     class Own(ModelExtension):
         def add_flags(self, parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def _counts() -> Any:
     from megatron.core.utils import unwrap_model
 
     from balancing.report import event
-    from megatron.balanced.callbacks import StepCallback
+    from megatron.balanced.shared.callbacks import StepCallback
 
     class Counts(StepCallback):
         def attach(self, chunks: list[Any]) -> None:
@@ -87,12 +87,12 @@ def _counts() -> Any:
 
 def _rank(argv: list[str], plans: Plans) -> RankRun:
     """Train until the end, or until this rank is released."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     model = _own_model()
     args, config = parse_arguments(argv, model)
 
-    from megatron.balanced.train import train
+    from megatron.balanced.trainer.train import train
 
     if plans:
         move_at(plans)
@@ -123,7 +123,7 @@ def test_layers_of_ones_own_move_freeze_and_stay_when_ranks_leave(pool, tmp_path
 
 
 def _refused(argv: list[str], extended: bool) -> tuple[object, str]:
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

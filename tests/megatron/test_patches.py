@@ -39,14 +39,14 @@ DEALT = (
 
 
 def _parsed(flags: str = "") -> tuple[Any, Any]:
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     return parse_arguments([*MODEL, *MOCK_DATA, *flags.split()])
 
 
 def _contract() -> dict[str, str | None]:
     """Target -> what is wrong with it, None when nothing is."""
-    from megatron.balanced import patches
+    from megatron.balanced.trainer import patches
 
     found: dict[str, str | None] = {}
     for patch in patches.PATCHES:
@@ -72,7 +72,7 @@ def test_every_row_fits_the_installed_megatron(pool):
 
 def test_the_versions_are_those_of_the_package():
     setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
-    from megatron.balanced.checks.flags import MEGATRON_VERSIONS
+    from megatron.balanced.trainer.checks.flags import MEGATRON_VERSIONS
 
     assert tuple(re.findall(r'"megatron-core==([\d.]+)"', setup)) == MEGATRON_VERSIONS
 
@@ -82,7 +82,7 @@ def _installs(together: bool) -> list[str]:
     which micro-batches stay whole, so that messages between stages need nothing."""
     from balancing.layers.config import LayerConfig
     from balancing.sequences.config import SequenceConfig
-    from megatron.balanced import patches
+    from megatron.balanced.trainer import patches
 
     # Overlapped messages are refused with multi-token prediction of packed documents, which other rows need.
     args, config = _parsed(" ".join(NEEDS.values()).replace("--overlap-moe-expert-parallel-comm", ""))
@@ -121,7 +121,7 @@ def test_rows_go_on_once_and_come_off(pool, together):
 
 
 def _needed(flags: str) -> list[str]:
-    from megatron.balanced import patches
+    from megatron.balanced.trainer import patches
 
     args, config = _parsed(flags)
     if flags == GRAPHS:
@@ -158,7 +158,7 @@ def test_layers_of_prediction_are_patched_where_their_modules_differ(pool, flags
 
 def _refusal(fault: str) -> str:
     """Install a table whose last row has a fault. Returns what is said of it; nothing may be installed then."""
-    from megatron.balanced import patches
+    from megatron.balanced.trainer import patches
 
     args, config = _parsed()
     good = dataclasses.replace(patches.PATCHES[-1], needed=lambda args, config: True)
@@ -197,7 +197,7 @@ def test_a_row_that_does_not_fit_stops_the_run(pool, fault, words):
 
 
 def _wrong_signature_at_start() -> None:
-    from megatron.balanced import patches
+    from megatron.balanced.trainer import patches
 
     patches.PATCHES = (
         dataclasses.replace(patches.PATCHES[-1], needed=lambda args, config: True, signature=("something",)),
@@ -213,7 +213,7 @@ def test_it_is_found_before_anything_is_built(pool):
 
 
 def _trains_and_leaves_nothing() -> None:
-    from megatron.balanced import patches
+    from megatron.balanced.trainer import patches
 
     originals = [inspect.getattr_static(*patch.owner()) for patch in patches.PATCHES[:-1]]
     train_rank([*MODEL, *MOCK_DATA, "--train-iters", "1"], False)

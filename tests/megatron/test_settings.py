@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.balanced.config import SECTIONS, BalanceConfig, add_flags, config_from_flags
-from megatron.balanced.config_file import fields_of_file, read_file
+from megatron.balanced.trainer.config import SECTIONS, BalanceConfig, add_flags, config_from_flags
+from megatron.balanced.trainer.config_file import fields_of_file, read_file
 
 PAGES = Path(__file__).resolve().parents[2] / "docs"
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.balanced.watchdog.stall import name_ranks
+from megatron.balanced.trainer.watchdog.stall import name_ranks
 from tests.support.training import MOCK_DATA, MODEL, RankRun, train_rank
 
 STOPPED_AT = 2  # iteration
@@ -15,8 +15,8 @@ STOPPED_AT = 2  # iteration
 
 def _stops(argv: list[str], folder: Path) -> RankRun:
     """Rank 1 does nothing in an iteration until the stall is reported."""
-    from megatron.balanced.callbacks import StepCallback
-    from megatron.balanced.watchdog import stall
+    from megatron.balanced.shared.callbacks import StepCallback
+    from megatron.balanced.trainer.watchdog import stall
 
     stopped, report = folder / "stopped", folder / "reported"
 

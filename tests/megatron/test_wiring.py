@@ -60,8 +60,8 @@ def test_heads_on_other_ranks_have_masks_of_their_own(pool: Pool) -> None:
 
 
 def _scale_after_a_move(argv: list[str], moves: bool) -> float:
-    from megatron.balanced import callbacks
     from megatron.balanced.layers import balancer as layers
+    from megatron.balanced.shared import callbacks
 
     def begin_step(self: Any, iteration: int, config: Any) -> None:
         self.iteration = iteration

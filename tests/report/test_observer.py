@@ -49,12 +49,12 @@ def documents(tmp_path):
 
 def _train_with(plant: str, argv: list[str]) -> list[list[int]]:
     """Train with something uneven planted. Returns the document lengths of this rank's micro-batches."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     args, config = parse_arguments(argv)
 
-    from megatron.balanced import observer
-    from megatron.balanced.train import train as train_with_flags
+    from megatron.balanced.observe import observer
+    from megatron.balanced.trainer.train import train as train_with_flags
 
     seen: list[list[int]] = []
     attach, documents = observer.Observer.attach, observer.Observer.documents

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.checks.incompatible import SEQUENCES, check_compatible
 from megatron.balanced.sequences.checks import check_sequences
+from megatron.balanced.trainer.checks.incompatible import SEQUENCES, check_compatible
 from tests.megatron.test_bad_input import _parse
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE
@@ -146,7 +146,7 @@ def _told(argv: list[str]) -> tuple[Any, list[str]]:
     import contextlib
     import io
 
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

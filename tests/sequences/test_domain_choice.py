@@ -105,7 +105,7 @@ def _settled(argv: list[str], prefix: str) -> tuple[str, str, list[tuple[int, ..
     import contextlib
     import io
 
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -114,9 +114,9 @@ def _settled(argv: list[str], prefix: str) -> tuple[str, str, list[tuple[int, ..
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
-    from megatron.balanced.data import _dataset_config
-    from megatron.balanced.sequences.auto_domain import sample_lengths
     from megatron.balanced.sequences.reading import document_lengths
+    from megatron.balanced.trainer.auto_domain import sample_lengths
+    from megatron.balanced.trainer.data import _dataset_config
 
     notes = [line for line in said.getvalue().splitlines() if "--sequence-domain auto" in line]
     drawn = []

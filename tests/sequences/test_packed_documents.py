@@ -121,7 +121,7 @@ def _attention(lengths: list[int]) -> float:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.balanced.model import PackedDotProductAttention
+    from megatron.balanced.trainer.model import PackedDotProductAttention
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()

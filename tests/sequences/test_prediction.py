@@ -60,13 +60,13 @@ def packed(pool, tmp_path_factory) -> Packed:
 
 def _train_rank(argv: list[str]) -> tuple[Any, dict[str, list[float]]]:
     """What a rank saw of a run, and what Megatron-LM logs of predicted tokens, by name."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     args, config = parse_arguments(argv)
 
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from megatron.balanced.train import train
+    from megatron.balanced.trainer.train import train
 
     logged: dict[str, list[float]] = {}
     track = MTPLossLoggingHelper.track_mtp_metrics

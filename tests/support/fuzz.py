@@ -119,7 +119,7 @@ def options() -> list[Option]:
     """What the parser knows, to be called where Megatron-LM was imported on the CPU."""
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron.balanced.arguments import add_balance_flags
+    from megatron.balanced.trainer.arguments import add_balance_flags
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
@@ -209,7 +209,7 @@ def _rank(argv: list[str], folder: str) -> tuple[int, int]:
     """One rank of what `pretrain_gpt.py` does in an empty folder. Returns the exit code and the number of steps."""
     from megatron.training import training
 
-    from megatron.balanced.watchdog.failure import report_failures_once
+    from megatron.balanced.trainer.watchdog.failure import report_failures_once
 
     os.chdir(folder)
     steps = []

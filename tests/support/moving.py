@@ -26,9 +26,9 @@ def move_at(plans: Plans) -> None:
 
 def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]:
     """The body of one rank. Returns the run, and this rank's pieces of the optimizer's state."""
-    from megatron.balanced import callbacks
     from megatron.balanced.layers import balancer as layers
-    from megatron.balanced.optimizer_state import states_of
+    from megatron.balanced.shared import callbacks
+    from megatron.balanced.shared.optimizer_state import states_of
 
     seen: dict[str, Any] = {}
 

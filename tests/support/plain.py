@@ -74,7 +74,7 @@ def plain_rank(argv: list[str], tools: str, keep_parameters: bool) -> RankRun:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron.balanced import patches
+    from megatron.balanced.trainer import patches
 
     os.environ["PATH"] = f"{tools}:{os.environ['PATH']}"
     sys.argv[1:] = argv

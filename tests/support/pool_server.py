@@ -47,12 +47,12 @@ PRELOAD = (
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
-    "megatron.balanced.arguments",
-    "megatron.balanced.data",
+    "megatron.balanced.trainer.arguments",
+    "megatron.balanced.trainer.data",
     "megatron.balanced.experts.graphs",
-    "megatron.balanced.model",
-    "megatron.balanced.patches",
-    "megatron.balanced.train",
+    "megatron.balanced.trainer.model",
+    "megatron.balanced.trainer.patches",
+    "megatron.balanced.trainer.train",
 )
 GRACE_SECONDS = 3.0  # after one rank failed, the others may say why they did
 

@@ -24,11 +24,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Any, Callable]:
     """Choose the device and parse as the program does. Returns the arguments, the config, and the function that trains
     with these two and with callbacks."""
     from examples.dynamic_models.extension import DynamicModel
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     model = None if _FLAGS.isdisjoint(argv) else DynamicModel()
     args, config = parse_arguments(argv, model)
 
-    from megatron.balanced.train import train
+    from megatron.balanced.trainer.train import train
 
     return args, config, functools.partial(train, extension=model)

@@ -4,8 +4,8 @@
 
 FLAGS are those of pretrain_gpt.py, added to each recipe; without a balancer among them, the answer is given for each.
 
-Each recipe is a dry run (`megatron.balanced.dry_run`) in a process of its own, forked from one that has imported
-Megatron-LM. Recipes are written for Megatron-LM's development branch, so some flags are translated for the version
+Each recipe is a dry run (`megatron.balanced.trainer.dry_run`) in a process of its own, forked from one that has
+imported Megatron-LM. Recipes are written for Megatron-LM's development branch, so some flags are translated for the version
 that is installed, and the answer says which.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from balancing.command_line import Parser
-from megatron.balanced.checks.flags import MEGATRON_VERSIONS, check_megatron
+from megatron.balanced.trainer.checks.flags import MEGATRON_VERSIONS, check_megatron
 from tests.support.recipe_files import Recipe, read_recipes
 
 __all__ = ["Verdict", "answer", "command_line", "main", "markdown", "verdicts"]
@@ -142,7 +142,7 @@ def _option(word: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron.balanced.arguments import add_balance_flags
+    from megatron.balanced.trainer.arguments import add_balance_flags
 
     return add_balance_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
@@ -155,10 +155,10 @@ def answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict:
 
     environment: with WORLD_SIZE; replaces the launcher's.
     """
-    from megatron.balanced import patches
-    from megatron.balanced.arguments import parse_arguments
-    from megatron.balanced.checks.incompatible import IncompatibleError
-    from megatron.balanced.dry_run import plan_lines
+    from megatron.balanced.trainer import patches
+    from megatron.balanced.trainer.arguments import parse_arguments
+    from megatron.balanced.trainer.checks.incompatible import IncompatibleError
+    from megatron.balanced.trainer.dry_run import plan_lines
 
     for name in _LAUNCHER:
         os.environ.pop(name, None)
@@ -233,7 +233,7 @@ def verdicts(
 def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
     """Import Megatron-LM as a dry run does. Returns the parser of pretrain_gpt.py."""
     from megatron.balanced.cpu.device import use_cpu
-    from megatron.balanced.dry_run import assume_packages, assume_ranks
+    from megatron.balanced.trainer.dry_run import assume_packages, assume_ranks
 
     check_megatron()
     for name in _LAUNCHER:
@@ -243,7 +243,7 @@ def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
         assume_packages()
     else:
         use_cpu()
-    import megatron.balanced.train  # noqa: F401  so that the forks need not
+    import megatron.balanced.trainer.train  # noqa: F401  so that the forks need not
 
     return _parser()
 

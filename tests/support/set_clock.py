@@ -28,7 +28,7 @@ class SetClock:
 
     def install(self) -> "SetClock":
         """Make it the clock of this rank's CPU device. Returns itself."""
-        from megatron.balanced import observer
+        from megatron.balanced.observe import observer
 
         observer.CpuClock = lambda: self
         return self

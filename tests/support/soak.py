@@ -168,8 +168,8 @@ def _rank(
 
     args, config, train = parse(argv)
 
-    from megatron.balanced.callbacks import StepCallback
     from megatron.balanced.layers.balancer import LayerBalancer
+    from megatron.balanced.shared.callbacks import StepCallback
 
     held: list[Held] = []
     layers: list[Any] = []

@@ -90,7 +90,7 @@ def _moments(model: list[Any], optimizer: Any) -> dict[str, list[Piece]]:
     """
     import torch
 
-    from megatron.balanced.optimizer_state import states_of
+    from megatron.balanced.shared.optimizer_state import states_of
 
     states = states_of(optimizer)
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]

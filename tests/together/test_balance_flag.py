@@ -17,7 +17,7 @@ NAMES = ("experts", "sequences", "layers")
 
 def _balancers(argv: list[str]) -> tuple[object, list[str], str]:
     """The exit code, "none" if the flags were accepted, the balancers in force and what was printed."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -58,11 +58,11 @@ BALANCED = (
 def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
     """One rank. Returns also the bytes that layers and buffers need beside the model, as the planner of layers counts
     them in the end, and those of this rank's slots and of its keys and values."""
-    from megatron.balanced.callbacks import registered
     from megatron.balanced.experts.balancer import ExpertBalancer
     from megatron.balanced.layers import planning
     from megatron.balanced.layers.balancer import LayerBalancer
     from megatron.balanced.sequences.balancer import SequenceBalancer
+    from megatron.balanced.shared.callbacks import registered
     from tests.support.set_clock import SetClock, slow_layers
 
     planning._BANDWIDTH, planning._FIXED_SECONDS = 1e18, 0.0

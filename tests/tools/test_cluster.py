@@ -137,7 +137,7 @@ def test_the_hosts_of_a_rack_are_one_node(world_size, per_host, nodes, per_node)
 
 
 def test_a_group_in_a_rack_is_on_one_node(monkeypatch):
-    from megatron.balanced.process_groups import cluster_of
+    from megatron.balanced.shared.process_groups import cluster_of
 
     monkeypatch.setenv("WORLD_SIZE", "128")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

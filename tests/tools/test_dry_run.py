@@ -60,7 +60,7 @@ def test_a_cluster_is_described_from_a_machine_without_gpus():
 
 def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
     """The exit code, "none" if the flags were accepted, and stderr."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     for name in (*LAUNCHER, "WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -123,14 +123,14 @@ def test_the_hosts_that_a_launcher_started_are_not_assumed(pool):
 
 def _plan_of(flags: list[str], environment: dict[str, str]) -> list[str]:
     """The lines of a plan."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     for name in (*LAUNCHER, "WORLD_SIZE"):
         os.environ.pop(name, None)
     os.environ |= environment
     args, config = parse_arguments([*flags, "--balance-dry-run"])
 
-    from megatron.balanced.dry_run import plan_lines
+    from megatron.balanced.trainer.dry_run import plan_lines
 
     return plan_lines(args, config)
 
@@ -181,11 +181,11 @@ def _compare(flags: list[str]) -> dict[str, tuple[object, object]]:
     from megatron.core import mpu
 
     from balancing.experts.engine.slots import ReplicaSlots
-    from megatron.balanced.arguments import parse_arguments
-    from megatron.balanced.callbacks import StepCallback
-    from megatron.balanced.dry_run import groups_along, model_of, moe_layers, slot_bytes
     from megatron.balanced.experts.moe_layer import BalancedMoELayer
-    from megatron.balanced.train import train
+    from megatron.balanced.shared.callbacks import StepCallback
+    from megatron.balanced.trainer.arguments import parse_arguments
+    from megatron.balanced.trainer.dry_run import groups_along, model_of, moe_layers, slot_bytes
+    from megatron.balanced.trainer.train import train
 
     args, config = parse_arguments(flags)
     found: dict[str, tuple[object, object]] = {}

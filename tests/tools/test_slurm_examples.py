@@ -86,7 +86,7 @@ def _dry_run(flags: list[str], ranks: int) -> tuple[object, str]:
             args, config, train = parse([*flags, "--balance-dry-run"])
         except SystemExit as stopped:
             return stopped.code, said.getvalue()
-    from megatron.balanced.dry_run import plan_lines
+    from megatron.balanced.trainer.dry_run import plan_lines
 
     extension = train.keywords["extension"]
     frozen = 0 if extension is None else extension.frozen_layers(args)

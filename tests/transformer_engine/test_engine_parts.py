@@ -23,8 +23,8 @@ def _check(flags: str, without: str | None) -> str:
     import argparse
     import dataclasses
 
-    from megatron.balanced.checks import engine_parts
-    from megatron.balanced.config import BalanceConfig
+    from megatron.balanced.trainer.checks import engine_parts
+    from megatron.balanced.trainer.config import BalanceConfig
 
     config = BalanceConfig()
     for name in ("experts", "layers"):

@@ -103,7 +103,7 @@ def test_replicas_beside_graphs_of_delayed_gradients(model_of, case):
 def _move_on_graphs(argv: list[str], plans: Any) -> tuple[RankRun, list[tuple[int, int]], int]:
     """Train with layers that move. Returns the run, the graphs as `_train_on_graphs` does, and the measured layers'
     forward passes of the last step."""
-    from megatron.balanced.observer import Observer
+    from megatron.balanced.observe.observer import Observer
     from tests.support.stand_ins import cuda_graphs
 
     cuda_graphs.install()

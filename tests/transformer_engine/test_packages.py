@@ -51,7 +51,7 @@ def _seen(argv: list[str]) -> tuple[str, str, bool]:
     import transformer_engine
     from megatron.core.utils import is_te_min_version
 
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     implementation = parse_arguments(argv)[0].transformer_impl
     return transformer_engine.__version__, implementation, is_te_min_version("2.0")

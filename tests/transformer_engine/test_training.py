@@ -117,7 +117,7 @@ def test_gradients_accumulate_fused(model_of):
 
 def _error(argv: list[str]) -> str:
     """The one line with which this rank stops."""
-    from megatron.balanced.arguments import parse_arguments
+    from megatron.balanced.trainer.arguments import parse_arguments
 
     said = io.StringIO()
     with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(said):

@@ -27,8 +27,8 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from megatron.balanced.checks.refusal import LocalError
 from megatron.balanced.cpu import fakes, function_mode, gloo
+from megatron.balanced.trainer.checks.refusal import LocalError
 
 __all__ = ["choose_device", "is_cpu", "release_cpu", "use_cpu"]
 

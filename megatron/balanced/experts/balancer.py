@@ -25,8 +25,6 @@ from balancing.experts import ReplicaPlacement
 from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
-from megatron.balanced import callbacks
-from megatron.balanced.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.events import LayerMilliseconds, layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
@@ -36,8 +34,10 @@ from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanne
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import take_known_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
-from megatron.balanced.optimizer_state import state_bytes
-from megatron.balanced.process_groups import cluster_of, duplicate_group
+from megatron.balanced.shared import callbacks
+from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
+from megatron.balanced.shared.optimizer_state import state_bytes
+from megatron.balanced.shared.process_groups import cluster_of, duplicate_group
 
 __all__ = ["ExpertBalancer", "ReplicaMemoryError"]
 

@@ -2,21 +2,21 @@
 
 Megatron-LM's own modules and dispatchers run the replicas. Flags that replace these, or that reduce an expert's
 gradient before those of its replicas were added, would give wrong numbers or a hang, so they are refused
-(`megatron.balanced.checks.incompatible`).
+(`megatron.balanced.trainer.checks.incompatible`).
 """
 
 import argparse
 import dataclasses
 
 from balancing.experts.config import ExpertConfig
-from megatron.balanced.checks.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
-from megatron.balanced.dry_run import assumes_gpus
 from megatron.balanced.experts.graphs import (
     captures_experts,
     captures_iterations,
     leave_out_preprocessing,
     with_captured_iterations,
 )
+from megatron.balanced.trainer.checks.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
+from megatron.balanced.trainer.dry_run import assumes_gpus
 
 __all__ = ["check_experts"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from balancing.experts.config import ExpertConfig
 from balancing.experts.split.placed_split import MOST_RANKS, kernels_split
-from megatron.balanced.checks.incompatible import shown
+from megatron.balanced.trainer.checks.incompatible import shown
 
 __all__ = [
     "captures_experts",

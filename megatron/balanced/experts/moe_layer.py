@@ -24,7 +24,7 @@ from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.split.placed_split import PlacedSplit, SplitTables, kernels_split, place_all
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.known_counts import known_counts
-from megatron.balanced.recompute import Replays
+from megatron.balanced.shared.recompute import Replays
 
 __all__ = ["BalancedMoELayer", "ReplicatedSequentialMLP", "place_layers"]
 

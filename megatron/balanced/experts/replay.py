@@ -23,7 +23,7 @@ def will_route(experts: Sequence[Sequence[torch.Tensor]]) -> None:
     """Tell the experts of all micro-batches of the next step; all ranks do, or none.
 
     To be called before the step's schedule, for instance from `begin_step` of a callback
-    (`megatron.balanced.callbacks`).
+    (`megatron.balanced.shared.callbacks`).
 
     experts: [micro-batch][router] -> int [token, k], of this rank. Routers are those of
         `RouterReplay.global_router_replay_instances`, in that order, as in `RouterReplay.set_replay_data`.

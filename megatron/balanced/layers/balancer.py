@@ -19,14 +19,14 @@ from megatron.training.utils import print_rank_0
 from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import to_layout
-from megatron.balanced import callbacks
-from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.layers.events import decision_event, release_event
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.planning import Choice, LayerPlanner
 from megatron.balanced.layers.release import hand_over_tensorboard
 from megatron.balanced.layers.repack import Repacker
-from megatron.balanced.observer import Observer
+from megatron.balanced.observe.observer import Observer
+from megatron.balanced.shared import callbacks
+from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["LayerBalancer"]
 

@@ -2,7 +2,7 @@
 
 A move sends the tensors of a layer and builds the layer anew on another stage. Flags that keep parts of a layer where a
 move does not look, or that record what a stage computes, would give wrong numbers, so they are refused
-(`megatron.balanced.checks.incompatible`).
+(`megatron.balanced.trainer.checks.incompatible`).
 """
 
 import argparse
@@ -12,8 +12,8 @@ from balancing.layers.config import LayerConfig
 from balancing.layers.layout import from_layout
 from balancing.layers.plan import ONE_CHUNK
 from balancing.layers.stage_plan import StagePlan
-from megatron.balanced.checks.incompatible import FILL, LAYERS, RELEASE, check_compatible
-from megatron.balanced.config import BalanceConfig
+from megatron.balanced.trainer.checks.incompatible import FILL, LAYERS, RELEASE, check_compatible
+from megatron.balanced.trainer.config import BalanceConfig
 
 __all__ = ["check_fill", "check_layers"]
 

@@ -24,8 +24,8 @@ from megatron.core.utils import unwrap_model
 
 from balancing.layers.simulator.fill import SplitPasses, simulate_fill
 from balancing.layers.simulator.schedule import Schedule, operations
-from megatron.balanced.callbacks import StepCallback
 from megatron.balanced.layers.weight_gradients import WeightGradients, deferring
+from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_filled_waits"]
 

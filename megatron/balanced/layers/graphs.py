@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.balanced.callbacks import StepCallback
+from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["GraphsOfLayers", "remembered"]
 

@@ -47,7 +47,6 @@ from balancing.layers.repack import release_of
 from balancing.layers.stage_plan import StagePlan
 from balancing.messages import connect
 from balancing.ranges import named
-from megatron.balanced import callbacks
 from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
 from megatron.balanced.layers.release import Departure
@@ -60,7 +59,8 @@ from megatron.balanced.layers.state import (
     take_inventory,
     transfer,
 )
-from megatron.balanced.optimizer_state import (
+from megatron.balanced.shared import callbacks
+from megatron.balanced.shared.optimizer_state import (
     ParameterState,
     Taken,
     bucket_layout,
@@ -72,7 +72,7 @@ from megatron.balanced.optimizer_state import (
     state_bytes,
     take,
 )
-from megatron.balanced.process_groups import duplicate_group, gather_objects, options_like
+from megatron.balanced.shared.process_groups import duplicate_group, gather_objects, options_like
 
 __all__ = ["LayerMover", "Moved"]
 
@@ -129,7 +129,7 @@ class LayerMover:
     """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
 
     spec: what the model was built from. plan: who has which layers now. Every move and release is reported to the
-    registered callbacks (`megatron.balanced.callbacks`).
+    registered callbacks (`megatron.balanced.shared.callbacks`).
     """
 
     def __init__(self, args: argparse.Namespace, spec: GPTModelConfig) -> None:

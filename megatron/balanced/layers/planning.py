@@ -33,9 +33,9 @@ from balancing.layers.config import LayerConfig
 from balancing.layers.load import fit_activations, join_ranks, layer_seconds
 from balancing.ranges import named
 from balancing.report import RankRecord
-from megatron.balanced import callbacks
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
+from megatron.balanced.shared import callbacks
 
 __all__ = ["Choice", "LayerPlanner", "usable_memory"]
 

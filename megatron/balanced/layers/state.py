@@ -17,7 +17,7 @@ from megatron.core import mpu
 
 from balancing.layers.transfer import Piece, Transfer, plan_transfers, run_transfers
 from megatron.balanced.layers.quantized import Scaling, known_scaling, scaling_of, weight_tensors
-from megatron.balanced.optimizer_state import ParameterState
+from megatron.balanced.shared.optimizer_state import ParameterState
 
 __all__ = [
     "Inventory",

@@ -2,7 +2,7 @@
 
 The balancer replaces attention, its positions and the way batches are split over ranks. Flags that assume another
 layout of tokens or another attention would give wrong numbers or a hang, so they are refused
-(`megatron.balanced.checks.incompatible`).
+(`megatron.balanced.trainer.checks.incompatible`).
 """
 
 import argparse
@@ -10,7 +10,7 @@ import dataclasses
 
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.sequence_plan import LatentShape
-from megatron.balanced.checks.incompatible import (
+from megatron.balanced.trainer.checks.incompatible import (
     SEQUENCES,
     SEQUENCES_OF_DATA,
     SEQUENCES_OF_STEP,

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron.balanced.recompute import Replays
 from megatron.balanced.sequences.attention import PlannedSequences, SequenceCoreAttention
+from megatron.balanced.shared.recompute import Replays
 
 __all__ = ["PackedRouter", "SampleRouter", "loss_of_parts", "tokens_of_parts"]
 

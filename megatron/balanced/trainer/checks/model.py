@@ -3,8 +3,8 @@
 import argparse
 
 from balancing.doctor.installed import find_apex
-from megatron.balanced.checks.incompatible import shown
 from megatron.balanced.sequences.checks import balancing_losses
+from megatron.balanced.trainer.checks.incompatible import shown
 
 __all__ = ["check_model"]
 

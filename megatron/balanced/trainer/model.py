@@ -204,7 +204,7 @@ def model_config(
 
     args: Megatron-LM's arguments.
     experts, sequences: the flags of these features.
-    modules: of an extension of the model (`megatron.balanced.model_extension`), in the places of others.
+    modules: of an extension of the model (`megatron.balanced.trainer.model_extension`), in the places of others.
     """
     config = gpt_config_from_args(args)
     replacements, of_prediction = _replacements(args, experts, sequences)

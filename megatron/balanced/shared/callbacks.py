@@ -2,7 +2,7 @@
 
 Megatron-LM has no callbacks. Its `train_step` is the one function that knows the iteration, the model, the optimizer
 and the schedule while no micro-batch is in flight, so one row of the patch table replaces it by `with_callbacks`. The
-report and the balancers are callbacks; users pass theirs to `megatron.balanced.train.train`.
+report and the balancers are callbacks; users pass theirs to `megatron.balanced.trainer.train.train`.
 """
 
 import functools

@@ -34,7 +34,7 @@ from balancing.sequences.sequence_plan import SequencePlan
 from megatron.balanced.sequences.checks import packs_samples_of_losses
 
 if TYPE_CHECKING:
-    from megatron.balanced.observer import Observer
+    from megatron.balanced.observe.observer import Observer
     from megatron.balanced.sequences.balancer import SequenceBalancer
 
 __all__ = ["forward_step", "is_packed", "train_valid_test_datasets"]

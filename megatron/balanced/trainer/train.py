@@ -15,24 +15,24 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
 from balancing.run_lock import one_run
-from megatron.balanced import patches
-from megatron.balanced.callbacks import StepCallback, attach, end_training, registered, use_schedule
-from megatron.balanced.checks.checkpoints import nothing_to_load
-from megatron.balanced.config import BalanceConfig, cluster_from_flags
-from megatron.balanced.data import forward_step, train_valid_test_datasets
-from megatron.balanced.dry_run import plan_lines
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
-from megatron.balanced.kernels import kernels_line
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.release import Released
-from megatron.balanced.model import model_config
-from megatron.balanced.model_extension import ModelExtension
-from megatron.balanced.observer import Observer
-from megatron.balanced.process_groups import SocketLimitError
+from megatron.balanced.observe.observer import Observer
 from megatron.balanced.sequences.balancer import SequenceBalancer
-from megatron.balanced.watchdog.failure import stop
+from megatron.balanced.shared.callbacks import StepCallback, attach, end_training, registered, use_schedule
+from megatron.balanced.shared.process_groups import SocketLimitError
+from megatron.balanced.trainer import patches
+from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
+from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
+from megatron.balanced.trainer.data import forward_step, train_valid_test_datasets
+from megatron.balanced.trainer.dry_run import plan_lines
+from megatron.balanced.trainer.kernels import kernels_line
+from megatron.balanced.trainer.model import model_config
+from megatron.balanced.trainer.model_extension import ModelExtension
+from megatron.balanced.trainer.watchdog.failure import stop
 
 __all__ = ["train"]
 

@@ -11,12 +11,12 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from megatron.balanced.checks.checkpoints import explain_checkpoint, full_folders, megatrons_arguments
-from megatron.balanced.rendezvous import LocalError
+from megatron.balanced.trainer.checks.checkpoints import explain_checkpoint, full_folders, megatrons_arguments
+from megatron.balanced.trainer.rendezvous import LocalError
 
 __all__ = ["LocalError", "explain", "is_refusal", "is_training"]
 
-_OURS = [Path(__file__).parents[1], Path(__file__).parents[3] / "balancing"]
+_OURS = [Path(__file__).parents[2], Path(__file__).parents[4] / "balancing"]
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 _MESSAGES = (ValueError, AssertionError, RuntimeError, ImportError, OSError)  # whose text a user may read alone
 

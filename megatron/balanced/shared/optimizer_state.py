@@ -7,7 +7,7 @@ longer require a gradient, so their state is dropped.
 
 With --use-precision-aware-optimizer Transformer Engine's FusedAdam may keep moments in bfloat16, and a main parameter
 in float32 as the 16 bits that the weight in bfloat16 lacks. State is carried as it is stored. State with a scale for
-each tensor, in float16 or 8 bits, is refused (`megatron.balanced.checks.incompatible`), and so is state on the host.
+each tensor, in float16 or 8 bits, is refused, and so is state on the host.
 
 Muon keeps one momentum for a matrix and leaves the rest to Adam. The layer-wise distributed optimizer gives each
 data-parallel rank whole parameters, by turns among all of a stage in the order of their size, so that a move may change

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from balancing.sequences.domain import DrawnSteps, choose_domain
-from megatron.balanced.checks.corpus import INDEX_HEAD_BYTES
-from megatron.balanced.checks.incompatible import IncompatibleError
-from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.sequences.checks import check_data_domain
+from megatron.balanced.trainer.checks.corpus import INDEX_HEAD_BYTES
+from megatron.balanced.trainer.checks.incompatible import IncompatibleError
+from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 
 __all__ = ["sample_lengths", "settle_domain"]
 
@@ -45,9 +45,9 @@ def _settled(args: argparse.Namespace, config: BalanceConfig) -> tuple[str, str]
     samples = sample_lengths(args)
     if samples is None:
         return "context", "the lengths of documents are not known before training"
-    from megatron.balanced.dry_run import groups_along
-    from megatron.balanced.process_groups import cluster_of
     from megatron.balanced.sequences.balancer import shape_of
+    from megatron.balanced.shared.process_groups import cluster_of
+    from megatron.balanced.trainer.dry_run import groups_along
 
     machine = cluster_from_flags(config, args.world_size)
     context, data = (cluster_of(groups_along(args, axes)[0], machine) for axes in ("cp", "dp-cp"))

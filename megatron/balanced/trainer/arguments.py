@@ -23,24 +23,24 @@ import torch
 
 from balancing.doctor.installed import find_apex
 from balancing.launch import detect_launch
-from megatron.balanced.agreement import check_agreement
-from megatron.balanced.balancers import check_balancers, switch_on
-from megatron.balanced.checks.checkpoints import check_load
-from megatron.balanced.checks.corpus import check_tokens
-from megatron.balanced.checks.engine_parts import check_engine
-from megatron.balanced.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
-from megatron.balanced.checks.incompatible import REPORT, check_compatible, shown
-from megatron.balanced.checks.model import check_model
-from megatron.balanced.checks.ranges import check_ranges
-from megatron.balanced.checks.refusal import is_refusal
-from megatron.balanced.config import BalanceConfig, add_flags, cluster_from_flags, config_from_flags
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
-from megatron.balanced.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
 from megatron.balanced.layers.checks import check_fill
-from megatron.balanced.model_extension import ModelExtension
-from megatron.balanced.rendezvous import join_job, rank
-from megatron.balanced.sequences.auto_domain import settle_domain
-from megatron.balanced.watchdog.failure import stop
+from megatron.balanced.trainer.agreement import check_agreement
+from megatron.balanced.trainer.auto_domain import settle_domain
+from megatron.balanced.trainer.balancers import check_balancers, switch_on
+from megatron.balanced.trainer.checks.checkpoints import check_load
+from megatron.balanced.trainer.checks.corpus import check_tokens
+from megatron.balanced.trainer.checks.engine_parts import check_engine
+from megatron.balanced.trainer.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
+from megatron.balanced.trainer.checks.incompatible import REPORT, check_compatible, shown
+from megatron.balanced.trainer.checks.model import check_model
+from megatron.balanced.trainer.checks.ranges import check_ranges
+from megatron.balanced.trainer.checks.refusal import is_refusal
+from megatron.balanced.trainer.config import BalanceConfig, add_flags, cluster_from_flags, config_from_flags
+from megatron.balanced.trainer.dry_run import assume_packages, assume_ranks, assumed_device, assumes_gpus, model_of
+from megatron.balanced.trainer.model_extension import ModelExtension
+from megatron.balanced.trainer.rendezvous import join_job, rank
+from megatron.balanced.trainer.watchdog.failure import stop
 
 __all__ = ["add_balance_flags", "parse_arguments"]
 
@@ -264,7 +264,7 @@ def parse_arguments(
         from megatron.training.arguments import parse_args, validate_args
         from megatron.training.global_vars import set_global_variables
 
-        from megatron.balanced import patches
+        from megatron.balanced.trainer import patches
 
         if assumes_gpus():
             assume_packages()

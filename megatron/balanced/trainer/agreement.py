@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import balancing
-from megatron.balanced.config import BalanceConfig, cluster_from_flags
-from megatron.balanced.rendezvous import has_store, open_store, rank, wait_for, world_size
-from megatron.balanced.watchdog.failure import OthersFailed, failed_elsewhere
-from megatron.balanced.watchdog.stall import name_ranks
+from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
+from megatron.balanced.trainer.rendezvous import has_store, open_store, rank, wait_for, world_size
+from megatron.balanced.trainer.watchdog.failure import OthersFailed, failed_elsewhere
+from megatron.balanced.trainer.watchdog.stall import name_ranks
 
 __all__ = ["check_agreement"]
 
@@ -85,7 +85,7 @@ def _values(args: argparse.Namespace, config: BalanceConfig) -> dict[str, str]:
 def _source() -> str:
     """A hash of all source files of this package and of `balancing`, some 250; 10 to 40 ms."""
     digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, Path(balancing.__file__).parent):
+    for folder in (Path(__file__).parents[1], Path(balancing.__file__).parent):
         for file in sorted(folder.rglob("*.py")):
             digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return digest.hexdigest()[:12]

@@ -23,10 +23,10 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from megatron.balanced.checks.checkpoints import gave_up_loading
-from megatron.balanced.checks.refusal import LocalError, explain, is_refusal, is_training
-from megatron.balanced.rendezvous import has_store, hosts_store, open_store, rank, wait_for, world_size
-from megatron.balanced.watchdog.stall import Watch, ask_all, name_ranks
+from megatron.balanced.trainer.checks.checkpoints import gave_up_loading
+from megatron.balanced.trainer.checks.refusal import LocalError, explain, is_refusal, is_training
+from megatron.balanced.trainer.rendezvous import has_store, hosts_store, open_store, rank, wait_for, world_size
+from megatron.balanced.trainer.watchdog.stall import Watch, ask_all, name_ranks
 
 __all__ = ["OthersFailed", "failed_elsewhere", "report_failures_once", "stop"]
 

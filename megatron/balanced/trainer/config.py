@@ -15,7 +15,7 @@ from balancing.launch import detect_launch
 from balancing.layers.config import LayerConfig
 from balancing.sequences.config import SequenceConfig
 from balancing.settings import SettingError, check_settings, setting
-from megatron.balanced.config_file import fields_of_file, read_file
+from megatron.balanced.trainer.config_file import fields_of_file, read_file
 
 __all__ = ["BalanceConfig", "ReportConfig", "add_flags", "cluster_from_flags", "config_from_flags"]
 

@@ -1,8 +1,7 @@
 """What the trainer has to be told of a model that is not Megatron-LM's own, such as one that changes while it trains.
 
 `pretrain_gpt.py` trains Megatron-LM's GPT. A program that trains another model hands one `ModelExtension` to
-`megatron.balanced.arguments.parse_arguments` and `megatron.balanced.train.train`; `examples/dynamic_models/pretrain.py`
-is one. What balancers and the report know of its layers:
+`parse_arguments` and to `train` of this folder; `examples/dynamic_models/pretrain.py` is one. What balancers and the report know of its layers:
 
 - **Cost.** A layer whose cost changes announces nothing. Its forward and backward passes are measured in every
   iteration, and the planner's average starts anew when they change (`balancing.layers.CostAverage`).
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it imports megatron.core, before which the device is chosen, and flags come before that
-    from megatron.balanced.callbacks import StepCallback
+    from megatron.balanced.shared.callbacks import StepCallback
 
 __all__ = ["ModelExtension"]
 

@@ -5,10 +5,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatron.balanced.config import BalanceConfig
 from megatron.balanced.experts.checks import check_experts
 from megatron.balanced.layers.checks import check_layers
 from megatron.balanced.sequences.checks import check_sequences
+from megatron.balanced.trainer.config import BalanceConfig
 
 __all__ = ["check_balancers", "switch_on"]
 

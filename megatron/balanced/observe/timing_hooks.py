@@ -27,7 +27,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 from balancing.clock import DeviceClock
 from balancing.report import RankRecord
-from megatron.balanced.recompute import Replays
+from megatron.balanced.shared.recompute import Replays
 
 __all__ = ["Step", "TimingHooks"]
 

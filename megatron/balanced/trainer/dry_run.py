@@ -22,8 +22,8 @@ import torch
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
 from balancing.sequences.planners.groups import number_of_groups
-from megatron.balanced.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.cpu.device import use_cpu
+from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 
 __all__ = [
     "assume_packages",

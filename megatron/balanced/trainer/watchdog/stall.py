@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.balanced.checks.checkpoints import megatrons_arguments
-from megatron.balanced.rendezvous import has_store, open_store, rank, wait_for, world_size
+from megatron.balanced.trainer.checks.checkpoints import megatrons_arguments
+from megatron.balanced.trainer.rendezvous import has_store, open_store, rank, wait_for, world_size
 
 __all__ = ["Watch", "ask_all", "name_ranks"]
 
@@ -35,7 +35,7 @@ _MULTIPLE = 10.0  # of the median of recent steps
 _LEAST_SECONDS = 60.0  # that a step must take to count as stalled
 _RECENT = 20  # steps
 _STDLIB = sysconfig.get_path("stdlib")
-_BETWEEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1] / "cpu"))
+_BETWEEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "cpu"))
 
 
 def ask_all() -> dict[int, str]:

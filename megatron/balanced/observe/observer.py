@@ -1,8 +1,8 @@
 """Measurement of a run, for the report (`--balance-report`) and for the layer balancer, without changing the run.
 
-Hooks mark when each part of the model computes (`megatron.balanced.timing_hooks`). Marks are read one step later, when
-the device has passed them, and become one `RankRecord` an iteration. Every few iterations the records of all ranks are
-gathered and written (`megatron.balanced.report_writer`).
+Hooks mark when each part of the model computes (`megatron.balanced.observe.timing_hooks`). Marks are read one step
+later, when the device has passed them, and become one `RankRecord` an iteration. Every few iterations the records of
+all ranks are gathered and written (`megatron.balanced.observe.report_writer`).
 """
 
 import argparse
@@ -19,11 +19,11 @@ from balancing.clock import CpuClock, CudaClock
 from balancing.launch import detect_launch
 from balancing.report import RankRecord, Span
 from balancing.sequences import SequencePlan, causal_area, zigzag_area
-from megatron.balanced.callbacks import StepCallback
-from megatron.balanced.config import BalanceConfig
-from megatron.balanced.data import is_packed
-from megatron.balanced.report_writer import ReportWriter
-from megatron.balanced.timing_hooks import Step, TimingHooks
+from megatron.balanced.observe.report_writer import ReportWriter
+from megatron.balanced.observe.timing_hooks import Step, TimingHooks
+from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.trainer.config import BalanceConfig
+from megatron.balanced.trainer.data import is_packed
 
 __all__ = ["Observer"]
 

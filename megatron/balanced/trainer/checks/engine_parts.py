@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.balanced.config import BalanceConfig
+from megatron.balanced.trainer.config import BalanceConfig
 
 __all__ = ["PARTS", "Part", "check_engine"]
 

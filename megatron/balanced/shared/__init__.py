@@ -1,0 +1,1 @@
+"""What the balancers have in common: callbacks of a step, process groups, the state of optimizers."""

@@ -1,0 +1,69 @@
+"""Imports inside `megatron.balanced` go one way: the trainer to the balancers and the observer, these to what is shared.
+
+    trainer  ->  experts, sequences, layers, observe  ->  shared, local, cpu
+
+No balancer imports another one, and only the trainer imports `megatron.training`. What does not keep to that yet is
+listed here, and the list only gets shorter.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2] / "megatron/balanced"
+FLOORS = {
+    "trainer": 3,
+    "experts": 2, "sequences": 2, "layers": 2,
+    "observe": 1,
+    "shared": 0, "local": 0, "cpu": 0,
+}  # fmt: skip
+# From a file to a room, or to Megatron-LM's trainer.
+NOT_YET = {
+    ("cpu/device.py", "trainer"),
+    ("experts/checks.py", "trainer"),
+    ("experts/graphs.py", "trainer"),
+    ("layers/balancer.py", "megatron.training"),
+    ("layers/build.py", "megatron.training"),
+    ("layers/checks.py", "trainer"),
+    ("layers/mover.py", "megatron.training"),
+    ("layers/planning.py", "megatron.training"),
+    ("layers/release.py", "megatron.training"),
+    ("observe/observer.py", "trainer"),
+    ("observe/report_writer.py", "megatron.training"),
+    ("sequences/balancer.py", "megatron.training"),
+    ("sequences/checks.py", "trainer"),
+}
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield from ([f"{node.module}.{alias.name}" for alias in node.names] if node.module else [])
+
+
+def _wrong() -> set[tuple[str, str]]:
+    """The arrows that run up or sideways."""
+    found = set()
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT)
+        room = name.parts[0]
+        for module in _imports(path):
+            if room in FLOORS and room != "trainer" and module.startswith("megatron.training"):
+                found.add((str(name), "megatron.training"))
+            parts = module.split(".")
+            if parts[:2] != ["megatron", "balanced"] or len(parts) < 3 or parts[2] == room:
+                continue
+            if room not in FLOORS or FLOORS[parts[2]] >= FLOORS[room]:
+                found.add((str(name), parts[2]))
+    return found
+
+
+def test_imports_go_one_way():
+    assert _wrong() == NOT_YET
+
+
+def test_every_room_has_its_floor():
+    assert {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(FLOORS)
