@@ -5,8 +5,8 @@
 FLAGS are those of pretrain_gpt.py, added to each recipe; without a balancer among them, the answer is given for each.
 
 Each recipe is a dry run (`megatron.balanced.trainer.dry_run`) in a process of its own, forked from one that has
-imported Megatron-LM. Recipes are written for Megatron-LM's development branch, so some flags are translated for the version
-that is installed, and the answer says which.
+imported Megatron-LM. Recipes are written for Megatron-LM's development branch, so some flags are translated for the
+version that is installed, and the answer says which.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Imports inside `megatron.balanced` go one way: the trainer to the balancers and the observer, these to what is shared.
+"""Imports inside `megatron.balanced` go one way: from the trainer to the balancers, and from them to what is shared.
 
     trainer  ->  experts, sequences, layers, observe  ->  shared, local, cpu
 

@@ -1,7 +1,8 @@
 """What the trainer has to be told of a model that is not Megatron-LM's own, such as one that changes while it trains.
 
 `pretrain_gpt.py` trains Megatron-LM's GPT. A program that trains another model hands one `ModelExtension` to
-`parse_arguments` and to `train` of this folder; `examples/dynamic_models/pretrain.py` is one. What balancers and the report know of its layers:
+`parse_arguments` and to `train` of this folder; `examples/dynamic_models/pretrain.py` is one. What balancers and the
+report know of its layers:
 
 - **Cost.** A layer whose cost changes announces nothing. Its forward and backward passes are measured in every
   iteration, and the planner's average starts anew when they change (`balancing.layers.CostAverage`).
