@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from balancing.layers.config import LayerConfig
-from megatron.balanced.layers.checks import check_layers
+from megatron.balanced.trainer.checks.layers import check_layers
 from tests.megatron.test_bad_input import _assert_refused
 from tests.support.training import MOCK_DATA, MODEL
 

@@ -304,7 +304,7 @@ def test_a_run_is_not_flooded_with_warnings(pool):
 
 def _refusal(requested: str) -> str:
     from megatron.balanced.cpu.device import choose_device
-    from megatron.balanced.trainer.checks.refusal import LocalError
+    from megatron.balanced.shared.errors import LocalError
 
     with pytest.raises(LocalError) as refused:
         choose_device(requested)

@@ -1,6 +1,6 @@
 """Imports inside `megatron.balanced` go one way: from the trainer to the balancers, and from them to what is shared.
 
-    trainer  ->  experts, sequences, layers, observe  ->  shared, local, cpu
+    trainer  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared, local
 
 No balancer imports another one, and only the trainer imports `megatron.training`. What does not keep to that yet is
 listed here, and the list only gets shorter.
@@ -12,25 +12,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "megatron/balanced"
 FLOORS = {
-    "trainer": 3,
-    "experts": 2, "sequences": 2, "layers": 2,
-    "observe": 1,
-    "shared": 0, "local": 0, "cpu": 0,
+    "trainer": 4,
+    "experts": 3, "sequences": 3, "layers": 3,
+    "observe": 2,
+    "cpu": 1,
+    "shared": 0, "local": 0,
 }  # fmt: skip
 # From a file to a room, or to Megatron-LM's trainer.
 NOT_YET = {
-    ("cpu/device.py", "trainer"),
-    ("experts/checks.py", "trainer"),
-    ("experts/graphs.py", "trainer"),
     ("layers/balancer.py", "megatron.training"),
     ("layers/build.py", "megatron.training"),
-    ("layers/checks.py", "trainer"),
     ("layers/mover.py", "megatron.training"),
-    ("layers/planning.py", "megatron.training"),
     ("layers/release.py", "megatron.training"),
-    ("observe/observer.py", "trainer"),
-    ("observe/report_writer.py", "megatron.training"),
-    ("sequences/balancer.py", "megatron.training"),
     ("sequences/checks.py", "trainer"),
 }
 

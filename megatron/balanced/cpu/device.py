@@ -28,7 +28,7 @@ import torch.distributed
 import torch.utils.data
 
 from megatron.balanced.cpu import fakes, function_mode, gloo
-from megatron.balanced.trainer.checks.refusal import LocalError
+from megatron.balanced.shared.errors import LocalError
 
 __all__ = ["choose_device", "is_cpu", "release_cpu", "use_cpu"]
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from balancing.experts.config import ExpertConfig
 from balancing.experts.split.placed_split import MOST_RANKS, kernels_split
-from megatron.balanced.trainer.checks.incompatible import shown
 
 __all__ = [
     "captures_experts",
@@ -81,7 +80,7 @@ def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> 
 
     Raises ValueError where the host decides about experts in a forward pass, or when to place replicas.
     """
-    flag = shown("cuda_graph_impl", args.cuda_graph_impl)
+    flag = f"--cuda-graph-impl {args.cuda_graph_impl}"
     budget, fuser = args.moe_expert_rank_capacity_factor, args.use_transformer_engine_op_fuser
     hybridep = args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "hybridep"
     if not (hybridep and budget and fuser and args.moe_grouped_gemm and args.transformer_impl != "local"):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.training.models.gpt import GPTModelConfig
-from megatron.training.utils import print_rank_0
 
 from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
@@ -27,6 +26,7 @@ from megatron.balanced.layers.repack import Repacker
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.log import print_once
 
 __all__ = ["LayerBalancer"]
 
@@ -92,7 +92,7 @@ class LayerBalancer(StepCallback):
             self._settled = True
             self._observer.stop_measuring()
             now, then = choice.predicted
-            print_rank_0(
+            print_once(
                 f"> layers settle as --pipeline-model-parallel-layout '{to_layout(choice.plan)}', which takes "
                 f"{1 - then / now:.1%} off a step by prediction ({choice.reason})"
             )
@@ -129,7 +129,7 @@ class LayerBalancer(StepCallback):
         if dist.get_rank():
             return
         freed = self._args.world_size // plan.stages * (before.stages - plan.stages)
-        print_rank_0(f"> {plan.stages} of {before.stages} pipeline stages go on, {freed} ranks left the job")
+        print_once(f"> {plan.stages} of {before.stages} pipeline stages go on, {freed} ranks left the job")
         cost = costs.cost if costs.iterations else None
         released = release_event(self.iteration, before, plan, cost, moved, self._repacker.reason)
         self._report(released | {"ranks_freed": freed})

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training.utils import print_rank_0
 
 from balancing.layers import (
     CostAverage,
@@ -36,6 +35,7 @@ from balancing.report import RankRecord
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.shared import callbacks
+from megatron.balanced.shared.log import print_once
 
 __all__ = ["Choice", "LayerPlanner", "usable_memory"]
 
@@ -189,11 +189,11 @@ class LayerPlanner:
             if memory is None:
                 raise
             # The plan in force fits, so there is always one to go on with.
-            print_rank_0(f"> layers stay where they are: {error}")
+            print_once(f"> layers stay where they are: {error}")
             return plan
         single = [1 in map(len, each.order) for each in (plan, found)]
         if self._args.fine_grained_activation_offloading and single == [False, True]:
-            print_rank_0("> layers stay where they are: a chunk would have one layer, whose activations Megatron-LM "
+            print_once("> layers stay where they are: a chunk would have one layer, whose activations Megatron-LM "
                          "0.19.2 cannot offload")  # fmt: skip
             return plan
         return found

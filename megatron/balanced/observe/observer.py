@@ -5,13 +5,13 @@ later, when the device has passed them, and become one `RankRecord` an iteration
 all ranks are gathered and written (`megatron.balanced.observe.report_writer`).
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
@@ -19,30 +19,34 @@ from balancing.clock import CpuClock, CudaClock
 from balancing.launch import detect_launch
 from balancing.report import RankRecord, Span
 from balancing.sequences import SequencePlan, causal_area, zigzag_area
+from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.observe.timing_hooks import Step, TimingHooks
 from megatron.balanced.shared.callbacks import StepCallback
-from megatron.balanced.trainer.config import BalanceConfig
-from megatron.balanced.trainer.data import is_packed
 
 __all__ = ["Observer"]
 
 
 class Observer(StepCallback):
-    """Makes one `RankRecord` an iteration on every rank. Without --balance-report nothing is gathered or written.
+    """Makes one `RankRecord` an iteration on every rank. Without a writer nothing is gathered or written.
+
+    writer: of the report.
+    interval: iterations that are gathered and written at a time.
+    measures: whether layers are balanced by the records.
+    splits_rows: whether context-parallel ranks split a packed row as a whole, and not each document by itself.
 
     measured: where layers are balanced, the last iteration (from 0) that the device has finished, and this rank's
     record of it.
-
-    Raises ValueError if the report's directory cannot be written to.
     """
 
-    def __init__(self, args: argparse.Namespace, config: BalanceConfig) -> None:
+    def __init__(
+        self, writer: ReportWriter | None = None, *, interval: int = 1, measures: bool, splits_rows: bool = False
+    ) -> None:
         self.measured: tuple[int, RankRecord] | None = None
-        self._args, self._interval = args, config.report.interval
-        self._measures = config.layers.enabled
-        self._writer = None if config.balance_report is None else ReportWriter(args, config.balance_report)
-        clock = CpuClock() if config.device == "cpu" else CudaClock()
+        self._writer, self._interval = writer, interval
+        self._measures, self._splits_rows = measures, splits_rows
+        self._config: Any = None  # of the model
+        clock = CpuClock() if is_cpu() else CudaClock()
         self._hooks = TimingHooks(clock, counts_tokens=self._writer is not None)
         self._steps: list[Step] = []  # that are not written yet
 
@@ -108,11 +112,11 @@ class Observer(StepCallback):
             step.tokens += int(plan.linear_tokens[place])
             step.area += int(plan.area[place])
             return
-        rank, ranks = mpu.get_context_parallel_rank(), self._args.context_parallel_size
+        rank, ranks = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
         step.tokens += sum(lengths) // ranks
         if ranks == 1:
             step.area += causal_area(lengths)
-        elif is_packed(self._args) and not self._args.sft:
+        elif self._splits_rows:
             step.area += zigzag_area(lengths, rank, ranks)
         else:  # each document, or each sample that is one, is split over the ranks by itself
             step.area += sum(zigzag_area([length], rank, ranks) for length in lengths)
@@ -128,6 +132,7 @@ class Observer(StepCallback):
         self._measures = False
 
     def begin_step(self, iteration: int, config: Any) -> None:
+        self._config = config
         if self._writer is not None or self._measures:
             self._hooks.begin_step(Step(iteration, time.time(), self._hooks.clock.mark()), config)
 
@@ -168,15 +173,15 @@ class Observer(StepCallback):
     def _write(self, steps: list[Step]) -> None:
         assert self._writer is not None
         records = [step.record or self._record(step) for step in steps]
-        self._writer.write([step.iteration for step in steps], records)
+        self._writer.write([step.iteration for step in steps], records, self._config)
 
     def _record(self, step: Step) -> RankRecord:
-        seconds = self._hooks.clock.seconds
+        rank, seconds = dist.get_rank(), self._hooks.clock.seconds
         spans = [Span(*of, *_whole([seconds(step.origin, *piece) for piece in pieces])) for *of, pieces in step.spans]
         return RankRecord(
-            rank=self._args.rank,
+            rank=rank,
             stage=mpu.get_pipeline_model_parallel_rank(),
-            node=self._args.rank // detect_launch().ranks_per_node,
+            node=rank // detect_launch().ranks_per_node,
             data=mpu.get_data_parallel_rank(),
             tensor=mpu.get_tensor_model_parallel_rank(),
             expert=mpu.get_expert_model_parallel_rank(),

@@ -1,15 +1,15 @@
 """Gather the records of all ranks and write the report: events.jsonl, trace.json, and scalars for TensorBoard and W&B.
 
-The last rank writes, because Megatron-LM's own TensorBoard and W&B writers are there.
+The last rank writes, because a trainer's own TensorBoard and W&B writers are there.
 """
 
-import argparse
 import datetime
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from megatron.core import ModelParallelConfig
 
 from balancing.ranges import name_ranges
 from balancing.report import EventLog, IterationRecord, RankRecord, TraceLog, observe, scalars
@@ -23,76 +23,90 @@ _TRACE_SECONDS = 60.0
 class ReportWriter:
     """Writes the report of a job into `directory`. One on each rank.
 
+    is_last: whether this is the last rank, which the process groups do not tell yet.
+    timeout: of each exchange.
+    writers: gives the writers of TensorBoard and of W&B on this rank, None for one that it has not.
+
     Raises ValueError if the directory cannot be written to.
     """
 
-    def __init__(self, args: argparse.Namespace, directory: str) -> None:
-        self._args, self._directory = args, directory
+    def __init__(
+        self,
+        directory: str,
+        *,
+        is_last: bool,
+        timeout: datetime.timedelta,
+        writers: Callable[[], tuple[Any, Any]] = lambda: (None, None),
+    ) -> None:
+        self._directory, self._timeout, self._writers = directory, timeout, writers
         self._group: Any = None
         self._log: EventLog | None = None
         self._trace: TraceLog | None = None
         self._trace_written = time.monotonic()
         name_ranges()
-        self._open()
+        self._open(is_last)
 
-    def _open(self) -> None:
-        if self._args.rank == self._args.world_size - 1:
+    def _open(self, is_last: bool) -> None:
+        if is_last:
             self._log = EventLog(self._directory)
             self._trace = TraceLog(self._directory)
 
     def reopen(self) -> None:
         """Go on, after `close`, in a job with fewer ranks."""
         self._group = None
-        self._open()
+        self._open(dist.get_rank() == dist.get_world_size() - 1)
 
-    def write(self, iterations: list[int], records: list[RankRecord]) -> None:
+    def write(self, iterations: list[int], records: list[RankRecord], config: ModelParallelConfig | None) -> None:
         """Gather this rank's `records`, one for each of `iterations` (from 0), on the last rank and write them there.
+
+        config: of the model; None without records.
 
         All ranks call it together with the same iterations.
         """
-        last = self._args.world_size - 1
+        last = dist.get_world_size() - 1
         if self._group is None:
-            timeout = datetime.timedelta(minutes=self._args.distributed_timeout_minutes)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-        gathered = [None] * self._args.world_size if self._args.rank == last else None
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        gathered = [None] * (last + 1) if dist.get_rank() == last else None
         dist.gather_object(records, gathered, dst=last, group=self._group)
         if gathered is None:
             return
         assert self._log is not None and self._trace is not None
         for iteration, *ranks in zip(iterations, *gathered, strict=True):
-            record = self._joined(iteration, ranks)
+            record = _joined(iteration, ranks, config)
             events = observe(record) + [line for rank in ranks for line in rank.events]
             self._log.write(events)
             self._trace.add(record)
-            _write_scalars(iteration, scalars(events))
+            self._write_scalars(iteration, scalars(events))
         if time.monotonic() - self._trace_written > _TRACE_SECONDS:
             self._trace.write()
             self._trace_written = time.monotonic()
 
-    def _joined(self, iteration: int, ranks: list[RankRecord]) -> IterationRecord:
-        """The record of an iteration, its ranks on one time axis, which begins when the first of them began."""
-        first = min(rank.start for rank in ranks)
-        for rank in ranks:
-            rank.start -= first
-        args, seconds = self._args, max(rank.start + rank.step_seconds for rank in ranks)
-        if args.virtual_pipeline_model_parallel_size is None:
-            return IterationRecord(iteration + 1, seconds, ranks)
-        group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
-        return IterationRecord(iteration + 1, seconds, ranks, group, args.overlap_moe_expert_parallel_comm)
+    def _write_scalars(self, iteration: int, values: dict[str, float]) -> None:
+        tensorboard, wandb = self._writers()
+        for name, value in values.items():
+            if tensorboard is not None:
+                tensorboard.add_scalar(name, value, iteration + 1)
+        if wandb is not None:
+            wandb.log(values, iteration + 1)
 
     def close(self) -> None:
         """Complete the files."""
         if self._log is not None and self._trace is not None:
             self._log.close()
             self._trace.write()
-            if (tensorboard := get_tensorboard_writer()) is not None:
+            tensorboard, _ = self._writers()
+            if tensorboard is not None:
                 tensorboard.flush()
 
 
-def _write_scalars(iteration: int, values: dict[str, float]) -> None:
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for name, value in values.items():
-        if tensorboard is not None:
-            tensorboard.add_scalar(name, value, iteration + 1)
-    if wandb is not None:
-        wandb.log(values, iteration + 1)
+def _joined(iteration: int, ranks: list[RankRecord], config: ModelParallelConfig | None) -> IterationRecord:
+    """The record of an iteration, its ranks on one time axis, which begins when the first of them began."""
+    assert config is not None
+    first = min(rank.start for rank in ranks)
+    for rank in ranks:
+        rank.start -= first
+    seconds = max(rank.start + rank.step_seconds for rank in ranks)
+    if config.virtual_pipeline_model_parallel_size is None:
+        return IterationRecord(iteration + 1, seconds, ranks)
+    group = config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
+    return IterationRecord(iteration + 1, seconds, ranks, group, config.overlap_moe_expert_parallel_comm)

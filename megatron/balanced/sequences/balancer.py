@@ -24,7 +24,6 @@ from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from balancing.cluster import Cluster
 from balancing.layers.simulator.schedule import Schedule
@@ -102,6 +101,7 @@ class SequenceBalancer(StepCallback):
     config: of this balancer.
     machine: the cluster whose speeds plans use; None for defaults.
     report: receives the events of a step; None without a report.
+    count_documents: receives the ends of the documents of each micro-batch, for a trainer that counts operations.
     """
 
     def __init__(
@@ -110,8 +110,10 @@ class SequenceBalancer(StepCallback):
         config: SequenceConfig,
         machine: Cluster | None,
         report: Callable[[dict[str, Any]], None] | None,
+        count_documents: Callable[[torch.Tensor], None],
     ) -> None:
         self.config, self._args, self._machine, self._report = config, args, machine, report
+        self._count_documents = count_documents
         # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
         self._unpickled: Callable[[bytes], PlannedBatch] = lru_cache(_KEPT)(pickle.loads)
         self._iteration = 0
@@ -366,7 +368,7 @@ class SequenceBalancer(StepCallback):
         columns = _Columns(*attentions[0].upload(device, columns))
         for attention in attentions[1:]:
             attention.upload(device)
-        update_seqlen_stats_from_cu_seqlens(columns.document_ends)
+        self._count_documents(columns.document_ends)
         weigh: Callable[[torch.Tensor], torch.Tensor]
         count: Callable[[torch.Tensor], torch.Tensor]
         if dealt:

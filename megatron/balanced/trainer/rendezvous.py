@@ -22,10 +22,6 @@ _hosted: list[dist.Store] = []  # a store that this process holds lives as long 
 _joined: list[dist.Store] = []  # the connection of `join_job`
 
 
-class LocalError(ValueError):
-    """Bad input that other machines of the job may not have, such as a missing file."""
-
-
 def rank() -> int:
     return _read("RANK", 0)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
@@ -11,7 +12,9 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
 from balancing.run_lock import one_run
@@ -21,13 +24,14 @@ from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.release import Released
 from megatron.balanced.observe.observer import Observer
+from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.shared.callbacks import StepCallback, attach, end_training, registered, use_schedule
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
 from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
 from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
-from megatron.balanced.trainer.data import forward_step, train_valid_test_datasets
+from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
 from megatron.balanced.trainer.model import model_config
@@ -109,7 +113,7 @@ def _features(
     features: list[StepCallback] = []
     observer = sequences = None
     if config.balance_report is not None or config.layers.enabled:
-        observer = Observer(args, config)
+        observer = _observer(args, config)
         features.append(observer)
     note = observer.note if observer is not None and config.balance_report is not None else None
     if note is not None:
@@ -117,7 +121,7 @@ def _features(
             callback.report = note
     features += of_model
     if config.sequences.enabled:
-        sequences = SequenceBalancer(args, config.sequences, cluster, note)
+        sequences = SequenceBalancer(args, config.sequences, cluster, note, update_seqlen_stats_from_cu_seqlens)
         features.append(sequences)
         model.pre_wrap_hooks.append(sequences.before_wrapping)
     if config.experts.enabled:
@@ -139,6 +143,24 @@ def _features(
         forward = _say_first(note, forward)  # type: ignore[assignment]
     features += of_caller
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
+
+
+def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
+    """Raises ValueError if the report's directory cannot be written to."""
+    writer = None
+    if config.balance_report is not None:
+        writer = ReportWriter(
+            config.balance_report,
+            is_last=args.rank == args.world_size - 1,
+            timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+            writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
+        )
+    return Observer(
+        writer,
+        interval=config.report.interval,
+        measures=config.layers.enabled,
+        splits_rows=is_packed(args) and not args.sft,
+    )
 
 
 def _say_first(note: str, forward: Callable) -> Callable:

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from megatron.balanced.trainer.rendezvous import LocalError
+from megatron.balanced.shared.errors import LocalError
 
 __all__ = [
     "check_load",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.balanced.trainer.checks.refusal import LocalError
+from megatron.balanced.shared.errors import LocalError
 
 __all__ = ["INDEX_HEAD", "INDEX_HEAD_BYTES", "check_lengths", "check_tokens"]
 

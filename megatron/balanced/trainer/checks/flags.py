@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from balancing.doctor.installed import find_megatron
+from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.checks.corpus import INDEX_HEAD, check_lengths
-from megatron.balanced.trainer.checks.refusal import LocalError
 
 __all__ = [
     "MEGATRON_VERSIONS",

@@ -12,9 +12,8 @@ import traceback
 from pathlib import Path
 
 from megatron.balanced.trainer.checks.checkpoints import explain_checkpoint, full_folders, megatrons_arguments
-from megatron.balanced.trainer.rendezvous import LocalError
 
-__all__ = ["LocalError", "explain", "is_refusal", "is_training"]
+__all__ = ["explain", "is_refusal", "is_training"]
 
 _OURS = [Path(__file__).parents[2], Path(__file__).parents[4] / "balancing"]
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]

@@ -23,8 +23,9 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.checks.checkpoints import gave_up_loading
-from megatron.balanced.trainer.checks.refusal import LocalError, explain, is_refusal, is_training
+from megatron.balanced.trainer.checks.refusal import explain, is_refusal, is_training
 from megatron.balanced.trainer.rendezvous import has_store, hosts_store, open_store, rank, wait_for, world_size
 from megatron.balanced.trainer.watchdog.stall import Watch, ask_all, name_ranks
 
