@@ -264,18 +264,16 @@ def test_nothing_to_release(stages):
 
 def _chosen(asked: dict[str, Any], peak: int) -> list[Any]:
     """What is left of four stages of which only the first and the last have much to do, now and in later iterations."""
-    from argparse import Namespace
-
     from balancing.layers import LayerSeconds, StagePlan
     from balancing.layers.config import LayerConfig
     from megatron.balanced.layers import repack
 
     repack.get_num_microbatches = lambda: 8
     config = LayerConfig(enabled=True, **asked)
-    repacker = repack.Repacker(Namespace(world_size=4, log_interval=10), config)
+    repacker = repack.Repacker(config, log_interval=10)
     seconds = np.array([1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 1.0, 1.0])
     plan = StagePlan.from_counts(((2,),) * 4)
-    ask = LayerSeconds(seconds, seconds), plan, np.full(4, peak)
+    ask = LayerSeconds(seconds, seconds), plan, np.full(4, peak), 4
     if not repacker.consider(*ask):
         return [None, None, None]
     assert not repacker.consider(*ask)  # one choice at a time
@@ -308,7 +306,7 @@ def _destroying_rank(argv: list[str]) -> list[tuple[str, tuple[int, ...]]]:
     """Name and ranks of each group that this rank destroys in a release, in order."""
     import torch.distributed as dist
 
-    from megatron.balanced.layers import release
+    from megatron.balanced.trainer import release
 
     destroyed: list[tuple[str, tuple[int, ...]]] = []
     move_at({1: ((4,),)})

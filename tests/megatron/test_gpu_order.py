@@ -41,7 +41,7 @@ def _connected_late(log: list[Operation]) -> list[Operation]:
     for operation in log:
         files = [file for file, _ in operation.where]
         trains |= any(part in files[0] for part in _OF_STEPS)
-        released |= any(file.endswith("layers/release.py") for file in files)
+        released |= any(file.endswith("trainer/release.py") for file in files)
         connects = files[0].endswith("balancing/messages.py")
         meets = {(operation.comm, message.peer) for message in operation.messages} or {(operation.comm, None)}
         is_ours = any(part in files[0] for part in _OURS) and not operation.on_host

@@ -19,9 +19,9 @@ from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import to_layout
 from megatron.balanced.layers.events import decision_event, release_event
+from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.planning import Choice, LayerPlanner
-from megatron.balanced.layers.release import hand_over_tensorboard
 from megatron.balanced.layers.repack import Repacker
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared import callbacks
@@ -34,7 +34,9 @@ __all__ = ["LayerBalancer"]
 class LayerBalancer(StepCallback):
     """One on each rank; all ranks make the same decisions.
 
+    spec: what the model is built from.
     observer: measures what each iteration costs this rank, and is given the events.
+    loop: that trains the model.
     """
 
     def __init__(
@@ -43,15 +45,16 @@ class LayerBalancer(StepCallback):
         config: LayerConfig,
         spec: GPTModelConfig,
         observer: Observer,
+        loop: TrainingLoop,
     ) -> None:
-        self.mover = LayerMover(args, spec)
+        self.mover = LayerMover(args, spec, loop)
         self.iteration = 0
         self._args, self._config, self._observer, self._report = args, config, observer, observer.note
         self._first: int | None = None
         self._warm = 0  # the last iteration that began with new layers
         self._settled = False
-        self._planner = LayerPlanner(args, config, self.mover)
-        self._repacker = Repacker(args, config)
+        self._planner = LayerPlanner(config, self.mover, spec.transformer, loop.iterations)
+        self._repacker = Repacker(config, loop.log_interval)
 
     def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Connect the ranks of the job before others measure what memory is free. Returns `chunks`, as Megatron-LM's
@@ -84,9 +87,6 @@ class LayerBalancer(StepCallback):
         if shorter is not None:
             self.move(shorter)
 
-    def after_release(self, headed: torch.nn.Module | None) -> None:
-        hand_over_tensorboard(self._args)
-
     def _carry_out(self, choice: Choice) -> None:
         if self._config.once:
             self._settled = True
@@ -98,7 +98,9 @@ class LayerBalancer(StepCallback):
             )
         before = self.mover.plan
         if choice.plan.chunks == before.chunks:
-            if choice.action == "keep" and self._repacker.consider(choice.cost, choice.plan, choice.peaks):
+            if choice.action == "keep" and self._repacker.consider(
+                choice.cost, choice.plan, choice.peaks, dist.get_world_size()
+            ):
                 choice = choice._replace(reason=self._repacker.reason)
             self._report_decision(choice, before, None)
             return
@@ -128,7 +130,7 @@ class LayerBalancer(StepCallback):
         plan, costs = self.mover.plan, self._planner.costs
         if dist.get_rank():
             return
-        freed = self._args.world_size // plan.stages * (before.stages - plan.stages)
+        freed = dist.get_world_size() // plan.stages * (before.stages - plan.stages)
         print_once(f"> {plan.stages} of {before.stages} pipeline stages go on, {freed} ranks left the job")
         cost = costs.cost if costs.iterations else None
         released = release_event(self.iteration, before, plan, cost, moved, self._repacker.reason)

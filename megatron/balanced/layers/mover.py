@@ -14,7 +14,7 @@ a move keeps these objects and replaces their contents:
 So the peak memory of a rank is the larger of before and after the move, plus one layer. Weights of a distributed
 optimizer are copied to their new buffer where the gradients were. Embedding, final norm and head stay on
 their stages unless the pipeline gets shorter: then the last stages send everything away and their ranks leave the job
-(`megatron.balanced.layers.release`).
+(`megatron.balanced.layers.loop`).
 """
 
 import argparse
@@ -33,14 +33,12 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp8_utils import is_float8tensor
-from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer, get_mup_config_overrides
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
-from megatron.training import training
 from megatron.training.models.gpt import GPTModelConfig
-from megatron.training.training import get_megatron_optimizer_config
 
 from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
@@ -48,8 +46,8 @@ from balancing.layers.stage_plan import StagePlan
 from balancing.messages import connect
 from balancing.ranges import named
 from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
+from megatron.balanced.layers.loop import Departure, TrainingLoop
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
-from megatron.balanced.layers.release import Departure
 from megatron.balanced.layers.state import (
     Inventory,
     Request,
@@ -128,14 +126,16 @@ class _After:
 class LayerMover:
     """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
 
-    spec: what the model was built from. plan: who has which layers now. Every move and release is reported to the
-    registered callbacks (`megatron.balanced.shared.callbacks`).
+    spec: what the model was built from.
+    loop: that trains the model.
+    plan: who has which layers now. Every move and release is reported to the registered callbacks
+        (`megatron.balanced.shared.callbacks`).
     """
 
-    def __init__(self, args: argparse.Namespace, spec: GPTModelConfig) -> None:
+    def __init__(self, args: argparse.Namespace, spec: GPTModelConfig, loop: TrainingLoop) -> None:
         self.plan: StagePlan
-        self._args, self._spec = args, spec
-        self._timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+        self._args, self._spec, self._loop = args, spec, loop
+        self._timeout = datetime.timedelta(minutes=loop.timeout_minutes)
         self._chunks: list[DistributedDataParallel] = []
         self._nodes: dict[torch.nn.Parameter, Any] = {}
         self._stage_hosts: Any = None
@@ -151,8 +151,8 @@ class LayerMover:
         stages = dict(self.gather((mpu.get_pipeline_model_parallel_rank(), tuple(mine))))
         self.plan = StagePlan(
             tuple(stages[stage] for stage in sorted(stages)),
-            mtp_layers=self._args.mtp_num_layers or 0,
-            mtp_chunk=_mtp_chunk(self._args, self._spec),
+            mtp_layers=self._spec.transformer.mtp_num_layers or 0,
+            mtp_chunk=_mtp_chunk(self._spec),
         )
 
     def connect(self) -> None:
@@ -162,7 +162,7 @@ class LayerMover:
             self._make_groups()
 
     def _make_groups(self) -> None:
-        minutes = self._args.distributed_timeout_minutes
+        minutes = self._loop.timeout_minutes
         # gloo has a socket to each rank of a group. In these two a rank has fewer than in one of all ranks.
         if self._stage_hosts is None:  # else ranks have left, and this one lost none
             stage = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -190,12 +190,12 @@ class LayerMover:
 
     def resting_bytes(self) -> np.ndarray:
         """Bytes of each of these parts that a rank holds between steps: those of a move, and gradients. [layers + 3]"""
-        weight = self._args.params_dtype.itemsize
+        weight = self._spec.transformer.params_dtype.itemsize
         gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
         return self._sum_up(lambda parameter: self._travelling(parameter) + gradient * parameter.numel())
 
     def _travelling(self, parameter: torch.nn.Parameter) -> float:
-        dtype, of_expert = self._args.params_dtype, not getattr(parameter, "allreduce", True)
+        dtype, of_expert = self._spec.transformer.params_dtype, not getattr(parameter, "allreduce", True)
         config = callbacks.trained().optimizer.config
         weight = sum(tensor.nbytes for tensor in weight_tensors(parameter).values())
         matrix = is_managed_by_layer_wise_optimizer(parameter)
@@ -267,8 +267,8 @@ class LayerMover:
             for callback in callbacks.registered:
                 callback.before_release()
             per_node = detect_launch().ranks_per_node
-            release = release_of(self._args.world_size, self.plan.stages, plan.stages, per_node)
-            departure = Departure(self._args, release, self._chunks, self.gather)
+            release = release_of(dist.get_world_size(), self.plan.stages, plan.stages, per_node)
+            departure = self._loop.depart(release, list(self._chunks), self.gather)
             if departure.leaves:
                 return _After(departure)
             ends = complete_ends(plan.stages, self.models()[0], self._spec)
@@ -292,13 +292,13 @@ class LayerMover:
         after.request.targets.clear()
         finish_weights(parameter for layer, _ in after.arrived for parameter in layer.parameters())
         forget_modules(self._chunks)
-        if self._args.fine_grained_activation_offloading:
+        if self._spec.transformer.fine_grained_activation_offloading:
             _forget_offloaded(self.models())
         if after.departure is not None:
             self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
             after.departure.finish()
             self._make_groups()
-            callbacks.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None))
+            callbacks.use_schedule(self._loop.schedule())
         return sent
 
     def _put_together(self, before: _Before, after: _After, optimizer: ChainedOptimizer, scheduler: Any) -> None:
@@ -382,10 +382,6 @@ class LayerMover:
         states: dict[torch.nn.Parameter, ParameterState],
         taken: Taken,
     ) -> None:
-        _, overrides = get_megatron_optimizer_config(self._args)
-        if self._args.use_mup:
-            width = self._spec.transformer.mup_width_mult
-            overrides = {**(overrides or {}), **get_mup_config_overrides(optimizer.config, width, self._args.optimizer)}
         stash_in_gradients(states)
         # Main parameters are made from weights, and from weights in 8 bits by a function that autograd records.
         quantized = any(is_float8tensor(parameter) for ddp in self._chunks for parameter in ddp.parameters())
@@ -393,8 +389,8 @@ class LayerMover:
             new = get_megatron_optimizer(
                 optimizer.config,
                 self._chunks,
-                config_overrides=overrides,
-                use_gloo_process_groups=self._args.use_gloo_process_groups,
+                config_overrides=self._loop.optimizer_overrides(optimizer.config),
+                use_gloo_process_groups=self._loop.gloo_groups,
             )
         put_back(optimizer, new, states, taken.scalers, taken.group_step)
         for ddp in self._chunks:
@@ -407,10 +403,10 @@ def _pipeline() -> dist.ProcessGroup:
     return process_groups[0] if isinstance(process_groups, list) else process_groups
 
 
-def _mtp_chunk(args: argparse.Namespace, spec: GPTModelConfig) -> int | None:
+def _mtp_chunk(spec: GPTModelConfig) -> int | None:
     """The chunk with multi-token prediction, counted along the pipeline; None for the last one."""
     layout = spec.transformer.pipeline_model_parallel_layout
-    if not args.mtp_num_layers or layout is None:
+    if not spec.transformer.mtp_num_layers or layout is None:
         return None
     has = [LayerType.mtp in chunk for row in zip(*layout.layout, strict=True) for chunk in row]
     return has.index(True)

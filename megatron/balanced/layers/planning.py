@@ -4,7 +4,6 @@ Every rank adds what it measured. At a decision all ranks exchange their measure
 (`balancing.layers.CostAverage`), make the same plan and ask the same gate whether the plan is worth its move.
 """
 
-import argparse
 import time
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.layers import (
     CostAverage,
@@ -69,29 +69,33 @@ class Choice(NamedTuple):
 class LayerPlanner:
     """Measurements of this rank since the last decision, and the gate. All ranks call `choose` together.
 
+    model: its config.
+    iterations: of the whole training; None where nobody knows.
     costs: the average over all decisions since layers last changed their cost.
     """
 
-    def __init__(self, args: argparse.Namespace, config: LayerConfig, mover: LayerMover) -> None:
+    def __init__(
+        self, config: LayerConfig, mover: LayerMover, model: TransformerConfig, iterations: int | None
+    ) -> None:
         self.costs = CostAverage(window=config.interval)
-        self._args, self._config, self._mover = args, config, mover
+        self._config, self._mover, self._model, self._iterations = config, mover, model, iterations
         self._gate: Gate | None = None
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
         self._steps: list[tuple[int, float]] = []  # iteration, seconds
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
-        in_parts = args.overlap_moe_expert_parallel_comm
-        self._schedule = Schedule(group=args.microbatch_group_size_per_vp_stage, in_parts=in_parts)
+        in_parts = model.overlap_moe_expert_parallel_comm
+        self._schedule = Schedule(group=model.microbatch_group_size_per_vp_stage, in_parts=in_parts)
 
     def restart(self) -> None:
         """Begin with a new gate: at the start of training, and when the number of stages has changed."""
         gate = self._config.gate
         if self._config.once:  # the one move pays off until training ends
-            gate = replace(gate, horizon=self._args.train_iters or gate.horizon)
+            gate = replace(gate, horizon=self._iterations or gate.horizon)
         self._gate = Gate(gate, self._mover.plan)
 
     def add(self, iteration: int, record: RankRecord) -> None:
         """Add what this rank measured in `iteration`."""
-        in_turn = self._args.overlap_moe_expert_parallel_comm
+        in_turn = self._model.overlap_moe_expert_parallel_comm
         self._seconds.append(layer_seconds(record, self._mover.plan.layers, in_turn=in_turn))
         self._steps.append((iteration, record.step_seconds))
 
@@ -129,7 +133,7 @@ class LayerPlanner:
             candidate,
             Predicted(now, then, previous),
             migration_seconds(plan, candidate, self._layer_bytes(), self._bandwidth, fixed=self._fixed),
-            left=self._args.train_iters - iteration,
+            left=None if self._iterations is None else self._iterations - iteration,
         )
         return Choice(
             decision.plan,
@@ -150,7 +154,7 @@ class LayerPlanner:
         place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
         every = self._mover.gather((place, np.stack(self._seconds), self._steps, torch.cuda.max_memory_allocated()))
         # In turn with another micro-batch, spans are of parts of layers that wait for nobody.
-        tells_waiting = is_cpu() or self._args.overlap_moe_expert_parallel_comm
+        tells_waiting = is_cpu() or self._model.overlap_moe_expert_parallel_comm
         measured, experts = [seconds for _, seconds, _, _ in every], [group for (_, group), *_ in every]
         for cost in join_ranks(measured, experts, tells_waiting=tells_waiting):
             self.costs.add(cost)
@@ -192,7 +196,7 @@ class LayerPlanner:
             print_once(f"> layers stay where they are: {error}")
             return plan
         single = [1 in map(len, each.order) for each in (plan, found)]
-        if self._args.fine_grained_activation_offloading and single == [False, True]:
+        if self._model.fine_grained_activation_offloading and single == [False, True]:
             print_once("> layers stay where they are: a chunk would have one layer, whose activations Megatron-LM "
                          "0.19.2 cannot offload")  # fmt: skip
             return plan
@@ -203,7 +207,7 @@ class LayerPlanner:
 
     def _fewest(self) -> int:
         """Layers that a chunk must have; two where the first backward pass needs activations that are offloaded."""
-        return 2 if self._args.fine_grained_activation_offloading else 1
+        return 2 if self._model.fine_grained_activation_offloading else 1
 
     def _held_by_others(self) -> np.ndarray:
         """Bytes that the other features hold on a rank: with each layer, and whichever layers it has. [layers + 1]"""

@@ -5,8 +5,6 @@ the user's limits. Megatron-LM keeps losses on the last stage until it logs them
 after a log line.
 """
 
-import argparse
-
 import numpy as np
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -22,32 +20,33 @@ __all__ = ["Repacker"]
 class Repacker:
     """One on each rank; all make the same decision. reason: of the last one."""
 
-    def __init__(self, args: argparse.Namespace, config: LayerConfig) -> None:
+    def __init__(self, config: LayerConfig, log_interval: int) -> None:
         self.reason = ""
-        self._args, self._config = args, config
+        self._config, self._log_interval = config, log_interval
         # A fraction of the throughput at the start; after a release, of what remains of it.
         self._floor = config.repack_throughput_floor or np.finfo(float).tiny
         self._plan: StagePlan | None = None
 
     def due(self, iteration: int) -> StagePlan | None:
         """The shorter plan to have from this iteration on, or None."""
-        if self._plan is None or iteration % self._args.log_interval:
+        if self._plan is None or iteration % self._log_interval:
             return None
         plan, self._plan = self._plan, None
         return plan
 
-    def consider(self, cost: LayerSeconds, plan: StagePlan, peaks: np.ndarray) -> bool:
+    def consider(self, cost: LayerSeconds, plan: StagePlan, peaks: np.ndarray, ranks: int) -> bool:
         """Choose a shorter plan, if the user allows it, which `due` returns at the next log line.
 
         cost: measured seconds of the layers.
         plan: in force.
         peaks: float array [stage], the most bytes that a rank of each stage held.
+        ranks: of the job.
 
         Returns whether the pipeline will get shorter.
         """
         if not self._config.repacks or self._plan is not None or plan.stages <= self._config.repack_min_stages:
             return False
-        per_stage = self._args.world_size // plan.stages
+        per_stage = ranks // plan.stages
         per_node = detect_launch().ranks_per_node
         limit = self._limit()
         run = RecordedRun(cost, plan, get_num_microbatches(), per_stage, per_node, memory=peaks)

@@ -9,8 +9,9 @@ from functools import partial, wraps
 from typing import Any
 
 from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_mup_config_overrides
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
-from megatron.training import pretrain
+from megatron.training import pretrain, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.models.gpt import GPTModelConfig
@@ -22,7 +23,7 @@ from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryErro
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
-from megatron.balanced.layers.release import Released
+from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.sequences.balancer import SequenceBalancer
@@ -36,6 +37,7 @@ from megatron.balanced.trainer.dry_run import plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
+from megatron.balanced.trainer.release import Departure, Released, TensorBoardOfTheLast
 from megatron.balanced.trainer.watchdog.failure import stop
 
 __all__ = ["train"]
@@ -128,8 +130,8 @@ def _features(
         features.append(ExpertBalancer(args, config.experts, cluster, note))
     if config.layers.enabled:
         assert observer is not None
-        layers = LayerBalancer(args, config.layers, model, observer)
-        features.append(layers)
+        layers = LayerBalancer(args, config.layers, model, observer, _loop(args, model))
+        features += [layers, TensorBoardOfTheLast(args)]
         model.pre_wrap_hooks.append(layers.before_wrapping)
         if args.cuda_graph_impl == "transformer_engine":
             features.append(GraphsOfLayers())
@@ -160,6 +162,26 @@ def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
         interval=config.report.interval,
         measures=config.layers.enabled,
         splits_rows=is_packed(args) and not args.sft,
+    )
+
+
+def _loop(args: argparse.Namespace, model: GPTModelConfig) -> TrainingLoop:
+    """What the layer balancer needs of Megatron-LM's loop."""
+
+    def overrides(config: OptimizerConfig) -> Any:
+        _, given = training.get_megatron_optimizer_config(args)
+        if not args.use_mup:
+            return given
+        return {**(given or {}), **get_mup_config_overrides(config, model.transformer.mup_width_mult, args.optimizer)}
+
+    return TrainingLoop(
+        iterations=args.train_iters,
+        log_interval=args.log_interval,
+        timeout_minutes=args.distributed_timeout_minutes,
+        gloo_groups=args.use_gloo_process_groups,
+        optimizer_overrides=overrides,
+        schedule=lambda: training.get_forward_backward_func(schedule_pg_collection=None),
+        depart=partial(Departure, args),
     )
 
 

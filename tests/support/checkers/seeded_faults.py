@@ -269,7 +269,7 @@ def _other_type(log: DeviceLog, rank: int) -> None:
 
 def _destroyed_crosswise(log: DeviceLog, rank: int) -> None:
     """Groups of ranks that leave and ranks that stay are destroyed in another order on the rank that leaves."""
-    from megatron.balanced.layers import release
+    from megatron.balanced.trainer import release
 
     shared = release._groups_of_both
 

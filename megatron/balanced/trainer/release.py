@@ -30,8 +30,9 @@ from megatron.training import global_vars
 
 from balancing.layers.repack import Release
 from balancing.messages import connect
+from megatron.balanced.shared.callbacks import StepCallback
 
-__all__ = ["Departure", "Released", "hand_over_tensorboard"]
+__all__ = ["Departure", "Released", "TensorBoardOfTheLast"]
 
 # A rank's last message comes before its interpreter has shut down. SLURM counts a node that it takes away from a living
 # process as a failure of the job.
@@ -188,10 +189,16 @@ def _regroup(args: argparse.Namespace, release: Release, chunks: list[torch.nn.M
             module.config.pipeline_model_parallel_size = stages
 
 
-def hand_over_tensorboard(args: argparse.Namespace) -> None:
-    """Continue Megatron's TensorBoard log, which the last rank writes, on the rank that is now the last."""
-    if args.tensorboard_dir and args.rank == args.world_size - 1 and global_vars.get_tensorboard_writer() is None:
-        global_vars._set_tensorboard_writer(args)
+class TensorBoardOfTheLast(StepCallback):
+    """Continues Megatron's TensorBoard log, which the last rank writes, on the rank that is the last afterwards."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def after_release(self, headed: torch.nn.Module | None) -> None:
+        args = self._args
+        if args.tensorboard_dir and args.rank == args.world_size - 1 and global_vars.get_tensorboard_writer() is None:
+            global_vars._set_tensorboard_writer(args)
 
 
 def _return_nodes(release: Release) -> None:

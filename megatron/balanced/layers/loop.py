@@ -1,0 +1,43 @@
+"""What moves of layers need of the training loop around them, whichever loop that is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+from balancing.layers.repack import Release
+
+__all__ = ["Departure", "TrainingLoop"]
+
+
+class Departure(Protocol):
+    """The departure of ranks, which began when it was made. leaves: whether this rank is one of them."""
+
+    leaves: bool
+
+    def finish(self) -> None:
+        """Called when this rank has sent and received everything. Does not return on ranks that leave."""
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """A loop that trains with `megatron.core`.
+
+    iterations: of the whole training; None where nobody knows.
+    log_interval: iterations between two logs of losses, after which ranks may leave.
+    timeout_minutes: of collectives.
+    gloo_groups: whether optimizers have process groups of hosts.
+    optimizer_overrides: gives the overrides of parameter groups that `get_megatron_optimizer` got.
+    schedule: gives the schedule of micro-batches for the process groups that there are.
+    depart: begins a release of ranks, from the model chunks of this rank and a function that gathers over all ranks.
+    """
+
+    iterations: int | None
+    log_interval: int
+    timeout_minutes: float
+    gloo_groups: bool
+    optimizer_overrides: Callable[[OptimizerConfig], Any]
+    schedule: Callable[[], Callable]
+    depart: Callable[[Release, list[torch.nn.Module], Callable[[Any], list[Any]]], Departure]
