@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.sequences.checks import check_sequences
 from megatron.balanced.trainer.checks.incompatible import SEQUENCES, check_compatible
+from megatron.balanced.trainer.checks.sequences import check_sequences
 from tests.megatron.test_bad_input import _parse
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE

@@ -23,7 +23,6 @@ NOT_YET = {
     ("layers/balancer.py", "megatron.training"),
     ("layers/build.py", "megatron.training"),
     ("layers/mover.py", "megatron.training"),
-    ("sequences/checks.py", "trainer"),
 }
 
 

@@ -45,12 +45,12 @@ from balancing.sequences.micro_batches import MICRO_BATCH_ROOM, document_seconds
 from balancing.sequences.window import in_window
 from balancing.upload import upload
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
-from megatron.balanced.sequences.checks import latent_shape, routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.sequences.dataset import PlannedBatch, PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
 from megatron.balanced.sequences.events import MicroBatch, Sharing, spent, step_event
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
+from megatron.balanced.sequences.rules import latent_shape, routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.sequences.steps import Steps, WholeSteps, deal_documents, step_seconds
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group

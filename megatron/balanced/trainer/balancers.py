@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatron.balanced.sequences.checks import check_sequences
 from megatron.balanced.trainer.checks.experts import check_experts
 from megatron.balanced.trainer.checks.layers import check_layers
+from megatron.balanced.trainer.checks.sequences import check_sequences
 from megatron.balanced.trainer.config import BalanceConfig
 
 __all__ = ["check_balancers", "switch_on"]

@@ -31,7 +31,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from balancing.sequences.sequence_plan import SequencePlan
-from megatron.balanced.sequences.checks import packs_samples_of_losses
+from megatron.balanced.sequences.rules import packs_samples_of_losses
 
 if TYPE_CHECKING:
     from megatron.balanced.observe.observer import Observer

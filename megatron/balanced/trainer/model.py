@@ -38,9 +38,9 @@ from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequ
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
-from megatron.balanced.sequences.checks import latent_shape, packs_samples_of_losses, routes_by_sample
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, SampleRouter
+from megatron.balanced.sequences.rules import latent_shape, packs_samples_of_losses, routes_by_sample
 
 __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 

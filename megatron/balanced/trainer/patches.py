@@ -23,9 +23,9 @@ import torch
 from megatron.balanced.experts.known_counts import with_known_counts
 from megatron.balanced.layers.fill import with_filled_waits
 from megatron.balanced.layers.graphs import remembered
-from megatron.balanced.sequences.checks import why_whole
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 from megatron.balanced.sequences.prediction import with_planned_losses
+from megatron.balanced.sequences.rules import why_whole
 from megatron.balanced.shared.callbacks import registered, with_callbacks
 from megatron.balanced.trainer.checks.flags import MEGATRON_VERSIONS
 from megatron.balanced.trainer.config import BalanceConfig

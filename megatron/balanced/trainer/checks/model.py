@@ -3,7 +3,7 @@
 import argparse
 
 from balancing.doctor.installed import find_apex
-from megatron.balanced.sequences.checks import balancing_losses
+from megatron.balanced.sequences.rules import balancing_losses
 from megatron.balanced.trainer.checks.incompatible import shown
 
 __all__ = ["check_model"]

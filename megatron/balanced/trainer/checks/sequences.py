@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 
 from balancing.sequences.config import SequenceConfig
-from balancing.sequences.sequence_plan import LatentShape
+from megatron.balanced.sequences.rules import balancing_losses, latent_shape, why_of_one_size, why_whole
 from megatron.balanced.trainer.checks.incompatible import (
     SEQUENCES,
     SEQUENCES_OF_DATA,
@@ -18,16 +18,7 @@ from megatron.balanced.trainer.checks.incompatible import (
     shown,
 )
 
-__all__ = [
-    "balancing_losses",
-    "check_data_domain",
-    "check_sequences",
-    "latent_shape",
-    "packs_samples_of_losses",
-    "routes_by_sample",
-    "why_of_one_size",
-    "why_whole",
-]
+__all__ = ["check_data_domain", "check_sequences"]
 
 _PREFETCHED = 2  # micro-batches that a worker of Megatron-LM's data loaders has ready, PyTorch's default
 
@@ -160,29 +151,6 @@ def _micro_batches(args: argparse.Namespace) -> int:
     return (args.global_batch_size or size) // size
 
 
-def why_whole(args: argparse.Namespace) -> str | None:
-    """Why documents that were drawn for one micro-batch must run in one micro-batch; None where they need not."""
-    for name in ("tp_comm_overlap", "fp8", "fp4", "overlap_moe_expert_parallel_comm"):
-        if getattr(args, name, None):
-            return f"{shown(name, getattr(args, name))} counts on as many rows in every micro-batch"
-    layout = getattr(args.pipeline_model_parallel_layout, "input_data", args.pipeline_model_parallel_layout)
-    if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
-        return (
-            f"--mtp-num-layers {args.mtp_num_layers} before the last stage has messages with more rows than those of "
-            "other stages"
-        )
-    if not args.num_experts:
-        return None
-    if args.moe_token_dispatcher_type == "allgather":
-        return "--moe-token-dispatcher-type allgather counts on as many rows in every micro-batch"
-    for kind in ("aux_loss", "seq_aux_loss"):
-        if kind in balancing_losses(args):
-            return f"--moe-router-load-balancing-type {kind} takes the routing of all of them"
-    if args.moe_z_loss_coeff:
-        return "--moe-z-loss-coeff averages over micro-batches"
-    return None
-
-
 def check_data_domain(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that look at the tokens of one data-parallel rank, or give it samples in an order of
     its own."""
@@ -231,56 +199,3 @@ def _check_sizes(args: argparse.Namespace, sequences: SequenceConfig) -> None:
         raise ValueError(
             f"sequences.chunk {sequences.chunk} is more than the {mean} tokens of a rank; use at most {mean}"
         )
-
-
-def why_of_one_size(args: argparse.Namespace) -> str | None:
-    """Why every micro-batch must have the same number of rows on each rank; None where it need not.
-
-    Where it must, the padding of a data loader stays in linear layers, and routers see it; attention does not.
-    """
-    if args.pipeline_model_parallel_size > 1:
-        return "messages between pipeline stages have one size"
-    if args.num_experts and args.moe_token_dispatcher_type == "allgather":
-        return "--moe-token-dispatcher-type allgather needs as many tokens on each rank; alltoall does not"
-    for name in ("tp_comm_overlap", "fp8", "fp4"):
-        if getattr(args, name, None):
-            return f"--{name.replace('_', '-')} counts on one size"
-    return None
-
-
-def latent_shape(args: argparse.Namespace) -> LatentShape | None:
-    """The latent of multi-latent attention, which travels; None where keys and values do.
-
-    That is with 8-bit or 4-bit projections, whose weights the engine does not read; with sliding windows, whose calls
-    have own and received keys; where core attention is recomputed alone, apart from what it is projected from; and
-    where gradients of weights are computed apart from the backward pass.
-    """
-    recomputed = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"])
-    windows = args.window_size and args.window_size[0] >= 0
-    apart = windows or recomputed or args.delay_wgrad_compute
-    if not getattr(args, "multi_latent_attention", False) or args.fp8 or args.fp4 or apart:
-        return None
-    return LatentShape(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.tensor_model_parallel_size)
-
-
-def balancing_losses(args: argparse.Namespace) -> list[str]:
-    """The kinds of `--moe-router-load-balancing-type` that have a coefficient."""
-    if not args.num_experts:
-        return []
-    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
-    return [kind for kind, coefficient in zip(kinds, coefficients, strict=False) if coefficient]
-
-
-def packs_samples_of_losses(args: argparse.Namespace) -> bool:
-    """Whether routers have a loss of each sample, and several samples are packed into one micro-batch."""
-    packs = args.sft or args.dataloader_inter_document_masking
-    return packs and (args.micro_batch_size or 1) > 1 and "seq_aux_loss" in balancing_losses(args)
-
-
-def routes_by_sample(args: argparse.Namespace, sequences: SequenceConfig) -> bool:
-    """Whether routers have a loss that must tell samples or micro-batches of Megatron-LM apart. args: Megatron-LM's;
-    sequences: the settings in force."""
-    mixed = sequences.domain == "data" or (args.micro_batch_size or 1) > 1
-    return sequences.enabled and mixed and bool({"aux_loss", "seq_aux_loss"} & {*balancing_losses(args)})

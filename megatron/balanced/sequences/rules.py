@@ -1,0 +1,96 @@
+"""What the model and the batches of a run allow sequences to do: which rows may differ in number, what travels.
+
+The flags that are incompatible with balanced sequences are the trainer's to refuse.
+"""
+
+import argparse
+
+from balancing.sequences.config import SequenceConfig
+from balancing.sequences.sequence_plan import LatentShape
+
+__all__ = [
+    "balancing_losses",
+    "latent_shape",
+    "packs_samples_of_losses",
+    "routes_by_sample",
+    "why_of_one_size",
+    "why_whole",
+]
+
+
+def why_whole(args: argparse.Namespace) -> str | None:
+    """Why documents that were drawn for one micro-batch must run in one micro-batch; None where they need not."""
+    flags = {"fp8": f"--fp8-format {args.fp8}", "fp4": f"--fp4-format {args.fp4}"}
+    for name in ("tp_comm_overlap", "fp8", "fp4", "overlap_moe_expert_parallel_comm"):
+        if getattr(args, name, None):
+            flag = flags.get(name, f"--{name.replace('_', '-')}")
+            return f"{flag} counts on as many rows in every micro-batch"
+    layout = getattr(args.pipeline_model_parallel_layout, "input_data", args.pipeline_model_parallel_layout)
+    if args.mtp_num_layers and isinstance(layout, str) and "m" not in layout.split("|")[-1]:
+        return (
+            f"--mtp-num-layers {args.mtp_num_layers} before the last stage has messages with more rows than those of "
+            "other stages"
+        )
+    if not args.num_experts:
+        return None
+    if args.moe_token_dispatcher_type == "allgather":
+        return "--moe-token-dispatcher-type allgather counts on as many rows in every micro-batch"
+    for kind in ("aux_loss", "seq_aux_loss"):
+        if kind in balancing_losses(args):
+            return f"--moe-router-load-balancing-type {kind} takes the routing of all of them"
+    if args.moe_z_loss_coeff:
+        return "--moe-z-loss-coeff averages over micro-batches"
+    return None
+
+
+def why_of_one_size(args: argparse.Namespace) -> str | None:
+    """Why every micro-batch must have the same number of rows on each rank; None where it need not.
+
+    Where it must, the padding of a data loader stays in linear layers, and routers see it; attention does not.
+    """
+    if args.pipeline_model_parallel_size > 1:
+        return "messages between pipeline stages have one size"
+    if args.num_experts and args.moe_token_dispatcher_type == "allgather":
+        return "--moe-token-dispatcher-type allgather needs as many tokens on each rank; alltoall does not"
+    for name in ("tp_comm_overlap", "fp8", "fp4"):
+        if getattr(args, name, None):
+            return f"--{name.replace('_', '-')} counts on one size"
+    return None
+
+
+def latent_shape(args: argparse.Namespace) -> LatentShape | None:
+    """The latent of multi-latent attention, which travels; None where keys and values do.
+
+    That is with 8-bit or 4-bit projections, whose weights the engine does not read; with sliding windows, whose calls
+    have own and received keys; where core attention is recomputed alone, apart from what it is projected from; and
+    where gradients of weights are computed apart from the backward pass.
+    """
+    recomputed = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"])
+    windows = args.window_size and args.window_size[0] >= 0
+    apart = windows or recomputed or args.delay_wgrad_compute
+    if not getattr(args, "multi_latent_attention", False) or args.fp8 or args.fp4 or apart:
+        return None
+    return LatentShape(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.tensor_model_parallel_size)
+
+
+def balancing_losses(args: argparse.Namespace) -> list[str]:
+    """The kinds of `--moe-router-load-balancing-type` that have a coefficient."""
+    if not args.num_experts:
+        return []
+    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
+    return [kind for kind, coefficient in zip(kinds, coefficients, strict=False) if coefficient]
+
+
+def packs_samples_of_losses(args: argparse.Namespace) -> bool:
+    """Whether routers have a loss of each sample, and several samples are packed into one micro-batch."""
+    packs = args.sft or args.dataloader_inter_document_masking
+    return packs and (args.micro_batch_size or 1) > 1 and "seq_aux_loss" in balancing_losses(args)
+
+
+def routes_by_sample(args: argparse.Namespace, sequences: SequenceConfig) -> bool:
+    """Whether routers have a loss that must tell samples or micro-batches of Megatron-LM apart. args: Megatron-LM's;
+    sequences: the settings in force."""
+    mixed = sequences.domain == "data" or (args.micro_batch_size or 1) > 1
+    return sequences.enabled and mixed and bool({"aux_loss", "seq_aux_loss"} & {*balancing_losses(args)})
