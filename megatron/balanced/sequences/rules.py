@@ -20,7 +20,7 @@ __all__ = [
 
 def why_whole(args: argparse.Namespace) -> str | None:
     """Why documents that were drawn for one micro-batch must run in one micro-batch; None where they need not."""
-    flags = {"fp8": f"--fp8-format {args.fp8}", "fp4": f"--fp4-format {args.fp4}"}
+    flags = {name: f"--{name}-format {getattr(args, name, None)}" for name in ("fp8", "fp4")}
     for name in ("tp_comm_overlap", "fp8", "fp4", "overlap_moe_expert_parallel_comm"):
         if getattr(args, name, None):
             flag = flags.get(name, f"--{name.replace('_', '-')}")
