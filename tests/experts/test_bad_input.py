@@ -11,13 +11,13 @@ import pytest
 
 from balancing.experts import ReplicaPlacement
 from balancing.experts.config import ExpertConfig
-from megatron.balanced.experts.graphs import (
+from megatron.balanced.experts.graphs import check_kernels
+from megatron.balanced.trainer.checks.experts import (
     captures_experts,
-    check_kernels,
+    check_experts,
     leave_out_preprocessing,
     with_captured_iterations,
 )
-from megatron.balanced.trainer.checks.experts import check_experts
 from tests.megatron.test_bad_input import _assert_refused, _parse
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, train

@@ -71,9 +71,11 @@ def _planner(dispatcher: str = "alltoall", machine: Any = None) -> Any:
     from balancing.cluster import Cluster
     from balancing.experts.config import ExpertConfig
     from megatron.balanced.experts.planning import ReplicaPlanner
+    from megatron.balanced.shared.job import Job
 
-    args = SimpleNamespace(moe_token_dispatcher_type=dispatcher, cuda_graph_impl="transformer_engine")
-    return ReplicaPlanner(args, ExpertConfig(), machine, Cluster.preset("h200-8x400g").relabel(1, 2), False)
+    model = SimpleNamespace(moe_token_dispatcher_type=dispatcher, cuda_graph_impl="transformer_engine")
+    cluster = Cluster.preset("h200-8x400g").relabel(1, 2)
+    return ReplicaPlanner(Job(32, 1, 5), model, ExpertConfig(), machine, cluster, False)
 
 
 def _while_a_plan_is_made() -> tuple[float, float, float]:

@@ -7,7 +7,6 @@ parts with the step: it allocates the slots when the model is complete, places r
 makes sure that the gradient of a home expert is reduced only after its replicas' gradients have been added.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +35,7 @@ from megatron.balanced.experts.replay import take_known_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
 from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
+from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group
 
@@ -49,7 +49,7 @@ class ReplicaMemoryError(ValueError):
 class ExpertBalancer(StepCallback):
     """One on each rank; ranks of an expert-parallel group plan alike.
 
-    args: Megatron-LM's arguments.
+    job: the run.
     config: the expert flags.
     machine: speeds of the hardware for the cost model; None plans for balance alone.
     report: called on one rank of each expert-parallel group with each event of a step, as a function that gives it;
@@ -58,12 +58,12 @@ class ExpertBalancer(StepCallback):
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        job: Job,
         config: ExpertConfig,
         machine: Cluster | None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None,
     ) -> None:
-        self.config, self._args, self._machine, self._report = config, args, machine, report
+        self.config, self._job, self._machine, self._report = config, job, machine, report
         self._model: list[torch.nn.Module] = []
         self._process_group: Any = None
         self._hosts: Any = None  # the same ranks on gloo
@@ -75,7 +75,7 @@ class ExpertBalancer(StepCallback):
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
         self._model_config: Any = None
         self._finalize: Callable | None = None
-        self._captures = captures_iterations(args)
+        self._captures = False  # whether one graph holds all passes of an iteration
         self._first = 0  # iteration of the run
         self._graph: FullCudaGraphWrapper | None = None  # of whole iterations
 
@@ -84,8 +84,8 @@ class ExpertBalancer(StepCallback):
 
         Raises ReplicaMemoryError on all ranks of the job if the slots do not fit into the memory of some rank.
         """
-        self._model = chunks
-        minutes = self._args.distributed_timeout_minutes
+        self._model, self._model_config, minutes = chunks, chunks[0].config, self._job.timeout_minutes
+        self._captures = captures_iterations(self._model_config)
         self._process_group = duplicate_group(mpu.get_expert_model_parallel_group(), minutes)
         self._hosts = duplicate_group(mpu.get_expert_model_parallel_group(), minutes, on_host=True)
         self._cluster = cluster_of(dist.get_process_group_ranks(self._process_group), self._machine)
@@ -93,7 +93,8 @@ class ExpertBalancer(StepCallback):
         config = self.config
         if self._captures:  # loads are submitted when a plan is due
             config = dataclasses.replace(config, plan_interval=1)
-        self._planner = ReplicaPlanner(self._args, config, self._machine, self._cluster, self._shared)
+        model = self._model_config
+        self._planner = ReplicaPlanner(self._job, model, config, self._machine, self._cluster, self._shared)
         for position, ddp in enumerate(chunks):
             if ddp.ddp_config.overlap_grad_reduce:
                 ddp.start_grad_sync = self._after_backward(position, ddp.start_grad_sync)
@@ -109,7 +110,7 @@ class ExpertBalancer(StepCallback):
         if self._shared:
             return HeldBytes(buffers=sum(self._slot_bytes(layers, True) for layers in chunks))
         of_layers = {layer.index: self._slot_bytes([layer], False) for layers in chunks for layer in layers}
-        last = self._args.num_layers  # what follows are layers of multi-token prediction, which do not move
+        last = self._model_config.num_layers  # what follows are layers of multi-token prediction, which do not move
         return HeldBytes(
             {number: size for number, size in of_layers.items() if number < last},
             sum(size for number, size in of_layers.items() if number >= last),
@@ -122,7 +123,7 @@ class ExpertBalancer(StepCallback):
             homes,
             self.config.replica_slots,
             shared=shared,
-            alternating=self._args.overlap_moe_expert_parallel_comm,
+            alternating=self._model_config.overlap_moe_expert_parallel_comm,
             format=weight_format(homes[0][0]),
             copies=copied_bytes(layers[0].config),
         )
@@ -149,7 +150,7 @@ class ExpertBalancer(StepCallback):
         before, moved, self._plans, self._chunk_at = self._plans, self._attached, {}, {}
         for position, (ddp, layers) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if layers:
-                share = expert_share(self._args, layers)
+                share = expert_share(self._job, self._model_config, layers)
                 chunk = self._chunk_at[position] = ExpertChunk(ddp, layers, self._process_group, self._shared, share)
                 for layer in layers:
                     if layer not in before:
@@ -279,7 +280,7 @@ class ExpertBalancer(StepCallback):
                     self._planner.submit(layer, self._plans[layer], layer.loads, self._iteration + 1, overlap)
 
     def end_step(self) -> None:
-        if self._args.cuda_graph_impl != "none":  # a capture that comes next fails where another thread waits
+        if self._model_config.cuda_graph_impl != "none":  # a capture that comes next fails where another thread waits
             self._planner.wait()
         waited_ms = self._planner.take_waited_ms()
         if (

@@ -12,105 +12,17 @@ and the graph is captured again if it did. Late replicas, which follow from the 
 Megatron-LM runs --cuda-graph-warmup-steps iterations without a graph before a capture; that is what a change costs.
 """
 
-import argparse
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from balancing.experts.config import ExpertConfig
-from balancing.experts.split.placed_split import MOST_RANKS, kernels_split
+from balancing.experts.split.placed_split import kernels_split
 
-__all__ = [
-    "captures_experts",
-    "captures_iterations",
-    "check_kernels",
-    "graph_of_iterations",
-    "leave_out_preprocessing",
-    "with_captured_iterations",
-]
-
-_INTERVAL = 100  # iterations between placements, where the given interval leaves no iteration to the graph
-
-_WHY = "a graph would repeat where the tokens of the captured micro-batch went"
-_INSTEAD = "use --cuda-graph-modules attn moe_router"
+__all__ = ["captures_iterations", "check_kernels", "graph_of_iterations"]
 
 
-def _modules(args: argparse.Namespace) -> tuple[str, list[Any]]:
-    """The argument that names the captured modules, and its value."""
-    for name in ("cuda_graph_modules", "cuda_graph_scope_deprecated"):
-        if given := getattr(args, name, None):
-            return name, list(given)
-    return "cuda_graph_modules", []
-
-
-def _named(modules: list[Any]) -> list[str]:
-    return [module if isinstance(module, str) else module.name for module in modules]
-
-
-def captures_experts(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Flags by which a graph would hold experts, each as the user gave it, with why not and the way out."""
-    _, modules = _modules(args)
-    names = _named(modules)
-    found = [name for name in names if name.startswith("full") or name == "moe"]
-    if found:
-        return [(f"--cuda-graph-modules {name}", _WHY, _INSTEAD) for name in found]
-    graphs = getattr(args, "cuda_graph_impl", "none") == "transformer_engine"
-    if not names and (graphs or getattr(args, "external_cuda_graph", False)):
-        return [("CUDA graphs of whole layers", _WHY, _INSTEAD)]
-    return []
-
-
-def leave_out_preprocessing(args: argparse.Namespace) -> list[str]:
-    """Take `moe_preprocess` out of the modules that graphs hold. Returns a note for the user if it was one of them."""
-    argument, modules = _modules(args)
-    names = _named(modules)
-    if "moe_preprocess" not in names:
-        return []
-    setattr(args, argument, [module for module, name in zip(modules, names, strict=True) if name != "moe_preprocess"])
-    return ["--balance-experts leaves moe_preprocess out of CUDA graphs: it decides there where tokens go"]
-
-
-def captures_iterations(args: argparse.Namespace) -> bool:
-    """Whether one graph holds all passes of an iteration."""
-    return getattr(args, "cuda_graph_impl", "none") == "full_iteration"
-
-
-def with_captured_iterations(args: argparse.Namespace, config: ExpertConfig) -> tuple[ExpertConfig, list[str]]:
-    """The settings with graphs of whole iterations, and notes for the user.
-
-    Raises ValueError where the host decides about experts in a forward pass, or when to place replicas.
-    """
-    flag = f"--cuda-graph-impl {args.cuda_graph_impl}"
-    budget, fuser = args.moe_expert_rank_capacity_factor, args.use_transformer_engine_op_fuser
-    hybridep = args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "hybridep"
-    if not (hybridep and budget and fuser and args.moe_grouped_gemm and args.transformer_impl != "local"):
-        raise ValueError(
-            f"--balance-experts is incompatible with {flag} where the host reads how many tokens experts get; add "
-            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
-            "--moe-expert-rank-capacity-factor 1.5 --moe-grouped-gemm --use-transformer-engine-op-fuser, or use "
-            "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
-        )
-    if getattr(args, "moe_enable_routing_replay", False):
-        raise ValueError(
-            f"--balance-experts is incompatible with {flag} and --moe-enable-routing-replay: known routing places "
-            "replicas in each iteration, and a graph repeats the placement that it captured; use --cuda-graph-impl none"
-        )
-    if args.expert_model_parallel_size > MOST_RANKS or config.planner == "prophet":
-        raise ValueError(
-            f"--balance-experts is incompatible with {flag} where the host divides tokens over instances: with "
-            f"--expert-model-parallel-size {args.expert_model_parallel_size} above {MOST_RANKS}, and with "
-            "experts.planner prophet; use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router"
-        )
-    notes = []
-    without = 1 + args.cuda_graph_warmup_steps  # that which captures runs once more
-    if config.plan_interval <= without:
-        config = dataclasses.replace(config, plan_interval=max(_INTERVAL, 10 * without))
-    notes.append(
-        f"--balance-experts with {flag} places replicas after the first iteration and every "
-        f"{config.plan_interval} iterations (experts.plan_interval); a change costs {without} iterations "
-        "without a replay, of which the last captures"
-    )
-    return config, notes
+def captures_iterations(model: Any) -> bool:
+    """Whether one graph holds all passes of an iteration. model: its config, or arguments that describe it."""
+    return getattr(model, "cuda_graph_impl", "none") == "full_iteration"
 
 
 def check_kernels(layers: Iterable[Any]) -> None:

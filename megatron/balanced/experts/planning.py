@@ -5,7 +5,6 @@ and `ReplicaPlanner.adopt` takes the placements before the next iteration begins
 load, so all ranks of an expert-parallel group make the same ones; `check_same_plans` verifies it.
 """
 
-import argparse
 import hashlib
 import sys
 import time
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas
@@ -26,6 +26,7 @@ from balancing.experts.planners.repair import repair
 from balancing.experts.split.placed_split import SplitTables
 from balancing.ranges import named
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
+from megatron.balanced.shared.job import Job
 
 __all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "expert_share"]
 
@@ -84,7 +85,8 @@ class LayerPlan:
 class ReplicaPlanner:
     """Plans the layers of one rank.
 
-    args: Megatron-LM's arguments.
+    job: the run.
+    model: its config.
     config: the expert flags.
     machine: speeds of the hardware for the cost model; None plans for balance alone.
     cluster: nodes and links of the expert-parallel group.
@@ -93,13 +95,14 @@ class ReplicaPlanner:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        job: Job,
+        model: TransformerConfig,
         config: ExpertConfig,
         machine: Cluster | None,
         cluster: Cluster,
         shared: bool,
     ) -> None:
-        self._args, self._config, self._machine = args, config, machine
+        self._job, self._model, self._config, self._machine = job, model, config, machine
         self._cluster, self._shared = cluster, shared
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._submitted: dict[int, tuple[LayerPlan, Future[Planned]]] = {}  # by the identity of the record
@@ -156,7 +159,7 @@ class ReplicaPlanner:
         """
         if self._machine is None or layer.placement.split != "level":
             return layer.placement
-        if self._args.moe_token_dispatcher_type == "flex":  # which does not wait for the device, so we do not, either
+        if self._model.moe_token_dispatcher_type == "flex":  # which does not wait for the device, so we do not, either
             return layer.placement
         if isinstance(load, torch.Tensor):
             load = load.cpu().numpy()
@@ -200,7 +203,7 @@ class ReplicaPlanner:
         if self._machine is not None:
             costs = {
                 "shape": _expert_shape(layer),
-                "hidden_under": overlap.attention_layers * _attention_seconds(self._args, self._machine),
+                "hidden_under": overlap.attention_layers * _attention_seconds(self._job, self._model, self._machine),
                 "first": overlap.first,
                 "micro_batches": self._micro_batches_served(),
             }
@@ -266,31 +269,32 @@ def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:
     )
 
 
-def _attention_flops(args: argparse.Namespace) -> float:
+def _attention_flops(job: Job, model: TransformerConfig) -> float:
     """Lower bound of a layer's attention for one token, forward: its four projections and the causal half of its
     scores."""
-    return args.hidden_size * (8 * args.hidden_size + 2 * args.seq_length)
+    return model.hidden_size * (8 * model.hidden_size + 2 * job.seq_length)
 
 
-def _attention_seconds(args: argparse.Namespace, machine: Cluster) -> float:
+def _attention_seconds(job: Job, model: TransformerConfig, machine: Cluster) -> float:
     """Seconds of a layer's attention for one micro-batch, forward."""
-    tokens = args.micro_batch_size * args.seq_length / args.tensor_model_parallel_size
-    return tokens * _attention_flops(args) / machine.flops
+    tokens = job.micro_batch_size * job.seq_length / model.tensor_model_parallel_size
+    return tokens * _attention_flops(job, model) / machine.flops
 
 
-def expert_share(args: argparse.Namespace, layers: list[BalancedMoELayer]) -> float | None:
+def expert_share(job: Job, model: TransformerConfig, layers: list[BalancedMoELayer]) -> float | None:
     """Part of the compute from one MoE layer to the next that is the experts', as `ReplicaSlots` takes it.
 
-    args: Megatron-LM's arguments.
+    job: the run.
+    model: its config.
     layers: the MoE layers of one model chunk, at least one. Dense layers in between count as attention alone.
 
     None where a micro-batch computes while another exchanges its tokens: transfers have nothing to leave free then.
     """
-    if args.overlap_moe_expert_parallel_comm:
+    if model.overlap_moe_expert_parallel_comm:
         return None
     first, last = layers[0], layers[-1]
     ways = first.token_dispatcher.tp_size
     experts = first.config.moe_router_topk * 2 * _expert_shape(first).parameters * ways
     between = (last.index - first.index) / (len(layers) - 1) if len(layers) > 1 else 1
-    shared = 6 * args.hidden_size * (args.moe_shared_expert_intermediate_size or 0)
-    return experts / (experts + between * _attention_flops(args) + shared)
+    shared = 6 * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
+    return experts / (experts + between * _attention_flops(job, model) + shared)

@@ -28,6 +28,7 @@ from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
 from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.shared.callbacks import StepCallback, attach, end_training, registered, use_schedule
+from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
 from megatron.balanced.trainer import patches
 from megatron.balanced.trainer.checks.checkpoints import nothing_to_load
@@ -112,6 +113,7 @@ def _features(
     """The callbacks of the features that are on, of the model's extension and of the caller, in the order in which
     their steps begin; the provider of datasets; the forward step."""
     cluster = cluster_from_flags(config, args.world_size)
+    job = Job(args.seq_length, args.micro_batch_size, args.distributed_timeout_minutes)
     features: list[StepCallback] = []
     observer = sequences = None
     if config.balance_report is not None or config.layers.enabled:
@@ -127,7 +129,7 @@ def _features(
         features.append(sequences)
         model.pre_wrap_hooks.append(sequences.before_wrapping)
     if config.experts.enabled:
-        features.append(ExpertBalancer(args, config.experts, cluster, note))
+        features.append(ExpertBalancer(job, config.experts, cluster, note))
     if config.layers.enabled:
         assert observer is not None
         layers = LayerBalancer(args, config.layers, model, observer, _loop(args, model))
