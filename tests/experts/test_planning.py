@@ -119,7 +119,8 @@ def _ends_of_a_step() -> list[bool]:
         planner._plan = plan
         planner.submit(None, SimpleNamespace(drift=0.0, age=0), [np.zeros((2, 4))], 1, None)
         balancer = object.__new__(ExpertBalancer)
-        balancer._args, balancer._planner, balancer._report = SimpleNamespace(cuda_graph_impl=graphs), planner, None
+        balancer._model_config = SimpleNamespace(cuda_graph_impl=graphs)
+        balancer._planner, balancer._report = planner, None
         timer = threading.Timer(0.2, end.set)
         timer.start()
         balancer.end_step()
