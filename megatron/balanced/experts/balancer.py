@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
@@ -36,6 +35,7 @@ from megatron.balanced.experts.te_grouped_mlp import home_parameters
 from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.job import Job
+from megatron.balanced.shared.micro_batches import get_num_microbatches
 from megatron.balanced.shared.optimizer_state import state_bytes
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group
 
@@ -266,10 +266,9 @@ class ExpertBalancer(StepCallback):
         check_same_plans([self._plans[layer] for layer in layers], self._hosts)
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._finalize is not None
         for chunk in self._chunk_at.values():
             chunk.end_backward()
-        return self._finalize(*args, **kwargs)
+        return None if self._finalize is None else self._finalize(*args, **kwargs)
 
     def end_schedule(self) -> None:
         self._model_config.finalize_model_grads_func = self._finalize

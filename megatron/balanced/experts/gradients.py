@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.quantized_weights import weight_format
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP, home_parameters
+from megatron.balanced.shared.micro_batches import get_num_microbatches
 
 __all__ = ["ExpertChunk"]
 

@@ -168,6 +168,10 @@ class BalancedMoELayer(MoELayer):
 
     def __init__(self, *args: Any, slots: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.prepare(slots)
+
+    def prepare(self, slots: int) -> None:
+        """Make what this layer has beside Megatron's."""
         self.slots = slots
         self.frozen = False  # runs forward only, without gradients
         width = self.num_local_experts + slots

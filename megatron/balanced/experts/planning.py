@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.cluster import Cluster
@@ -27,6 +26,7 @@ from balancing.experts.split.placed_split import SplitTables
 from balancing.ranges import named
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.shared.job import Job
+from megatron.balanced.shared.micro_batches import get_num_microbatches
 
 __all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "expert_share"]
 

@@ -1,0 +1,53 @@
+"""Balanced experts in a model that exists: classes of modules are exchanged, as torch's `fully_shard` does.
+
+Parameters with their names, hooks and sharded state stay, so it makes no difference to data parallelism, optimizers and
+checkpoints whether they were made before.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import unwrap_model
+
+from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
+from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
+
+__all__ = ["balance_layers", "plain_layers"]
+
+_BALANCED = {SequentialMLP: ReplicatedSequentialMLP, TEGroupedMLP: ReplicatedTEGroupedMLP}
+
+
+def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[BalancedMoELayer]:
+    """Have the MoE layers of model chunks dispatch to replicas in `slots` slots. Returns these layers.
+
+    Raises ValueError for experts that cannot have replicas.
+    """
+    layers = [module for model in unwrap_model(list(chunks)) for module in model.modules() if type(module) is MoELayer]
+    for layer in layers:
+        if type(layer.experts) not in _BALANCED:
+            raise ValueError(
+                f"experts of class {type(layer.experts).__name__} cannot have replicas; use SequentialMLP without "
+                "Transformer Engine, or grouped GEMM with it (moe_grouped_gemm)"
+            )
+    for layer in layers:
+        layer.__class__ = BalancedMoELayer
+        layer.prepare(slots)
+        layer._gathers_counts = False  # the dispatcher gathers counts itself, since nothing of it is patched
+        experts = layer.experts
+        experts.__class__ = _BALANCED[type(experts)]
+        experts._delays = experts.config.delay_wgrad_compute
+        if isinstance(experts, ReplicatedSequentialMLP):
+            for linear in experts.modules():  # replicas have no buffers to which gradients could be added at once
+                if getattr(linear, "gradient_accumulation_fusion", False):
+                    linear.gradient_accumulation_fusion = False
+    return layers
+
+
+def plain_layers(layers: Iterable[BalancedMoELayer]) -> None:
+    """Give layers their own classes back. They must have no replicas."""
+    for layer in layers:
+        layer.token_dispatcher = layer._logical
+        layer.__class__ = MoELayer
+        layer.experts.__class__ = type(layer.experts).__mro__[1]

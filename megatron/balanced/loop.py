@@ -1,0 +1,99 @@
+"""Balancing in any loop that trains with `megatron.core`: balancers of a finished model, around the loop's schedule.
+
+Every loop calls a schedule of `megatron.core.pipeline_parallel.schedules`, which is handed the model chunks, the number
+of micro-batches and whether it runs forward only. `Balancers.schedule` wraps that call; nothing else of the loop
+changes. `examples/plain_loop.py` shows it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
+
+from balancing.cluster import Cluster
+from balancing.experts.config import ExpertConfig
+from megatron.balanced.experts import balancer as experts
+from megatron.balanced.experts.exchange import balance_layers
+from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.job import Job
+from megatron.balanced.shared.micro_batches import schedule_of
+
+__all__ = ["Balancers", "ExpertBalancer"]
+
+
+class ExpertBalancer(experts.ExpertBalancer):
+    """Replicas of hot experts for a model that exists. Made on all ranks together, before the first step.
+
+    chunks: the model chunks of this rank, each in `DistributedDataParallel`.
+    config: `replica_slots`, `min_gain` and others.
+    job: the run.
+    cluster: speeds of the hardware for the cost model; None plans for balance alone.
+    report: called on one rank of each expert-parallel group with each event of a step, as a function that gives it.
+
+    Raises ValueError for a model that cannot be balanced, and ReplicaMemoryError, on all ranks, where slots do not fit.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: ExpertConfig | None = None,
+        *,
+        job: Job,
+        cluster: Cluster | None = None,
+        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+    ) -> None:
+        for chunk in chunks:
+            if not isinstance(chunk, DistributedDataParallel):
+                raise ValueError(
+                    f"a model chunk of class {type(chunk).__name__} cannot be balanced; wrap it in megatron.core's "
+                    "DistributedDataParallel first"
+                )
+        super().__init__(job, config or ExpertConfig(enabled=True), cluster, report)
+        if not balance_layers(chunks, self.config.replica_slots):
+            raise ValueError("the model has no MoE layer of megatron.core that is not balanced yet; drop the balancer")
+        self.attach(list(chunks))
+        model = get_model_config(chunks[0])
+        if model.grad_sync_func is not None:  # taken from the chunks before the balancer was there
+            functions = [chunk.start_grad_sync for chunk in chunks]
+            model.grad_sync_func = functions if isinstance(model.grad_sync_func, list) else functions[0]
+
+
+class Balancers:
+    """The balancers of one model. Several models of a process, such as an actor and a critic, have one each."""
+
+    def __init__(self, *balancers: StepCallback) -> None:
+        kinds = [type(balancer) for balancer in balancers]
+        if len({*kinds}) < len(kinds):
+            raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
+        self._balancers = balancers
+        self._schedules = 0
+
+    def schedule(self, forward_backward_func: Callable) -> Callable:
+        """The schedule with the balancers around it. Calls with forward_only pass through unchanged."""
+
+        @functools.wraps(forward_backward_func)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("forward_only"):
+                return forward_backward_func(*args, **kwargs)
+            with schedule_of(kwargs["num_microbatches"]):
+                config = get_model_config(_first(kwargs["model"]))
+                for balancer in self._balancers:
+                    balancer.begin_step(self._schedules, config)
+                for balancer in self._balancers:
+                    balancer.begin_schedule()
+                result = forward_backward_func(*args, **kwargs)
+                for balancer in reversed(self._balancers):
+                    balancer.end_schedule()
+                for balancer in reversed(self._balancers):
+                    balancer.end_step()
+            self._schedules += 1
+            return result
+
+        return run
+
+
+def _first(model: Any) -> torch.nn.Module:
+    return model[0] if isinstance(model, list) else model

@@ -1,0 +1,68 @@
+"""Balanced experts in a loop of megatron.core alone: no number changes, and wrong use is one line."""
+
+import numpy as np
+import pytest
+
+STEPS = 7
+
+
+def _train(balanced: bool) -> tuple[list[float], list[dict]]:
+    import torch
+
+    from examples.plain_loop import train
+
+    torch.set_default_dtype(torch.float64)
+    return train(STEPS, balanced=balanced, dtype=torch.float64)
+
+
+def test_a_plain_loop_balances_and_changes_no_number(pool):
+    balanced, plain = (pool.run(2, _train, on) for on in (True, False))
+    for (losses, _), (expected, _) in zip(balanced, plain, strict=True):
+        np.testing.assert_allclose(losses, expected, rtol=1e-12)
+        assert losses[-1] < losses[0] - 1, "nothing was trained"
+    events = [event for _, told in balanced for event in told]
+    assert {event["iteration"] for event in events} == set(range(1, STEPS + 1))
+    later = [event for event in events if event["iteration"] > 2]
+    assert sum(event["replicas"] for event in later) > 0, "no replica was used"
+    before, after = (np.mean([event[f"imbalance_{when}"] for event in later]) for when in ("before", "after"))
+    assert after - 1 < 0.5 * (before - 1)
+    assert not any(told for _, told in plain)
+
+
+def _refusals() -> list[str]:
+    from megatron.balanced.cpu.device import use_cpu
+
+    use_cpu()
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.balanced.loop import Balancers, ExpertBalancer
+    from megatron.balanced.shared.callbacks import StepCallback
+    from megatron.balanced.shared.job import Job
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    job, linear = Job(8, 1, 5), torch.nn.Linear(2, 2)
+    linear.config = config
+    dense = DistributedDataParallel(config, DistributedDataParallelConfig(), linear)
+    told = []
+    for wrong in (
+        lambda: ExpertBalancer([linear], job=job),
+        lambda: ExpertBalancer([dense], job=job),
+        lambda: Balancers(StepCallback(), StepCallback()),
+    ):
+        with pytest.raises(ValueError) as refused:
+            wrong()
+        told.append(str(refused.value))
+    return told
+
+
+def test_wrong_use_is_one_line_that_says_the_way_out(pool):
+    ((unwrapped, dense, twice),) = pool.run(1, _refusals)
+    assert "Linear cannot be balanced; wrap it in megatron.core's DistributedDataParallel" in unwrapped
+    assert "has no MoE layer" in dense and "is given twice" in twice
+    assert not any("\n" in line for line in (unwrapped, dense, twice))
