@@ -18,7 +18,8 @@ SEQUENCE, SAMPLES, VOCABULARY = 64, 4, 100
 
 
 def train(steps: int, *, balanced: bool = True, dtype: torch.dtype = torch.float32) -> tuple[list[float], list[dict]]:
-    """Train a small mixture of experts, with one expert-parallel group. Returns this rank's losses and events."""
+    """Train a small mixture of experts in one expert-parallel group, with an evaluation after each third step. Returns
+    the losses of this rank and its events."""
     if choose_device("auto") == "cpu":
         use_cpu()  # before megatron.core is imported
     from megatron.core import parallel_state
@@ -74,14 +75,20 @@ def train(steps: int, *, balanced: bool = True, dtype: torch.dtype = torch.float
         )  # fmt: skip
         optimizer.step()
         told.append(sum(float(loss["loss"]) for loss in losses) / len(losses))
+        if step % 3 == 2:  # an evaluation sees the plain model
+            (held_out,) = run(
+                forward_step_func=forward_step, data_iterator=None, model=[model], num_microbatches=1,
+                seq_length=SEQUENCE, micro_batch_size=SAMPLES, forward_only=True,
+            )  # fmt: skip
+            told.append(float(held_out["loss"]))
     return told, [event() for event in events]
 
 
 if __name__ == "__main__":
     losses, events = train(10)
     if dist.get_rank() == 0:
-        for step, loss in enumerate(losses):
-            found = [event for event in events if event["iteration"] == step + 1]
-            before, after = (max(e[f"imbalance_{when}"] for e in found) for when in ("before", "after"))
-            print(f"step {step + 1}: loss {loss:.4f}, busiest rank over mean {before:.2f} -> {after:.2f}", flush=True)
+        print("losses:", *(f"{loss:.4f}" for loss in losses))
+        for event in events:
+            before, after = (event[f"imbalance_{when}"] for when in ("before", "after"))
+            print(f"step {event['iteration']}: busiest rank over mean {before:.2f} -> {after:.2f}", flush=True)
     dist.destroy_process_group()

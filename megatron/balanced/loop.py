@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from megatron.balanced.experts import balancer as experts
-from megatron.balanced.experts.exchange import balance_layers
+from megatron.balanced.experts.exchange import balance_layers, use_balanced, use_plain
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import schedule_of
@@ -26,6 +26,9 @@ __all__ = ["Balancers", "ExpertBalancer"]
 
 class ExpertBalancer(experts.ExpertBalancer):
     """Replicas of hot experts for a model that exists. Made on all ranks together, before the first step.
+
+    Layers are balanced while a training schedule of `Balancers` runs, and Megatron's at all other times: an evaluation,
+    log-probabilities and an export of weights see the plain model.
 
     chunks: the model chunks of this rank, each in `DistributedDataParallel`.
     config: `replica_slots`, `min_gain` and others.
@@ -52,13 +55,23 @@ class ExpertBalancer(experts.ExpertBalancer):
                     "DistributedDataParallel first"
                 )
         super().__init__(job, config or ExpertConfig(enabled=True), cluster, report)
-        if not balance_layers(chunks, self.config.replica_slots):
+        self._exchanged = balance_layers(chunks, self.config.replica_slots)
+        if not self._exchanged:
             raise ValueError("the model has no MoE layer of megatron.core that is not balanced yet; drop the balancer")
         self.attach(list(chunks))
         model = get_model_config(chunks[0])
         if model.grad_sync_func is not None:  # taken from the chunks before the balancer was there
             functions = [chunk.start_grad_sync for chunk in chunks]
             model.grad_sync_func = functions if isinstance(model.grad_sync_func, list) else functions[0]
+        use_plain(self._exchanged)
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        use_balanced(self._exchanged)
+        super().begin_step(iteration, config)
+
+    def end_step(self) -> None:
+        super().end_step()
+        use_plain(self._exchanged)
 
 
 class Balancers:

@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 
-__all__ = ["balance_layers", "plain_layers"]
+__all__ = ["balance_layers", "use_balanced", "use_plain"]
 
 _BALANCED = {SequentialMLP: ReplicatedSequentialMLP, TEGroupedMLP: ReplicatedTEGroupedMLP}
 
@@ -31,12 +31,11 @@ def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[Balanc
                 f"experts of class {type(layer.experts).__name__} cannot have replicas; use SequentialMLP without "
                 "Transformer Engine, or grouped GEMM with it (moe_grouped_gemm)"
             )
+    use_balanced(layers)
     for layer in layers:
-        layer.__class__ = BalancedMoELayer
         layer.prepare(slots)
         layer._gathers_counts = False  # the dispatcher gathers counts itself, since nothing of it is patched
         experts = layer.experts
-        experts.__class__ = _BALANCED[type(experts)]
         experts._delays = experts.config.delay_wgrad_compute
         if isinstance(experts, ReplicatedSequentialMLP):
             for linear in experts.modules():  # replicas have no buffers to which gradients could be added at once
@@ -45,9 +44,17 @@ def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[Balanc
     return layers
 
 
-def plain_layers(layers: Iterable[BalancedMoELayer]) -> None:
-    """Give layers their own classes back. They must have no replicas."""
+def use_balanced(layers: Iterable[MoELayer]) -> None:
+    """Have `layers` dispatch to replicas."""
+    for layer in layers:
+        layer.__class__ = BalancedMoELayer
+        layer.experts.__class__ = _BALANCED.get(type(layer.experts), type(layer.experts))
+
+
+def use_plain(layers: Iterable[BalancedMoELayer]) -> None:
+    """Have `layers` of `balance_layers` be Megatron's until `use_balanced`. What they know of replicas is kept."""
+    plain = {balanced: own for own, balanced in _BALANCED.items()}
     for layer in layers:
         layer.token_dispatcher = layer._logical
         layer.__class__ = MoELayer
-        layer.experts.__class__ = type(layer.experts).__mro__[1]
+        layer.experts.__class__ = plain[type(layer.experts)]
