@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
@@ -45,12 +46,13 @@ from balancing.sequences.micro_batches import MICRO_BATCH_ROOM, document_seconds
 from balancing.sequences.window import in_window
 from balancing.upload import upload
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
+from megatron.balanced.sequences.batches import Batches
 from megatron.balanced.sequences.dataset import PlannedBatch, PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
 from megatron.balanced.sequences.events import MicroBatch, Sharing, spent, step_event
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
-from megatron.balanced.sequences.rules import latent_shape, routes_by_sample, why_of_one_size, why_whole
+from megatron.balanced.sequences.rules import latent_shape
 from megatron.balanced.sequences.steps import Steps, WholeSteps, deal_documents, step_seconds
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group
@@ -97,7 +99,8 @@ def _compiled(plan: SequencePlan, shape: AttentionShape, **options: Any) -> _Pro
 class SequenceBalancer(StepCallback):
     """One on each rank; ranks that share micro-batches plan alike.
 
-    args: of Megatron.
+    batches: of the loop.
+    model: its config.
     config: of this balancer.
     machine: the cluster whose speeds plans use; None for defaults.
     report: receives the events of a step; None without a report.
@@ -106,13 +109,15 @@ class SequenceBalancer(StepCallback):
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        batches: Batches,
+        model: TransformerConfig,
         config: SequenceConfig,
         machine: Cluster | None,
         report: Callable[[dict[str, Any]], None] | None,
         count_documents: Callable[[torch.Tensor], None],
     ) -> None:
-        self.config, self._args, self._machine, self._report = config, args, machine, report
+        self.config, self._machine, self._report = config, machine, report
+        self._batches, self._job, self._model, self._shape = batches, batches.job, model, batches.shape
         self._count_documents = count_documents
         # Chunks of an interleaved pipeline and later epochs receive the same bytes again.
         self._unpickled: Callable[[bytes], PlannedBatch] = lru_cache(_KEPT)(pickle.loads)
@@ -128,7 +133,6 @@ class SequenceBalancer(StepCallback):
         # The hosts of the ranks that share micro-batches, and of the tensor-parallel group if it has several ranks.
         self._hosts: Any = None
         self._tensor_hosts: Any = None
-        self._routes_by_sample = routes_by_sample(args, config)
         self._most_rows = 0  # of keys and values, own and others', in one micro-batch so far
 
     # Building the model and the data.
@@ -138,13 +142,13 @@ class SequenceBalancer(StepCallback):
 
         Data parallelism keeps a table of the modules that it wraps, so a module is replaced before.
         """
-        minutes = self._args.distributed_timeout_minutes
+        minutes = self._job.timeout_minutes
         if self.config.domain == "data":
             self._data = duplicate_group(self._sharing, minutes)
         else:
             connect(self._sharing)
         self._hosts = duplicate_group(self._sharing, minutes, on_host=True)
-        if self._args.tensor_model_parallel_size > 1:
+        if mpu.get_tensor_model_parallel_world_size() > 1:
             self._tensor_hosts = duplicate_group(mpu.get_tensor_model_parallel_group(), minutes, on_host=True)
         for model in unwrap_model(chunks):
             if getattr(model, "rotary_pos_emb", None) is not None:
@@ -157,7 +161,7 @@ class SequenceBalancer(StepCallback):
         def planned(dataset: Any, steps: Steps | WholeSteps | None = None) -> Any:
             if dataset is None or isinstance(dataset, list):
                 return dataset and [planned(part, steps) for part in dataset]
-            padding = dataset.config.tokenizer.pad if self._args.sft else None
+            padding = dataset.config.tokenizer.pad if self._batches.conversations else None
             compile = partial(
                 _compiled,
                 shape=self._shape,
@@ -190,7 +194,7 @@ class SequenceBalancer(StepCallback):
         whole = mpu.get_data_parallel_group(with_context_parallel=True)
         if self.domain.groups == 1:
             return whole
-        return split_group(whole, self.domain.groups, self._args.distributed_timeout_minutes)
+        return split_group(whole, self.domain.groups, self._job.timeout_minutes)
 
     @cached_property
     def _cluster(self) -> Cluster:
@@ -210,10 +214,9 @@ class SequenceBalancer(StepCallback):
     @cached_property
     def _steps(self) -> Steps | None:
         """How documents are dealt over the micro-batches of training steps; None where they stay."""
-        args = self._args
-        if not self.config.micro_batches or why_whole(args):
+        if not self.config.micro_batches or self._batches.whole:
             return None
-        ranks, drawn = self.domain.ranks, args.seq_length * args.micro_batch_size * self.domain.origins
+        ranks, drawn = self.domain.ranks, self._job.seq_length * self._job.micro_batch_size * self.domain.origins
         plan = partial(
             plan_micro_batches,
             micro_batches=get_num_microbatches(),
@@ -223,26 +226,25 @@ class SequenceBalancer(StepCallback):
             step=self._step_seconds,
         )
         deal = partial(deal_documents, ranks=self._cluster.world_size, plan=plan)
-        return Steps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, deal)
+        return Steps(get_num_microbatches(), self._batches.step_samples, self._batches.trained_samples(), deal)
 
     @cached_property
     def _whole_steps(self) -> WholeSteps | None:
         """How whole micro-batches of Megatron-LM are dealt over those of training steps; None where they stay."""
         if not self.config.micro_batches or self._steps is not None:
             return None
-        args = self._args
+        samples, trained_samples = self._batches.step_samples, self._batches.trained_samples()
         cost = partial(document_seconds, cluster=self._cluster, shape=self._shape)
         deal = partial(deal_whole, micro_batches=get_num_microbatches(), step=self._step_seconds)
-        return WholeSteps(get_num_microbatches(), args.global_batch_size, args.consumed_train_samples, cost, deal)
+        return WholeSteps(get_num_microbatches(), samples, trained_samples, cost, deal)
 
     @property
     def _step_seconds(self) -> Callable[[np.ndarray], float]:
-        args = self._args
         return partial(
             step_seconds,
-            stages=args.pipeline_model_parallel_size,
-            chunks=args.virtual_pipeline_model_parallel_size or 1,
-            schedule=Schedule(group=args.microbatch_group_size_per_vp_stage),
+            stages=mpu.get_pipeline_model_parallel_world_size(),
+            chunks=self._model.virtual_pipeline_model_parallel_size or 1,
+            schedule=Schedule(group=self._batches.group),
         )
 
     @property
@@ -253,11 +255,9 @@ class SequenceBalancer(StepCallback):
     @property
     def _token_bytes(self) -> TokenBytes:
         """Bytes of a token in the attention of this rank, for routes; of keys and values those that travel."""
-        args, shape = self._args, self._shape
-        heads, kv_heads = (
-            max(number // args.tensor_model_parallel_size, 1) for number in (shape.heads, shape.kv_heads)
-        )
-        item_bytes = args.params_dtype.itemsize
+        shape, ways = self._shape, mpu.get_tensor_model_parallel_world_size()
+        heads, kv_heads = (max(number // ways, 1) for number in (shape.heads, shape.kv_heads))
+        item_bytes = self._model.params_dtype.itemsize
         found = TokenBytes.of(
             heads=heads,
             kv_heads=kv_heads,
@@ -269,27 +269,23 @@ class SequenceBalancer(StepCallback):
             return found
         return found._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes)
 
-    @cached_property
-    def _shape(self) -> AttentionShape:
-        return shape_of(self._args)
-
     @property
     def _shifts(self) -> int:
         """Tokens that are predicted beyond the next one."""
-        return self._args.mtp_num_layers or 0
+        return self._model.mtp_num_layers or 0
 
     @property
     def _rows(self) -> Rows:
-        args = self._args
-        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        return Rows(self.domain.ranks, multiple, not args.sft or why_of_one_size(args) is not None, self._shifts)
+        multiple = mpu.get_tensor_model_parallel_world_size() if self._model.sequence_parallel else 1
+        fixed = not self._batches.conversations or self._batches.one_size
+        return Rows(self.domain.ranks, multiple, fixed, self._shifts)
 
     def held(self) -> HeldBytes:
         """Keys and values of a micro-batch, and their gradients in the type that they are added up in: of one layer at
         a time. Before the first micro-batch, the most that there can be."""
-        rows = self._most_rows or self._args.micro_batch_size * self._args.seq_length
-        shape, dtype = self._shape, self._args.params_dtype
-        numbers = rows * max(shape.kv_heads // self._args.tensor_model_parallel_size, 1)
+        rows = self._most_rows or self._job.micro_batch_size * self._job.seq_length
+        shape, dtype = self._shape, self._model.params_dtype
+        numbers = rows * max(shape.kv_heads // mpu.get_tensor_model_parallel_world_size(), 1)
         numbers *= shape.head_size + (shape.value_size or shape.head_size)
         return HeldBytes(buffers=float(numbers * (dtype.itemsize + accumulation_dtype(dtype).itemsize)))
 
@@ -336,7 +332,7 @@ class SequenceBalancer(StepCallback):
                     self._iteration,
                     batches,
                     numbers,
-                    self._args,
+                    not self._batches.masks_documents or self._batches.conversations,
                     Sharing(self.domain, self._cluster, self._shape),
                     self._step_seconds if self.config.micro_batches else None,
                 )
@@ -388,13 +384,13 @@ class SequenceBalancer(StepCallback):
             max_seqlen_kv=max(plan.lengths),
             attention=whole,
             windowed=windowed,
-            longest=self._args.seq_length,
+            longest=self._job.seq_length,
             positions=columns.positions,
             tokens=int(plan.linear_tokens[self.domain.rank]),
             weigh=weigh,
             prediction=prediction,
-            sample=columns.samples if self._routes_by_sample else None,
-            samples=sum(plan.lengths) // self._args.seq_length,
+            sample=columns.samples if self._batches.tells_samples else None,
+            samples=sum(plan.lengths) // self._job.seq_length,
             origins=self.domain.origins,
             sharing=self._sharing if self.domain.groups > 1 else None,
         )
@@ -439,10 +435,15 @@ class SequenceBalancer(StepCallback):
         # Megatron-LM adds up the lengths of documents over data-parallel ranks.
         of_ranks = (origin % self.domain.origins for origin in origins)
         lengths = [length for length, of in zip(plan.lengths, of_ranks, strict=True) if of == self.domain.origin]
+        samples = np.zeros(0, np.int64)
+        if self._batches.tells_samples:
+            samples = row_origins(plan, rank, rows, self._samples(plan))
         return _Columns(
             positions(plan, rank, rows),
             row_origins(plan, rank, rows, origins),
-            row_origins(plan, rank, rows, self._samples(plan)) if self._routes_by_sample else np.zeros(0, np.int64),
+            row_origins(plan, rank, rows, self._samples(plan))
+            if self._batches.tells_samples
+            else np.zeros(0, np.int64),
             np.cumsum((0, *lengths)),
         )
 
@@ -451,7 +452,7 @@ class SequenceBalancer(StepCallback):
         routers are accepted."""
         assert int(plan.linear_tokens.min()) == int(plan.linear_tokens.max()), "a row is no token"
         return [
-            (stop - length) // self._args.seq_length
+            (stop - length) // self._job.seq_length
             for stop, length in zip(accumulate(plan.lengths), plan.lengths, strict=True)
         ]
 
@@ -472,7 +473,7 @@ class SequenceBalancer(StepCallback):
                 rows[at] = masks.shape[1]
                 origins = row_origins(read.plan, self.domain.rank, masks.shape[1], read.origins)
                 counts.index_add_(1, torch.from_numpy(origins), masks.double())
-            if self._shifts or not self._args.calculate_per_token_loss:
+            if self._shifts or not self._model.calculate_per_token_loss:
                 dist.all_reduce(counts, group=self._hosts)
         if self._tensor_hosts is not None:
             for numbers in (counts, rows):

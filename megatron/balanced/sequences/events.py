@@ -1,6 +1,5 @@
 """Events of the report about the documents of a step: their spread over ranks, and what that took."""
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -64,7 +63,7 @@ def step_event(
     iteration: int,
     batches: Sequence[MicroBatch],
     of_ranks: np.ndarray,
-    args: argparse.Namespace,
+    padded: bool,
     sharing: Sharing,
     step: Callable[[np.ndarray], float] | None,
 ) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def step_event(
     iteration: from 0.
     batches: of the step, in all chunks of the rank.
     of_ranks: int64 [rank, number], `spent` of each rank that shares micro-batches.
-    args: of Megatron.
+    padded: whether documents were one sample each, which is padded, as Megatron-LM splits them.
     sharing: by whom.
     step: costs of micro-batches -> seconds of a step, where they were dealt; None where they are as drawn.
     """
@@ -84,7 +83,6 @@ def step_event(
     batches = [batch for batch in batches if batch.chunk == 0]  # every chunk has the same plans
     plans = [batch.plan for batch in batches]
     drawn = _drawn(batches, domain.origins, step is not None)
-    padded = not args.dataloader_inter_document_masking or args.sft
     areas = [_areas(plan, lengths, shape, padded) for plan, lengths in zip(plans, drawn, strict=True)]
     costs = [
         np.array([document_seconds(lengths, cluster, shape).sum() for lengths in of_micro_batches])

@@ -26,7 +26,9 @@ from megatron.balanced.layers.graphs import GraphsOfLayers
 from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
-from megatron.balanced.sequences.balancer import SequenceBalancer
+from megatron.balanced.sequences.balancer import SequenceBalancer, shape_of
+from megatron.balanced.sequences.batches import Batches
+from megatron.balanced.sequences.rules import routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.shared.callbacks import StepCallback, attach, end_training, registered, use_schedule
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
@@ -125,7 +127,14 @@ def _features(
             callback.report = note
     features += of_model
     if config.sequences.enabled:
-        sequences = SequenceBalancer(args, config.sequences, cluster, note, update_seqlen_stats_from_cu_seqlens)
+        sequences = SequenceBalancer(
+            _batches(args, config, job),
+            model.transformer,
+            config.sequences,
+            cluster,
+            note,
+            update_seqlen_stats_from_cu_seqlens,
+        )
         features.append(sequences)
         model.pre_wrap_hooks.append(sequences.before_wrapping)
     if config.experts.enabled:
@@ -147,6 +156,21 @@ def _features(
         forward = _say_first(note, forward)  # type: ignore[assignment]
     features += of_caller
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
+
+
+def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job) -> Batches:
+    return Batches(
+        job,
+        shape_of(args),
+        step_samples=args.global_batch_size,
+        trained_samples=lambda: args.consumed_train_samples,
+        group=args.microbatch_group_size_per_vp_stage,
+        conversations=bool(args.sft),
+        masks_documents=bool(args.dataloader_inter_document_masking),
+        whole=why_whole(args) is not None,
+        one_size=why_of_one_size(args) is not None,
+        tells_samples=routes_by_sample(args, config.sequences),
+    )
 
 
 def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:

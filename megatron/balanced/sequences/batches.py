@@ -1,0 +1,37 @@
+"""How a loop makes the batches that are balanced."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from balancing.sequences import AttentionShape
+from megatron.balanced.shared.job import Job
+
+__all__ = ["Batches"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What the sequence balancer knows of a loop and its model beside the model's config.
+
+    job: the run.
+    shape: of the model's attention.
+    step_samples: samples of a step, of all ranks.
+    trained_samples: gives the samples of earlier steps, once a checkpoint is loaded.
+    group: micro-batches of a group of an interleaved pipeline; None for as many as stages.
+    conversations: whether samples are conversations, which are padded.
+    masks_documents: whether the documents of a sample do not attend to each other.
+    whole: whether documents that were drawn for one micro-batch must run in one.
+    one_size: whether every micro-batch must have the same number of rows on each rank.
+    tells_samples: whether routers have a loss that must tell samples apart.
+    """
+
+    job: Job
+    shape: AttentionShape
+    step_samples: int
+    trained_samples: Callable[[], int]
+    group: int | None
+    conversations: bool
+    masks_documents: bool
+    whole: bool
+    one_size: bool
+    tells_samples: bool
