@@ -25,6 +25,15 @@ NOT_YET = {
     ("layers/mover.py", "megatron.training"),
 }
 
+# Files of balancers that read a namespace of arguments, which the trainer's config and records will take the place of.
+READ_ARGUMENTS = {
+    "layers/balancer.py",
+    "layers/build.py",
+    "layers/mover.py",
+    "sequences/balancer.py",
+    "sequences/rules.py",
+}
+
 
 def _imports(path: Path) -> Iterator[str]:
     """The modules that a file imports, wherever in it."""
@@ -58,3 +67,13 @@ def test_imports_go_one_way():
 
 def test_every_room_has_its_floor():
     assert {path.stem for path in ROOT.iterdir()} - {"__pycache__", "__init__"} == set(FLOORS)
+
+
+def test_only_the_trainer_reads_arguments():
+    readers = {
+        str(path.relative_to(ROOT))
+        for room in FLOORS.keys() - {"trainer"}
+        for path in [*(ROOT / room).rglob("*.py"), ROOT / f"{room}.py"]
+        if path.exists() and any(module.split(".")[0] == "argparse" for module in _imports(path))
+    }
+    assert readers == READ_ARGUMENTS

@@ -441,9 +441,7 @@ class SequenceBalancer(StepCallback):
         return _Columns(
             positions(plan, rank, rows),
             row_origins(plan, rank, rows, origins),
-            row_origins(plan, rank, rows, self._samples(plan))
-            if self._batches.tells_samples
-            else np.zeros(0, np.int64),
+            samples,
             np.cumsum((0, *lengths)),
         )
 
