@@ -10,18 +10,18 @@ import sys
 from pathlib import Path
 
 # A script has its own folder on the path, whose names are common ones, instead of the checkout.
-_FOLDER = Path(__file__).resolve().parent
+_FOLDER, _NAME = Path(__file__).resolve().parent, Path(__file__).name
 sys.path[:] = [str(_FOLDER.parents[1]), *(each for each in sys.path if each != str(_FOLDER))]
 
 
 def main() -> None:
     from balancing.command_line import explain_in_one_line, print_any_name
 
-    explain_in_one_line("pretrain.py")
+    explain_in_one_line(_NAME)
     print_any_name()
     from megatron.balanced.trainer.watchdog.failure import report_failures_once
 
-    with report_failures_once():
+    with report_failures_once(_NAME):
         from examples.dynamic_models.extension import DynamicModel
         from megatron.balanced.trainer.arguments import parse_arguments
 

@@ -1,12 +1,16 @@
 """Flags that are incompatible with dynamic schemes: one line that names the value and the way out."""
 
 import argparse
+import os
+import subprocess
+import sys
 
 import pytest
 
 from examples.dynamic_models.checks import check_dynamics
 from examples.dynamic_models.config import DynamicsConfig, add_flags, config_of
-from tests.megatron.test_bad_input import _assert_refused
+from tests.support.patience import PATIENCE
+from tests.support.program import script
 from tests.support.settings import scheme_flags
 from tests.support.training import MOCK_DATA, MODEL
 
@@ -102,7 +106,20 @@ def test_flags_give_the_config():
     )
 
 
-def test_on_the_command_line(pool):
+def test_on_the_command_line(tmp_path):
+    """Of a script that stands in no package, from any folder."""
     flags = scheme_flags(early_exit_layers=[2], mixture_of_depths=0.5)
-    words = ("--mixture-of-depths 0.5", "use one of the two")
-    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], *words)
+    command = [sys.executable, script(flags.split()), *MODEL, *MOCK_DATA, *flags.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "error:" in line or "Traceback" in line]
+    assert line == (
+        "pretrain.py: error: --mixture-of-depths 0.5 is incompatible with --early-exit-layers 2: both choose the "
+        "tokens of a layer; use one of the two"
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Without a launcher, and without the checkout on the path of modules."""
+    left_out = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in left_out}

@@ -35,7 +35,7 @@ _PATIENCE_SECONDS = 10.0  # for other ranks to fail, too
 _START_SECONDS = 30.0  # the same at the start, which ranks may reach at different times
 _MOST_SECONDS = 60.0  # for the whole report, even if the store hangs
 _LINGER_SECONDS = 5.0  # that the rank with the store stays, so that others can read it
-_NAME = "pretrain_gpt.py"
+_program = ["pretrain_gpt.py"]  # its name in reports
 # What gloo, NCCL and the store say when another rank has ended or does not come.
 _OF_OTHERS = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe|Timed out|timeout", re.IGNORECASE)
 
@@ -67,8 +67,8 @@ class _Failure:
     def told(self) -> str:
         names = f"{name_ranks(self.ranks)} of {world_size()}"
         if self.code == 2:
-            return f"{_NAME}: error: {self.text}" + f" ({names})" * (len(self.ranks) < world_size())
-        return self.text if world_size() == 1 else f"{_NAME}: {names} failed:\n{self.text}"
+            return f"{_program[0]}: error: {self.text}" + f" ({names})" * (len(self.ranks) < world_size())
+        return self.text if world_size() == 1 else f"{_program[0]}: {names} failed:\n{self.text}"
 
 
 def _failure_of(error: BaseException, *, refused: bool = False) -> _Failure:
@@ -131,7 +131,7 @@ def _collect(store: dist.Store, failure: _Failure) -> _Failure:
     if silent := silent - failed - left:
         names = name_ranks(silent)
         died = f"{names} died or stopped answering; the other ranks stop now. Look at the log of {names}"
-        own = own or [_Failure(f"{_NAME}: error: {died}", 1)]
+        own = own or [_Failure(f"{_program[0]}: error: {died}", 1)]
     elif not own:
         own = [replace(failure, ranks=tuple(sorted(failed)))]
     text = "\n".join(each.told() if each.ranks else each.text for each in own)
@@ -166,7 +166,9 @@ def _report(failure: _Failure) -> int:
     """Report `failure` once for all ranks. Returns the exit code."""
     code = _within(_MOST_SECONDS, lambda: _publish(failure)) if has_store() else None
     if code is None:  # each rank speaks for itself
-        told = f"{_NAME}: error: {failure.text}" if failure.code == 2 else replace(failure, ranks=(rank(),)).told()
+        told = (
+            f"{_program[0]}: error: {failure.text}" if failure.code == 2 else replace(failure, ranks=(rank(),)).told()
+        )
         print(told, file=sys.stderr, flush=True)
         _give_to_torchrun(replace(failure, text=told))
         return failure.code
@@ -182,17 +184,20 @@ def stop(error: Exception) -> NoReturn:
 
 
 @contextlib.contextmanager
-def report_failures_once() -> Iterator[None]:
+def report_failures_once(program: str = "pretrain_gpt.py") -> Iterator[None]:
     """Run a job in this context. An exception is reported once, with the ranks that had it, and ends the process.
+
+    program: its name in the report.
 
     A rank that leaves with SystemExit does not count as silent.
     """
+    _program[0] = program
     watch = Watch()
     try:
         yield
     except KeyboardInterrupt:
         if rank() == 0:
-            print(f"{_NAME}: interrupted", file=sys.stderr, flush=True)
+            print(f"{_program[0]}: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except SystemExit as end:
         if not end.code and (reason := gave_up_loading(end)):
