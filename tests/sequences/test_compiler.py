@@ -274,12 +274,14 @@ def test_a_key_enters_a_node_once_over_equally_loaded_ranks(lengths, shape, seed
                 assert one.round == entered[key] + 1 and one.back == returned[key] - 1
     loads = received.reshape(nodes, per_node)
     assert (loads.max(1) - loads.sum(1) / per_node <= gather.TILE).all()
-    copied = any(one.round != entered.get((node[one.target], one.sequence, one.begin), one.round) for one in found.transfers)
+    copied = any(
+        one.round != entered.get((node[one.target], one.sequence, one.begin), one.round) for one in found.transfers
+    )
     assert copied == found.copies
 
 
 def test_a_copy_is_sent_under_the_next_transfer() -> None:
-    """Both ranks of node 1 need the 32 tokens of node 0, in two turns: each receives half and sends the other a copy."""
+    """Both ranks of node 1 need the 32 tokens of node 0, in two turns: each receives a part and copies it to the other."""
     shards = (Shard(0, 0, 32, 0), Shard(0, 32, 40, 2), Shard(0, 40, 48, 3))
     plan = SequencePlan((48,), 4, "test", shards, shards, ("gather",))
     lines = str(make_program(plan, 2, nodes_of(4, 2), turn_tokens=TurnTokens(1, 10))).splitlines()
@@ -288,15 +290,17 @@ def test_a_copy_is_sent_under_the_next_transfer() -> None:
         "  start gather inter-node: 8-20 from 0",
         "  compute 0-8 x 0-8 causal",
         "  wait for gather inter-node",
-        "  start gather inter-node round 1: 8-20 to 3, 32-36 from 0, 20-28 from 3",
+        "  start gather inter-node round 1: 8-20+0-8 to 3, 36-40 from 0, 20-28 from 3",
         "  wait for gather inter-node round 1",
-        "  start gather inter-node round 2: 32-36 to 3, 28-32 from 3",
+        "  start gather inter-node round 2: 36-40 to 3, 28-36 from 3",
         "  compute 0-8 x 8-28",
         "  wait for gather inter-node round 2",
-        "  compute 0-8 x 28-36",
+        "  compute 0-8 x 28-40",
     ]
-    assert [line for line in lines[backward:] if "return" in line] == [
-        "  start return inter-node: 20-28+0-8 to 3, 8-20 from 3",
+    assert [line for line in lines[backward:] if "start return" in line] == [
+        "  start return inter-node: 20-28 to 3, 8-20 from 3",
+        "  start return inter-node round 1: 8-20 to 0, 28-36 to 3, 0-8+36-40 from 3",
+        "  start return inter-node round 2: 36-40 to 0",
     ]
 
 
