@@ -281,7 +281,8 @@ def test_a_key_enters_a_node_once_over_equally_loaded_ranks(lengths, shape, seed
 
 
 def test_a_copy_is_sent_under_the_next_transfer() -> None:
-    """Both ranks of node 1 need the 32 tokens of node 0, in two turns: each receives a part and copies it to the other."""
+    """Both ranks of node 1 need the 32 tokens of node 0, in two turns: each receives a part and copies it to the
+    other."""
     shards = (Shard(0, 0, 32, 0), Shard(0, 32, 40, 2), Shard(0, 40, 48, 3))
     plan = SequencePlan((48,), 4, "test", shards, shards, ("gather",))
     lines = str(make_program(plan, 2, nodes_of(4, 2), turn_tokens=TurnTokens(1, 10))).splitlines()
