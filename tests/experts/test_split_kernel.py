@@ -3,8 +3,6 @@
 What they do on a GPU is tested with the other splits, where there is one.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,9 +13,8 @@ from balancing.experts import ReplicaPlacement, contiguous_homes
 from balancing.experts.placement import color_by_rank
 from balancing.experts.split.split import Splitter
 from balancing.upload import upload
+from tests.support.command import run_python
 from tests.support.packages_apart import why_not_interpreted
-from tests.support.patience import PATIENCE
-from tests.support.pool import single_threaded
 
 pytest.importorskip("triton")
 
@@ -27,13 +24,7 @@ def test_the_kernels_split_to_the_token_like_numpy():
     if why := why_not_interpreted():
         pytest.skip(why)
     code = "from tests.experts.test_split_kernel import compare; print(compare(), 'splits agree')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=single_threaded() | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run_python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     assert "splits agree" in done.stdout
 

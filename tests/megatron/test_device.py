@@ -2,16 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.patience import PATIENCE
-from tests.support.pool import single_threaded
+from tests.support.command import run_python
 from tests.support.training import MOCK_DATA, MODEL, assert_same, join, train, train_rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -20,14 +17,7 @@ MEGABYTE = 2**20
 
 def _in_a_process_of_its_own(code: str) -> Any:
     """Run code in a new Python where no CUDA device is to be seen. Returns the JSON that it prints last."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        cwd=REPOSITORY,
-        env=single_threaded() | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run_python("-W", "ignore", "-c", textwrap.dedent(code), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import run_command
+from tests.support.command import run_command, run_python
 from tests.support.patience import PATIENCE
-from tests.support.pool import Pool, single_threaded
+from tests.support.pool import Pool
 from tests.support.training import MOCK_DATA, MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -99,10 +99,9 @@ def test_ctrl_c_ends_in_one_line(tmp_path: Path) -> None:
 
 
 def test_torchruns_table_ends_with_the_error() -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     flags = [*MODEL, *MOCK_DATA, "--balance", "nothing"]
-    command = [*run, "--rdzv-endpoint", "127.0.0.1:0", ROOT / "pretrain_gpt.py", *flags]
-    done = subprocess.run(command, env=single_threaded(), capture_output=True, text=True, timeout=PATIENCE)
+    done = run_python(*run, "--rdzv-endpoint", "127.0.0.1:0", "pretrain_gpt.py", *flags)
     assert done.returncode
     *_, last, _ = [line for line in done.stderr.splitlines() if line.strip()]
     assert "traceback : ValueError: pretrain_gpt.py: error: " in last and "--balance nothing" in last

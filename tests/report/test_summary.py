@@ -1,10 +1,7 @@
 """The report must name what is planted: a slow layer, a slow stage, a hot expert, a long sequence, a memory hog."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,8 +17,8 @@ from balancing.report.page import page
 from balancing.report.summary import warm_up
 from balancing.report.trace import TraceIteration, TraceLog
 from balancing.report.units import byte_count, count, duration
+from tests.support.command import run_python
 from tests.support.made_up_run import Job, write_run
-from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -279,10 +276,7 @@ def test_timeline_of_many_ranks_shows_the_slowest(stages, replicas, slowest):
 
 def test_command_prints_a_table_and_writes_the_page(tmp_path):
     write_run(tmp_path, Job(slow={5: 2.0}, hot={(3, 6): 6.0}, long={1: 7000}), 6)
-    done = subprocess.run(
-        [sys.executable, "-m", "balancing.report", str(tmp_path)],
-        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "300"}, timeout=PATIENCE,
-    )  # fmt: skip
+    done = run_python("-m", "balancing.report", tmp_path, COLUMNS="300")
     assert done.returncode == 0 and done.stderr == ""
     for words in ("layer 5 (stage 2)", "stage 2", "layer 3, expert 6", "what perfect balance would give", "% less"):
         assert words in done.stdout

@@ -5,7 +5,6 @@ What it does on a GPU is tested with the kernels of attention, where there is on
 """
 
 import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from balancing.sequences.engine.attention_call import AttentionCall
 from balancing.sequences.engine.call_rows import rows_on_device
 from balancing.sequences.engine.merging import add_rows, merge_rows
 from benchmarks.sequences import launches
+from tests.support.command import run_python
 from tests.support.patience import PATIENCE
-from tests.support.pool import single_threaded
 
 pytest.importorskip("triton")
 
@@ -29,13 +28,7 @@ def test_the_kernels_merge_and_add_like_torch() -> None:
     """In a process of its own: Triton decides when it is imported whether kernels are interpreted."""
     code = "from tests.sequences.test_row_kernels import compare, compare_sums; "
     code += "print(compare(), 'merges and', compare_sums(), 'sums agree')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=single_threaded() | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run_python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     assert "8 merges and 16 sums agree" in done.stdout
 

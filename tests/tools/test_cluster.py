@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from balancing.cluster import PRESETS, Cluster, measure
 from balancing.cluster.measure import main
 from balancing.launch import Launch, detect_launch, detect_nics, host_memory
-from tests.support.patience import PATIENCE
+from tests.support.command import run_python
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = Cluster(
@@ -365,16 +363,8 @@ def test_one_process_measures_itself_and_guesses_nothing(tmp_path, capsys, monke
 @pytest.mark.exhaustive
 def test_torchrun_measures_the_bandwidth_in_a_node(tmp_path):
     path = tmp_path / "cluster.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "balancing.cluster", "--measure", "--device", "cpu", "--json", str(path)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m balancing.cluster".split()
+    done = run_python(*launcher, "--measure", "--device", "cpu", "--json", path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("matmul per rank") == 1, "one rank speaks for all"
     cluster = Cluster.from_json(path)

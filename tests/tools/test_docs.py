@@ -2,11 +2,11 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.command import run_python
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -61,8 +61,7 @@ def flags():
     """Flags of pretrain_gpt.py and of dynamic models as --help prints them, and those that scripts and modules here
     name."""
     # A process of its own, for it chooses a device.
-    command = [sys.executable, "examples/dynamic_models/pretrain.py", "--help"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=150, check=False)
+    done = run_python("examples/dynamic_models/pretrain.py", "--help")
     assert done.returncode == 0, done.stderr
     own = set(re.findall(r"^  (?:-\w, )?(--[a-z0-9-]+)", done.stdout, re.M))
     assert {"--balance-experts", "--num-layers", "--early-exit-layers"} <= own

@@ -1,15 +1,10 @@
 """A dry run describes a job on any machine: who plans together and what slots take are those of the job itself."""
 
-import contextlib
-import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.pool import single_threaded
+from tests.support.command import plan_lines_of, run_python
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE
 
@@ -25,20 +20,10 @@ JOB = (
     "--transformer-impl transformer_engine"
 ).split()
 BALANCE = "--balance-experts --balance-layers --balance-sequences".split()
-LAUNCHER = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def _dry_run(*flags: str, ranks: str = "1024", **environment: str) -> subprocess.CompletedProcess:
-    inherited = {name: value for name, value in single_threaded().items() if name not in LAUNCHER}
-    return subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *MOCK_DATA, *flags, "--balance-dry-run"],
-        cwd=REPOSITORY, env={**inherited, "WORLD_SIZE": ranks, **environment}, capture_output=True, text=True,
-        timeout=150, check=False,
-    )  # fmt: skip
 
 
 def test_a_cluster_is_described_from_a_machine_without_gpus():
-    done = _dry_run(*JOB, *BALANCE)
+    done = run_python("pretrain_gpt.py", *MOCK_DATA, *JOB, *BALANCE, "--balance-dry-run", WORLD_SIZE="1024")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("> device: a GPU") and "1024 rank(s), 8 a node; all assumed" in lines[0]
@@ -56,22 +41,6 @@ def test_a_cluster_is_described_from_a_machine_without_gpus():
         "gain   not forecast: --cluster tells how fast the machine is",
     ]
     assert len(lines) < 31, "Megatron-LM's arguments are not what a dry run is asked for"
-
-
-def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
-    """The exit code, "none" if the flags were accepted, and stderr."""
-    from megatron.balanced.trainer.arguments import parse_arguments
-
-    for name in (*LAUNCHER, "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    os.environ |= environment
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        try:
-            parse_arguments([*flags, "--balance-dry-run"])
-        except SystemExit as stopped:
-            return stopped.code, said.getvalue()
-    return "none", said.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +71,7 @@ def _parse(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
 )
 def test_a_refusal_is_one_line(pool, flags, ranks, words):
     argv = [*MOCK_DATA, *JOB, *BALANCE, *flags.split()]
-    ((code, said),) = pool.run(1, _parse, argv, {"WORLD_SIZE": ranks})
+    ((code, said, _),) = pool.run(1, plan_lines_of, argv, {"WORLD_SIZE": ranks})
     lines = [line for line in said.splitlines() if "error" in line]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("pretrain_gpt.py: error: "), (code, said)
     for word in words:
@@ -113,26 +82,13 @@ def test_the_hosts_that_a_launcher_started_are_not_assumed(pool):
     """Under a launcher, and on CPUs, Transformer Engine must be there."""
     argv = [*MODEL[2:], *MOCK_DATA, *EXACT[1:], "--transformer-impl", "transformer_engine"]
     alone = {"WORLD_SIZE": "1"}
-    ((code, said),) = pool.run(1, _parse, argv, alone)
-    assert code == "none", said
-    ((_, said),) = pool.run(1, _device_of, ["--device", "cpu", *argv], alone)
+    ((code, said, _),) = pool.run(1, plan_lines_of, argv, alone)
+    assert code == 0, said
+    ((_, said, _),) = pool.run(1, plan_lines_of, ["--device", "cpu", *argv], alone)
     assert "> device: cpu" in said and "assumed" not in said
-    ((_, said),) = pool.run(1, _device_of, argv, alone | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    launched = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ((_, said, _),) = pool.run(1, plan_lines_of, argv, alone | launched)
     assert "assumed" not in said
-
-
-def _plan_of(flags: list[str], environment: dict[str, str]) -> list[str]:
-    """The lines of a plan."""
-    from megatron.balanced.trainer.arguments import parse_arguments
-
-    for name in (*LAUNCHER, "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    os.environ |= environment
-    args, config = parse_arguments([*flags, "--balance-dry-run"])
-
-    from megatron.balanced.trainer.dry_run import plan_lines
-
-    return plan_lines(args, config)
 
 
 @pytest.mark.exhaustive
@@ -145,18 +101,11 @@ def test_a_large_domain_has_groups(pool):
         "--context-parallel-size 2 --dataloader-inter-document-masking --attention-dropout 0 --hidden-dropout 0 "
         "--balance-sequences --sequence-domain data"
     ).split()
-    ((plan, *_),) = pool.run(1, _plan_of, [*MOCK_DATA, *flags], {"WORLD_SIZE": "16384"})
+    ((_, _, (plan, *_)),) = pool.run(1, plan_lines_of, [*MOCK_DATA, *flags], {"WORLD_SIZE": "16384"})
     assert plan == (
         "plan   --balance-sequences: 256 data-parallel groups of 64 ranks on 16 nodes, each with plans of its own; "
         "the first of ranks 0-126 in steps of 2"
     )
-
-
-def _device_of(flags: list[str], environment: dict[str, str]) -> tuple[object, str]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code, _ = _parse(flags, environment)
-    return code, said.getvalue()
 
 
 # Ranks in the flags of four; every axis has another group on rank 0 than on rank 3.

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout, parse_rate
 from benchmarks.emulated.network import Network, remove_stale
+from tests.support.command import run_python
 from tests.support.patience import PATIENCE, heed_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +41,9 @@ def write(path, text):
     return str(path)
 
 
-def launch(*arguments, **options):
+def launch(*arguments, **environment):
     """The command line, as a finished process."""
-    command = [sys.executable, "-m", "benchmarks.emulated", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, **options)
+    return run_python("-m", "benchmarks.emulated", *map(str, arguments), **environment)
 
 
 def wait_until(condition, what):
@@ -156,8 +156,7 @@ def test_ranks_on_a_limited_network_are_told_of_it(tmp_path):
 def test_without_ip_and_tc_one_line_says_that_the_network_is_not_shaped(tmp_path):
     """The same holds without root; a machine without the tools is the case that root can test too."""
     script = write(tmp_path / "hello.py", "import os; print('hello from', os.environ['RANK'])")
-    environment = {**os.environ, "PATH": str(tmp_path)}
-    done = launch("--ranks-per-node", 2, "--nic", "25MB/s", "--", script, env=environment)
+    done = launch("--ranks-per-node", 2, "--nic", "25MB/s", "--", script, PATH=str(tmp_path))
     assert done.returncode == 0
     assert len(done.stderr.splitlines()) == 1 and "the network is not shaped" in done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]

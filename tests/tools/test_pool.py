@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.command import run_python
 from tests.support.patience import PATIENCE, heed_interrupts
 from tests.support.pool import Hang, Pool, single_threaded
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, assert_same, join, train, train_rank
@@ -153,13 +154,7 @@ shrink_mock_data()
 run = train_rank(sys.argv[1:], True)
 sys.stderr.write("RUN " + pickle.dumps(run).hex() + "\\n")
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *argv],
-        env=single_threaded(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run_python("-W", "ignore", "-c", code, *argv)
     assert done.returncode == 0, done.stderr
     alone = join([pickle.loads(bytes.fromhex(done.stderr.rpartition("RUN ")[2]))])
     train(pool, 2, f"{' '.join(EXACT)} {' '.join(MOE)} --expert-model-parallel-size 2")
@@ -228,13 +223,6 @@ def test_the_time_limit_of_a_test(tmp_path):
         f"import sys; sys.path.insert(0, {str(TESTS.parent)!r})\nfrom tests_conftest import *"
     )
     (tmp_path / "tests_conftest.py").write_text((TESTS / "conftest.py").read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        env=single_threaded(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "TimeoutError: test_slow.py::test_slow did not end within 2 s" in done.stdout

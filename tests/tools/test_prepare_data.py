@@ -16,6 +16,7 @@ import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+from tests.support.command import run_python
 from tests.support.patience import PATIENCE
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
@@ -125,8 +126,7 @@ def test_output_does_not_depend_on_the_workers(run, prepare_data, monkeypatch, t
 def test_standard_library_from_the_command_line(tmp_path, functions):
     """The whole command, as the quickstart calls it for functions: real text of heavy-tailed length."""
     prefix = tmp_path / "deep" / "stdlib"
-    command = [sys.executable, SCRIPT, "--stdlib", *functions, "--append-eod", "--output-prefix", prefix]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = run_python(SCRIPT, "--stdlib", *functions, "--append-eod", "--output-prefix", prefix)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lengths = [len(ids) for ids in documents(prefix)]

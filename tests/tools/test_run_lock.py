@@ -13,6 +13,7 @@ import pytest
 
 from balancing import run_lock
 from balancing.run_lock import NAME, one_run
+from tests.support.command import run_python
 from tests.support.patience import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,10 +44,7 @@ def test_training_in_a_folder_that_another_run_has_is_refused(holder, tmp_path):
     from tests.support.training import MOCK_DATA, MODEL
 
     for flags in (["--save", tmp_path / "run", "--save-interval", "1"], ["--balance-report", tmp_path / "run"]):
-        done = subprocess.run(
-            [sys.executable, "pretrain_gpt.py", *MODEL, *MOCK_DATA, *map(str, flags)], capture_output=True, text=True,
-            cwd=REPOSITORY, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=PATIENCE,
-        )  # fmt: skip
+        done = run_python("pretrain_gpt.py", *MODEL, *MOCK_DATA, *flags, CUDA_VISIBLE_DEVICES="")
         (line,) = [line for line in done.stderr.splitlines() if "error" in line]
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert line.startswith(f"pretrain_gpt.py: error: {flags[0]} {tmp_path}/run is in use by process {holder.pid} ")

@@ -16,6 +16,7 @@ import megatron.core
 import pytest
 
 import balancing
+from tests.support.command import run_python
 from tests.support.patience import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -254,9 +255,7 @@ def test_the_quickstart_refuses_flags_it_does_not_have(machine):
 
 
 def test_paced_training_refuses_what_is_no_time():
-    script = REPOSITORY / "scripts/pretrain_paced.py"
-    environment = os.environ | {"LAYER_MS": "slow", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    done = run_python("scripts/pretrain_paced.py", LAYER_MS="slow")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "LAYER_MS=slow" in done.stderr
 
@@ -265,7 +264,7 @@ def test_shell_scripts_pass_shellcheck():
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
-    scripts = [".ci/run", *(path.relative_to(REPOSITORY) for path in sorted((REPOSITORY / "scripts").rglob("*.sh")))]
+    scripts = [".ci/run", "scripts/slurm/pretrain_gpt.sbatch", *sorted((REPOSITORY / "scripts").rglob("*.sh"))]
     done = subprocess.run(
         [shellcheck, "--external-sources", *scripts], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE
     )
@@ -276,8 +275,7 @@ def test_shell_scripts_pass_shellcheck():
 def metadata(tmp_path_factory):
     """What setup.py tells pip: the files of the egg_info folder, by name."""
     folder = tmp_path_factory.mktemp("metadata")
-    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", folder]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)
+    done = run_python("setup.py", "--quiet", "egg_info", "--egg-base", folder)
     assert done.returncode == 0, done.stderr
     return {path.name: path.read_text() for path in (folder / "megatron_balance.egg-info").iterdir()}
 
@@ -319,14 +317,7 @@ def test_megatron_is_found_in_the_wheel_and_in_a_checkout(tmp_path, first):
         "for name in ('megatron.core', 'megatron.balanced', 'megatron.training'):\n"
         "    print(*find(name).submodule_search_locations)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path.parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = run_python("-c", code, cwd=tmp_path.parent, PYTHONPATH=os.pathsep.join(path))
     core, ours, training = done.stdout.splitlines()
     assert core == expected
     assert ours == str(REPOSITORY / "megatron/balanced")

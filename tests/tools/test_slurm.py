@@ -420,14 +420,3 @@ def test_one_queue_to_a_gpu_only_where_megatron_demands_it(
         timeout=PATIENCE,
     )
     assert done.returncode == (0 if needed else 1)
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_scripts_pass_shellcheck() -> None:
-    scripts = [
-        *sorted(SCRIPTS.glob("*.sh")),
-        SCRIPTS / "pretrain_gpt.sbatch",
-        REPOSITORY / "scripts" / "install_slurm.sh",
-    ]
-    done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout

@@ -1,15 +1,14 @@
 """The examples of scripts/slurm/examples: what each hands to sbatch is accepted by a dry run at its full size."""
 
-import contextlib
-import io
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import plan_lines_of
 from tests.support.patience import PATIENCE
-from tests.support.program import parse, script
+from tests.support.program import script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "scripts/slurm/examples"
@@ -76,23 +75,6 @@ def _submitted(folder: Path, name: str, *flags: str) -> tuple[dict[str, str], li
     return dict(zip(given[:script:2], given[1:script:2], strict=True)), given[script + 1 :]
 
 
-def _dry_run(flags: list[str], ranks: int) -> tuple[object, str]:
-    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    os.environ["WORLD_SIZE"] = str(ranks)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        try:
-            args, config, train = parse([*flags, "--balance-dry-run"])
-        except SystemExit as stopped:
-            return stopped.code, said.getvalue()
-    from megatron.balanced.trainer.dry_run import plan_lines
-
-    extension = train.keywords["extension"]
-    frozen = 0 if extension is None else extension.frozen_layers(args)
-    return 0, "\n".join(plan_lines(args, config, frozen))
-
-
 def test_every_example_is_planned_at_its_full_size(pool, tmp_path):
     assert {path.stem for path in EXAMPLES.glob("*.sh")} == {"submit", *PLANS}
     for name, (ranks, *lines) in PLANS.items():
@@ -105,10 +87,10 @@ def test_every_example_is_planned_at_its_full_size(pool, tmp_path):
         at = flags.index("--data-path")
         assert flags[at : at + 4] == ["--data-path", "/shared/corpus", "--split", "99,1,0"]
         flags[at : at + 4] = ["--mock-data"]
-        ((code, said),) = pool.run(1, _dry_run, flags, ranks)
+        ((code, said, told),) = pool.run(1, plan_lines_of, flags, {"WORLD_SIZE": str(ranks)})
         assert code == 0, (name, said)
-        told = said.splitlines()
-        assert len(told) == len(lines), said
+        told = "\n".join(told).splitlines()
+        assert len(told) == len(lines), told
         for line, begin in zip(told, lines, strict=True):
             assert line.startswith(begin), name
 

@@ -1,8 +1,6 @@
 """The benchmark of all balancers together: even work equals uneven work in sum, and the demonstration runs."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 
 from benchmarks.together.__main__ import rows_of
 from benchmarks.together.workload import CONTEXT, EXPERTS, LAYERS, TOKENS, TOP_K, Pace, lengths_of, pairs_of, routed
+from tests.support.command import run_python
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +54,8 @@ def test_the_demonstration_refuses_what_it_does_not_know():
 
 @pytest.mark.exhaustive
 def test_the_demonstration_ends_with_a_picture(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.together", "--demo", str(tmp_path), "--short"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3 * PATIENCE)
+    command = ["-W", "ignore", "-m", "benchmarks.together", "--demo", tmp_path, "--short"]
+    done = run_python(*command, timeout=3 * PATIENCE)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["16", "none", "all"]
     assert (tmp_path / "together.png").read_bytes()[:4] == b"\x89PNG"

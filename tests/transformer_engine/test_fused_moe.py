@@ -1,13 +1,11 @@
 """The stand-ins for Transformer Engine's fused permutation have its parameters and give what its kernels give."""
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 
+from tests.support.command import run_python
 from tests.support.packages_apart import why_missing
-from tests.support.pool import REPOSITORY, single_threaded
 from tests.support.stand_ins.fused_moe import STAND_INS, moe_unpermute
 
 
@@ -80,12 +78,5 @@ def test_the_stand_ins_permute_like_the_kernels():
     pytest.importorskip("triton", reason="needs triton: not installed")
     if why := why_missing("transformer_engine", "Transformer Engine"):
         pytest.skip(why)
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import compare; compare()"],
-        env=single_threaded() | {"TRITON_INTERPRET": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python("-c", f"from {__name__} import compare; compare()", TRITON_INTERPRET="1")
     assert done.returncode == 0 and "alike" in done.stdout, done.stderr[-4000:]

@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from balancing.layers import MEGATRONS, Schedule
 from balancing.sequences.config import SequenceConfig
 from balancing.whatif.job import flag_table, read_flags, read_recipe_flags
 from examples.dynamic_models.config import DynamicsConfig
+from tests.support.command import run_python
 from tests.support.recipe_files import read_recipes
 
 # Flags of this project, and their defaults.
@@ -38,7 +37,7 @@ def job(more: str = "", gpus: int = 8):
 
 
 def test_flags_and_defaults_are_those_of_megatron():
-    done = subprocess.run([sys.executable, "-c", DUMP], capture_output=True, text=True, timeout=300)
+    done = run_python("-c", DUMP)
     theirs = json.loads(done.stdout.partition("TABLE")[2])
     for action in flag_table()._actions:
         option = action.option_strings[0]
