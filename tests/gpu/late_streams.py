@@ -5,6 +5,7 @@ the stream that training runs on finds their results missing unless it waits. On
 before messages start: streams that should wait for it find its results missing.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,15 @@ _MESSAGES = (
     "broadcast",
     "reduce_scatter_tensor",
 )
+
+
+def _bound(function: Callable) -> list[tuple[Any, str]]:
+    """Where a function of torch.distributed is looked up: there, and in modules of Megatron-LM and of this package that
+    keep it under a name of their own, as `dist_all_gather_func`."""
+    modules = [
+        m for name, m in sys.modules.items() if name.startswith(("torch.distributed", "megatron.", "balancing."))
+    ]
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
 
 
 def make_late(which: str, told: Any) -> None:
@@ -46,7 +56,10 @@ def make_late(which: str, told: Any) -> None:
         return late
 
     for name in _MESSAGES:
-        setattr(dist, name, after_a_sleep(getattr(dist, name)))
+        on_time = getattr(dist, name)
+        late = after_a_sleep(on_time)
+        for module, known in _bound(on_time):
+            setattr(module, known, late)
     dist.Work.wait = after_a_sleep(dist.Work.wait)
     for name in ("wait_event", "wait_stream"):
         setattr(torch.cuda.Stream, name, after_a_sleep(getattr(torch.cuda.Stream, name)))

@@ -62,6 +62,6 @@ def obstacle(part: Part, facts: dict[str, Any], words: dict[str, str]) -> str | 
         return f"it needs '{part.after}', which did not pass"
     if part.name in ("split", "merges", "cost") and not facts["compiler"]:
         return "no C compiler for Triton: install gcc, or name one in CC"
-    if part.name == "te" and facts["transformer_engine"]["state"] != "ok":
+    if part.name in ("te", "te-context", "te-experts") and facts["transformer_engine"]["state"] != "ok":
         return f"Transformer Engine is {facts['transformer_engine']['state']}"
     return None

@@ -41,6 +41,7 @@ class Part(NamedTuple):
 
 _TRAINING = "test_parity_on_devices.py::test_"
 _MOVES, _RACES = "test_moves_on_devices.py::test_", "test_races_on_devices.py::test_"
+_CONTEXT = "test_context_on_devices.py::test_context_parallelism_on_a_device"
 _KERNELS, _COST = "test_attention.py::test_", "test_cost_on_devices.py::test_"
 
 PARTS = (
@@ -60,6 +61,15 @@ PARTS = (
     Part("replay-layers", _TRAINING + "replayed_layers", 60, 3, 1, "the same with layers that move"),
     Part("nccl-2", "test_collectives.py::test_two_ranks_talk", 20, 2, 2, "every collective that training uses"),
     Part("nccl-4", "test_collectives.py::test_four_ranks_talk", 30, 2, 4, "in groups of two as well", "nccl-2"),
+    Part(
+        "nccl-large",
+        "test_collectives.py::test_large_messages_on_several_communicators",
+        20,
+        3,
+        2,
+        "64 MiB messages, two communicators at once",
+        "nccl-2",
+    ),
     Part("experts", _TRAINING + "replicas_on_a_device", 60, 6, 2, "losses with replicas of experts"),
     Part("sequences", _TRAINING + "documents_on_a_device", 90, 9, 2, "losses under each planner"),
     Part("layers", _TRAINING + "moved_layers_on_a_device", 40, 5, 2, "losses with layers that move"),
@@ -72,8 +82,9 @@ PARTS = (
     Part("early-exit", _TRAINING + "early_exit_on_a_device", 40, 5, 2, "tokens exit, no stage waits for ever"),
     Part("release", _MOVES + "release_on_a_device", 30, 3, 2, "training goes on without the ranks that left"),
     Part("sanitizer", _RACES + "sanitizer_on_a_device", 60, 4, 2, "torch sees no unordered access"),
+    Part("te-context", _CONTEXT, 30, 2, 4, "attention by plan against Transformer Engine's context parallelism"),
     Part("te", _TRAINING + "all_balancers_on_a_device", 60, 4, 4, "all three with Transformer Engine's layers"),
-    Part("te-experts", _TRAINING + "transformer_engines_experts_on_a_device", 90, 11, 2, "replicas in 16 and 8 bits"),
+    Part("te-experts", _TRAINING + "transformer_engines_experts_on_a_device", 70, 11, 2, "replicas in 16 and 8 bits"),
 )
 
 

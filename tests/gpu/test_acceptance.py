@@ -24,6 +24,7 @@ from tests.support.pool import REPOSITORY
 from tests.tools.test_doctor import _facts
 
 FOLDER = Path(__file__).parent
+ENGINES = {"te-context", "te", "te-experts"}  # parts that need Transformer Engine
 
 
 def test_the_parts_are_tests_of_both_devices_and_fit_the_time():
@@ -114,8 +115,8 @@ def test_what_is_missing_is_named_and_its_parts_do_not_run():
     flash, compiler = notes(broken)
     assert "broken (undefined symbol: _ZN3c10)" in flash and "C compiler" in compiler
     assert _not_run(broken).keys() == {"merges", "split", "cost"} and "gcc" in _not_run(broken)["split"]
-    assert _not_run(_machine(transformer_engine={"state": "missing"})).keys() == {"te"}
-    assert _not_run(_machine(), {"nccl-2": "failed"}).keys() == {"nccl-4"}
+    assert _not_run(_machine(transformer_engine={"state": "missing"})).keys() == ENGINES
+    assert _not_run(_machine(), {"nccl-2": "failed"}).keys() == {"nccl-4", "nccl-large"}
 
 
 def test_ranks_share_a_gpu_by_what_their_nccl_can():
@@ -296,14 +297,14 @@ def test_it_goes_on_with_the_next_part(runner, tmp_path):
         call()
     assert [name for name, _ in ran] == [part.name for part in PARTS[:3]]
     assert call() == 1, "one was stopped"
-    assert [name for name, _ in ran] == [part.name for part in PARTS if part.name != "te"]
+    assert [name for name, _ in ran] == [part.name for part in PARTS if part.name not in ENGINES]
     text = (tmp_path / "docs/support.md").read_text()
     assert "| stopped | 0 | it was stopped before it ended; figure of split |" in text
     assert "Transformer Engine is missing" in text and "commit unknown" in text
     assert text.endswith((REPOSITORY / "docs/support.md").read_text()[-100:])
     fates.clear()
     assert call("split") == 0, "the part that was named passed"
-    assert call() == 3, "one part cannot run here"
+    assert call() == 3, "three parts cannot run here"
     assert "# Acceptance is incomplete on 1 x NVIDIA H200: " in (tmp_path / "out/acceptance.md").read_text()
 
 
@@ -311,7 +312,7 @@ def test_where_nccl_does_not_talk_tensors_go_through_the_host(runner, tmp_path):
     call, fates, ran = runner
     fates["nccl-2"] = "fails"
     assert call() == 1
-    staged = {part.name for part in PARTS if part.ranks > 1 and not part.name.startswith("nccl")} - {"te"}
+    staged = {part.name for part in PARTS if part.ranks > 1 and not part.name.startswith("nccl")} - ENGINES
     assert {name for name, through_host in ran if through_host} == staged
     assert "over gloo, tensors staged through the host" in (tmp_path / "out/acceptance.md").read_text()
 

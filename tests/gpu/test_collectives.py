@@ -1,4 +1,5 @@
-"""Every collective that training uses, on 2 and on 4 ranks, which may share a GPU."""
+"""Every collective that training uses, on 2 and on 4 ranks, which may share a GPU; then large ones, and several
+communicators at work at once."""
 
 import time
 from typing import Any
@@ -98,3 +99,124 @@ def test_two_ranks_talk(ranks, figure):
 
 def test_four_ranks_talk(ranks, figure):
     _check(ranks, 4, figure)
+
+
+# Bytes of a large message: many times what NCCL sends in one step (a slot of its 4 MiB buffer) and gloo in one segment.
+LARGE = {"cuda": 64 << 20, "cpu": 4 << 20}
+TURNS = 12  # in which communicators are at work at once
+
+
+def _talk_at_length(device: str) -> dict[str, float]:
+    """Milliseconds of each large message on this rank, and of a turn of two communicators. Raises AssertionError where
+    a number is wrong: each differs by its place and by its sender."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from tests.gpu.training import local_device
+
+    place = local_device(device)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=SECONDS if device == "cuda" else PATIENCE)
+    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone = list(range(size))
+    first, second = dist.new_group(everyone), dist.new_group(everyone)
+    count = LARGE[device] // 4
+    took: dict[str, float] = {}
+
+    def numbers(sender: int, length: int = count) -> torch.Tensor:
+        """Whole numbers, which sum exactly."""
+        return torch.arange(length, device=place).remainder_(9973).add_(10000 * (sender + 1)).float()
+
+    def check(name: str, wanted: torch.Tensor, call: Any) -> None:
+        for _ in range(2):  # the first connects
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            found = call()
+            torch.cuda.synchronize()
+            took[name] = 1e3 * (time.perf_counter() - begin)
+        assert torch.equal(found, wanted), f"{name}: {int((found != wanted).sum())} of {found.numel()} numbers differ"
+
+    def ring(process_group: Any, sent: torch.Tensor, received: torch.Tensor) -> list[Any]:
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, received, (rank - 1) % size, process_group),
+                dist.P2POp(dist.isend, sent, (rank + 1) % size, process_group),
+            ]
+        )
+
+    def all_reduce() -> torch.Tensor:
+        tensor = numbers(rank)
+        dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather() -> torch.Tensor:
+        gathered = torch.empty(size * count, device=place)
+        dist.all_gather_into_tensor(gathered, numbers(rank))
+        return gathered
+
+    def reduce_scatter() -> torch.Tensor:
+        part = torch.empty(count, device=place)
+        dist.reduce_scatter_tensor(part, torch.cat([numbers(rank + receiver) for receiver in everyone]))
+        return part
+
+    def all_to_all() -> torch.Tensor:
+        """Rank r sends count / (r + 1) numbers to each."""
+        shares = [count // (sender + 1) for sender in everyone]
+        received = torch.empty(sum(shares), device=place)
+        dist.all_to_all_single(received, numbers(rank, shares[rank]).repeat(size), shares, [shares[rank]] * size)
+        return received
+
+    def messages() -> torch.Tensor:
+        received = torch.empty(count, device=place)
+        for work in ring(None, numbers(rank), received):
+            work.wait()
+        return received
+
+    total = torch.stack([numbers(sender) for sender in everyone]).sum(0)
+    check("all-reduce", total, all_reduce)
+    check("all-gather", torch.cat([numbers(sender) for sender in everyone]), all_gather)
+    check("reduce-scatter", torch.stack([numbers(rank + sender) for sender in everyone]).sum(0), reduce_scatter)
+    check("all-to-all", torch.cat([numbers(sender, count // (sender + 1)) for sender in everyone]), all_to_all)
+    check("messages", numbers((rank - 1) % size), messages)
+
+    def turn(number: int) -> None:
+        """A collective on one communicator and messages on the other are under way while this stream computes, started
+        in an order that changes with each turn and is that of all ranks; the last started is waited for first."""
+        length = count if number % 3 == 0 else 1000 + number
+        summed, sent, received = numbers(rank, length), numbers(rank, length), torch.empty(length, device=place)
+        one, other = (first, second) if number % 4 < 2 else (second, first)
+        starts = [
+            lambda: [dist.all_reduce(summed, group=one, async_op=True)],
+            lambda: ring(other, sent, received),
+        ]
+        started = [start() for start in (starts if number % 2 else starts[::-1])]
+        computed = numbers(rank, length).mul_(2)
+        for work in (work for works in reversed(started) for work in works):
+            work.wait()
+        wanted = torch.stack([numbers(sender, length) for sender in everyone]).sum(0)
+        assert torch.equal(summed, wanted), f"turn {number}: the sum of {length} numbers is wrong"
+        assert torch.equal(received, numbers((rank - 1) % size, length)), f"turn {number}: a message is wrong"
+        assert torch.equal(computed, 2 * numbers(rank, length)), f"turn {number}: what was computed meanwhile is wrong"
+
+    begin = time.perf_counter()
+    for number in range(TURNS):
+        turn(number)
+    torch.cuda.synchronize()
+    took["a turn of two communicators"] = 1e3 * (time.perf_counter() - begin) / TURNS
+    dist.destroy_process_group()
+    return took
+
+
+def test_large_messages_on_several_communicators(ranks, device, figure):
+    """With as many queues of work on the GPU as CUDA has by itself, and with one, as Megatron-LM often asks for."""
+    for connections in ("8", "1") if device == "cuda" else ("",):
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections} if connections else {}
+        by_rank = ranks.run(2, _talk_at_length, device, environment=environment)
+        slowest = {name: max(took[name] for took in by_rank) for name in by_rank[0]}
+        assert len(slowest) == 6
+        said = ", ".join(f"{name} {ms:.0f} ms" for name, ms in slowest.items())
+        figure(f"{LARGE[device] >> 20} MiB" + f", CUDA_DEVICE_MAX_CONNECTIONS={connections}" * bool(connections))
+        figure(said)

@@ -65,3 +65,26 @@ def test_sanitizer_on_a_device(ranks, device, tmp_path, figure):
     for name, (argv, orders) in (runs if device == "cuda" else {"layers": runs["layers"]}).items():
         run(ranks, 2, argv, orders, environment=environment)
         figure(f"{name}: no unordered access")
+
+
+def _late_by_other_names() -> tuple[int, int]:
+    """How often something was late: before, and after a gather through the name that Megatron-LM keeps."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.tensor_parallel import mappings
+
+    from tests.gpu.late_streams import make_late
+    from tests.gpu.training import Told
+
+    dist.init_process_group("gloo")
+    told = Told()
+    make_late("main", told)
+    before = told.late
+    for module in (mappings, param_and_grad_buffer):
+        module.dist_all_gather_func(torch.empty(4), torch.ones(4))
+    return before, told.late
+
+
+def test_messages_that_megatron_looked_up_before_are_late_too(pool):
+    assert pool.run(1, _late_by_other_names) == [(0, 2)]

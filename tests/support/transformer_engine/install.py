@@ -17,24 +17,14 @@ from tests.support.transformer_engine.on_cpu import (
 
 __all__ = ["install"]
 
-_PARTS = "activations attention enums machine norms optimizer padding products quantized".split()
+_PARTS = "activations attention context enums machine norms optimizer padding products quantized".split()
 
 
 def install() -> None:
     """Have `import transformer_engine.pytorch` work in this process, for good. To be called after `use_cpu` and before
     megatron.core is imported, which looks for Transformer Engine once."""
     add_to_path("transformer_engine")
-    for part in (
-        "activations",
-        "attention",
-        "enums",
-        "machine",
-        "norms",
-        "optimizer",
-        "padding",
-        "products",
-        "quantized",
-    ):
+    for part in _PARTS:
         importlib.import_module(f"tests.support.transformer_engine.{part}")
     sys.modules[MODULE.__name__] = MODULE
     answer_is_cuda()
