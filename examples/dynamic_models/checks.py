@@ -23,6 +23,8 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("transformer_impl", ("local",), (PRUNE, SPARSE),
                  "its linear layers are not masked and its attention cannot be replaced",
                  "use --transformer-impl local"),
+    Incompatible("hybrid_layer_pattern", _OFF, (DYNAMICS,), "its schemes change layers of attention and MLP together",
+                 "use --num-layers"),
     Incompatible("mtp_num_layers", _OFF, (FREEZE,), "it trains the embedding from the last stage"),
     Incompatible("mtp_num_layers", _OFF, (SKIP,), "its layers expect all tokens"),
     Incompatible("balance_experts", _OFF, (PRUNE,), "replicas of experts are made without their masks"),

@@ -71,7 +71,11 @@ def plain_rank(argv: list[str], tools: str, keep_parameters: bool) -> RankRun:
     """The body of one rank. `tools` is a folder with a `make` that does nothing: the wheel has no Makefile."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        hybrid_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron.balanced.trainer import patches
@@ -80,7 +84,8 @@ def plain_rank(argv: list[str], tools: str, keep_parameters: bool) -> RankRun:
     sys.argv[1:] = argv
     args = parse_and_validate_args()
     finish = watch(keep_parameters)
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model_config = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    container = pretrain_cfg_container_from_args(args, model_config(args))
     pretrain(container, _datasets, ModelType.encoder_or_decoder, _forward)
     assert not patches._installed
     return finish()

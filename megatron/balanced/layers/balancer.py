@@ -9,20 +9,21 @@ pipeline gets shorter if that saves GPU-hours: the last stages send their layers
 """
 
 import argparse
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.models.base import ModelConfig
 
 from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
-from balancing.layers.layout import to_layout
 from megatron.balanced.layers.events import decision_event, release_event
 from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.planning import Choice, LayerPlanner
 from megatron.balanced.layers.repack import Repacker
+from megatron.balanced.layers.stack import layout_flag, layout_text
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.callbacks import StepCallback
@@ -43,7 +44,7 @@ class LayerBalancer(StepCallback):
         self,
         args: argparse.Namespace,
         config: LayerConfig,
-        spec: GPTModelConfig,
+        spec: ModelConfig,
         observer: Observer,
         loop: TrainingLoop,
     ) -> None:
@@ -93,7 +94,7 @@ class LayerBalancer(StepCallback):
             self._observer.stop_measuring()
             now, then = choice.predicted
             print_once(
-                f"> layers settle as --pipeline-model-parallel-layout '{to_layout(choice.plan)}', which takes "
+                f"> layers settle as {layout_flag(self._args)} '{layout_text(self._args, choice.plan)}', which takes "
                 f"{1 - then / now:.1%} off a step by prediction ({choice.reason})"
             )
         before = self.mover.plan
@@ -123,8 +124,9 @@ class LayerBalancer(StepCallback):
         if dist.get_rank():
             return
         if moved is not None:
-            print(f"> layers now lie as {to_layout(choice.plan)}: {choice.reason}", flush=True)
-        self._report(decision_event(self.iteration, self._config, choice, before, moved))
+            print(f"> layers now lie as {layout_text(self._args, choice.plan)}: {choice.reason}", flush=True)
+        shown = partial(layout_text, self._args)
+        self._report(decision_event(self.iteration, self._config, choice, before, moved, shown))
 
     def _report_release(self, before: StagePlan, moved: Moved) -> None:
         plan, costs = self.mover.plan, self._planner.costs
@@ -133,5 +135,6 @@ class LayerBalancer(StepCallback):
         freed = dist.get_world_size() // plan.stages * (before.stages - plan.stages)
         print_once(f"> {plan.stages} of {before.stages} pipeline stages go on, {freed} ranks left the job")
         cost = costs.cost if costs.iterations else None
-        released = release_event(self.iteration, before, plan, cost, moved, self._repacker.reason)
+        shown = partial(layout_text, self._args)
+        released = release_event(self.iteration, before, plan, cost, moved, self._repacker.reason, shown)
         self._report(released | {"ranks_freed": freed})

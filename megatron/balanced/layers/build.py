@@ -4,31 +4,22 @@ A new layer is uninitialized: its weights and buffers come from another rank. It
 its precision are decided by the functions that Megatron's builder uses.
 """
 
-import argparse
 import contextlib
-import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.core.fp8_utils import get_fp8_context, is_float8tensor
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_defaults_if_not_set_tensor_model_parallel_attributes
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_block import _get_block_submodules
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.utils import get_pg_rank
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig, default_layer_spec
+from megatron.training.models.base import ModelConfig
 
-from balancing.layers.layout import to_layout
 from balancing.layers.stage_plan import StagePlan
 from megatron.balanced.layers.quantized import start_scaling
+from megatron.balanced.layers.stack import stack_of, without_layers
 from megatron.balanced.layers.state import Inventory, layer_of, named_parameters
 
-__all__ = ["change_layers", "complete_ends", "set_layout"]
+__all__ = ["change_layers", "complete_ends"]
 
 # Attributes that train() sets on the model's config after the model is built. Some layers copy their config.
 _SET_LATER = (
@@ -44,31 +35,10 @@ _SET_LATER = (
 _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "config"}
 
 
-def set_layout(
-    plan: StagePlan, chunks: Iterable[torch.nn.Module], spec: GPTModelConfig, args: argparse.Namespace
-) -> None:
-    """Write the layout of `plan` to all places that Megatron-LM reads it from.
-
-    chunks: the model chunks of this rank, whose modules' configs are changed.
-    spec: the config that the model was built from.
-    args: Megatron's arguments, which checkpoints record.
-    """
-    text = to_layout(plan)
-    layout = PipelineParallelLayerLayout(text, plan.stages)
-    layout.validate_layer_layout(plan.layers, plan.mtp_layers or None)
-    args.pipeline_model_parallel_layout = text
-    spec.transformer.pipeline_model_parallel_layout = layout
-    for chunk in chunks:
-        for module in chunk.modules():
-            config = getattr(module, "config", None)
-            if hasattr(config, "pipeline_model_parallel_layout"):
-                config.pipeline_model_parallel_layout = layout
-
-
 def change_layers(
     plan: StagePlan,
     models: Sequence[torch.nn.Module],
-    spec: GPTModelConfig,
+    spec: ModelConfig,
     inventories: Sequence[Inventory],
     *,
     without_memory: bool = False,
@@ -88,14 +58,16 @@ def change_layers(
     frozen = set().union(*(inventory.frozen for inventory in inventories))
     stage = mpu.get_pipeline_model_parallel_rank()
     for chunk, model in enumerate(models):
-        block = model.decoder
+        stack = stack_of(spec)(model, spec)
+        block, numbers = stack.block, plan.chunks[stage][chunk]
         present = {layer.layer_number - 1: layer for layer in block.layers}
-        block.submodules = _get_block_submodules(block.config, _layer_spec(model, spec), block.vp_stage, stage)
         layers = []
-        for position, number in enumerate(plan.chunks[stage][chunk]):
+        for position, number in enumerate(numbers):
             layer = present.get(number)
             if layer is None:
-                layer = _build(block, position)
+                with _uninitialized(block.config):
+                    layer = stack.build(position, number)
+                layer = _finished(layer, block.config).train(block.training)
                 assert layer.layer_number == number + 1, "the layout gives another layer than the plan"
                 arrived.append((layer, chunk))
                 for parameter in layer.parameters() if without_memory else ():
@@ -103,12 +75,15 @@ def change_layers(
                         parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             layers.append(layer)
         block.layers = torch.nn.ModuleList(layers)
-        block.num_layers_per_pipeline_rank = len(layers)
-        if not block.has_final_layernorm_in_this_stage():
-            block.final_layernorm = None
-        elif block.final_layernorm is None:
-            block.final_layernorm = _build_norm(block)
-            norms.append(block.final_layernorm)
+        stack.holds(numbers)
+        norm = getattr(block, stack.norm, None)
+        if not stack.has_norm and norm is not None:
+            setattr(block, stack.norm, None)
+        elif stack.has_norm and norm is None:
+            with _uninitialized(block.config):
+                norm = stack.build_norm()
+            setattr(block, stack.norm, _finished(norm, block.config).train(block.training))
+            norms.append(norm)
     for name, parameter in named_parameters(models):
         if name in frozen:
             parameter.requires_grad_(False)
@@ -120,44 +95,6 @@ def change_layers(
         if (layer := layers.get(layer_of(path))) is not None:
             start_scaling(layer.get_submodule(path.partition(".")[2]), known)
     return arrived, norms
-
-
-def _layer_spec(model: torch.nn.Module, config: GPTModelConfig) -> Any:
-    """The spec of the layers of a chunk in the present layout, as Megatron-LM's builder determines it."""
-    spec = config.transformer_layer_spec
-    if spec is None:
-        spec = default_layer_spec(config, model.vp_stage)
-    elif not isinstance(spec, ModuleSpec) and callable(spec):
-        takes_stage = "vp_stage" in inspect.signature(spec).parameters
-        spec = spec(config, vp_stage=model.vp_stage) if takes_stage else spec(config)
-    if config.attention_backend == AttnBackend.local and hasattr(spec, "submodules"):
-        spec.submodules.self_attention.submodules.core_attention = DotProductAttention
-    return spec
-
-
-def _build(block: torch.nn.Module, position: int) -> torch.nn.Module:
-    """Build a layer of `block` as Megatron-LM does, uninitialized and without drawing random numbers."""
-    config = block.config
-    number = position + get_transformer_layer_offset(config, block.vp_stage, get_pg_rank(block.pg_collection.pp))
-    with torch.no_grad():  # so that Transformer Engine keeps no copy of the initial weights in a higher precision
-        quantized = get_fp8_context(config, number, is_init=True)
-    with _uninitialized(config), quantized:
-        layer = build_module(
-            block.submodules.layer_specs[position],
-            config=config,
-            layer_number=position + 1,
-            pg_collection=block.pg_collection,
-            vp_stage=block.vp_stage,
-        )
-    return _finished(layer, config).train(block.training)
-
-
-def _build_norm(block: torch.nn.Module) -> torch.nn.Module:
-    """Build the final norm of `block` as Megatron-LM does."""
-    config = block.config
-    with _uninitialized(config):
-        norm = block.submodules.layer_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-    return _finished(norm, config).train(block.training)
 
 
 @contextlib.contextmanager
@@ -190,7 +127,7 @@ def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
     return module
 
 
-def complete_ends(stages: int, model: torch.nn.Module, spec: GPTModelConfig) -> list[torch.nn.Module]:
+def complete_ends(stages: int, model: torch.nn.Module, spec: ModelConfig) -> list[torch.nn.Module]:
     """Make `model` the chunk of its stage in a pipeline of `stages` stages, which was longer before.
 
     A stage that has become the last one gets the final norm and the head, from a model without layers that Megatron-LM
@@ -198,13 +135,8 @@ def complete_ends(stages: int, model: torch.nn.Module, spec: GPTModelConfig) -> 
     modules, uninitialized.
     """
     config = model.config
-    before = config.pipeline_model_parallel_layout
-    config.pipeline_model_parallel_layout = PipelineParallelLayerLayout("E" + "|" * (stages - 1) + "L", stages)
-    try:
-        with _uninitialized(config):
-            fresh = GPTModelBuilder(spec).build_model(model.pg_collection)
-    finally:
-        config.pipeline_model_parallel_layout = before
+    with without_layers(spec, config, stages), _uninitialized(config):
+        fresh = spec.get_builder_cls()(spec).build_model(model.pg_collection)
     _finished(fresh, config)
     if fresh.pre_process:  # its weights may no longer be tied to a copy on another stage, or now be
         weight, example = model.embedding.word_embeddings.weight, fresh.embedding.word_embeddings.weight
@@ -216,7 +148,8 @@ def complete_ends(stages: int, model: torch.nn.Module, spec: GPTModelConfig) -> 
     if model.post_process or not fresh.post_process:
         return []
     arrived = []
-    for kept, built, part in ((model, fresh, "output_layer"), (model.decoder, fresh.decoder, "final_layernorm")):
+    norm = stack_of(spec).norm
+    for kept, built, part in ((model, fresh, "output_layer"), (model.decoder, fresh.decoder, norm)):
         kept.__dict__.update({name: value for name, value in vars(built).items() if name not in _OF_EVERY_MODULE})
         setattr(kept, part, getattr(built, part).train(kept.training))
         arrived.append(getattr(kept, part))

@@ -1,10 +1,10 @@
 """Events of the report about decisions to move layers, and about ranks that were released."""
 
+from collections.abc import Callable
 from typing import Any
 
 from balancing.layers import LayerSeconds, StagePlan
 from balancing.layers.config import LayerConfig
-from balancing.layers.layout import to_layout
 from balancing.report import event, imbalance
 from megatron.balanced.layers.mover import Moved
 from megatron.balanced.layers.planning import Choice
@@ -13,7 +13,12 @@ __all__ = ["decision_event", "release_event"]
 
 
 def decision_event(
-    iteration: int, config: LayerConfig, choice: Choice, before: StagePlan, moved: Moved | None
+    iteration: int,
+    config: LayerConfig,
+    choice: Choice,
+    before: StagePlan,
+    moved: Moved | None,
+    shown: Callable[[StagePlan], str],
 ) -> dict[str, Any]:
     """The event of one decision.
 
@@ -22,6 +27,7 @@ def decision_event(
     choice: the decision.
     before: the plan in force until then.
     moved: bytes and times of the move, None if no layer moved.
+    shown: gives the string of a plan, as Megatron-LM takes it.
     """
     loads = [choice.cost.stage_loads(plan) for plan in (before, choice.plan)]
     took = {} if moved is None else {"move_ms": moved.move_ms, "rebuild_ms": moved.rebuild_ms}
@@ -38,8 +44,8 @@ def decision_event(
         action=choice.action,
         reason=choice.reason,
         planner=config.planner,
-        layout_before=to_layout(before),
-        layout_after=to_layout(choice.plan),
+        layout_before=shown(before),
+        layout_after=shown(choice.plan),
         stage_cost_before=loads[0],
         stage_cost_after=loads[1],
         predicted_step_before=choice.predicted[0],
@@ -50,7 +56,13 @@ def decision_event(
 
 
 def release_event(
-    iteration: int, before: StagePlan, plan: StagePlan, cost: LayerSeconds | None, moved: Moved, reason: str
+    iteration: int,
+    before: StagePlan,
+    plan: StagePlan,
+    cost: LayerSeconds | None,
+    moved: Moved,
+    reason: str,
+    shown: Callable[[StagePlan], str],
 ) -> dict[str, Any]:
     """The event of a pipeline that got shorter.
 
@@ -59,6 +71,7 @@ def release_event(
     cost: of the layers; None if nothing was measured yet, which counts as even stages.
     moved: bytes and times of the move.
     reason: for the log.
+    shown: gives the string of a plan, as Megatron-LM takes it.
     """
     loads = [[1.0] if cost is None else cost.stage_loads(of) for of in (before, plan)]
     return event(
@@ -72,8 +85,8 @@ def release_event(
         moved_bytes=moved.moved_bytes,
         action="release",
         reason=reason,
-        layout_before=to_layout(before),
-        layout_after=to_layout(plan),
+        layout_before=shown(before),
+        layout_after=shown(plan),
         stages_left=plan.stages,
         move_ms=moved.move_ms,
         rebuild_ms=moved.rebuild_ms,

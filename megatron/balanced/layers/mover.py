@@ -38,16 +38,17 @@ from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wis
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.enums import LayerType
 from megatron.core.utils import unwrap_model
-from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.models.base import ModelConfig
 
 from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
 from balancing.layers.stage_plan import StagePlan
 from balancing.messages import connect
 from balancing.ranges import named
-from megatron.balanced.layers.build import change_layers, complete_ends, set_layout
+from megatron.balanced.layers.build import change_layers, complete_ends
 from megatron.balanced.layers.loop import Departure, TrainingLoop
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
+from megatron.balanced.layers.stack import set_layout
 from megatron.balanced.layers.state import (
     Inventory,
     Request,
@@ -132,7 +133,7 @@ class LayerMover:
         (`megatron.balanced.shared.callbacks`).
     """
 
-    def __init__(self, args: argparse.Namespace, spec: GPTModelConfig, loop: TrainingLoop) -> None:
+    def __init__(self, args: argparse.Namespace, spec: ModelConfig, loop: TrainingLoop) -> None:
         self.plan: StagePlan
         self._args, self._spec, self._loop = args, spec, loop
         self._timeout = datetime.timedelta(minutes=loop.timeout_minutes)
@@ -403,7 +404,7 @@ def _pipeline() -> dist.ProcessGroup:
     return process_groups[0] if isinstance(process_groups, list) else process_groups
 
 
-def _mtp_chunk(spec: GPTModelConfig) -> int | None:
+def _mtp_chunk(spec: ModelConfig) -> int | None:
     """The chunk with multi-token prediction, counted along the pipeline; None for the last one."""
     layout = spec.transformer.pipeline_model_parallel_layout
     if not spec.transformer.mtp_num_layers or layout is None:

@@ -16,11 +16,19 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.balanced.sequences.latents import Latents, latents_of
 
-__all__ = ["DocumentRotaryEmbedding", "PlannedSequences", "SequenceCoreAttention", "of_documents", "window_of"]
+__all__ = [
+    "DocumentRotaryEmbedding",
+    "PlannedMoELayer",
+    "PlannedSequences",
+    "SequenceCoreAttention",
+    "of_documents",
+    "window_of",
+]
 
 
 @dataclass
@@ -107,6 +115,15 @@ class SequenceCoreAttention(MegatronModule):
         if tokens < rows:
             output = torch.nn.functional.pad(output, (0, 0, 0, rows - tokens))
         return output.unsqueeze(1)
+
+
+class PlannedMoELayer(MoETransformerLayer):
+    """A layer of experts alone, of a hybrid model, whose router meets the micro-batch that the layer is given: the
+    attention before it may be on another stage."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        SequenceCoreAttention.latest = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def window_of(config: Any) -> tuple[int, int] | None:

@@ -27,6 +27,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
+from balancing.layers.pattern import read_pattern
 from balancing.layers.simulator.schedule import Schedule
 from balancing.messages import connect
 from balancing.ranges import named
@@ -488,6 +489,8 @@ def shape_of(args: argparse.Namespace) -> AttentionShape:
     window, predicted = window_of(args), range(args.mtp_num_layers or 0)
     # Layers of multi-token prediction have numbers of their own.
     numbers = [*range(1, args.num_layers + 1), *(1 if args.mtp_use_repeated_layer else n + 1 for n in predicted)]
+    if args.hybrid_layer_pattern is not None:
+        numbers, ffn = _layers_of_pattern(args)
     kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     sizes = args.kv_channels, args.kv_channels
     if args.multi_latent_attention:
@@ -504,3 +507,18 @@ def shape_of(args: argparse.Namespace) -> AttentionShape:
         windowed_layers=sum(is_layer_window_attention(window or (), args.window_attn_skip_freq, n) for n in numbers),
         latent=latent_shape(args),
     )
+
+
+def _layers_of_pattern(args: argparse.Namespace) -> tuple[list[int], int]:
+    """The numbers of the layers with attention, from 1, and the width of all MLPs and routed experts of a token that
+    comes to one of these layers."""
+    pattern = read_pattern(args.hybrid_layer_pattern)
+    numbers = [number + 1 for number in pattern.attention]
+    predicted = range(args.mtp_num_layers or 0)
+    inner = [number + 1 for number, symbol in enumerate(pattern.prediction) if symbol in "*+D"]
+    numbers += [number for _ in predicted for number in inner]
+    symbols = pattern.symbols + pattern.prediction * len(predicted)
+    width = symbols.count("-") * args.ffn_hidden_size
+    if args.num_experts:
+        width += symbols.count("E") * args.moe_ffn_hidden_size * args.moe_router_topk
+    return numbers, round(width / max(len(numbers), 1))

@@ -21,6 +21,7 @@ import torch
 
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
+from balancing.layers.pattern import read_pattern
 from balancing.sequences.planners.groups import number_of_groups
 from megatron.balanced.cpu.device import use_cpu
 from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
@@ -136,12 +137,12 @@ def model_of(args: argparse.Namespace) -> Any:
 
     A vocabulary that only the tokenizer would tell has an arbitrary size here.
     """
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     args = argparse.Namespace(**vars(args))
     if args.padded_vocab_size is None and args.vocab_size is None:
         args.vocab_size = args.make_vocab_size_divisible_by
-    return gpt_config_from_args(args)
+    return gpt_config_from_args(args) if args.hybrid_layer_pattern is None else hybrid_config_from_args(args)
 
 
 # What would be planned.
@@ -298,6 +299,8 @@ def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
+    if getattr(model, "hybrid_layer_pattern", None) is not None:
+        return _moe_layers_of_pattern(model, repeats_prediction)
     frequency = model.moe_layer_freq
     if isinstance(frequency, int):
         of_experts = [layer % frequency == 0 for layer in range(model.num_layers)]
@@ -319,6 +322,16 @@ def moe_layers(model: Any, *, repeats_prediction: bool = False) -> list[list[int
                 predicts = min(prediction, layout.layout[stage][chunk].count(LayerType.mtp))
             counts[stage][chunk] = sum(of_experts[first : first + own]) + predicts
             first += own
+    return counts
+
+
+def _moe_layers_of_pattern(model: Any, repeats_prediction: bool) -> list[list[int]]:
+    pattern = read_pattern(model.hybrid_layer_pattern)
+    first, last = model.num_layers_in_first_pipeline_stage, model.num_layers_in_last_pipeline_stage
+    plan = pattern.plan(model.pipeline_model_parallel_size, first=first, last=last)
+    counts = [[len({*pattern.experts} & {*chunk}) for chunk in stage] for stage in plan.chunks]
+    if not repeats_prediction:
+        counts[-1][-1] += pattern.prediction.count("E") * pattern.depths
     return counts
 
 

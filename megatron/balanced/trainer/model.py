@@ -1,4 +1,4 @@
-"""The GPT model as Megatron-LM builds it, with our modules in its layer spec.
+"""The GPT or hybrid model as Megatron-LM builds it, with our modules in its layer spec.
 
 Megatron's local spec (its own modules, no Transformer Engine) has no norm for sequence parallelism and no attention for
 packed documents. The layer spec fills in the missing modules, those of the balancers and those of an extension of the
@@ -16,12 +16,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -29,15 +31,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.argument_utils import gpt_config_from_args
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.training.models.hybrid import HybridModelConfig
 
 from balancing.experts.config import ExpertConfig
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
+from megatron.balanced.local.hybrid_stack import local_stack_spec
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
-from megatron.balanced.sequences.attention import SequenceCoreAttention, of_documents
+from megatron.balanced.sequences.attention import PlannedMoELayer, SequenceCoreAttention, of_documents
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, SampleRouter
 from megatron.balanced.sequences.rules import latent_shape, packs_samples_of_losses, routes_by_sample
@@ -101,6 +106,8 @@ def _fill_in(value: Any, replacements: dict[Any, Any]) -> Any:
     if isinstance(value, partial):
         keywords = {name: _fill_in(part, replacements) for name, part in value.keywords.items()}
         return partial(replacements.get(value.func, value.func), *value.args, **keywords)
+    if isinstance(value, list):
+        return [_fill_in(part, replacements) for part in value]
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             setattr(value, field.name, _fill_in(getattr(value, field.name), replacements))
@@ -159,6 +166,7 @@ def _replacements(
     if sequences.enabled:
         fitting[_core_attention(args)] = SequenceCoreAttention
         fitting[MultiTokenPredictionLayer] = PredictionLayer
+        fitting[MoETransformerLayer] = PlannedMoELayer
     elif args.transformer_impl == "local":
         packs, latent = args.sft or args.dataloader_inter_document_masking, args.multi_latent_attention
         if latent:
@@ -190,8 +198,14 @@ def _replacements(
 
 
 def replaces_in_prediction(args: argparse.Namespace, experts: ExpertConfig, sequences: SequenceConfig) -> bool:
-    """Whether layers of multi-token prediction have other modules than Megatron's. Parameters as in `model_config`."""
-    return bool(args.mtp_num_layers) and args.spec is None and bool(_replacements(args, experts, sequences)[1])
+    """Whether layers of multi-token prediction of a GPT model have other modules than Megatron's. Parameters as in
+    `model_config`."""
+    return (
+        bool(args.mtp_num_layers)
+        and args.spec is None
+        and args.hybrid_layer_pattern is None
+        and bool(_replacements(args, experts, sequences)[1])
+    )
 
 
 def model_config(
@@ -199,19 +213,46 @@ def model_config(
     experts: ExpertConfig,
     sequences: SequenceConfig,
     modules: Mapping[type, type] = MappingProxyType({}),
-) -> GPTModelConfig:
+) -> GPTModelConfig | HybridModelConfig:
     """The model that the flags describe, as the config from which `megatron.training.pretrain` builds it.
 
     args: Megatron-LM's arguments.
     experts, sequences: the flags of these features.
     modules: of an extension of the model (`megatron.balanced.trainer.model_extension`), in the places of others.
     """
-    config = gpt_config_from_args(args)
     replacements, of_prediction = _replacements(args, experts, sequences)
     replacements |= modules
+    if args.hybrid_layer_pattern is not None:
+        config = hybrid_config_from_args(args)
+        if args.spec is None:
+            config.hybrid_stack_spec = _fill_in(_stack_spec(config), replacements)
+        if args.num_experts:
+            config.pre_wrap_hooks.append(partial(_log_every_layer, config.transformer))
+        return config
+    config = gpt_config_from_args(args)
     if replacements and args.spec is None:
         config.transformer_layer_spec = LayerSpecs(replacements, of_prediction)
     return config
+
+
+def _stack_spec(config: HybridModelConfig) -> ModuleSpec:
+    """The spec of the layers of a hybrid model, which may be changed."""
+    if config.transformer.transformer_impl == "local":
+        return local_stack_spec(config.transformer)
+    return copy.deepcopy(hybrid_stack_spec)
+
+
+# Of routers, in Megatron-LM's log.
+_LOGGED = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
+
+
+def _log_every_layer(config: TransformerConfig, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Let the log of routers' losses have an element for each layer on all ranks. Megatron-LM 0.19.2 has one for each
+    MoE layer on stages without any, and adds these up with those of other stages. Returns `chunks`, as its model hooks
+    must."""
+    for name in _LOGGED:
+        get_moe_metrics_tracker().ensure_initialized(name, config.num_layers + (config.mtp_num_layers or 0))
+    return chunks
 
 
 def with_the_models_modules(original: Callable) -> Callable:

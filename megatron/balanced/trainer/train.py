@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import pretrain, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.models.base import ModelConfig
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
@@ -95,7 +95,7 @@ def _only_run(args: argparse.Namespace, config: BalanceConfig) -> Iterator[None]
         yield
 
 
-def _model(args: argparse.Namespace, config: BalanceConfig, extension: ModelExtension) -> GPTModelConfig:
+def _model(args: argparse.Namespace, config: BalanceConfig, extension: ModelExtension) -> ModelConfig:
     try:
         model = model_config(args, config.experts, config.sequences, extension.modules(args))
         if extension.layers_differ(args):
@@ -108,7 +108,7 @@ def _model(args: argparse.Namespace, config: BalanceConfig, extension: ModelExte
 def _features(
     args: argparse.Namespace,
     config: BalanceConfig,
-    model: GPTModelConfig,
+    model: ModelConfig,
     of_model: Sequence[StepCallback],
     of_caller: Sequence[StepCallback],
 ) -> tuple[list[StepCallback], Callable, Callable]:
@@ -191,7 +191,7 @@ def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
     )
 
 
-def _loop(args: argparse.Namespace, model: GPTModelConfig) -> TrainingLoop:
+def _loop(args: argparse.Namespace, model: ModelConfig) -> TrainingLoop:
     """What the layer balancer needs of Megatron-LM's loop."""
 
     def overrides(config: OptimizerConfig) -> Any:
@@ -224,14 +224,14 @@ def _say_first(note: str, forward: Callable) -> Callable:
     return say_and_forward
 
 
-def _embedding_ranks(args: argparse.Namespace, model: GPTModelConfig, pipeline: list[int]) -> list[int]:
+def _embedding_ranks(args: argparse.Namespace, model: ModelConfig, pipeline: list[int]) -> list[int]:
     """The ranks of one pipeline that hold the embedding: the first, those of multi-token prediction, and the last if
     the head shares its weights."""
     held = {pipeline[0], *get_mtp_ranks(pipeline, model.transformer)}
     return sorted(held if args.untie_embeddings_and_output_weights else held | {pipeline[-1]})
 
 
-def _pretrain(args: argparse.Namespace, model: GPTModelConfig, datasets: Callable, forward: Callable) -> None:
+def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, forward: Callable) -> None:
     container = pretrain_cfg_container_from_args(args, model)
     try:
         pretrain(

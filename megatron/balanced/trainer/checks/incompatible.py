@@ -18,6 +18,8 @@ SEQUENCES_OF_DATA = "sequences of data-parallel ranks"
 # And as SEQUENCES_OF_STEP where documents are dealt over the micro-batches of a step.
 SEQUENCES_OF_STEP = "sequences of a step"
 FILL = "fill"  # --fill-with-weight-gradients
+HYBRID = "hybrid"  # --hybrid-layer-pattern
+HYBRID_SEGMENTS = "hybrid segments"  # with | in it
 
 
 # Arguments whose flag has another name.
@@ -105,6 +107,7 @@ _MODULES = "our modules, which replace Megatron-LM's, do not support it"
 _STATE = "its state passes from each token to the next, and a rank has only pieces of documents"
 _LOGITS = "it reads attention scores, of which each rank has only a part"
 _BUILDS = "it builds layers that cannot move yet"
+_SEGMENTS = "the segments of the pattern, between |, say which stage has which layers"
 _COUNTS = "it counts the layers of a stage in advance"
 _LEAVE = "it takes ranks that leave for failed ones"
 _DROPS = "it drops tokens by the others on their rank"
@@ -117,7 +120,25 @@ INCOMPATIBLE: tuple[Incompatible, ...] = (
     Incompatible("spec", _OFF, _BALANCERS, "it builds a model without our modules"),
     Incompatible("transformer_impl", ("local", "transformer_engine"), (EXPERTS, SEQUENCES),
                  "its experts and its attention cannot be replaced", "use --transformer-impl local"),
-    Incompatible("hybrid_layer_pattern", _OFF, (LAYERS,), _BUILDS),
+    Incompatible("transformer_impl", ("local", "transformer_engine"), (HYBRID,), "its layers cannot be trained",
+                 "use --transformer-impl transformer_engine"),
+    Incompatible("num_layers_per_virtual_pipeline_stage", _OFF, (HYBRID,), _SEGMENTS),
+    Incompatible("num_virtual_stages_per_pipeline_rank", _OFF, (HYBRID,), _SEGMENTS),
+    Incompatible("pipeline_model_parallel_layout", _OFF, (HYBRID,), _SEGMENTS),
+    Incompatible("account_for_embedding_in_pipeline_split", _OFF, (HYBRID,), _SEGMENTS),
+    Incompatible("account_for_loss_in_pipeline_split", _OFF, (HYBRID,), _SEGMENTS),
+    Incompatible("decoder_first_pipeline_num_layers", _OFF, (HYBRID_SEGMENTS,), _SEGMENTS),
+    Incompatible("decoder_last_pipeline_num_layers", _OFF, (HYBRID_SEGMENTS,), _SEGMENTS),
+    Incompatible("moe_layer_freq", (1,), (HYBRID,), "E in the pattern says which layers have experts"),
+    Incompatible("qk_layernorm", _OFF, (HYBRID,), "Megatron-LM leaves these norms out of hybrid models"),
+    Incompatible("qk_l2_norm", _OFF, (HYBRID,), "Megatron-LM leaves these norms out of hybrid models"),
+    Incompatible("experimental_attention_variant", _OFF, (HYBRID,), "the pattern says which attention layers have"),
+    Incompatible("linear_attention_freq", _OFF, (HYBRID,), "the pattern says which attention layers have"),
+    Incompatible("heterogeneous_layers_config_path", _OFF, (HYBRID,), "the pattern says what layers are"),
+    Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (HYBRID,), "the pattern says what layers are"),
+    Incompatible("overlap_moe_expert_parallel_comm", _OFF, (HYBRID,),
+                 "Megatron-LM runs the layers of GPT models alone in parts"),
+    Incompatible("moe_use_upcycling", _OFF, (HYBRID,), "it upcycles GPT models"),
     Incompatible("heterogeneous_layers_config_path", _OFF, (LAYERS,), _BUILDS),
     Incompatible("heterogeneous_layers_config_encoded_json", _OFF, (LAYERS,), _BUILDS),
     Incompatible("init_model_with_meta_device", _OFF, (LAYERS,), "layers that arrive are built on the device"),

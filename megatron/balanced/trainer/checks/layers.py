@@ -10,6 +10,7 @@ import dataclasses
 
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import from_layout
+from balancing.layers.pattern import read_pattern
 from balancing.layers.plan import ONE_CHUNK
 from balancing.layers.stage_plan import StagePlan
 from megatron.balanced.trainer.checks.incompatible import FILL, LAYERS, RELEASE, check_compatible
@@ -53,6 +54,10 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             "layers; use optimal or uniform"
         )
     drops = args.attention_dropout or args.hidden_dropout
+    if args.hybrid_layer_pattern and args.cuda_graph_impl != "none":
+        raise ValueError(
+            f"{flag} with --hybrid-layer-pattern captures no CUDA graphs anew after a move; use --cuda-graph-impl none"
+        )
     if drops and (args.cuda_graph_impl == "transformer_engine" or args.external_cuda_graph):
         raise ValueError(
             f"{flag} captures CUDA graphs anew after a move, which was never tried with dropout; use "
@@ -142,6 +147,9 @@ def _offloading(args: argparse.Namespace) -> list[tuple[str, str, str]]:
 
 def _layout(args: argparse.Namespace) -> StagePlan | None:
     """The plan that the user gave; None if Megatron-LM divides layers evenly."""
+    if args.hybrid_layer_pattern:
+        ends = {"first": args.decoder_first_pipeline_num_layers, "last": args.decoder_last_pipeline_num_layers}
+        return read_pattern(args.hybrid_layer_pattern).plan(args.pipeline_model_parallel_size, **ends)
     if not args.pipeline_model_parallel_layout:
         return None
     return from_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)

@@ -4,26 +4,15 @@ import argparse
 
 from balancing.doctor.installed import find_apex
 from megatron.balanced.sequences.rules import balancing_losses
+from megatron.balanced.trainer.checks.hybrid import check_hybrid
 from megatron.balanced.trainer.checks.incompatible import shown
 
 __all__ = ["check_model"]
 
-# Flags of the hybrid model, which only another entry point of Megatron-LM builds, and their defaults.
-_HYBRID: dict[str, object] = {
-    "hybrid_layer_pattern": None,
-    "hybrid_override_pattern": None,
-    "mtp_hybrid_override_pattern": None,
-    "mamba_state_dim": 128,
-    "mamba_head_dim": 64,
-    "mamba_num_groups": 8,
-    "mamba_num_heads": None,
-    "mamba_training_ssm_states_dtype": None,
-}
-
 
 def check_model(args: argparse.Namespace) -> None:
     """Raise ValueError for a model that cannot be trained as the flags say. Called before Megatron validates `args`."""
-    _check_hybrid(args)
+    check_hybrid(args)
     _check_late_failures(args)
     _check_dense_layers(args)
     if args.lazy_mpu_init:
@@ -42,18 +31,6 @@ def check_model(args: argparse.Namespace) -> None:
             "--cuda-graph-impl transformer_engine is incompatible with --transformer-impl local in a pipeline: "
             "attention would see the tokens to come; use --transformer-impl transformer_engine, or drop it"
         )
-
-
-def _check_hybrid(args: argparse.Namespace) -> None:
-    for name, default in _HYBRID.items():
-        value = getattr(args, name)
-        if value != default:
-            raise ValueError(
-                f"{shown(name, value)} describes a hybrid model, which cannot be trained yet; drop it, and describe a "
-                "GPT model with --num-layers"
-            )
-    if not args.use_mamba_mem_eff_path:
-        raise ValueError("--disable-mamba-mem-eff-path is for a hybrid model, which cannot be trained yet; drop it")
 
 
 def _check_late_failures(args: argparse.Namespace) -> None:

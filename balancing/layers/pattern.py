@@ -1,0 +1,139 @@
+"""The pattern of a hybrid model, Megatron-LM's --hybrid-layer-pattern: a symbol for the kind of each layer.
+
+| separates pipeline segments, of which each stage has one, or several in an interleaved pipeline. What follows a / are
+the layers of multi-token prediction, once for each depth: "M-M-|M*ME/*E" is two segments of four layers and one depth.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from balancing.layers.stage_plan import StagePlan
+
+__all__ = ["KINDS", "Pattern", "read_pattern"]
+
+# Symbol -> kind of layer, by name.
+KINDS = {
+    "M": "Mamba",
+    "G": "gated delta net",
+    "*": "attention",
+    "D": "sparse attention",
+    "+": "latent attention",
+    "-": "MLP",
+    "E": "MoE",
+}
+_ATTENTION = "*+D"
+_STATE_SPACE = "MG"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern that was read.
+
+    symbols: one for each layer.
+    segments: layers of each pipeline segment; of one segment, its layers are spread evenly over the stages.
+    prediction: symbols of the layers of one depth of multi-token prediction.
+    depths: of multi-token prediction.
+    """
+
+    symbols: str
+    segments: tuple[int, ...]
+    prediction: str = ""
+    depths: int = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, by name."""
+        return tuple(KINDS[symbol] for symbol in self.symbols)
+
+    @property
+    def attention(self) -> tuple[int, ...]:
+        """The layers with attention, from 0."""
+        return self._of(_ATTENTION)
+
+    @property
+    def state_space(self) -> tuple[int, ...]:
+        """The layers, from 0, that pass state from each token to the next."""
+        return self._of(_STATE_SPACE)
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The layers with experts, from 0."""
+        return self._of("E")
+
+    def _of(self, symbols: str) -> tuple[int, ...]:
+        return tuple(number for number, symbol in enumerate(self.symbols) if symbol in symbols)
+
+    def has(self, symbol: str) -> bool:
+        """Whether a layer of the model or of prediction is of this kind."""
+        return symbol in self.symbols + self.prediction
+
+    def counted(self) -> str:
+        """'4 Mamba, 2 attention, 2 MoE': the kinds in the order in which they first appear."""
+        return ", ".join(f"{number} {kind}" for kind, number in Counter(self.kinds).items())
+
+    def plan(self, stages: int, *, first: int | None = None, last: int | None = None) -> StagePlan:
+        """The layers of each stage as Megatron-LM places them.
+
+        first, last: layers of the first and the last stage, of a pattern without segments; None if they have as many as
+            the others.
+
+        Raises ValueError if segments or layers do not divide by the stages.
+        """
+        segments = self.segments
+        if len(segments) == 1 and stages > 1:
+            segments = self._spread(stages, first, last)
+        if len(segments) % stages:
+            raise ValueError(
+                f"--hybrid-layer-pattern {self.text()} has {len(segments)} segments, which {stages} pipeline stages "
+                "do not divide; add or remove a |"
+            )
+        return replace(StagePlan.from_bounds((0, *accumulate(segments)), stages), mtp_layers=self.depths)
+
+    def _spread(self, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
+        """Layers of each stage, of a pattern without segments."""
+        inner = stages - sum(end is not None for end in (first, last))
+        left = len(self.symbols) - (first or 0) - (last or 0)
+        if left < 0 or (left % inner if inner else left):
+            raise ValueError(
+                f"--hybrid-layer-pattern {self.text()} has {len(self.symbols)} layers, of which {left} do not divide "
+                f"by {inner} pipeline stages; give the segments of the stages with |"
+            )
+        sizes = [left // max(inner, 1)] * stages
+        for at, end in ((0, first), (-1, last)):
+            if end is not None:
+                sizes[at] = end
+        return tuple(sizes)
+
+    def text(self, plan: StagePlan | None = None) -> str:
+        """The pattern as a string, with the segments of `plan` if it is given."""
+        segments = self.segments if plan is None else [len(chunk) for chunk in plan.order]
+        bounds = (0, *accumulate(segments))
+        parts = [self.symbols[start : start + size] for start, size in zip(bounds, segments, strict=False)]
+        return "|".join(parts) + f"/{self.prediction}" * self.depths
+
+
+def read_pattern(text: str) -> Pattern:
+    """Read a pattern. Raises ValueError, in one line, for one that Megatron-LM does not know."""
+    main, *predictions = text.split("/")
+    if odd := sorted({*text} - {*KINDS, "|", "/"}):
+        known = ", ".join(f"{symbol} ({kind})" for symbol, kind in KINDS.items())
+        raise ValueError(f"--hybrid-layer-pattern {text} has {odd[0]!r}, which is no kind of layer; use {known}")
+    symbols = main.replace("|", "")
+    if not symbols:
+        raise ValueError(f"--hybrid-layer-pattern {text!r} has no layer; give a symbol for each")
+    for where in (main, *predictions):
+        if "*" in where and ("+" in where or "D" in where):
+            raise ValueError(
+                f"--hybrid-layer-pattern {text} has attention (*) beside latent attention (+ or D); use one of them"
+            )
+    if any("|" in each for each in predictions):
+        raise ValueError(f"--hybrid-layer-pattern {text} has | after /, and prediction is not cut; remove it")
+    if any(not each for each in predictions):
+        raise ValueError(f"--hybrid-layer-pattern {text} has a / without layers of prediction; add some, or remove it")
+    if len({*predictions}) > 1:
+        raise ValueError(
+            f"--hybrid-layer-pattern {text} has prediction of {' and '.join(predictions)}; all depths must be the same"
+        )
+    segments = tuple(map(len, main.split("|")))
+    return Pattern(symbols, segments, predictions[0] if predictions else "", len(predictions))

@@ -1,0 +1,80 @@
+"""Checks of the flags of a hybrid model (`--hybrid-layer-pattern`), which Megatron-LM fails at late or ignores."""
+
+import argparse
+
+from balancing.layers.pattern import KINDS, Pattern, read_pattern
+from megatron.balanced.trainer.checks.incompatible import HYBRID, HYBRID_SEGMENTS, check_compatible, shown
+
+__all__ = ["check_hybrid"]
+
+# Flags of Mamba layers, and their defaults.
+_MAMBA: dict[str, object] = {
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_num_heads": None,
+    "mamba_training_ssm_states_dtype": None,
+}
+# Names of the pattern in older versions of Megatron-LM.
+_OLD_NAMES = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
+# Kinds of layers that cannot be trained yet, and why.
+_NOT_YET = {
+    "M": "its kernels need a GPU",
+    "G": "its kernels need a GPU",
+    "D": "it was never tried",
+}
+
+
+def check_hybrid(args: argparse.Namespace) -> None:
+    """Raise ValueError for a hybrid model that cannot be trained as the flags say.
+
+    Called before Megatron validates `args`, and sets what it derives from the pattern, which other checks read.
+    """
+    for name in _OLD_NAMES:
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(
+                f"{shown(name, value)} has another name now; use --hybrid-layer-pattern, with the layers of "
+                "multi-token prediction behind a /"
+            )
+    text = args.hybrid_layer_pattern
+    pattern = None if text is None else read_pattern(text)
+    given = [shown(name, getattr(args, name)) for name, default in _MAMBA.items() if getattr(args, name) != default]
+    given += ["--disable-mamba-mem-eff-path"] * (not args.use_mamba_mem_eff_path)
+    if given and (pattern is None or not pattern.has("M")):
+        raise ValueError(f"{given[0]} is for Mamba layers, M in --hybrid-layer-pattern, and there are none; drop it")
+    if pattern is None:
+        return
+    check_compatible(args, HYBRID, f"--hybrid-layer-pattern {text}")
+    for symbol, why in _NOT_YET.items():
+        if pattern.has(symbol):
+            raise ValueError(
+                f"--hybrid-layer-pattern {text} has {symbol} ({KINDS[symbol]}), which cannot be trained yet: {why}; "
+                "use other layers"
+            )
+    if pattern.depths:
+        raise ValueError(
+            f"--hybrid-layer-pattern {text} has multi-token prediction behind /, which cannot be trained yet; leave "
+            "it out"
+        )
+    _check_experts(args, text, pattern)
+    args.num_layers = len(pattern.symbols)
+    args.multi_latent_attention = args.multi_latent_attention or pattern.has("+") or pattern.has("D")
+    if pattern.has("*") and args.multi_latent_attention:
+        raise ValueError(
+            f"--multi-latent-attention is incompatible with --hybrid-layer-pattern {text}, whose attention (*) has no "
+            "latents; use + in the place of *, or drop --multi-latent-attention"
+        )
+    ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if len(pattern.segments) > 1:
+        check_compatible(args, HYBRID_SEGMENTS, f"--hybrid-layer-pattern {text}")
+    pattern.plan(args.pipeline_model_parallel_size, first=ends[0], last=ends[1])  # raises for what does not divide
+
+
+def _check_experts(args: argparse.Namespace, text: str, pattern: Pattern) -> None:
+    if pattern.has("E") and not args.num_experts:
+        raise ValueError(f"--hybrid-layer-pattern {text} has MoE layers (E) and no experts; give --num-experts")
+    if args.num_experts and not pattern.has("E"):
+        raise ValueError(
+            f"--num-experts {args.num_experts} is for MoE layers, E in --hybrid-layer-pattern, and {text} has none; "
+            "add some, or drop it"
+        )
