@@ -27,8 +27,7 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
         run; micro_batch_step_before, micro_batch_step_after: where they were dealt, modelled seconds of a step over
         that of equal micro-batches.
         ordered_before, ordered_after [rank of the domain]: attention area over the mean of its micro-batch, from the
-        fullest rank to the emptiest. Now and then `layout`: ranks, ranks_per_node, shards [[document, start, stop,
-        rank]] in attention, area and area_before [rank] of the first micro-batch.
+        fullest rank to the emptiest.
     balancer "experts", unit "rank"    one line for each MoE layer. layer; tokens_per_expert [expert], over all ranks;
         tokens_per_rank [expert-parallel rank], experts at home, in contiguous blocks; busy_s [expert-parallel rank]:
         device seconds per micro-batch of this layer there. The imbalance is that of tokens_per_rank.

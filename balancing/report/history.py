@@ -96,7 +96,6 @@ class History:
     stages, layers, sequences    iteration -> its line
     experts      iteration -> layer -> its line
     actions      every line whose action is not "observe", in the order of the file
-    layout       where the tokens of the last batch are that was written in full, and its `iteration`; None for none
     timelines    the iterations of the trace, oldest first; `no_timeline` says why there are none
     damage       lines that could not be used
     """
@@ -107,7 +106,6 @@ class History:
     sequences: dict[int, dict[str, Any]] = field(default_factory=dict)
     experts: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     actions: list[dict[str, Any]] = field(default_factory=list)
-    layout: dict[str, Any] | None = None
     timelines: list[TraceIteration] = field(default_factory=list)
     no_timeline: str = ""
     damage: Damage = field(init=False)
@@ -149,8 +147,6 @@ class History:
                 raise ValueError("ordered_before and ordered_after differ in length")
             if "tokens_per_rank" in line:
                 _number(line, "layer")
-            if line.get("layout"):
-                self.layout = _layout_of(line["layout"]) | {"iteration": iteration}
             self.actions.append(line)
             return
         for group in _GROUPS.get(key, ()):
@@ -206,27 +202,6 @@ def _names(names: Any) -> list[int | str]:
         if type(name) is not str and not (type(name) is int and 0 <= name <= _MOST_PLACE):
             raise TypeError(f"layers has {name!r:.40}, which is no layer")
     return names
-
-
-def _layout_of(layout: dict[str, Any]) -> dict[str, Any]:
-    """`layout` of a batch as `sequences` wrote it. Raises KeyError, TypeError or ValueError if it is not."""
-    ranks, per_node = int(layout["ranks"]), int(layout["ranks_per_node"])
-    shards = np.array(layout["shards"], dtype=np.int64)
-    area, before = (np.array(layout[name], dtype=float) for name in ("area", "area_before"))
-    if ranks < 1 or per_node < 1 or ranks % per_node or area.shape != (ranks,) or before.shape not in ((ranks,), (0,)):
-        raise ValueError("ranks of its layout do not fit")
-    for row in (area, before):
-        if not ((row >= 0) & (row <= _MOST_COUNT)).all():
-            raise ValueError("areas of its layout are out of bounds")
-    if shards.ndim != 2 or shards.shape[1] != 4 or (shards < 0).any() or (shards[:, 3] >= ranks).any():
-        raise ValueError("shards of its layout do not fit")
-    return {
-        "ranks": ranks,
-        "ranks_per_node": per_node,
-        "shards": shards.tolist(),
-        "area": area,
-        "area_before": before,
-    }
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -124,7 +124,6 @@ def _figures(history: History, summary: Summary) -> Iterator[_Figure]:
     yield _experts(summary)
     yield from _attention(summary)
     yield _work(summary)
-    yield from _layout(history)
     yield _memory(summary)
 
 
@@ -259,19 +258,6 @@ def _work(summary: Summary) -> _Figure:
         "Medians over steps. Ranks with equal tokens can differ in attention, since a document of l tokens has "
         f"l (l + 1) / 2 pairs. In a typical step the fullest rank, whichever it is, has "
         f"{ratio(summary.tokens.typical)} the mean tokens and {ratio(summary.area.typical)} the mean attention area.",
-    )
-
-
-def _layout(history: History) -> Iterator[_Figure]:
-    """One balanced batch; nothing where sequences are not balanced, for then there is no layout to look at."""
-    if history.layout is None:
-        return
-    yield _figure(
-        "Where the tokens of a batch are",
-        figures.sequence_layout(history.layout),
-        f"The first micro-batch of iteration {history.layout['iteration']}: bars at the dotted line are equal "
-        "attention, boxes are as Megatron-LM would cut it; tokens of linear layers are equal whatever the rows are. "
-        "Colours show which documents send keys and values, and how far.",
     )
 
 

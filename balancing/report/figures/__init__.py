@@ -4,7 +4,6 @@ from balancing.report.figures.experts import expert_heat
 from balancing.report.figures.imbalance import imbalance_curves
 from balancing.report.figures.layers import layer_costs, stage_time
 from balancing.report.figures.ranks import rank_attention, rank_memory, rank_time, rank_work
-from balancing.report.figures.sequences import sequence_layout
 from balancing.report.figures.timeline import choose, timeline
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "rank_memory",
     "rank_time",
     "rank_work",
-    "sequence_layout",
     "stage_time",
     "timeline",
 ]

@@ -18,10 +18,6 @@ from megatron.balanced.sequences.domain import Domain
 
 __all__ = ["MicroBatch", "Sharing", "spent", "step_event"]
 
-# Every so many iterations the report has a whole layout to draw, if it has no more shards than these.
-_LAYOUT_INTERVAL = 100
-_LAYOUT_SHARDS = 2000
-
 
 class MicroBatch(NamedTuple):
     """A micro-batch of a step in one model chunk: its plan, the origin of each document and its number among those that
@@ -116,7 +112,6 @@ def step_event(
         ordered_after=ordered[1],
         stage=mpu.get_pipeline_model_parallel_rank(),
         replica=mpu.get_data_parallel_rank(),
-        **(_layout(plans[0], cluster, *areas[0]) if iteration % _LAYOUT_INTERVAL == 0 else {}),
     )
 
 
@@ -127,20 +122,6 @@ def _steps_over_equal(costs: list[np.ndarray], step: Callable[[np.ndarray], floa
         f"micro_batch_step_{when}": step(seconds) / equal
         for when, seconds in zip(("before", "after"), costs, strict=True)
     }
-
-
-def _layout(plan: SequencePlan, cluster: Cluster, before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """A whole layout, for the report to draw. before, after: area [rank]."""
-    if len(plan.attention) > _LAYOUT_SHARDS:
-        return {}
-    layout = {
-        "ranks": plan.ranks,
-        "ranks_per_node": cluster.ranks_per_node,
-        "shards": [list(shard) for shard in plan.attention],
-        "area": after,
-        "area_before": before,
-    }
-    return {"layout": layout}
 
 
 def _drawn(batches: Sequence[MicroBatch], origins: int, dealt: bool) -> list[list[np.ndarray]]:
