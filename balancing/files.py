@@ -3,10 +3,16 @@
 Every file that this package writes goes through `output`: a killed command or a full disk leaves the old file or none
 under its name, never half of the new one. Only regular files are replaced. What two programs append to, as the event
 log, is opened after `check_output`.
+
+A process that is killed by SIGKILL leaves its temporary file. The name of the file says who wrote it, and the next
+process that writes into the folder removes it.
 """
 
+import functools
+import hashlib
 import json
 import os
+import re
 import stat
 import sys
 import uuid
@@ -18,9 +24,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from balancing.process import is_alive, process_space, start_time
+
 __all__ = ["check_output", "output", "parse_json", "read_arrays", "read_text", "write_text"]
 
 MOST_BYTES = 256 << 20  # of a text that is read in one piece
+
+_DAY_SECONDS = 86400.0
+# A temporary file: who sees the writer's number, the number, the writer's start time, and what tells its files apart.
+_PART = re.compile(r"\.([0-9a-f]{8})-(\d+)-(\d*)-[0-9a-f]{8}\.part")
+_swept: set[str] = set()  # folders
 
 StrPath = str | os.PathLike[str]
 
@@ -73,7 +86,7 @@ def output(path: StrPath, inputs: Iterable[StrPath] = ()) -> Iterator[BinaryIO]:
     """
     target = check_output(path, inputs)
     name = os.fspath(path)
-    part = name if target is None else f"{os.path.dirname(target)}/.{os.getpid()}-{uuid.uuid4().hex[:8]}.part"
+    part = name if target is None else f"{os.path.dirname(target)}/{_part_name()}"
     try:
         if target is None:
             with _through(name) as file:
@@ -81,6 +94,7 @@ def output(path: StrPath, inputs: Iterable[StrPath] = ()) -> Iterator[BinaryIO]:
             return
         try:
             with open(part, "xb") as file:
+                _remove_left_over(part, os.fstat(file.fileno()).st_mtime)
                 yield file
                 file.flush()
                 with suppress(FileNotFoundError):
@@ -154,6 +168,40 @@ def read_arrays(path: StrPath) -> dict[str, np.ndarray]:
 def _is_numpy(path: StrPath) -> bool:
     with open(path, "rb") as file:
         return file.read(6).startswith((b"\x93NUMPY", b"PK\x03\x04"))
+
+
+@functools.cache
+def _space() -> str:
+    return hashlib.sha256(process_space().encode()).hexdigest()[:8]
+
+
+def _part_name() -> str:
+    return f".{_space()}-{os.getpid()}-{start_time(os.getpid())}-{uuid.uuid4().hex[:8]}.part"
+
+
+def _remove_left_over(part: str, now: float) -> None:
+    """Remove temporary files beside `part` whose writers were killed. Once a folder.
+
+    Whether a writer on another machine lives cannot be told: its file goes when nothing was written to it for a day.
+
+    now: when `part` was made, by the clock of its file system.
+    """
+    folder = os.path.dirname(part)
+    if folder in _swept:
+        return
+    _swept.add(folder)
+    with suppress(OSError), os.scandir(folder or ".") as entries:
+        for entry in entries:
+            if (found := _PART.fullmatch(entry.name)) is None:
+                continue
+            space, pid, started = found.groups()
+            with suppress(OSError):
+                if space == _space() and started != "":
+                    is_left_over = not is_alive(pid, started)
+                else:
+                    is_left_over = now - entry.stat(follow_symlinks=False).st_mtime > _DAY_SECONDS
+                if is_left_over:
+                    os.unlink(entry.path)
 
 
 def _unwritable(path: StrPath, why: str | None) -> ValueError:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from balancing.files import write_text
+from balancing.process import is_alive, process_space, start_time
 
 __all__ = ["NAME", "one_run"]
 
@@ -59,8 +60,8 @@ def _this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "space": _process_space(),
-        "started": _started(os.getpid()),
+        "space": process_space(),
+        "started": start_time(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "job": os.environ.get("SLURM_JOB_ID", ""),
     }
@@ -92,7 +93,7 @@ def _lives(path: Path, own: dict[str, Any]) -> bool:
     """Whether another run has the lock and goes on, as far as can be told within `PATIENCE_SECONDS`."""
     holder = _holder(path)
     if holder.get("space") == own["space"] != "":
-        return holder.get("pid") != own["pid"] and holder.get("started") == _started(holder.get("pid"))
+        return holder.get("pid") != own["pid"] and is_alive(holder.get("pid"), holder.get("started"))
     if (before := _touched(path)) is None:
         return False
     print(
@@ -128,19 +129,3 @@ def _touched(path: Path) -> int | None:
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None
-
-
-def _process_space() -> str:
-    """What processes that see each other's numbers have in common: the machine's boot and the container's space."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _started(pid: Any) -> str:
-    """The start time of a process as the kernel counts it; empty where there is no such process, or it has ended."""
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    return ""

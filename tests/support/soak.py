@@ -46,9 +46,9 @@ WARM_UP = 0.4  # of the steps of a job: buffers, pools of threads and caches gro
 # More than after the warm-up: of a rank; and of the processes that start ranks, over all jobs after the first.
 MORE_BYTES, MORE_THREADS, MORE_FILES = 24e6, 0, 2
 MORE_BYTES_OUTSIDE = 64e6
-# Temporary folders of multiprocessing are removed at a regular exit, which ranks of the pool do not have; the other one
-# is a cache.
-STAYS = ("pymp-", "torchinductor_")
+# Temporary folders of multiprocessing are removed at a regular exit, which ranks of the pool do not have. The others are
+# written once: a cache, and the settings of command lines.
+STAYS = ("pymp-", "torchinductor_", "balance-config-")
 MOMENTS = ("begin_step", "begin_schedule", "end_schedule", "end_step")
 
 PACKED = "--dataloader-inter-document-masking"
@@ -141,6 +141,18 @@ def _documents(job: Job, folder: Path) -> list[str]:
     lengths = 2 + chance.exponential(job.mean_length, 400).astype(int)
     walks = [np.cumsum(chance.integers(1, 4, length)) % job.words for length in lengths]
     return write_documents(folder, [np.append(walk, END_OF_DOCUMENT).astype(np.int64) for walk in walks])
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a job went through, and by how much its resumed run differs at most, relative."""
+
+    moves: int
+    kills: int
+    difference: float
+
+    def __str__(self) -> str:
+        return f"{self.moves} moves, {self.kills} kills, difference {self.difference:.1e}"
 
 
 @dataclass(frozen=True)
@@ -253,8 +265,8 @@ class Soak:
         done = self._pool.run(RANKS, _rank, argv, dict(job.moves), kill, str(losses), timeout=SECONDS)
         return done
 
-    def run(self, job: Job) -> str:
-        """Returns what was done, in words. Raises AssertionError where a resume differs or something grows."""
+    def run(self, job: Job) -> Done:
+        """Raises AssertionError where a resume differs or something grows."""
         self._jobs += 1
         folder = self._folder / f"job{self._jobs}"
         folder.mkdir()
@@ -280,7 +292,7 @@ class Soak:
         assert resumed == len(job.kills)
         worst = self._compare(job, folder, whole, join([run for run, _, _ in last]))
         self._assert_nothing_left()
-        return f"{len(job.moves)} moves, {resumed} kills, difference {worst:.1e}"
+        return Done(len(job.moves), resumed, worst)
 
     def _compare(self, job: Job, folder: Path, whole: Run, last: Run) -> float:
         expected, found = _read(folder / "undisturbed"), _read(folder / "disturbed")
@@ -335,7 +347,7 @@ def main() -> int:
     first = int(time.time()) if args.seed is None else args.seed
     jobs, names, begin = max(args.steps // args.steps_of_a_job, 1), list(LAYOUTS), time.monotonic()
     print(f"{jobs} jobs of {args.steps_of_a_job} steps, --seed {first}", flush=True)
-    failed = 0
+    failed, all_done = 0, []
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder))
         try:
@@ -343,15 +355,20 @@ def main() -> int:
                 # Each layout in turn, so that a short soak has all balancers.
                 job = draw(first + number, args.steps_of_a_job, names[(first + number) % len(names)])
                 try:
-                    said = soak.run(job)
+                    all_done.append(done := soak.run(job))
+                    said = str(done)
                 except Exception as error:
                     failed += 1
                     said = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), job.flags])
                     said += f"\n  again: --soak {job.steps} --seed {job.seed}"
                 seconds = time.monotonic() - begin
-                print(f"{seconds:7.0f} s  step {(number + 1) * job.steps:4d}  {job.name}: {said}", flush=True)
+                steps = f"step {(number + 1) * job.steps:4d} of {jobs * job.steps}"
+                print(f"{seconds:7.0f} s  {steps}  {job.name}: {said}", flush=True)
         finally:
             soak.stop()
+    if all_done:
+        moves, kills = sum(done.moves for done in all_done), sum(done.kills for done in all_done)
+        print(f"together: {Done(moves, kills, max(done.difference for done in all_done))}")
     print(f"{failed} of {jobs} jobs failed")
     return 1 if failed else 0
 

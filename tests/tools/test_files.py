@@ -129,6 +129,72 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
         assert os.listdir(tmp_path) == (["loads.npz"] if old else [])
 
 
+HALF = """
+import sys
+from balancing.files import output
+with output(sys.argv[1]) as file:
+    file.write(b"half")
+    file.flush()
+    print("writes", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A process in the middle of writing a file."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HALF, tmp_path / "page.html"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=REPOSITORY,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout and process.stdout.readline() == "writes\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_writer_left_is_removed(writer, tmp_path):
+    writer.kill()
+    writer.wait(PATIENCE)
+    (left,) = os.listdir(tmp_path)
+    assert left.endswith(".part")
+    others = [".page.part", "page.part", f"x{left}", f"{left}x", left.replace(".part", ".html")]
+    for name in others:
+        (tmp_path / name).write_text("")
+    write_text(tmp_path / "data.json", "new")
+    assert sorted(os.listdir(tmp_path)) == sorted(["data.json", *others])
+
+
+def test_what_a_living_writer_writes_stays(writer, tmp_path):
+    (part,) = os.listdir(tmp_path)
+    os.utime(tmp_path / part, (0, 0))  # it may write slowly
+    write_text(tmp_path / "data.json", "new")
+    assert sorted(os.listdir(tmp_path)) == [part, "data.json"]
+    writer.communicate("", PATIENCE)
+    assert (tmp_path / "page.html").read_text() == "half" and sorted(os.listdir(tmp_path)) == ["data.json", "page.html"]
+
+
+def test_a_number_that_another_process_got_is_no_writer(tmp_path):
+    with output(tmp_path / "page.html") as file:
+        name = os.path.basename(file.name)
+    space, pid, started, own = name.split("-")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / f"{space}-{pid}-{int(started) - 1}-{own}").write_text("half")
+    write_text(tmp_path / "other" / "page.html", "new")
+    assert os.listdir(tmp_path / "other") == ["page.html"]
+
+
+def test_of_another_machine_what_nobody_wrote_to_for_a_day_is_removed(tmp_path):
+    """Whether its process lives cannot be told."""
+    for name in (".00000000-1-1-aaaaaaaa.part", ".00000000-1-1-bbbbbbbb.part"):
+        (tmp_path / name).write_text("half")
+    old = (tmp_path / ".00000000-1-1-aaaaaaaa.part").stat().st_mtime - 90_000
+    os.utime(tmp_path / ".00000000-1-1-aaaaaaaa.part", (old, old))
+    write_text(tmp_path / "page.html", "new")
+    assert sorted(os.listdir(tmp_path)) == [".00000000-1-1-bbbbbbbb.part", "page.html"]
+
+
 def test_an_error_of_another_file_keeps_its_name(tmp_path):
     with pytest.raises(FileNotFoundError, match="other"), output(tmp_path / "x"):
         (tmp_path / "other").read_text()

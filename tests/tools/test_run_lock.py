@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from balancing import run_lock
+from balancing.process import process_space
 from balancing.run_lock import NAME, one_run
 from tests.support.command import run_python
 from tests.support.patience import PATIENCE
@@ -19,7 +20,9 @@ from tests.support.patience import PATIENCE
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
+from balancing import run_lock
 from balancing.run_lock import one_run
+run_lock.BEAT_SECONDS = 0.1
 with one_run("--save", sys.argv[1]):
     print("has it", flush=True)
     time.sleep(1000)
@@ -107,6 +110,54 @@ def test_a_run_that_lives_on_another_machine_is_seen_by_its_touches(tmp_path, qu
             pass
 
 
+@pytest.fixture
+def other_machine(tmp_path):
+    """A process that has the lock in namespaces of its own, as on another host of a network mount."""
+    become = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*become, "true"], capture_output=True).returncode:
+        pytest.skip("needs namespaces of its own")
+    hold = [sys.executable, "-c", HOLD, tmp_path / "run"]
+    with subprocess.Popen(
+        [*become, "sh", "-c", 'hostname node7; exec "$@"', "sh", *hold], stdout=subprocess.PIPE, text=True,
+        cwd=REPOSITORY, env={**os.environ, "SLURM_JOB_ID": "123"},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout and process.stdout.readline() == "has it\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_run_of_another_machine_keeps_its_folder_until_it_dies(other_machine, tmp_path, quick, capsys):
+    says = f"--save {tmp_path}/run is in use by process 1 on node7, Slurm job 123, since"
+    with pytest.raises(ValueError, match=says), one_run("--save", tmp_path / "run"):
+        pass
+    other_machine.kill()
+    other_machine.wait(PATIENCE)
+    capsys.readouterr()
+    with one_run("--save", tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / NAME).read_text())["pid"] == os.getpid()
+    assert "left by process 1 on node7, Slurm job 123" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_while_it_is_watched_gives_way_at_once(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 10 * PATIENCE)
+    (tmp_path / NAME).write_text(json.dumps({"space": "another boot", "host": "node7", "pid": 1}))
+    looked = threading.Event()
+    touched = run_lock._touched
+    monkeypatch.setattr(run_lock, "_touched", lambda path: (touched(path), looked.set())[0])
+    threading.Thread(target=lambda: (looked.wait(PATIENCE), (tmp_path / NAME).unlink())).start()
+    with one_run("--save", tmp_path):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_run_that_loses_its_folder_leaves_the_lock_of_the_other(tmp_path, quick):
+    other = json.dumps({"space": "another boot", "host": "node7", "pid": 1})
+    with one_run("--save", tmp_path):
+        (tmp_path / NAME).write_text(other)
+    assert (tmp_path / NAME).read_text() == other
+
+
 @pytest.mark.parametrize("content", ["", "[", "[1]", "{}"])
 def test_a_damaged_lock_is_taken_over(tmp_path, quick, content):
     (tmp_path / NAME).write_text(content)
@@ -121,7 +172,7 @@ def test_a_folder_that_takes_no_file_has_no_lock(tmp_path):
 
 
 def test_of_two_that_take_over_at_once_one_goes_on(tmp_path, quick, monkeypatch):
-    (tmp_path / NAME).write_text(json.dumps({"space": run_lock._process_space(), "pid": 2**30, "started": "1"}))
+    (tmp_path / NAME).write_text(json.dumps({"space": process_space(), "pid": 2**30, "started": "1"}))
     held: list[str] = []
     both = threading.Barrier(2)
     wait = run_lock._lives
@@ -129,7 +180,7 @@ def test_of_two_that_take_over_at_once_one_goes_on(tmp_path, quick, monkeypatch)
 
     def run(name: str) -> None:
         try:
-            run_lock._take("--save x", tmp_path / NAME, {"space": run_lock._process_space(), "pid": name})
+            run_lock._take("--save x", tmp_path / NAME, {"space": process_space(), "pid": name})
             held.append(name)
         except ValueError as error:
             assert "was just taken by process" in str(error)
