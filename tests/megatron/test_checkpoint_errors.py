@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,25 +93,6 @@ def test_nothing_to_load_is_said_before_the_first_step(pool, tmp_path):
     assert note > start
     line = _refusal(pool.run(1, run_command, [*BASE, *flags, "--exit-on-missing-checkpoint"]))
     assert line.startswith(f"--load {tmp_path} has no checkpoint, and --exit-on-missing-checkpoint is given")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_is_named(pool, small_disk):
-    line = _refusal(pool.run(1, run_command, [*BASE, "--save", str(small_disk), "--save-interval", "2"]))
-    assert line == (
-        f"the checkpoint of iteration 2 cannot be written: no space is left on the disk of --save {small_disk}; free "
-        "some, and start again"
-    )
 
 
 def test_an_end_that_cannot_save_says_so(pool):

@@ -46,8 +46,8 @@ WARM_UP = 0.4  # of the steps of a job: buffers, pools of threads and caches gro
 # More than after the warm-up: of a rank; and of the processes that start ranks, over all jobs after the first.
 MORE_BYTES, MORE_THREADS, MORE_FILES = 24e6, 0, 2
 MORE_BYTES_OUTSIDE = 64e6
-# Temporary folders of multiprocessing are removed at a regular exit, which ranks of the pool do not have. The others are
-# written once: a cache, and the settings of command lines.
+# Temporary folders of multiprocessing are removed at a regular exit, which ranks of the pool do not have. The others
+# are written once: a cache, and the settings of command lines.
 STAYS = ("pymp-", "torchinductor_", "balance-config-")
 MOMENTS = ("begin_step", "begin_schedule", "end_schedule", "end_step")
 

@@ -52,12 +52,18 @@ def is_refusal(error: BaseException) -> bool:
     return is_file or explain_checkpoint(error) is not None or _place_in_megatron(error) is not None
 
 
+def _is_of_disk(error: BaseException) -> bool:
+    """Whether a file could not be written. NumPy's error has no number, and Megatron-LM has others follow from it."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (None, errno.ENOSPC)
+
+
 def explain(error: BaseException) -> str:
     """The message in one line. Where that alone says little, with the type of the error and its place."""
     if (text := explain_checkpoint(error)) is not None:
         return text
     message = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and (full := full_folders(megatrons_arguments())):
+    if _is_of_disk(error) and (full := full_folders(megatrons_arguments())):
         return f"no space is left on the disk of {' and '.join(full)}; free some, and start again"
     frame = _place_in_megatron(error)
     is_told = frame is None or isinstance(error, _MESSAGES) or (frame.line or "").startswith("raise")
