@@ -36,7 +36,6 @@ from balancing.experts.cost import ExpertShape, MoELayerCost, TransferWindow, br
 from balancing.experts.load_history import LoadHistory, total_variation
 from balancing.experts.placement import Copy, ReplicaPlacement, contiguous_homes
 from balancing.experts.plan import METHODS, plan_replicas, plan_replicas_layers
-from balancing.experts.planners.repair import repair
 from balancing.experts.split.split import Splitter, split_tokens, traffic
 from balancing.experts.trace import (
     LoadTrace,
@@ -62,7 +61,6 @@ __all__ = [
     "plan_replicas_layers",
     "read_load_trace",
     "read_reported_loads",
-    "repair",
     "split_tokens",
     "total_variation",
     "traffic",

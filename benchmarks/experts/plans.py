@@ -9,8 +9,7 @@
 
   Loads are drawn by Zipf's law, and lognormal, as recorded loads of DeepSeek-V3 are.
 
-  "quota, --cluster" knows what transfers cost and hide, and "late replicas" adds some for the present load, both as
-  training does with `--cluster`.
+  "quota, --cluster" knows what transfers cost and hide, as training does with `--cluster`.
 - Time: one placement and one split, CPU time of one thread, the best of several; with a GPU, also the split there.
 
 "quota, fewest for 1 %" has the fewest transfers found that would leave 1 % of the load that is planned from
@@ -47,7 +46,6 @@ from balancing.experts import (
     read_load_trace,
     traffic,
 )
-from balancing.experts.planners.repair import repair
 from balancing.experts.split.placed_split import SplitTables, place_all
 from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
@@ -60,7 +58,7 @@ __all__ = ["Row", "grid", "replay", "times"]
 _CLUSTER = "h200-8x400g"
 _IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
 _FEWEST = "quota, fewest for 1 %"
-_CLUSTERED, _LATE = "quota, --cluster", "quota, --cluster, late replicas"
+_CLUSTERED = "quota, --cluster"
 _SHAPE = ExpertShape(hidden=2048, ffn_hidden=1408, bytes_per_parameter=2)
 _COSTS: dict[str, dict[str, Any]] = {  # arguments of the cost model besides the shape
     "costs, hidden": {"hidden_under": 1e-3, "micro_batches": 4},
@@ -189,9 +187,10 @@ def replay(trace: LoadTrace, sizes: Sequence[int], samples: int, progress: Progr
                 for method in ("none", "prophet", "eplb", "quota"):
                     placement = plan_replicas(before, cluster, slots=slots, method=method)
                     found.setdefault(method, _Balance()).add(now, placement, layer)
-                others = _clustered(before, now, cluster, slots)
-                others[_FEWEST] = _fewest(before, cluster, slots, trials=3)
-                for name, placement in others.items():
+                for name, placement in (
+                    (_CLUSTERED, _clustered(before, cluster, slots)),
+                    (_FEWEST, _fewest(before, cluster, slots, trials=3)),
+                ):
                     found.setdefault(name, _Balance()).add(now, placement, layer)
             rows += _rows("replay, last record", case, found, None) if chosen else ()
     return rows
@@ -203,12 +202,9 @@ def _fewest(before: np.ndarray, cluster: Cluster, slots: int, trials: int) -> Re
     return found if found is not None else plan_replicas(before, cluster, slots=slots)
 
 
-def _clustered(before: np.ndarray, now: np.ndarray, cluster: Cluster, slots: int) -> dict[str, ReplicaPlacement]:
-    """The placement of training with `--cluster` for one load, and with late replicas for the one that comes."""
-    costs = _COSTS["costs, hidden"]
-    placed = plan_replicas(before, cluster, slots=slots, shape=_SHAPE, **costs)
-    late = repair(now, placed, cluster, shape=_SHAPE, micro_batches=costs["micro_batches"])
-    return {_CLUSTERED: placed, _LATE: late}
+def _clustered(before: np.ndarray, cluster: Cluster, slots: int) -> ReplicaPlacement:
+    """The placement of training with `--cluster`."""
+    return plan_replicas(before, cluster, slots=slots, shape=_SHAPE, **_COSTS["costs, hidden"])
 
 
 def grid(draws: int, progress: Progress) -> list[Row]:
@@ -228,13 +224,12 @@ def grid(draws: int, progress: Progress) -> list[Row]:
             plans: dict[str, ReplicaPlacement] = {
                 method: plan_replicas(before, cluster, slots=slots, method=method) for method in methods
             }
+            plans[_CLUSTERED] = _clustered(before, cluster, slots)
             plans[_FEWEST] = _fewest(before, cluster, slots, trials=9)
             for drift in _DRIFT:
                 now = sampled_load(drifted(popularity, drift, generator), ranks, tokens, generator)
-                late = _clustered(before, now, cluster, slots) | {
-                    "quota, load known": plan_replicas(now, cluster, slots=slots)
-                }
-                for method, placement in (plans | late).items():
+                known = {"quota, load known": plan_replicas(now, cluster, slots=slots)}
+                for method, placement in (plans | known).items():
                     found[drift].setdefault(method, _Balance()).add(now, placement)
         for drift in _DRIFT:
             case = f"E {experts}, {name} {imbalance:g}, drift {drift:g}"

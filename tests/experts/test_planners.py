@@ -1,4 +1,4 @@
-"""Each planner by hand: the baselines, the default planner with a cost model, and late replicas."""
+"""Each planner by hand: the baselines and the default planner with a cost model."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,12 @@ from balancing.experts import (
 from balancing.experts.cost import TransferWindow
 from balancing.experts.planners.pack import pack_replicas
 from balancing.experts.planners.prophet import prophet_slots
-from balancing.experts.planners.repair import repair
 from balancing.experts.planners.spread import fill_slots
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.emulated_workload import SHAPE as EMULATED
 from benchmarks.experts.emulated_workload import Scale, made_up_loads
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
-from tests.experts.test_plan import SHAPE, largest_over_mean, loads, machine, quick
+from tests.experts.test_plan import SHAPE, largest_over_mean, machine, quick
 
 
 def prophet(load: np.ndarray, **options: float) -> ReplicaPlacement:
@@ -193,56 +192,6 @@ class TestCosts:
         copies = list(plan_replicas(load, machine(32, 8), slots=2).copies())
         inside = np.mean([copy.source // 8 == copy.rank // 8 for copy in copies])
         assert inside > 0.4  # 7 of 31 other ranks are in the node: 0.23
-
-
-class TestRepair:
-    def test_an_expert_that_became_hot_is_copied(self):
-        load = np.full((8, 32), 100)
-        placement = plan_replicas(load, machine(8), slots=2, method="none")
-        surprise = load.copy()
-        cold = next(expert for expert in range(32) if len(placement.ranks(expert)) == 1)
-        surprise[:, cold] = 3000
-        better = repair(surprise, placement, machine(8), copies=4)
-        assert 1 <= len(set(better.copies()) - set(placement.copies())) <= 4
-        assert largest_over_mean(surprise, better) < 0.6 * largest_over_mean(surprise, placement)
-        enough = repair(surprise, placement, machine(8), copies=8)
-        assert largest_over_mean(surprise, enough) < 1.1
-
-    def test_nothing_is_done_without_need(self):
-        load = np.random.default_rng(0).integers(90, 110, (8, 32))
-        placement = plan_replicas(load, machine(8), slots=2)
-        assert repair(load, placement, machine(8)) is placement
-
-    def test_a_copy_that_does_not_pay_is_not_made(self):
-        load = np.full((8, 32), 2)
-        load[:, 5] = 60
-        placement = plan_replicas(load, machine(8), slots=2, method="none")
-        assert repair(load, placement, machine(8)) is not placement
-        assert repair(load, placement, machine(8), shape=SHAPE) is placement
-        assert repair(1000 * load, placement, machine(8), shape=SHAPE) is not placement
-
-    def test_replicas_stay(self):
-        generator = np.random.default_rng(4)
-        load = sampled_load(zipf_popularity(32, 8, 2, generator), 8, 4096, generator)
-        placement = plan_replicas(load, machine(8), slots=1)
-        other = sampled_load(zipf_popularity(32, 8, 4, generator), 8, 4096, generator)
-        assert repair(other, placement, machine(8)) is placement  # every slot is full
-
-    @quick
-    @given(loads(), loads(), st.integers(0, 3), st.integers(0, 5))
-    def test_it_never_makes_it_worse(self, predicted, load, slots, copies):
-        if predicted.shape != load.shape:
-            return
-        placement = plan_replicas(predicted, machine(len(load)), slots=slots)
-        better = repair(load, placement, machine(len(load)), tolerance=0.0, copies=copies)
-        assert traffic(load, better).sum(0).max() <= traffic(load, placement).sum(0).max()
-        assert len(set(better.copies()) - set(placement.copies())) <= copies
-        assert np.array_equal(split_tokens(load, better).sum(2), load)
-
-    def test_only_level_splits_can_be_repaired(self):
-        load = np.full((4, 4), 9)
-        with pytest.raises(ValueError, match="split='own'"):
-            repair(load, plan_replicas(load, machine(4), slots=1, method="prophet"), machine(4))
 
 
 def test_as_many_copies_as_are_hidden_are_taken():

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
@@ -134,29 +133,3 @@ def _ends_of_a_step() -> list[bool]:
 def test_no_plan_is_being_made_where_layers_may_be_captured(pool):
     """A thread that waits for the device makes a capture fail, and the next one may begin when a step has ended."""
     assert pool.run(1, _ends_of_a_step) == [[True, False]]
-
-
-def _looks_at_the_load(dispatcher: str) -> bool:
-    """Whether the load of a first micro-batch is read for late replicas."""
-    from balancing.cluster import Cluster
-    from megatron.balanced.experts import planning
-
-    read = False
-
-    def repair(load: Any, placement: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal read
-        read = True
-        return placement
-
-    planning.repair, planning._expert_shape = repair, lambda layer: None
-    planner = _planner(dispatcher, Cluster.preset("h200-8x400g"))
-    planner._micro_batches_served = lambda: 1
-    layer = SimpleNamespace(placement=SimpleNamespace(split="level"))
-    assert planner.repair(layer, np.zeros((2, 4))) is layer.placement
-    return read
-
-
-@pytest.mark.parametrize(("dispatcher", "looks"), [("flex", False), ("alltoall", True)])
-def test_late_replicas_make_the_host_wait_only_where_the_dispatcher_does(pool, dispatcher, looks):
-    """The backends of the flex dispatcher never wait for counts."""
-    assert pool.run(1, _looks_at_the_load, dispatcher) == [looks]

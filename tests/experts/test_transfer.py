@@ -98,27 +98,6 @@ def _follow(used, shared, stages):
     return " ".join(seen)
 
 
-def _add(shared):
-    """Layer 0 gets its first replicas while those of layer 2 are on their way."""
-    from balancing.experts.placement import ReplicaPlacement
-
-    slots, placements, _, rank = _slots([2], shared)
-    slots.begin_step(placements, 1)
-    slots.add(0, ReplicaPlacement(np.arange(2), [[1], [0]]))
-    for layer in (0, 2):
-        slots.acquire(layer, forward=True)
-        ((weight,),) = slots.leaves(layer)
-        assert (weight == 10 * layer + 1 - rank).all(), weight
-    slots.end_step()
-    return [slots.moved_bytes(layer) // (2 * SIZE * 4) for layer in (0, 2)]
-
-
-@pytest.mark.parametrize(("shared", "transfers"), [(False, [1, 1]), (True, [1, 2])])
-def test_a_layer_that_gets_its_first_replicas_within_a_step(pool, shared, transfers):
-    """With shared slots it takes the buffer from layer 2, whose weights come again."""
-    assert pool.run(2, _add, shared) == [transfers] * 2
-
-
 @pytest.mark.parametrize("case", STARTS)
 def test_transfers_set_out_as_soon_as_they_may(pool, case):
     """Weights of the first layer leave when the step begins, those of the next one when a layer's experts begin;

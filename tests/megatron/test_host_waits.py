@@ -31,7 +31,7 @@ MEGATRON = {
 # ranks, flags
 RUNS = {
     "experts": (2, f"{EP2} {OVERLAPS} {EXPERTS}"),
-    "experts, shared slots, late replicas, report": (
+    "experts, shared slots, report": (
         2,
         f"{EP2} {EXPERTS} --bf16 {settings('experts', replica_mode='shared')} --cluster a800-4x200g {REPORT}",
     ),
@@ -58,11 +58,6 @@ RUNS = {
 MEASUREMENT = "a measurement of plasticity, every --freeze-layers-interval iterations"
 # Where this package waits, what for, and why.
 ALLOWED: dict[tuple[str, str], str] = {
-    (
-        "megatron/balanced/experts/planning.py:ReplicaPlanner.repair",
-        "copy to the host",
-    ): "with --cluster, late replicas are chosen on "
-    "the host from the first load of a step; the dispatcher waits for the same counts",
     (
         "balancing/experts/engine/slots.py:ReplicaSlots.take_statistics",
         "synchronize event",
@@ -137,7 +132,7 @@ def _of_megatron(waits: Counter[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 RUNS_ALWAYS = (
-    "experts, shared slots, late replicas, report",
+    "experts, shared slots, report",
     "sequences",
     "sequences, micro-batches",
     "layers",

@@ -1,10 +1,10 @@
 """Balanced experts in Megatron-LM's training step: placements between steps, replicas within them.
 
 The load of a step decides where replicas are in the next one; `megatron.balanced.experts.planning` plans in a thread.
-Within a step, each micro-batch is split exactly over the instances (`megatron.balanced.experts.moe_layer`), and late
-replicas are added where the first micro-batch shows that the prediction was wrong. `ExpertBalancer` connects these
-parts with the step: it allocates the slots when the model is complete, places replicas when weights are final, and
-makes sure that the gradient of a home expert is reduced only after its replicas' gradients have been added.
+Within a step, each micro-batch is split exactly over the instances (`megatron.balanced.experts.moe_layer`).
+`ExpertBalancer` connects these parts with the step: it allocates the slots when the model is complete, places replicas
+when weights are final, and makes sure that the gradient of a home expert is reduced only after its replicas' gradients
+have been added.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
-from balancing.experts import ReplicaPlacement
 from balancing.experts.config import ExpertConfig
 from balancing.experts.engine.slots import ReplicaSlots
 from balancing.launch import detect_launch
@@ -157,7 +156,7 @@ class ExpertBalancer(StepCallback):
                         layer.set_topology(self._cluster.ranks_per_node, self._cluster.nics_per_node)
                         before[layer] = LayerPlan(layer.without_replicas, arrived=moved)
                     self._plans[layer] = before[layer]
-                    layer.choose_placement = partial(self._choose_placement, chunk, layer)
+                    layer.routed = partial(self._submit, chunk, layer)
 
     def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
         models = unwrap_model(self._model)
@@ -302,23 +301,14 @@ class ExpertBalancer(StepCallback):
                 line = layer_event(self._iteration, layer, chunk, plan, planner, spent)
                 self._report(line)
 
-    def _choose_placement(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> ReplicaPlacement:
-        """The placement over which `layer` splits `load`, the next micro-batch of the iteration.
-
-        Late replicas are added for the first micro-batch; the last one completes the load that the next iteration is
-        planned from. Nothing is decided here where the iteration is captured.
-        """
-        placement = layer.placement
+    def _submit(self, chunk: ExpertChunk, layer: BalancedMoELayer, load: Any) -> None:
+        """Plan the next iteration of `layer` if `load`, of a micro-batch that is routed now, is the last of this one.
+        Nothing is planned here where the iteration is captured."""
         if layer.frozen or self._captures:
-            return placement
-        if not layer.loads:
-            placement = self._planner.repair(layer, load)
-            if placement is not layer.placement:
-                chunk.slots.add(layer.experts.position, placement)
+            return
         if len(layer.loads) + 1 == get_num_microbatches():
             overlap = self._overlap(chunk, layer)
             self._planner.submit(layer, self._plans[layer], [*layer.loads, load], self._iteration + 1, overlap)
-        return placement
 
     def _overlap(self, chunk: ExpertChunk, layer: BalancedMoELayer) -> Overlap:
         """What computes while the replicas of `layer` are sent. In later pipeline stages and chunks, micro-batches are

@@ -8,7 +8,7 @@ transfers of replicas start there.
 With `--cuda-graph-impl full_iteration` one graph holds all forward and backward passes of an iteration. The split of
 each micro-batch is part of it, since it is computed on the device, and so are the transfers of replicas. The placement
 is not: it is one of the host's decisions that the graph repeats. So it changes every plan_interval iterations,
-and the graph is captured again if it did. Late replicas, which follow from the load of one micro-batch, there are none.
+and the graph is captured again if it did.
 Megatron-LM runs --cuda-graph-warmup-steps iterations without a graph before a capture; that is what a change costs.
 """
 

@@ -202,8 +202,7 @@ class BalancedMoELayer(MoELayer):
         # One entry a micro-batch: NumPy arrays on a CPU; tensors on a GPU, so that the host need not wait.
         self.loads: list[Any] = []  # [source_rank, expert]
         self.served: list[Any] = []  # [rank], tokens after the split; none without replicas
-        # Called with each load before it is split; returns the placement to split it, and those that follow, over.
-        self.choose_placement: Callable[[Any], ReplicaPlacement] | None = None
+        self.routed: Callable[[Any], None] | None = None  # called with each load, before it is added to `loads`
         self._splits: Replays[_Share] = Replays()
         # The split is computed where the tokens are, so that the host does not wait for counts. None: in NumPy.
         self.device: torch.device | None = None if is_cpu() else torch.device("cuda", torch.cuda.current_device())
@@ -305,12 +304,11 @@ class BalancedMoELayer(MoELayer):
         return of_homes
 
     def _share(self, routing_map: torch.Tensor) -> _Share:
-        """Gather the load of all ranks, choose the placement, split the load. routing_map: bool [token, expert].
+        """Gather the load of all ranks and split it. routing_map: bool [token, expert].
 
-        After the first micro-batch of an iteration no replicas are added. Where there are none by then, there is
-        nothing to split, and the counts that Megatron-LM gathers are enough.
+        Without replicas there is nothing to split, and the counts that Megatron-LM gathers are enough.
         """
-        if self._gathers_counts and self.loads and not self.placement.replicas:
+        if self._gathers_counts and not self.placement.replicas:
             return _Share(self._placed)
         local = routing_map.sum(dim=0, dtype=torch.int64)
         gathered = gather_from_sequence_parallel_region(local, group=self._logical.tp_ep_group)
@@ -322,16 +320,14 @@ class BalancedMoELayer(MoELayer):
         return share
 
     def _add_load(self, gathered: torch.Tensor) -> Any:
-        """Add a micro-batch to `loads` and choose the placement. gathered: int64 tensor, flat, what each rank sends to
-        each expert. Returns it as int64 [source_rank, tensor_rank, expert]."""
+        """Add a micro-batch to `loads`. gathered: int64 tensor, flat, what each rank sends to each expert. Returns it
+        as int64 [source_rank, tensor_rank, expert]."""
         dispatcher = self._logical
         counts = gathered.numpy() if self.device is None else gathered
         counts = counts.reshape(-1, dispatcher.tp_size, self.config.num_moe_experts)
         load = counts.sum(1) if dispatcher.tp_size > 1 else counts[:, 0]
-        if self.choose_placement is not None:
-            placement = self.choose_placement(load)
-            if placement is not self.placement:
-                self.place(placement)
+        if self.routed is not None:
+            self.routed(load)
         self.loads.append(load)
         return counts
 

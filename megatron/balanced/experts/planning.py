@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas
 from balancing.experts.config import ExpertConfig
-from balancing.experts.planners.repair import repair
 from balancing.experts.split.placed_split import SplitTables
 from balancing.ranges import named
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
@@ -78,7 +77,7 @@ class LayerPlan:
 
     @property
     def placed(self) -> ReplicaPlacement:
-        """The placement that an iteration begins with; late replicas (`ReplicaPlanner.repair`) are not in it."""
+        """The placement of the next iteration."""
         return self.tables.placement
 
 
@@ -151,25 +150,6 @@ class ReplicaPlanner:
         """Milliseconds for which steps have waited for plans since this was last called."""
         waited, self.waited_ms = self.waited_ms, 0.0
         return waited
-
-    def repair(self, layer: BalancedMoELayer, load: Any) -> ReplicaPlacement:
-        """The layer's placement, with late replicas where `load` shows that they pay although they are exposed.
-
-        load: int [source_rank, expert] of the iteration's first micro-batch.
-        """
-        if self._machine is None or layer.placement.split != "level":
-            return layer.placement
-        if self._model.moe_token_dispatcher_type == "flex":  # which does not wait for the device, so we do not, either
-            return layer.placement
-        if isinstance(load, torch.Tensor):
-            load = load.cpu().numpy()
-        return repair(
-            load,
-            layer.placement,
-            self._cluster,
-            shape=_expert_shape(layer),
-            micro_batches=self._micro_batches_served(),
-        )
 
     def _plan(
         self,
