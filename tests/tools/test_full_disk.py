@@ -24,7 +24,6 @@ BASE = [*MODEL, *MOCK_DATA]
 WRITERS = {
     "page of a report": ("-m balancing.report {run} --html {disk}/page.html", "page.html"),
     "forecast": ("-m balancing.whatif {run} --json {disk}/forecast.json", "forecast.json"),
-    "page of a forecast": ("-m balancing.whatif {run} --html {disk}/page.html", "page.html"),
     "loads of experts": ("-m balancing.experts --from-report {run} --save {disk}/loads.npz", "loads.npz"),
     "cluster": ("-m balancing.cluster --preset h100-8x400g --json {disk}/cluster.json", "cluster.json"),
     "corpus": ("scripts/prepare_data.py --input {texts} --output-prefix {disk}/corpus", "corpus"),
