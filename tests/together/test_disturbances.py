@@ -2,12 +2,8 @@
 was saved, with the losses and parameters of a run that nobody disturbed."""
 
 import os
-import pickle
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +12,6 @@ import pytest
 
 from tests.support.command import run_command
 from tests.support.corpus import heavy_tailed, write_documents
-from tests.support.patience import PATIENCE
-from tests.support.pool import single_threaded
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, assert_close, join, train_rank
 
@@ -114,51 +108,3 @@ def test_a_slow_rank_changes_no_number(pool, tmp_path, name):
     assert all(seconds >= 0.3 for seconds in ranks[VICTIM][1]) and len(ranks[VICTIM][1]) == 6
     assert "pretrain_gpt.py: error" not in "".join(pool.output)
     assert_close(join([run for run, _ in ranks]), whole)
-
-
-# A rank of torchrun's job. The first one kills itself in its sixth iteration, unless it was started again.
-PROGRAM = """
-import os, pickle, signal, sys
-from pathlib import Path
-
-from megatron.balanced.cpu.device import use_cpu
-
-use_cpu()
-
-from megatron.balanced.shared.callbacks import StepCallback
-from megatron.balanced.trainer.watchdog.failure import report_failures_once
-from tests.support.training import train_rank
-
-folder, argv = Path(sys.argv[1]), sys.argv[2:]
-rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-
-class Kill(StepCallback):
-    def begin_step(self, iteration, config):
-        if (iteration, rank, attempt) == (5, "0", "0"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-with report_failures_once():
-    run = train_rank(argv, True, callbacks=[Kill()])
-    (folder / f"{rank}-{attempt}").write_bytes(pickle.dumps(run))
-"""
-
-
-def test_a_job_that_torchrun_starts_again_goes_on(pool, tmp_path):
-    """From the last checkpoint, in the same folders, which nobody tidies up."""
-    documents = write_documents(tmp_path / "documents", heavy_tailed(400))
-    argv = [*MODEL, *documents, *EXACT, *PIPELINE, "--train-iters", "8"]
-    whole = join(pool.run(2, train_rank, argv, True))
-    folder = str(tmp_path / "job")
-    argv += ["--save", folder, "--load", folder, "--save-interval", "2", "--balance-report", folder]
-    (tmp_path / "program.py").write_text(PROGRAM)
-    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1".split()
-    done = subprocess.run(
-        [sys.executable, *launch, tmp_path / "program.py", tmp_path, *argv],
-        cwd=REPOSITORY, env=single_threaded(), capture_output=True, text=True, timeout=2 * PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not [*tmp_path.glob("*-0")], "the first attempt was not killed"
-    again = join([pickle.loads((tmp_path / f"{rank}-1").read_bytes()) for rank in range(2)])
-    assert len(again.losses) == 4, "it did not go on from iteration 4"
-    assert_close(replace(again, losses=[*whole.losses[:4], *again.losses]), whole)
-    assert ".balance-lock" not in os.listdir(folder)
