@@ -1,5 +1,5 @@
-"""A rank stops, is slow, or is killed and started again: the job ends in one line, goes on, or goes on from where it
-was saved, with the losses and parameters of a run that nobody disturbed."""
+"""A rank stops or is slow: the job ends in one line, or goes on with the losses and parameters of a run that nobody
+disturbed."""
 
 import os
 import signal
@@ -15,7 +15,6 @@ from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, assert_close, join, train_rank
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 4
 VICTIM = 1
 PIPELINE = "--pipeline-model-parallel-size 2 --balance-layers --overlap-grad-reduce --ddp-bucket-size 2000".split()
