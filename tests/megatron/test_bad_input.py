@@ -198,9 +198,16 @@ FLAGS = {
         "deep_ep",
         "alltoall",
     ),
-    "hybrid model": ("--hybrid-layer-pattern *-*-", "--hybrid-layer-pattern *-*-", "drop it", "--num-layers"),
-    "hybrid model, by its old name": ("--hybrid-override-pattern *-*-", "--hybrid-override-pattern *-*-", "drop it"),
-    "hybrid prediction": ("--mtp-hybrid-override-pattern MM", "--mtp-hybrid-override-pattern MM", "drop it"),
+    "hybrid of Mamba": ("--hybrid-layer-pattern M*-", "--hybrid-layer-pattern M*- has M", "use other layers"),
+    "hybrid prediction": ("--hybrid-layer-pattern *-/*-", "*-/*-", "leave it out"),
+    "hybrid without experts": ("--hybrid-layer-pattern *E", "--hybrid-layer-pattern *E", "give --num-experts"),
+    "hybrid that does not divide": (
+        "--hybrid-layer-pattern *-* --pipeline-model-parallel-size 2",
+        "--hybrid-layer-pattern *-*",
+        "give the segments of the stages with |",
+    ),
+    "hybrid model, by its old name": ("--hybrid-override-pattern *-*-", "*-*-", "use --hybrid-layer-pattern"),
+    "hybrid prediction, by its old name": ("--mtp-hybrid-override-pattern MM", "MM", "use --hybrid-layer-pattern"),
     "Mamba": ("--mamba-state-dim 64", "--mamba-state-dim 64", "hybrid", "drop it"),
     "Mamba's memory": ("--disable-mamba-mem-eff-path", "--disable-mamba-mem-eff-path", "drop it"),
     "graphs in a pipeline": (
@@ -226,7 +233,7 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
 
     from examples.dynamic_models import checks
     from megatron.balanced.trainer import arguments, balancers
-    from megatron.balanced.trainer.checks import model, ranges
+    from megatron.balanced.trainer.checks import hybrid, ranges
     from megatron.balanced.trainer.checks.incompatible import INCOMPATIBLE, shown
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -243,7 +250,8 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
         *(row.flag for row in (*INCOMPATIBLE, *checks.INCOMPATIBLE)),
         *arguments._OF_GPUS,
         *ranges._AT_LEAST_1,
-        *model._HYBRID,
+        *hybrid._MAMBA,
+        *hybrid._OLD_NAMES,
     }
     return [name for name in sorted(names) if name not in present or shown(name, True) not in known]
 
