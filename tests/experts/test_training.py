@@ -145,30 +145,6 @@ def test_how_often_replicas_are_placed(pool, tmp_path):
     assert ages == [0, 1, 2, 3, 4, 1, 2, 3, 4, 5]
 
 
-FAST_LINKS = {  # on which a copy pays for itself at once
-    "nodes": 1,
-    "ranks_per_node": 4,
-    "nics_per_node": 1,
-    "intra_node_bandwidth": 1e15,
-    "nic_bandwidth": 1e15,
-    "flops": 1e6,
-    "memory": 1e12,
-}
-
-
-@pytest.mark.parametrize("mode", [pytest.param("resident", marks=pytest.mark.exhaustive), "shared"])
-def test_replicas_added_within_a_step_change_no_number(pool, tmp_path, mode):
-    """Without a second plan, all replicas are late ones, from the first micro-batch of an iteration."""
-    ranks, flags = LAYOUTS["EP 2, PP 2"]
-    flags += " --moe-token-dispatcher-type alltoall"
-    (tmp_path / "cluster.json").write_text(json.dumps(FAST_LINKS))
-    never = f"{settings('experts', replica_mode=mode, plan_interval=100)} --cluster {tmp_path / 'cluster.json'}"
-    balanced = _balanced(pool, tmp_path, ranks, flags, never)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sum(line.get("added", 0) for line in lines) > 10
-    assert_close(balanced, _reference(pool, ranks, flags))
-
-
 def _begins_of_compute(argv: list[str]) -> dict[str, int]:
     """Train this rank. Returns how often parts of transfers may be posted: by the function that says so."""
     from balancing.experts.engine.slots import ReplicaSlots

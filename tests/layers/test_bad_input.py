@@ -20,6 +20,7 @@ def _args(**given: object) -> argparse.Namespace:
         "num_virtual_stages_per_pipeline_rank": None,
         "num_layers_per_virtual_pipeline_stage": None,
         "pipeline_model_parallel_layout": None,
+        "hybrid_layer_pattern": None,
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
         "save": None,

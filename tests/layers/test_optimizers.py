@@ -62,7 +62,6 @@ def test_what_muon_saved_after_a_move_goes_on(muon, tmp_path):
 
 def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
     """Layers of each stage that planners choose, where the last layer costs as much as all others."""
-    import argparse
     from types import SimpleNamespace
 
     import numpy as np
@@ -76,7 +75,7 @@ def _planned(counts: Plans, offloads: bool) -> list[list[int]]:
     found = []
     for method in ("optimal", "diffusion"):
         planner = object.__new__(planning.LayerPlanner)
-        planner._args = argparse.Namespace(fine_grained_activation_offloading=offloads)
+        planner._model = SimpleNamespace(fine_grained_activation_offloading=offloads)
         planner._config = SimpleNamespace(planner=method)
         planner._schedule = MEGATRONS
         planner._mover = SimpleNamespace(plan=StagePlan.from_counts(counts), gather=lambda own: [own])

@@ -86,7 +86,6 @@ def test_one_layer_a_chunk_stays():
 
 def _in_a_run() -> list[tuple[float, float, float, float]]:
     """Step seconds of what a run plans, without and with a limit on memory, each beside the planner alone."""
-    import argparse
     from types import SimpleNamespace
 
     from megatron.balanced.layers import planning
@@ -98,7 +97,7 @@ def _in_a_run() -> list[tuple[float, float, float, float]]:
         cost = LayerSeconds(forward, forward * np.where(np.arange(24) < 12, 0, 2))
         current = plan_stages(np.ones(24), 4, virtual=2, method="uniform")
         planner = object.__new__(planning.LayerPlanner)
-        planner._args = argparse.Namespace(fine_grained_activation_offloading=False)
+        planner._model = SimpleNamespace(fine_grained_activation_offloading=False)
         planner._config = SimpleNamespace(planner="optimal")
         planner._mover = SimpleNamespace(plan=current, gather=lambda own: [own])
         planner._schedule = schedule

@@ -1,0 +1,53 @@
+"""Checkpoints of hybrid models do not depend on moves: they load under other segments."""
+
+from dataclasses import replace
+
+import pytest
+
+from balancing.layers.pattern import read_pattern
+from tests.support.moving import train_moving
+from tests.support.training import EXACT, MODEL, MOE, Run, assert_same, differences, train
+
+PP2 = "--pipeline-model-parallel-size 2"
+EXACTLY = f"{' '.join(EXACT)} --init-method-std 0.1 {' '.join(MOE)}"
+SINGLE = EXACTLY.replace("--fp64", "")
+LATER = "--no-load-rng --ckpt-step 3"
+PATTERN = "*-*E*-*E"
+PLANS = {2: ((3,), (5,))}
+
+
+def _assert_goes_on(run: Run, whole: Run, of_losses: float, of_parameters: float) -> None:
+    assert run.losses == pytest.approx(whole.losses[3:], rel=of_losses)
+    assert differences(replace(run, losses=whole.losses), whole)[1] <= of_parameters
+
+
+@pytest.mark.parametrize("sharded", ["", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"])
+def test_goes_on_with_the_segments_of_the_move_or_others(pool, corpus, tmp_path, sharded):
+    base = [*MODEL, *corpus, *f"{SINGLE if sharded else EXACTLY} {sharded}".split()]
+    flags = f"{PP2} --hybrid-layer-pattern {PATTERN} --save {tmp_path} --save-interval 3"
+    whole, _ = train_moving(pool, 4 if sharded else 2, flags, PLANS, base=base)
+    load = f"--load {tmp_path} {LATER}"
+    moved = read_pattern("*-*|E*-*E")
+    live = train(pool, 4 if sharded else 2, f"{PP2} --hybrid-layer-pattern {moved.text()} {load}", base=base,
+                 parameters=True)  # fmt: skip
+    if not sharded:  # a restart is the live run, bit for bit
+        assert_same(replace(live, losses=whole.losses, grad_norms=whole.grad_norms), whole)
+    _assert_goes_on(live, whole, 1e-6, 1e-5)
+    four = f"--pipeline-model-parallel-size 4 --hybrid-layer-pattern *|-*E|*-|*E {load}"
+    other = train(pool, 4, four, base=base, parameters=True)
+    _assert_goes_on(other, whole, 1e-6 if sharded else 1e-12, 1e-5 if sharded else 1e-12)
+
+
+def test_the_pattern_in_a_checkpoint_is_that_of_the_move(pool, corpus, tmp_path):
+    base = [*MODEL, *corpus, *EXACTLY.split()]
+    flags = f"{PP2} --hybrid-layer-pattern {PATTERN} --save {tmp_path} --save-interval 3"
+    whole, _ = train_moving(pool, 2, flags, PLANS, base=base)
+    found = pool.run(2, _patterns, [*base, *f"{PP2} --use-checkpoint-args --load {tmp_path} {LATER}".split()])
+    assert found == ["*-*|E*-*E"] * 2
+    assert whole.losses
+
+
+def _patterns(argv: list[str]) -> str:
+    from megatron.balanced.trainer.arguments import parse_arguments
+
+    return parse_arguments(argv)[0].hybrid_layer_pattern
