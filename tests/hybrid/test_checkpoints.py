@@ -1,4 +1,5 @@
-"""Checkpoints of hybrid models do not depend on moves: they load under other segments."""
+"""Checkpoints of hybrid models do not depend on moves: they load under other segments, and in Megatron-LM without our
+package, whose layers are Transformer Engine's, and back."""
 
 from dataclasses import replace
 
@@ -6,6 +7,7 @@ import pytest
 
 from balancing.layers.pattern import read_pattern
 from tests.support.moving import train_moving
+from tests.support.plain import train_plainly
 from tests.support.training import EXACT, MODEL, MOE, Run, assert_same, differences, train
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -14,6 +16,10 @@ SINGLE = EXACTLY.replace("--fp64", "")
 LATER = "--no-load-rng --ckpt-step 3"
 PATTERN = "*-*E*-*E"
 PLANS = {2: ((3,), (5,))}
+
+ENGINE = "--transformer-impl transformer_engine --attention-backend unfused --moe-grouped-gemm"
+LATENT = "--kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+OTHERS = [(PATTERN, ""), ("+-+E", LATENT)]
 
 
 def _assert_goes_on(run: Run, whole: Run, of_losses: float, of_parameters: float) -> None:
@@ -51,3 +57,32 @@ def _patterns(argv: list[str]) -> str:
     from megatron.balanced.trainer.arguments import parse_arguments
 
     return parse_arguments(argv)[0].hybrid_layer_pattern
+
+
+@pytest.mark.parametrize("pattern, latent", OTHERS)
+def test_goes_on_without_our_package_and_back(engine, corpus, tmp_path, pattern, latent):
+    base = [*MODEL, *corpus, *f"{SINGLE} {latent} {ENGINE}".split()]
+    half = len(pattern) // 2
+    flags = f"{PP2} --hybrid-layer-pattern {pattern} --save {tmp_path} --save-interval 2"
+    whole, _ = train_moving(engine, 2, flags, {1: ((half - 1,), (half + 1,))}, base=base)
+    segments = f"{pattern[: half + 1]}|{pattern[half + 1 :]}"
+    load = f"--load {tmp_path} --ckpt-step 2 --no-load-rng"
+    theirs = f"{PP2} --hybrid-layer-pattern {segments} {load} --save {tmp_path / 'back'} --save-interval 3"
+    run = train_plainly(engine, 2, [*base, *theirs.split()], tmp_path)
+    assert run.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    assert differences(replace(run, losses=whole.losses), whole)[1] <= 1e-5
+    load = f"--load {tmp_path / 'back'} --ckpt-step 3 --no-load-rng"
+    back = train(engine, 1, f"--hybrid-layer-pattern {pattern} {load}", base=base, parameters=True)
+    _assert_goes_on(back, whole, 1e-6, 1e-5)
+
+
+@pytest.mark.parametrize("pattern, latent", OTHERS)
+def test_weights_of_our_modules_are_those_of_transformer_engines(pool, engine, corpus, tmp_path, pattern, latent):
+    """Under the same names. Optimizers differ: PyTorch's Adam counts steps by parameter, Transformer Engine's does
+    not. Extra state, which our modules have none of, is for 8-bit numbers alone."""
+    base = [*MODEL, *corpus, *f"{SINGLE} {latent}".split()]
+    flags = f"--hybrid-layer-pattern {pattern} --save {tmp_path} --save-interval 3"
+    whole = train(pool, 1, flags, base=base)
+    load = f"--load {tmp_path} {LATER} --no-load-optim --dist-ckpt-strictness log_unexpected"
+    theirs = [*base, *f"{ENGINE} --hybrid-layer-pattern {pattern} {load}".split()]
+    assert train_plainly(engine, 1, theirs, tmp_path).losses == pytest.approx(whole.losses[3:], rel=1e-6)
