@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from balancing.cluster import Cluster
@@ -22,6 +23,12 @@ from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import schedule_of
 
 __all__ = ["Balancers", "ExpertBalancer"]
+
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
 
 
 class ExpertBalancer(experts.ExpertBalancer):
@@ -65,7 +72,26 @@ class ExpertBalancer(experts.ExpertBalancer):
             model.grad_sync_func = functions if isinstance(model.grad_sync_func, list) else functions[0]
         use_plain(self._exchanged)
 
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """The model chunks that it balances."""
+        return self._model
+
+    def release(self) -> None:
+        """Free the memory of replica slots until `restore`, for an offload or a rollout. All ranks call it together."""
+        for chunk in self._chunk_at.values():
+            chunk.take_off()
+        self._chunk_at = {}
+
+    def restore(self) -> None:
+        """Allocate the slots again, for the placements that there were. All ranks call it together."""
+        use_balanced(self._exchanged)
+        self.layers_moved()
+        use_plain(self._exchanged)
+
     def begin_step(self, iteration: int, config: Any) -> None:
+        if not self._chunk_at:
+            raise ValueError("the balancer has released its replica slots; call restore() before a training schedule")
         use_balanced(self._exchanged)
         super().begin_step(iteration, config)
 
@@ -82,14 +108,16 @@ class Balancers:
         if len({*kinds}) < len(kinds):
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
         self._balancers = balancers
+        self._chunks = {id(chunk) for balancer in balancers for chunk in getattr(balancer, "chunks", ())}
         self._schedules = 0
+        self._installed: list[tuple[str, Callable]] = []  # schedules of megatron.core that are wrapped
 
     def schedule(self, forward_backward_func: Callable) -> Callable:
-        """The schedule with the balancers around it. Calls with forward_only pass through unchanged."""
+        """The schedule with the balancers around it. Calls with forward_only and those of other models pass through."""
 
         @functools.wraps(forward_backward_func)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("forward_only"):
+            if kwargs.get("forward_only") or id(_first(kwargs["model"])) not in self._chunks:
                 return forward_backward_func(*args, **kwargs)
             with schedule_of(kwargs["num_microbatches"]):
                 config = get_model_config(_first(kwargs["model"]))
@@ -106,6 +134,23 @@ class Balancers:
             return result
 
         return run
+
+    def install(self) -> None:
+        """Wrap the schedules of `megatron.core` themselves, for a loop whose call one cannot edit. Schedules that the
+        loop has looked up before are not wrapped."""
+        if self._installed:
+            raise ValueError("the balancers are installed already; close() them first")
+        for name in _SCHEDULES:
+            self._installed.append((name, getattr(schedules, name)))
+            setattr(schedules, name, self.schedule(getattr(schedules, name)))
+
+    def close(self) -> None:
+        """Undo `install`, and free what the balancers hold. The model is plain from now on."""
+        while self._installed:
+            setattr(schedules, *self._installed.pop())
+        for balancer in self._balancers:
+            if isinstance(balancer, ExpertBalancer):
+                balancer.release()
 
 
 def _first(model: Any) -> torch.nn.Module:

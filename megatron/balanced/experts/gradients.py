@@ -73,10 +73,12 @@ class ExpertChunk:
             {bucket_of[p]: None for expert in layer for p in expert if p in bucket_of} for layer in homes
         ]  # by layer, in the same order on all ranks
         self._gathers = [*ddp.bucket_groups[-1:], *ddp.expert_parallel_bucket_groups]  # that `begin_step` starts
+        self._following: dict[Any, Any] = {}  # bucket group -> the one that it would gather ahead
         if config.overlap_param_gather:
             for bucket_group in self._gathers:
                 bucket_group.start_param_sync = self._once(bucket_group)
             for bucket_group in ddp.expert_parallel_bucket_groups:
+                self._following[bucket_group] = bucket_group.next_param_gather_bucket_group
                 bucket_group.next_param_gather_bucket_group = None
         if config.overlap_grad_reduce:
             self._position = {p: n for n, layer in enumerate(homes) for expert in layer for p in expert}
@@ -108,6 +110,17 @@ class ExpertChunk:
         """The modules are no longer this chunk's."""
         for hook in self._hooks:
             hook.remove()
+
+    def take_off(self) -> None:
+        """Close, and leave layers and buckets, which stay, as they were before this chunk: without slots."""
+        self.close()
+        for layer in self.layers:
+            layer.experts.slots, layer.routed = None, None
+        for bucket_group in {*self._gathers, *(group for of_layer in self._buckets for group in of_layer)}:
+            for name in ("start_param_sync", "register_grad_ready"):
+                vars(bucket_group).pop(name, None)
+        for bucket_group, following in self._following.items():
+            bucket_group.next_param_gather_bucket_group = following
 
     def _once(self, bucket_group: Any) -> Callable:
         """The bucket's `start_param_sync` without effect on a gather in flight, which interleaved schedules repeat."""
