@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.support.patience import PATIENCE
 from tests.support.pool import single_threaded
 from tests.support.program import parse
 
-__all__ = ["REPOSITORY", "plan_lines_of", "run_command", "run_python"]
+__all__ = ["REPOSITORY", "plan_lines_of", "run_command", "run_python", "started"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,6 +31,23 @@ def run_python(
         [sys.executable, *map(os.fspath, words)],
         cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(*command: object, says: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that goes on after its first line, `says`, and is killed at the end if it still runs.
+
+    Its standard input stays open. environment: variables beside those of this process.
+    """
+    with subprocess.Popen(
+        [*map(os.fspath, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=REPOSITORY, env=os.environ | environment,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout and process.stdout.readline() == f"{says}\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def run_command(argv: list[str]) -> tuple[object, str]:

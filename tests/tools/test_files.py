@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from balancing.files import check_output, output, parse_json, read_arrays, read_text, write_text
+from tests.support.command import started
 from tests.support.patience import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -143,15 +144,8 @@ with output(sys.argv[1]) as file:
 @pytest.fixture
 def writer(tmp_path):
     """A process in the middle of writing a file."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HALF, tmp_path / "page.html"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=REPOSITORY,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout and process.stdout.readline() == "writes\n"
-            yield process
-        finally:
-            process.kill()
+    with started(sys.executable, "-c", HALF, tmp_path / "page.html", says="writes") as process:
+        yield process
 
 
 def test_what_a_killed_writer_left_is_removed(writer, tmp_path):

@@ -14,10 +14,9 @@ import pytest
 from balancing import run_lock
 from balancing.process import process_space
 from balancing.run_lock import NAME, one_run
-from tests.support.command import run_python
+from tests.support.command import run_python, started
 from tests.support.patience import PATIENCE
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from balancing import run_lock
@@ -32,14 +31,8 @@ with one_run("--save", sys.argv[1]):
 @pytest.fixture
 def holder(tmp_path):
     """A process that has the lock of a folder."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    ) as process:
-        try:
-            assert process.stdout and process.stdout.readline() == "has it\n"
-            yield process
-        finally:
-            process.kill()
+    with started(sys.executable, "-c", HOLD, tmp_path / "run", says="has it") as process:
+        yield process
 
 
 def test_training_in_a_folder_that_another_run_has_is_refused(holder, tmp_path):
@@ -117,15 +110,9 @@ def other_machine(tmp_path):
     if subprocess.run([*become, "true"], capture_output=True).returncode:
         pytest.skip("needs namespaces of its own")
     hold = [sys.executable, "-c", HOLD, tmp_path / "run"]
-    with subprocess.Popen(
-        [*become, "sh", "-c", 'hostname node7; exec "$@"', "sh", *hold], stdout=subprocess.PIPE, text=True,
-        cwd=REPOSITORY, env={**os.environ, "SLURM_JOB_ID": "123"},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout and process.stdout.readline() == "has it\n"
-            yield process
-        finally:
-            process.kill()
+    renamed = [*become, "sh", "-c", 'hostname node7; exec "$@"', "sh", *hold]
+    with started(*renamed, says="has it", SLURM_JOB_ID="123") as process:
+        yield process
 
 
 def test_a_run_of_another_machine_keeps_its_folder_until_it_dies(other_machine, tmp_path, quick, capsys):
