@@ -4,7 +4,6 @@
 the layers of multi-token prediction, once for each depth: "M-M-|M*ME/*E" is two segments of four layers and one depth.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -23,7 +22,6 @@ KINDS = {
     "E": "MoE",
 }
 _ATTENTION = "*+D"
-_STATE_SPACE = "MG"
 
 
 @dataclass(frozen=True)
@@ -42,19 +40,9 @@ class Pattern:
     depths: int = 0
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kind of each layer, by name."""
-        return tuple(KINDS[symbol] for symbol in self.symbols)
-
-    @property
     def attention(self) -> tuple[int, ...]:
         """The layers with attention, from 0."""
         return self._of(_ATTENTION)
-
-    @property
-    def state_space(self) -> tuple[int, ...]:
-        """The layers, from 0, that pass state from each token to the next."""
-        return self._of(_STATE_SPACE)
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -67,10 +55,6 @@ class Pattern:
     def has(self, symbol: str) -> bool:
         """Whether a layer of the model or of prediction is of this kind."""
         return symbol in self.symbols + self.prediction
-
-    def counted(self) -> str:
-        """'4 Mamba, 2 attention, 2 MoE': the kinds in the order in which they first appear."""
-        return ", ".join(f"{number} {kind}" for kind, number in Counter(self.kinds).items())
 
     def plan(self, stages: int, *, first: int | None = None, last: int | None = None) -> StagePlan:
         """The layers of each stage as Megatron-LM places them.

@@ -33,9 +33,9 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
         device seconds per micro-batch of this layer there. The imbalance is that of tokens_per_rank.
         Lines with action "replicate" or "keep", unit "layer", say what balancing did for one MoE layer in a step. The
         imbalance is that of tokens per expert-parallel rank, mean over micro-batches, before at home and after the
-        split. tokens_per_rank [expert-parallel rank]: after the split. replicas: slots in use over all ranks, of them
-        `added` since the step began. drift: part of the layer's tokens that went to other experts in the iteration
-        before than in the one before that. plan_age: iterations since the loads that replicas were placed for.
+        split. tokens_per_rank [expert-parallel rank]: after the split. replicas: slots in use over all ranks. drift:
+        part of the layer's tokens that went to other experts in the iteration before than in the one before that.
+        plan_age: iterations since the loads that replicas were placed for.
         plan_wait_ms: how long the step waited for plans. apply_ms: how long it waited for replicas' transfers.
         moved_bytes: of weights and gradients, sent by all ranks together. slot_bytes: memory of the replica slots of
         all layers of the model chunk on one rank, with their gradients.

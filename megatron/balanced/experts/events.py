@@ -59,7 +59,6 @@ def layer_event(
         "drift": plan.drift,
         "plan_age": plan.age,
         "replicas": replicas,
-        "added": replicas - plan.placed.replicas,
         "plan_wait_ms": spent.plan_wait,
     }
 

@@ -514,11 +514,7 @@ def _layers_of_pattern(args: argparse.Namespace) -> tuple[list[int], int]:
     comes to one of these layers."""
     pattern = read_pattern(args.hybrid_layer_pattern)
     numbers = [number + 1 for number in pattern.attention]
-    predicted = range(args.mtp_num_layers or 0)
-    inner = [number + 1 for number, symbol in enumerate(pattern.prediction) if symbol in "*+D"]
-    numbers += [number for _ in predicted for number in inner]
-    symbols = pattern.symbols + pattern.prediction * len(predicted)
-    width = symbols.count("-") * args.ffn_hidden_size
+    width = pattern.symbols.count("-") * args.ffn_hidden_size
     if args.num_experts:
-        width += symbols.count("E") * args.moe_ffn_hidden_size * args.moe_router_topk
+        width += pattern.symbols.count("E") * args.moe_ffn_hidden_size * args.moe_router_topk
     return numbers, round(width / max(len(numbers), 1))
