@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import run_command, run_python
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, heed_interrupts
 from tests.support.pool import Pool
 from tests.support.training import MOCK_DATA, MODEL
 
@@ -40,6 +40,7 @@ class Job:
                     env=os.environ | {name: str(value) for name, value in place.items()},
                     stdout=log.open("wb"),
                     stderr=subprocess.STDOUT,
+                    preexec_fn=heed_interrupts,
                 )
             )
 
