@@ -2,13 +2,14 @@
 package, whose layers are Transformer Engine's, and back."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from balancing.layers.pattern import read_pattern
 from tests.support.moving import train_moving
-from tests.support.plain import train_plainly
-from tests.support.training import EXACT, MODEL, MOE, Run, assert_same, differences, train
+from tests.support.plain import plain_rank, train_plainly
+from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, assert_same, differences, train
 
 PP2 = "--pipeline-model-parallel-size 2"
 EXACTLY = f"{' '.join(EXACT)} --init-method-std 0.1 {' '.join(MOE)}"
@@ -19,7 +20,16 @@ PLANS = {2: ((3,), (5,))}
 
 ENGINE = "--transformer-impl transformer_engine --attention-backend unfused --moe-grouped-gemm"
 LATENT = "--kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
-OTHERS = [(PATTERN, ""), ("+-+E", LATENT)]
+MAMBA = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2"
+OTHERS = [(PATTERN, ""), ("+-+E", LATENT), ("M-M*ME", MAMBA)]
+
+
+def _plain_rank(*given: Any) -> RankRun:
+    """The body of one rank without our package, where Megatron-LM's Mamba layers find kernels for the CPU."""
+    from megatron.balanced.local.mamba import kernels
+
+    with kernels():
+        return plain_rank(*given)
 
 
 def _assert_goes_on(run: Run, whole: Run, of_losses: float, of_parameters: float) -> None:
@@ -27,19 +37,21 @@ def _assert_goes_on(run: Run, whole: Run, of_losses: float, of_parameters: float
     assert differences(replace(run, losses=whole.losses), whole)[1] <= of_parameters
 
 
+@pytest.mark.parametrize("pattern, sizes", [(PATTERN, ""), ("M-*EMM*E", MAMBA)])
 @pytest.mark.parametrize("sharded", ["", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"])
-def test_goes_on_with_the_segments_of_the_move_or_others(pool, corpus, tmp_path, sharded):
-    base = [*MODEL, *corpus, *f"{SINGLE if sharded else EXACTLY} {sharded}".split()]
-    flags = f"{PP2} --hybrid-layer-pattern {PATTERN} --save {tmp_path} --save-interval 3"
+def test_goes_on_with_the_segments_of_the_move_or_others(pool, corpus, tmp_path, sharded, pattern, sizes):
+    base = [*MODEL, *corpus, *f"{SINGLE if sharded else EXACTLY} {sharded} {sizes}".split()]
+    flags = f"{PP2} --hybrid-layer-pattern {pattern} --save {tmp_path} --save-interval 3"
     whole, _ = train_moving(pool, 4 if sharded else 2, flags, PLANS, base=base)
     load = f"--load {tmp_path} {LATER}"
-    moved = read_pattern("*-*|E*-*E")
+    moved = read_pattern(f"{pattern[:3]}|{pattern[3:]}")
     live = train(pool, 4 if sharded else 2, f"{PP2} --hybrid-layer-pattern {moved.text()} {load}", base=base,
                  parameters=True)  # fmt: skip
     if not sharded:  # a restart is the live run, bit for bit
         assert_same(replace(live, losses=whole.losses, grad_norms=whole.grad_norms), whole)
     _assert_goes_on(live, whole, 1e-6, 1e-5)
-    four = f"--pipeline-model-parallel-size 4 --hybrid-layer-pattern *|-*E|*-|*E {load}"
+    segments = "|".join((pattern[:1], pattern[1:4], pattern[4:6], pattern[6:]))
+    four = f"--pipeline-model-parallel-size 4 --hybrid-layer-pattern {segments} {load}"
     other = train(pool, 4, four, base=base, parameters=True)
     _assert_goes_on(other, whole, 1e-6 if sharded else 1e-12, 1e-5 if sharded else 1e-12)
 
@@ -68,7 +80,7 @@ def test_goes_on_without_our_package_and_back(engine, corpus, tmp_path, pattern,
     segments = f"{pattern[: half + 1]}|{pattern[half + 1 :]}"
     load = f"--load {tmp_path} --ckpt-step 2 --no-load-rng"
     theirs = f"{PP2} --hybrid-layer-pattern {segments} {load} --save {tmp_path / 'back'} --save-interval 3"
-    run = train_plainly(engine, 2, [*base, *theirs.split()], tmp_path)
+    run = train_plainly(engine, 2, [*base, *theirs.split()], tmp_path, body=_plain_rank)
     assert run.losses == pytest.approx(whole.losses[2:], rel=1e-6)
     assert differences(replace(run, losses=whole.losses), whole)[1] <= 1e-5
     load = f"--load {tmp_path / 'back'} --ckpt-step 3 --no-load-rng"
@@ -85,4 +97,6 @@ def test_weights_of_our_modules_are_those_of_transformer_engines(pool, engine, c
     whole = train(pool, 1, flags, base=base)
     load = f"--load {tmp_path} {LATER} --no-load-optim --dist-ckpt-strictness log_unexpected"
     theirs = [*base, *f"{ENGINE} --hybrid-layer-pattern {pattern} {load}".split()]
-    assert train_plainly(engine, 1, theirs, tmp_path).losses == pytest.approx(whole.losses[3:], rel=1e-6)
+    assert train_plainly(engine, 1, theirs, tmp_path, body=_plain_rank).losses == pytest.approx(
+        whole.losses[3:], rel=1e-6
+    )

@@ -19,10 +19,12 @@ OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-ga
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPERTS = f"{' '.join(MOE)} --moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"
 LATENT = "--kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+MAMBA = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2"
 BALANCED = f"{LOSS} --balance-sequences"
 
 # Name of a model -> its pattern without segments, and flags.
 MODELS = {
+    "Mamba": ("M-M*EM-ME*E", f"{EXPERTS} {MAMBA}"),
     "attention": ("*-*E*-*E", EXPERTS),
     "latent": ("+-+E+-+E", f"{EXPERTS} {LATENT}"),
 }
@@ -56,6 +58,27 @@ CASES: dict[str, tuple[str, int, str, str, dict[int, Any]]] = {
         "+-+E+-|+E",
         f"{BALANCED} --context-parallel-size 2 --micro-batch-size 2 {PP2} {RECOMPUTE}",
         {1: ((3,), (5,)), 3: ((7,), (1,))},
+    ),
+    "Mamba, PP 2, EP 2, both overlaps": (
+        "Mamba",
+        4,
+        "M-M*E|M-ME*E",
+        f"{LOSS} {PP2} {EP2} {OVERLAPS} --balance-experts",
+        {1: ((2,), (9,)), 3: ((8,), (3,))},
+    ),
+    "Mamba, PP 2, two chunks a stage, EP 2, recomputed": (
+        "Mamba",
+        4,
+        "M-M|*EM|-ME|*E",
+        f"{LOSS} {PP2} {EP2} {RECOMPUTE} --balance-experts",
+        {1: ((1, 3), (2, 5)), 3: ((4, 1), (3, 3))},
+    ),
+    "Mamba, TP 2, sequence parallel, PP 2": (
+        "Mamba",
+        4,
+        "M-M*E|M-ME*E",
+        f"{LOSS} {PP2} --tensor-model-parallel-size 2 --sequence-parallel",
+        {1: ((2,), (9,)), 3: ((8,), (3,))},
     ),
     "TP 2, sequence parallel, PP 2": (
         "latent",

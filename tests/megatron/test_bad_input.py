@@ -198,7 +198,26 @@ FLAGS = {
         "deep_ep",
         "alltoall",
     ),
-    "hybrid of Mamba": ("--hybrid-layer-pattern M*-", "--hybrid-layer-pattern M*- has M", "use other layers"),
+    "hybrid of gated delta nets": (
+        "--hybrid-layer-pattern G*-",
+        "--hybrid-layer-pattern G*- has G",
+        "use other layers",
+    ),
+    "hybrid of unknown kinds": ("--hybrid-layer-pattern *-X", "--hybrid-layer-pattern *-X has 'X'", "E (MoE)"),
+    "heads of Mamba": ("--hybrid-layer-pattern M*- --mamba-head-dim 48", "--mamba-head-dim 48", "--mamba-num-heads"),
+    "groups of Mamba": (
+        "--hybrid-layer-pattern M*- --mamba-head-dim 8 --mamba-num-groups 3",
+        "--mamba-num-groups 3",
+        "8 heads",
+        "use a divisor",
+    ),
+    "Mamba's memory, packed": (
+        "--hybrid-layer-pattern M*- --mamba-head-dim 8 --dataloader-inter-document-masking "
+        "--disable-mamba-mem-eff-path",
+        "--disable-mamba-mem-eff-path",
+        "packed documents",
+        "drop it",
+    ),
     "hybrid prediction": ("--hybrid-layer-pattern *-/*-", "*-/*-", "leave it out"),
     "hybrid without experts": ("--hybrid-layer-pattern *E", "--hybrid-layer-pattern *E", "give --num-experts"),
     "hybrid that does not divide": (

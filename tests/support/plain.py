@@ -6,7 +6,7 @@ without our package. Tensor parallelism and packed documents are left out.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,17 @@ def plain_rank(argv: list[str], tools: str, keep_parameters: bool) -> RankRun:
     return finish()
 
 
-def train_plainly(pool: Any, world_size: int, argv: list[str], folder: Path, *, parameters: bool = True) -> Run:
-    """Train without our package. `argv` may have `--device cpu`, which is dropped; `folder` is for scratch files."""
+def train_plainly(
+    pool: Any,
+    world_size: int,
+    argv: list[str],
+    folder: Path,
+    *,
+    parameters: bool = True,
+    body: Callable[..., RankRun] = plain_rank,
+) -> Run:
+    """Train without our package. `argv` may have `--device cpu`, which is dropped; `folder` is for scratch files.
+    body: of one rank."""
     make = folder / "make"
     make.write_text("#!/bin/sh\n")
     make.chmod(0o755)
@@ -100,4 +109,4 @@ def train_plainly(pool: Any, world_size: int, argv: list[str], folder: Path, *, 
     if "--device" in own:
         at = own.index("--device")
         del own[at : at + 2]
-    return join(pool.run(world_size, plain_rank, [*MACHINE, *own], str(folder), parameters))
+    return join(pool.run(world_size, body, [*MACHINE, *own], str(folder), parameters))

@@ -10,7 +10,10 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -73,10 +76,18 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
         mlp=get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts or 1, moe_grouped_gemm=False),
         mlp_bda=parts.mlp_bda,
     )
+    mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mamba = MambaLayerSubmodules(
+        norm=parts.input_layernorm,
+        mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
+        mamba_bda=parts.self_attn_bda,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )
     layer = ModuleSpec(module=TransformerLayer, submodules=attention)
     return ModuleSpec(
         module=LocalHybridStack,
         submodules=LocalStackSubmodules(
+            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
             attention_layer=layer,
             mla_layer=layer,
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),

@@ -213,6 +213,8 @@ def _packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        # Without it Mamba layers pass their state from a document to the next.
+        total_tokens=args.micro_batch_size * args.seq_length if "M" in (args.hybrid_layer_pattern or "") else None,
         tokens_per_sample=args.seq_length if takes_apart else None,
     )
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -38,10 +39,12 @@ from megatron.training.models.hybrid import HybridModelConfig
 
 from balancing.experts.config import ExpertConfig
 from balancing.sequences.config import SequenceConfig
+from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, ReplicatedSequentialMLP
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.hybrid_stack import local_stack_spec
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
+from megatron.balanced.local.mamba import ScannedMambaMixer
 from megatron.balanced.sequences.attention import PlannedMoELayer, SequenceCoreAttention, of_documents
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, SampleRouter
@@ -163,6 +166,8 @@ def _replacements(
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Replacements of Megatron's modules in layers of the model, and in those of multi-token prediction."""
     fitting: dict[Any, Any] = {}  # equivalent to the modules that they replace, in every layer
+    if "M" in (args.hybrid_layer_pattern or "") and is_cpu():
+        fitting[MambaMixer] = ScannedMambaMixer
     if sequences.enabled:
         fitting[_core_attention(args)] = SequenceCoreAttention
         fitting[MultiTokenPredictionLayer] = PredictionLayer

@@ -3,7 +3,9 @@
 import argparse
 
 from balancing.layers.pattern import KINDS, Pattern, read_pattern
+from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.trainer.checks.incompatible import HYBRID, HYBRID_SEGMENTS, check_compatible, shown
+from megatron.balanced.trainer.dry_run import is_available
 
 __all__ = ["check_hybrid"]
 
@@ -19,7 +21,6 @@ _MAMBA: dict[str, object] = {
 _OLD_NAMES = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
 # Kinds of layers that cannot be trained yet, and why.
 _NOT_YET = {
-    "M": "its kernels need a GPU",
     "G": "its kernels need a GPU",
     "D": "it was never tried",
 }
@@ -57,6 +58,8 @@ def check_hybrid(args: argparse.Namespace) -> None:
             "it out"
         )
     _check_experts(args, text, pattern)
+    if pattern.has("M"):
+        _check_mamba(args, text)
     args.num_layers = len(pattern.symbols)
     args.multi_latent_attention = args.multi_latent_attention or pattern.has("+") or pattern.has("D")
     if pattern.has("*") and args.multi_latent_attention:
@@ -78,3 +81,38 @@ def _check_experts(args: argparse.Namespace, text: str, pattern: Pattern) -> Non
             f"--num-experts {args.num_experts} is for MoE layers, E in --hybrid-layer-pattern, and {text} has none; "
             "add some, or drop it"
         )
+
+
+def _check_mamba(args: argparse.Namespace, text: str) -> None:
+    """Sizes of Mamba layers, which Megatron-LM asserts while it builds the model, and its package."""
+    if not is_cpu() and not is_available("mamba_ssm"):
+        raise ValueError(
+            f"--hybrid-layer-pattern {text} has M (Mamba), whose kernels are in mamba_ssm, which is not installed; "
+            "install mamba-ssm and causal-conv1d"
+        )
+    if not args.use_mamba_mem_eff_path and (args.sft or args.dataloader_inter_document_masking):
+        raise ValueError(
+            "--disable-mamba-mem-eff-path is incompatible with packed documents: Mamba layers (M) would pass their "
+            "state from a document to the next; drop it"
+        )
+    inner = 2 * (args.hidden_size or 0)
+    if args.mamba_num_heads is None and inner % args.mamba_head_dim:
+        raise ValueError(
+            f"--mamba-head-dim {args.mamba_head_dim} does not divide {inner}, twice --hidden-size; use another size, "
+            "or give --mamba-num-heads"
+        )
+    heads, groups, ranks = mamba_heads(args), args.mamba_num_groups, args.tensor_model_parallel_size
+    for flag, number in (("--mamba-num-heads", heads), ("--mamba-num-groups", groups)):
+        if number < 1 or number % ranks:
+            raise ValueError(
+                f"{flag} {number} is not divided by --tensor-model-parallel-size {ranks}; use a multiple of it"
+            )
+    if heads % groups:
+        raise ValueError(
+            f"--mamba-num-groups {groups} does not divide the {heads} heads of Mamba layers; use a divisor of them"
+        )
+
+
+def mamba_heads(args: argparse.Namespace) -> int:
+    """Heads of a Mamba layer."""
+    return args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim

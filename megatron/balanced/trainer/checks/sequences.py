@@ -45,6 +45,9 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     if args.num_experts and getattr(args, "mlp_chunks_for_training", 1) > 1:
         why = "the tokens of a micro-batch then pass through the routers in several parts"
         found.append((shown("mlp_chunks_for_training", args.mlp_chunks_for_training), why, "use 1"))
+    if args.hybrid_layer_pattern and "M" in args.hybrid_layer_pattern:
+        why = "Mamba layers (M) pass their state from each token to the next, and a rank has only pieces of documents"
+        found.append((f"--hybrid-layer-pattern {args.hybrid_layer_pattern}", why, "use other layers"))
     check_compatible(args, SEQUENCES, "--balance-sequences", found)
     if sequences.domain == "auto" and (args.context_parallel_size == 1 or _data_parallel_size(args) == 1):
         domain = "data" if args.context_parallel_size == 1 else "context"
