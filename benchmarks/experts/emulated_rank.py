@@ -202,7 +202,7 @@ def _experts(local: list[_Expert], config: Any) -> torch.nn.Module:
     class PacedExperts(ReplicatedSequentialMLP):
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
-            self.config, self._delays = config, False
+            self.config, self.ends_after_backward_dw = config, False
             self.local_experts, self.num_local_experts = torch.nn.ModuleList(local), len(local)
 
     return PacedExperts()

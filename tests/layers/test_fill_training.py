@@ -1,10 +1,12 @@
 """Training with deferred weight gradients equals training without, bit for bit, in every schedule and layout."""
 
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 
 from tests.support.moving import Plans, move_at
+from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, Run, assert_same, join, train_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -40,32 +42,59 @@ CASES = {
         f"{PP2} {VPP} {OVERLAPS} --num-layers 8 --balance-layers",
     ),
     "PP 2, EP 2, replicas, both overlaps": (4, f"{PP2} {EP2} {OVERLAPS} --balance-experts"),
+    "PP 2, VPP 2, EP 2, replicas in shared slots": (
+        4,
+        f"{PP2} {VPP} --num-layers 8 {EP2} --balance-experts {settings('experts', replica_mode='shared')}",
+    ),
     "PP 2, validation between": (2, f"{PP2} --eval-interval 1 --eval-iters 1"),
 }
-DEFAULT = ("PP 2, VPP 2, DP 2, both overlaps, many buckets", "PP 2, TP 2, sequence parallel, biases")
+DEFAULT = (
+    "PP 2, VPP 2, DP 2, both overlaps, many buckets",
+    "PP 2, TP 2, sequence parallel, biases",
+    "PP 2, EP 2, replicas, both overlaps",
+)
 
 
-def _rank(argv: list[str]) -> tuple[Run, list[int]]:
-    """The run of one rank, and the pieces that it computed at each moment."""
+class Counted(NamedTuple):
+    """What one rank computed later.
+
+    pieces: of weight gradients, at each moment.
+    replicas: for each backward pass through replicas, whether their gradients were added up with a piece.
+    """
+
+    pieces: list[int]
+    replicas: list[bool]
+
+
+def _rank(argv: list[str]) -> tuple[Run, Counted]:
+    """The run of one rank, and what it computed later."""
+    from balancing.experts.engine.slots import ReplicaSlots
     from megatron.balanced.layers.weight_gradients import WeightGradients
 
-    pieces = []
-    compute = WeightGradients.compute
+    told, within = Counted([], []), []
+    compute, accumulate = WeightGradients.compute, ReplicaSlots.accumulate_gradients
 
     def counted(self: WeightGradients, number: int) -> None:
-        pieces.append(min(number, len(self._deferred)))
+        told.pieces.append(min(number, len(self._deferred)))
+        within.append(number)
         compute(self, number)
+        within.clear()
+
+    def accumulated(self: ReplicaSlots, number: int) -> None:
+        told.replicas.append(bool(within))
+        accumulate(self, number)
 
     WeightGradients.compute = counted
+    ReplicaSlots.accumulate_gradients = accumulated
     if "--balance-layers" in argv:
         move_at(MOVES)
-    return train_rank(argv, True), pieces
+    return train_rank(argv, True), told
 
 
 @cache
-def _run(pool, world_size: int, flags: str) -> tuple[Run, list[list[int]]]:
+def _run(pool, world_size: int, flags: str) -> tuple[Run, list[Counted]]:
     ranks = pool.run(world_size, _rank, [*BASE, *flags.split()])
-    return join([run for run, _ in ranks]), [pieces for _, pieces in ranks]
+    return join([run for run, _ in ranks]), [told for _, told in ranks]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +102,14 @@ def _run(pool, world_size: int, flags: str) -> tuple[Run, list[list[int]]]:
 )
 def test_no_number_changes(pool, case):
     world_size, flags = CASES[case]
-    run, pieces = _run(pool, world_size, f"{flags} {FILL}")
+    run, told = _run(pool, world_size, f"{flags} {FILL}")
     assert_same(run, _run(pool, world_size, flags)[0])
-    if "--balance" in flags:
+    if "--balance-experts" in flags:
+        added = [later for rank in told for later in rank.replicas]
+        assert len(added) > 10, "hardly anything was replicated"
+        # Slots that layers share have memory for the gradients of one micro-batch.
+        assert set(added) == {"shared" not in flags}
+    if "--balance-layers" in flags:
         return  # the layers of a rank change
     stages = 4 if PP4 in flags else 2
     layers = 8 if "--num-layers 8" in flags else 4
@@ -83,5 +117,5 @@ def test_no_number_changes(pool, case):
     replicas = world_size // stages // (2 if TP2 in flags else 1)
     for rank in range(world_size):
         if "--mtp-num-layers" not in flags:
-            assert sum(pieces[rank]) == 3 * 8 // replicas * layers // stages
-        assert sum(1 for number in pieces[rank] if number) > 3, "all were left to the end of the step"
+            assert sum(told[rank].pieces) == 3 * 8 // replicas * layers // stages
+        assert sum(1 for number in told[rank].pieces if number) > 3, "all were left to the end of the step"

@@ -13,8 +13,9 @@ and backwards, and when messages are posted. So a pipeline fills and drains with
 little to do waits less.
 
 Until its weight gradient is computed, a layer keeps the inputs and output gradients of its matrices: nearly all that it
-keeps between forward and backward (32 of 34 bytes an element with a feed-forward width of 4 h, ibid., table 1). In
-1F1B, late stages keep the activations of fewer micro-batches than early ones, and deferred gradients use this memory.
+keeps between forward and backward (32 of 34 bytes an element with a feed-forward width of 4 h, ibid., table 1), and
+more where it keeps tensors that it has gathered from other ranks (`kept_share`). In 1F1B, late stages keep the
+activations of fewer micro-batches than early ones, and deferred gradients use this memory.
 """
 
 import heapq
@@ -27,10 +28,18 @@ from numpy.typing import ArrayLike, NDArray
 from balancing.layers.memory import in_flight
 from balancing.layers.simulator.schedule import MEGATRONS, Action, PipelineMessage, Schedule, program
 
-__all__ = ["KEPT", "FilledStep", "SplitPasses", "simulate_fill"]
+__all__ = ["FilledStep", "SplitPasses", "kept_share", "simulate_fill"]
 
 FloatArray = NDArray[np.float64]
-KEPT = 32 / 34  # of a layer's activations, until its weight gradient is computed
+
+
+def kept_share(*, gathered_by: int = 1) -> float:
+    """The share of a layer's activations that stays until its weight gradient is computed, with gradients of outputs.
+
+    gathered_by: ranks of sequence parallelism, if they keep the inputs of the first and the output gradients of the
+        second matrix of attention and MLP whole, which are 8 of the 32 bytes an element.
+    """
+    return (24 + 8 * gathered_by) / 34
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +48,10 @@ class SplitPasses:
 
     forward, input_gradient, weight_gradient: float arrays [rank, chunk], seconds.
     activation: float array [rank, chunk] or one number, what it keeps between forward and backward, in any unit. The
-        share `KEPT` of it stays until the weight gradient is computed.
+        share `kept` of it stays until the weight gradient is computed.
     pieces: int array [rank, chunk] or one number, parts in which the weight gradient of a chunk may be computed, such
         as its layers.
+    kept: see `kept_share`.
 
     Raises ValueError for arrays of wrong shape, and negative or not finite values.
     """
@@ -51,6 +61,7 @@ class SplitPasses:
     weight_gradient: FloatArray
     activation: FloatArray | float = 1.0
     pieces: NDArray[np.int64] | int = 1
+    kept: float = kept_share()
 
     def __post_init__(self) -> None:
         names = ("forward", "input_gradient", "weight_gradient")
@@ -178,7 +189,7 @@ def simulate_fill(
     moments = in_flight(ranks, chunks, micro_batches, schedule)  # [rank, moment, chunk]
     without = np.einsum("rmc,rc->rm", moments, passes.activation).max(axis=1)
     stages = [
-        _Stage(actions, weights, KEPT * row, count)
+        _Stage(actions, weights, passes.kept * row, count)
         for actions, weights, row, count in zip(
             programs, passes.weight_gradient, np.asarray(passes.activation), np.asarray(passes.pieces), strict=True
         )
@@ -212,8 +223,11 @@ def _run(stages: list[_Stage], mail: _Mail, passes: SplitPasses, budget: float) 
                 stage.keep(size)
                 stage.clock += float(forward[rank, operation.chunk])
             else:
+                more = (passes.kept - 1) * size
+                while more > 0 and stage.activations + more > budget * (1 + 1e-9) and stage.piece() is not None:
+                    stage.fill()
                 stage.clock += float(input_gradient[rank, operation.chunk])
-                stage.keep(-(1 - KEPT) * size)
+                stage.keep(more)
                 stage.defer(operation.chunk)
             stage.fills.append(0)
             stage.next += 1

@@ -36,7 +36,7 @@ def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[Balanc
         layer.prepare(slots)
         layer._gathers_counts = False  # the dispatcher gathers counts itself, since nothing of it is patched
         experts = layer.experts
-        experts._delays = experts.config.delay_wgrad_compute
+        experts.ends_after_backward_dw = experts.config.delay_wgrad_compute
         if isinstance(experts, ReplicatedSequentialMLP):
             for linear in experts.modules():  # replicas have no buffers to which gradients could be added at once
                 if getattr(linear, "gradient_accumulation_fusion", False):

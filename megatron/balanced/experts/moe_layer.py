@@ -59,15 +59,24 @@ class _OnBackward(torch.autograd.Function):
         return gradients[0], None
 
 
+def at_once(act: Callable[[], None]) -> None:
+    """Call `act`."""
+    act()
+
+
 class ReplicatedSequentialMLP(SequentialMLP):
     """Megatron's sequential experts, followed by the replicas in the slots.
 
     Parameters and checkpoints are those of Megatron-LM: a slot runs a home expert's module on the replica's weights.
+
+    ends_after_backward_dw: whether `backward_dw` ends a backward pass, after the gradients of inputs have been handed
+        on (`--delay-wgrad-compute`).
+    when_computed: calls what it is given when the weight gradients of a backward pass have been computed.
     """
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
     position = 0  # among the MoE layers of the model chunk
-    sends_gradients = True  # of its weights, as soon as a backward pass has left it
+    when_computed = staticmethod(at_once)
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         # Fused accumulation adds a weight's gradient to its buffer of data parallelism, and a replica has none. These
@@ -75,8 +84,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
         config = copy.copy(config)
         config.gradient_accumulation_fusion = False
         super().__init__(num_local_experts, config, *args, **kwargs)
-        # Whether `backward_dw` ends a backward pass, after the gradients of inputs have been handed on.
-        self._delays = config.delay_wgrad_compute
+        self.ends_after_backward_dw = config.delay_wgrad_compute
 
     def forward(
         self,
@@ -99,9 +107,9 @@ class ReplicatedSequentialMLP(SequentialMLP):
         slots, position = self.slots, self.position
         if slots is None or not self.training:
             return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
-        if not self._delays:
+        if not self.ends_after_backward_dw:
             permuted_local_hidden_states = _OnBackward.apply(
-                permuted_local_hidden_states, lambda: slots.end_pass(position)
+                permuted_local_hidden_states, lambda: self.when_computed(lambda: slots.end_pass(position))
             )
         if not slots.is_used(position):
             return self._run_homes(permuted_local_hidden_states, counts[:homes], permuted_probs), None
@@ -118,7 +126,9 @@ class ReplicatedSequentialMLP(SequentialMLP):
         position = self.position
         slots.acquire(position, forward=True)
         # A backward pass reaches `outputs` before the replicas, and `tokens` after them.
-        tokens = hidden if self._delays else _OnBackward.apply(hidden, lambda: slots.accumulate_gradients(position))
+        tokens = hidden
+        if not self.ends_after_backward_dw:
+            tokens = _OnBackward.apply(hidden, lambda: self.when_computed(lambda: slots.accumulate_gradients(position)))
         outputs = self._run_replicas(slots.leaves(position), tokens, counts, probs)
         return _OnBackward.apply(outputs, lambda: slots.acquire(position, forward=False))
 
@@ -126,7 +136,7 @@ class ReplicatedSequentialMLP(SequentialMLP):
         """Compute the weight gradients that the backward pass has left out, then return those of replicas
         (`--delay-wgrad-compute`)."""
         super().backward_dw()
-        if self.slots is not None and self._delays:
+        if self.slots is not None and self.ends_after_backward_dw:
             if self.slots.is_used(self.position):
                 self.slots.accumulate_gradients(self.position)
             self.slots.end_pass(self.position)

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from balancing.experts.engine.slots import ReplicaSlots
-from megatron.balanced.experts.moe_layer import _OnBackward
+from megatron.balanced.experts.moe_layer import _OnBackward, at_once
 
 __all__ = ["ReplicatedTEGroupedMLP", "home_parameters"]
 
@@ -41,18 +41,21 @@ def _twin[Module: torch.nn.Module](module: Module, **changes: Any) -> Module:
 
 
 class ReplicatedTEGroupedMLP(TEGroupedMLP):
-    """Transformer Engine's grouped experts, followed by the replicas in the slots."""
+    """Transformer Engine's grouped experts, followed by the replicas in the slots.
+
+    ends_after_backward_dw, when_computed: as in `ReplicatedSequentialMLP`.
+    """
 
     slots: ReplicaSlots | None = None  # set when the model is complete; None: no replicas
     position = 0  # among the MoE layers of the model chunk
+    when_computed = staticmethod(at_once)
 
     _bound: ReplicaSlots | None = None  # the slots that are weights of the module in `_physical`
     _physical: tuple[TEGroupedMLP] | None = None  # homes and slots; in a tuple, so that it is no submodule
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Whether `backward_dw` ends a backward pass, after the gradients of inputs have been handed on.
-        self._delays = self.config.delay_wgrad_compute
+        self.ends_after_backward_dw = self.config.delay_wgrad_compute
 
     def forward(
         self,
@@ -72,8 +75,8 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
         if slots is None or not self.training:
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         # A backward pass reaches the output before the experts, and `hidden` after them.
-        if not self._delays:
-            hidden = _OnBackward.apply(hidden, lambda: self._end_pass(slots))
+        if not self.ends_after_backward_dw:
+            hidden = _OnBackward.apply(hidden, lambda: self.when_computed(lambda: self._end_pass(slots)))
         if not slots.is_used(position):
             return super().forward(hidden, tokens_per_expert, permuted_probs, *buffers)
         slots.acquire(position, forward=True)
@@ -87,12 +90,16 @@ class ReplicatedTEGroupedMLP(TEGroupedMLP):
     def backward_dw(self) -> None:
         """Compute the weight gradients that the backward pass has left out, then return those of replicas
         (`--delay-wgrad-compute`)."""
+        self.compute_weight_gradients()
+        if self.slots is not None and self.ends_after_backward_dw:
+            self._end_pass(self.slots)
+
+    def compute_weight_gradients(self) -> None:
+        """Compute the weight gradients that the backward pass has left out."""
         slots = self.slots
-        if slots is None or not self._delays:
-            return super().backward_dw()
         # Which replicas there are does not change between the passes of an iteration.
-        TEGroupedMLP.backward_dw(self._homes_and(slots) if slots.is_held(self.position) else self)
-        self._end_pass(slots)
+        holds = slots is not None and slots.is_held(self.position)
+        TEGroupedMLP.backward_dw(self._homes_and(slots) if holds else self)
 
     def _end_pass(self, slots: ReplicaSlots) -> None:
         if slots.is_used(self.position):

@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.utils import unwrap_model
 
-from balancing.layers.simulator.fill import SplitPasses, simulate_fill
+from balancing.layers.simulator.fill import SplitPasses, kept_share, simulate_fill
 from balancing.layers.simulator.schedule import Schedule, operations
 from megatron.balanced.layers.weight_gradients import WeightGradients, deferring
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.process_groups import duplicate_group, gather_objects
 
 __all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_filled_waits"]
 
@@ -72,11 +72,12 @@ def use_filled_schedule(schedule: FilledSchedule | None) -> None:
 class WeightGradientFill(StepCallback):
     """One on each rank.
 
+    timeout_minutes: of messages between the hosts of a pipeline.
     timed: a context manager around the weight gradients of a layer (module) of a model chunk, for who measures layers.
     """
 
-    def __init__(self, timed: Callable[[Any, int], Any] | None = None) -> None:
-        self._timed = timed
+    def __init__(self, timeout_minutes: float, timed: Callable[[Any, int], Any] | None = None) -> None:
+        self._timeout_minutes, self._timed = timeout_minutes, timed
         self._chunks: list[Any] = []
         self._finalize: Callable | None = None
         self._schedule: FilledSchedule | None = None
@@ -84,6 +85,7 @@ class WeightGradientFill(StepCallback):
 
     def attach(self, chunks: list[Any]) -> None:
         self._chunks = chunks
+        self._hosts = duplicate_group(mpu.get_pipeline_model_parallel_group(), self._timeout_minutes, on_host=True)
         self.gradients = WeightGradients(chunks, self._timed)
         for number, chunk in enumerate(chunks):
             chunk.register_forward_pre_hook(self._begin_forward)
@@ -97,13 +99,11 @@ class WeightGradientFill(StepCallback):
 
     def layers_moved(self) -> None:
         """Gather what the chunks of all stages compute, since one plan covers them."""
-        process_group = mpu.get_pipeline_model_parallel_group()
-        work = [_work(chunk) for chunk in self._chunks]
-        of_stage = torch.tensor(work, dtype=torch.float64, device=torch.cuda.current_device())
-        gathered = [torch.empty_like(of_stage) for _ in range(process_group.size())]
-        dist.all_gather(gathered, of_stage, group=process_group)
+        for chunk in self._chunks:
+            self.gradients.watch_rest(chunk)
         self._planned.clear()
-        self._work = torch.stack(gathered).cpu().numpy()  # [stage, chunk, part]: see `_work`
+        work = [_work(chunk) for chunk in self._chunks]
+        self._work = np.array(gather_objects(work, self._hosts))  # [stage, chunk, part]: see `_work`
 
     # Around a step and its schedule.
 
@@ -112,10 +112,11 @@ class WeightGradientFill(StepCallback):
         config.batch_p2p_comm = False  # messages that are waited for one by one
         # Gradients of a bucket are reduced when the last one is there, which is after the last backward pass.
         config.grad_sync_func = None
-        self._finalize = config.finalize_model_grads_func
-        config.finalize_model_grads_func = self._finalize_all
 
     def begin_schedule(self) -> None:
+        # Callbacks that began before have put theirs there, for when all gradients have been computed.
+        self._finalize = self._config.finalize_model_grads_func
+        self._config.finalize_model_grads_func = self._finalize_all
         self._schedule = FilledSchedule(*self._plan(get_num_microbatches()), self.gradients.compute)
         use_filled_schedule(self._schedule)
         self.gradients.defer(True)
@@ -124,8 +125,6 @@ class WeightGradientFill(StepCallback):
         self._schedule = None
         use_filled_schedule(None)
         self.gradients.defer(False)
-
-    def end_step(self) -> None:
         self._config.finalize_model_grads_func = self._finalize
 
     def _finalize_all(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,13 +154,27 @@ class WeightGradientFill(StepCallback):
             self._planned[micro_batches] = self._simulate(micro_batches)
         return self._planned[micro_batches]
 
+    def _gathering_ranks(self) -> int:
+        """Tensor-parallel ranks whose parts of an input are kept until the weight gradient is computed. Transformer
+        Engine keeps what it has gathered; Megatron-LM's own linear layers gather again."""
+        config = self._config
+        whole = config.sequence_parallel and config.transformer_impl != "local"
+        return mpu.get_tensor_model_parallel_world_size() if whole else 1
+
     def _simulate(self, micro_batches: int) -> tuple[Sequence[str], Sequence[int]]:
         layers, work, deferred, head = (self._work[:, :, part] for part in range(4))
         stages, chunks = layers.shape
         rank = mpu.get_pipeline_model_parallel_rank()
         schedule = Schedule(group=self._config.microbatch_group_size_per_vp_stage if chunks > 1 else None)
         backward = 2 * (work + head) - deferred
-        passes = SplitPasses(work + head, backward, deferred, activation=layers, pieces=np.maximum(layers, 1))
+        passes = SplitPasses(
+            work + head,
+            backward,
+            deferred,
+            activation=layers,
+            pieces=np.maximum(layers, 1),
+            kept=kept_share(gathered_by=self._gathering_ranks()),
+        )
         step = simulate_fill(passes, micro_batches, schedule=schedule)
         order = operations(stages, micro_batches, chunks=chunks, schedule=schedule)[rank]
         return tuple(operation.kind for operation in order), step.fills[rank]
@@ -184,7 +197,7 @@ def _products(layer: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> flo
     of_experts = {
         id(parameter): layer.config.moe_router_topk / module.num_local_experts
         for module in layer.modules()
-        if isinstance(module, SequentialMLP)
+        if isinstance(module, SequentialMLP | TEGroupedMLP)
         for parameter in module.parameters()
     }
     weights = [weight for module in modules for weight in module.parameters(recurse=False) if weight.ndim > 1]

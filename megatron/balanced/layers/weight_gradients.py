@@ -5,12 +5,16 @@ weight. What Megatron-LM does behind this product is done when it is computed: t
 for the last micro-batch of a step, the bucket learns that it is ready. Products of one weight are computed in the order
 of micro-batches, so the sums are the same, bit for bit.
 
-Autograd does not see these weights. If it did, it would run the hooks of their gradients in the backward pass.
+Megatron-LM's own linear layers get another forward function, in which autograd does not see the weights; if it did, it
+would run the hooks of their gradients in the backward pass. Transformer Engine's have a store of delayed products
+(`delay_wgrad_compute`), which is told to say when it gets one. What replicas of experts do after their weight gradients
+is queued behind these.
 """
 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,14 +30,30 @@ __all__ = ["WeightGradients", "deferring"]
 
 
 def deferring(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The linear layers in `module` that may defer weight gradients: not those of experts that have replicas, whose
-    gradients are sent on as soon as the backward pass has left them."""
-    if getattr(module, "sends_gradients", False):
-        return
-    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-        yield module
-    for child in module.children():
-        yield from deferring(child)
+    """The linear layers in `module` whose weight gradients can be deferred."""
+    for part in module.modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear) or _store(part) is not None:
+            yield part
+
+
+def _store(module: torch.nn.Module) -> Any:
+    """Where a linear layer of Transformer Engine keeps delayed products; None for all other modules."""
+    store = getattr(module, "wgrad_store", None)
+    return store if store is not None and store.delay_wgrad_compute() else None
+
+
+@dataclass(slots=True)
+class _Piece:
+    """The weight gradients that one backward pass of a layer has left.
+
+    is_last: whether it was the last micro-batch of its chunk, after which gradients are reduced.
+    products: compute them, in order.
+    """
+
+    layer: Any
+    chunk: int
+    is_last: bool
+    products: list[Callable[[], None]] = field(default_factory=list)
 
 
 class WeightGradients:
@@ -47,14 +67,32 @@ class WeightGradients:
         self._chunks = chunks
         self._timed = timed or (lambda layer, chunk: contextlib.nullcontext())
         self._defers = False
-        # One entry for each layer and backward pass, oldest first: the layer, its chunk, and products.
-        self._deferred: deque[tuple[Any, int, list[Callable[[], None]]]] = deque()
-        self._is_open = False  # whether the newest entry is of the backward pass in progress
+        self._deferred: deque[_Piece] = deque()  # oldest first
+        self._is_open = False  # whether the newest piece is of the backward pass in progress
 
     def watch(self, layer: torch.nn.Module, chunk: int) -> None:
         """Let the linear layers in `layer`, of model chunk `chunk`, defer their weight gradients."""
+        experts_of: dict[torch.nn.Module, Any] = {}
+        for experts in layer.modules():
+            if hasattr(experts, "when_computed"):  # they may have replicas
+                experts_of |= dict.fromkeys(experts.modules(), experts)
+                experts.ends_after_backward_dw = False
+                experts.when_computed = partial(self._after_gradients, layer, chunk, experts)
         for module in deferring(layer):
-            module._forward_impl = partial(self._linear, module._forward_impl, layer, chunk)
+            experts = experts_of.get(module)
+            if _store(module) is None:
+                module._forward_impl = partial(self._linear, module._forward_impl, layer, chunk, experts)
+            else:
+                self._tell(module, partial(self._put, layer, chunk, experts, module))
+
+    def watch_rest(self, ddp: Any) -> None:
+        """Let Transformer Engine's linear layers outside of the layers compute their weight gradients at once, and all
+        of them hand on gradients as this class does. Called when hooks of data parallelism are new."""
+        for module in ddp.modules():
+            if (store := _store(module)) is not None:
+                if not isinstance(store.put, partial):
+                    self._tell(module, module.backward_dw)
+                module.wgrad_accumulation_and_reduce_hooks[:] = [partial(self._hand_on, ddp, module)]
 
     def defer(self, on: bool) -> None:
         """Whether weight gradients of the backward passes from now on are deferred."""
@@ -68,19 +106,85 @@ class WeightGradients:
         """
         self._is_open = False
         for _ in range(min(pieces, len(self._deferred))):
-            layer, chunk, products = self._deferred.popleft()
-            with self._timed(layer, chunk):
-                for product in products:
+            piece = self._deferred.popleft()
+            with self._timed(piece.layer, piece.chunk), self._as_then(piece):
+                for product in piece.products:
                     product()
 
     def compute_all(self) -> None:
         self.compute(len(self._deferred))
+
+    @contextlib.contextmanager
+    def _as_then(self, piece: _Piece) -> Iterator[None]:
+        """Let the buckets of a chunk believe that they are in the backward pass of `piece`; by now another micro-batch
+        may be in its own."""
+        ddp = self._chunks[piece.chunk]
+        buckets = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+        now = [bucket_group.is_last_microbatch for bucket_group in buckets]
+        for bucket_group in buckets:
+            bucket_group.is_last_microbatch = piece.is_last
+        yield
+        for bucket_group, is_last in zip(buckets, now, strict=True):
+            bucket_group.is_last_microbatch = is_last
+
+    def _queue(self, layer: Any, chunk: int, product: Callable[[], None]) -> None:
+        """Compute `product` with the other weight gradients of this backward pass of `layer`."""
+        if not self._is_open or self._deferred[-1].layer is not layer:
+            ddp = self._chunks[chunk]
+            buckets = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+            self._deferred.append(_Piece(layer, chunk, any(group.is_last_microbatch for group in buckets)))
+            self._is_open = True
+        self._deferred[-1].products.append(product)
+
+    def _defers_of(self, experts: Any) -> bool:
+        """Whether gradients in a backward pass are deferred. experts: that may have replicas and that they are of, or
+        None. Slots that layers share have memory for the gradients of one micro-batch."""
+        shares = experts is not None and experts.slots is not None and experts.slots.shared
+        return self._defers and not shares
+
+    def _after_gradients(self, layer: Any, chunk: int, experts: Any, act: Callable[[], None]) -> None:
+        """`act` when the weight gradients of this backward pass of `experts` have been computed."""
+        if self._defers_of(experts):
+            self._queue(layer, chunk, act)
+        else:
+            act()
+
+    # Transformer Engine's linear layers.
+
+    def _tell(self, module: Any, then: Callable[[], None]) -> None:
+        """Have the store of `module` call `then` after it got a product. Gradients that autograd gets meanwhile are
+        complete for a bias, such as one that is added elsewhere, and memory yet to be written for a weight."""
+        module.wgrad_store.put = partial(_put_and_tell, module.wgrad_store.put, then)
+        for parameter in _with_delayed_hook(module):
+            parameter.register_post_accumulate_grad_hook(_drop_gradient if parameter.ndim > 1 else _add_gradient)
+
+    def _put(self, layer: Any, chunk: int, experts: Any, module: Any) -> None:
+        """The store of `module` got a product."""
+        product = module.backward_dw
+        if experts is not None:
+            if module is not experts.linear_fc1:  # the backward pass comes to it last
+                return
+            product = experts.compute_weight_gradients
+        if self._defers_of(experts):
+            self._queue(layer, chunk, product)
+        else:
+            product()
+
+    def _hand_on(self, ddp: Any, module: Any) -> None:
+        """Add gradients of the weights of `module`, where the product has not, and tell their buckets."""
+        for parameter in _with_delayed_hook(module):
+            if parameter in ddp.param_to_bucket_group:
+                _add_gradient(parameter)
+                _register(ddp, parameter)
+
+    # Megatron-LM's linear layers.
 
     def _linear(
         self,
         original: Callable[..., torch.Tensor],
         layer: Any,
         chunk: int,
+        experts: Any,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
@@ -91,8 +195,8 @@ class WeightGradients:
         **rest: Any,
     ) -> torch.Tensor:
         """In the place of a linear layer's `_forward_impl`."""
-        defers = self._defers and torch.is_grad_enabled() and input.requires_grad
-        if not (defers and weight in self._chunks[chunk].param_to_bucket_group):
+        defers = self._defers_of(experts) and torch.is_grad_enabled() and input.requires_grad
+        if not (defers and weight.requires_grad):
             return original(
                 input=input,
                 weight=weight,
@@ -118,37 +222,54 @@ class WeightGradients:
         self,
         layer: Any,
         chunk: int,
-        parameters: tuple[torch.nn.Parameter, torch.nn.Parameter | None],
+        parameters: tuple[torch.Tensor, torch.Tensor | None],
         gradients: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
     ) -> None:
         """Queue `gradients`, a function that computes those of `parameters`, a weight and perhaps its bias."""
         ddp = self._chunks[chunk]
-        is_last = [
-            p is not None and ddp.ddp_config.overlap_grad_reduce and ddp.param_to_bucket_group[p].is_last_microbatch
-            for p in parameters
-        ]
 
         @torch.no_grad()
         def compute() -> None:
-            for parameter, gradient, last in zip(parameters, gradients(), is_last, strict=True):
-                if parameter is None:
+            for parameter, gradient in zip(parameters, gradients(), strict=True):
+                if parameter is None or gradient is None:
                     continue
-                parameter.main_grad.add_(gradient)
-                if last:
+                if parameter in ddp.param_to_bucket_group:
+                    parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
                     _register(ddp, parameter)
+                elif parameter.grad is None:  # of a replica
+                    parameter.grad = gradient
+                else:
+                    parameter.grad += gradient
 
-        if not self._is_open or self._deferred[-1][0] is not layer:
-            self._deferred.append((layer, chunk, []))
-            self._is_open = True
-        self._deferred[-1][2].append(compute)
+        self._queue(layer, chunk, compute)
 
 
-def _register(ddp: Any, parameter: torch.nn.Parameter) -> None:
-    """The gradient of `parameter` is complete, though by now other micro-batches may be in their backward passes."""
-    bucket_group = ddp.param_to_bucket_group[parameter]
-    was_last, bucket_group.is_last_microbatch = bucket_group.is_last_microbatch, True
-    bucket_group.register_grad_ready(parameter, ddp.force_all_reduce)
-    bucket_group.is_last_microbatch = was_last
+def _put_and_tell(put: Callable, then: Callable[[], None], tensors: Any, product: Callable) -> None:
+    put(tensors, product)
+    then()
+
+
+def _with_delayed_hook(module: torch.nn.Module) -> list[Any]:
+    """The parameters of a linear layer of Transformer Engine whose gradients `backward_dw` hands on, by its hooks."""
+    return [p for p in module.parameters(recurse=False) if getattr(p, "skip_backward_post_hook", False)]
+
+
+def _drop_gradient(parameter: Any) -> None:
+    parameter.grad = None
+
+
+def _add_gradient(parameter: Any) -> None:
+    """Add the gradient of `parameter` to its main gradient, unless a product has."""
+    if parameter.grad is not None:
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+def _register(ddp: Any, parameter: torch.Tensor) -> None:
+    """Tell the bucket of `parameter` that a gradient was added."""
+    if ddp.ddp_config.overlap_grad_reduce:
+        ddp.param_to_bucket_group[parameter].register_grad_ready(parameter, ddp.force_all_reduce)
 
 
 class _DeferredLinear(torch.autograd.Function):

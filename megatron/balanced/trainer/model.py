@@ -227,6 +227,20 @@ def model_config(
     """
     replacements, of_prediction = _replacements(args, experts, sequences)
     replacements |= modules
+    # Megatron-LM itself delays weight gradients where it overlaps messages of experts alone, and insists on that.
+    delays = args.delay_wgrad_compute
+    args.delay_wgrad_compute = delays and args.overlap_moe_expert_parallel_comm
+    try:
+        config = _config(args, replacements, of_prediction)
+    finally:
+        args.delay_wgrad_compute = delays
+    config.transformer.delay_wgrad_compute = delays
+    return config
+
+
+def _config(
+    args: argparse.Namespace, replacements: dict[Any, Any], of_prediction: dict[Any, Any]
+) -> GPTModelConfig | HybridModelConfig:
     if args.hybrid_layer_pattern is not None:
         config = hybrid_config_from_args(args)
         if args.spec is None:

@@ -147,7 +147,8 @@ def _features(
         if args.cuda_graph_impl == "transformer_engine":
             features.append(GraphsOfLayers())
     if config.fill_with_weight_gradients:
-        features.append(WeightGradientFill(None if observer is None else observer.weight_gradients))
+        timed = None if observer is None else observer.weight_gradients
+        features.append(WeightGradientFill(args.distributed_timeout_minutes, timed))
     releases = config.layers.enabled and config.layers.repacks
     forward = partial(forward_step, observer=observer, sequences=sequences, releases=releases)
     datasets = partial(train_valid_test_datasets, releases=releases)

@@ -59,6 +59,12 @@ RUNS = {
         f"{_EXPERTS} {_OVERLAPS} {_BATCHES} {_PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8",
         files=(_RELAY,),
     ),
+    "experts, weight gradients fill waits, interleaved": CheckedRun(
+        4,
+        f"{_EXPERTS} {_OVERLAPS} {_PP2} --num-virtual-stages-per-pipeline-rank 2 --ddp-bucket-size 2000 "
+        "--fill-with-weight-gradients --global-batch-size 8",
+        files=(_RELAY,),
+    ),
     "experts, tensor-parallel": CheckedRun(
         4,
         f"{_EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
