@@ -18,7 +18,7 @@ from megatron.balanced.trainer.checks.experts import (
     leave_out_preprocessing,
     with_captured_iterations,
 )
-from tests.megatron.test_bad_input import _assert_refused, _parse
+from tests.support.refusals import assert_accepted, assert_refused
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, train
 
@@ -85,32 +85,22 @@ REFUSED = {
         "Transformer Engine",
         "give --q-lora-rank",
     ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(pool, case):
-    flags, *words = REFUSED[case]
-    _assert_refused(pool, [*BASE, *flags.split()], *words)
-
-
-GRAPHS = {
-    "of the iteration": (
+    "graphs of the iteration": (
         f"{BALANCE} --cuda-graph-impl full_iteration",
         "--cuda-graph-impl full_iteration",
         "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router",
     ),
-    "of the iteration, by its old name": (
+    "graphs of the iteration, by its old name": (
         f"{BALANCE} --cuda-graph-scope full_iteration",
         "--cuda-graph-modules full_iteration",
         "--cuda-graph-modules attn moe_router",
     ),
-    "of whole layers": (
+    "graphs of whole layers": (
         f"{BALANCE} --cuda-graph-impl transformer_engine",
         "whole layers",
         "--cuda-graph-modules attn moe_router",
     ),
-    "of experts": (
+    "graphs of experts": (
         f"{BALANCE} --external-cuda-graph --cuda-graph-modules attn moe",
         "--cuda-graph-modules moe",
         "--cuda-graph-modules attn moe_router",
@@ -118,10 +108,8 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("case", GRAPHS)
-def test_graphs_that_would_hold_experts_are_refused(pool, case):
-    flags, *words = GRAPHS[case]
-    _assert_refused(pool, [*BASE, *flags.split()], *words)
+def test_refused(pool):
+    assert_refused(pool, BASE, REFUSED)
 
 
 def test_layers_of_transformer_engine():
@@ -246,8 +234,7 @@ def test_quantized_experts(case):
 
 
 def test_the_same_flags_without_the_fault_are_accepted(pool):
-    for flags in (BALANCE, "--moe-grouped-gemm", f"{BALANCE} --bf16"):
-        assert [code for code, _ in pool.run(2, _parse, [*BASE, *flags.split()])] == ["none", "none"]
+    assert_accepted(pool, BASE, [BALANCE, "--moe-grouped-gemm", f"{BALANCE} --bf16"])
 
 
 # ranks, flags, and why there is nothing to balance

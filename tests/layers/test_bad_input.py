@@ -6,7 +6,7 @@ import pytest
 
 from balancing.layers.config import LayerConfig
 from megatron.balanced.trainer.checks.layers import check_layers
-from tests.megatron.test_bad_input import _assert_refused
+from tests.support.refusals import assert_refused
 from tests.support.training import MOCK_DATA, MODEL
 
 ON = LayerConfig(enabled=True)
@@ -171,18 +171,18 @@ def test_one_layer_a_stage_can_still_be_released():
     assert on.enabled and on.repacks
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--repack-throughput-floor 0.9", "--repack-throughput-floor 0.9 does nothing without --balance-layers"),
-        ("--layer-balance-interval 50", "--layer-balance-interval 50 does nothing without --balance-layers"),
-        ("--balance-layers --balance-layers-once", "--balance-layers is incompatible with --balance-layers-once"),
-    ],
-)
-def test_flags_of_layers_that_stay(pool, flags, words):
-    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], words)
+# flags, and the words that the line must have
+FLAGS = {
+    "release": ("--repack-throughput-floor 0.9", "--repack-throughput-floor 0.9 does nothing without --balance-layers"),
+    "interval": ("--layer-balance-interval 50", "--layer-balance-interval 50 does nothing without --balance-layers"),
+    "once": ("--balance-layers --balance-layers-once", "--balance-layers is incompatible with --balance-layers-once"),
+    "graphs": (
+        "--pipeline-model-parallel-size 2 --balance-layers --cuda-graph-impl local",
+        "--cuda-graph-impl local",
+        "transformer_engine",
+    ),
+}
 
 
 def test_from_the_command_line(pool):
-    flags = "--pipeline-model-parallel-size 2 --balance-layers --cuda-graph-impl local"
-    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], "--cuda-graph-impl local", "transformer_engine")
+    assert_refused(pool, [*MODEL, *MOCK_DATA], FLAGS)

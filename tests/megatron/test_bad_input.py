@@ -1,10 +1,8 @@
 """Bad input is refused at the start with one line that names the value and the way out, once for all ranks."""
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
-import io
 import os
 import re
 import shutil
@@ -13,40 +11,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import single_threaded
-from tests.support.program import parse
+from tests.support.refusals import assert_accepted, assert_refused, parse_line
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+BASE = [*MODEL, *MOCK_DATA]
 TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127"]
-
-
-def _parse(argv: list[str]) -> tuple[object, str]:
-    """Parse a command line on this rank. Returns the exit code, "none" when it was accepted, and stderr."""
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-        try:
-            parse(argv)
-        except SystemExit as stop:
-            return stop.code, stderr.getvalue()
-    return "none", stderr.getvalue()
-
-
-def _assert_refused(pool, argv: list[str], *words: str) -> None:
-    results = pool.run(2, _parse, argv)
-    said = "".join(text for _, text in results)
-    assert [code for code, _ in results] == [2, 2], f"accepted; on stderr: {said!r}"
-    # Megatron may have warned of other flags before.
-    lines = [line for line in said.splitlines() if "error:" in line or "Traceback" in line]
-    assert len(lines) == 1, lines
-    (line,) = lines
-    assert line.startswith("pretrain_gpt.py: error: ")
-    for word in words:
-        assert word in line, line
+CORPUS = [*MODEL, *TOKENIZER, "--split", "100,0,0", "--data-path"]
 
 
 # flags, and the words that the line must have: the value, and the way out
@@ -239,12 +214,10 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("case", FLAGS)
-def test_flags(pool, case):
-    if case == "context parallel" and importlib.util.find_spec("transformer_engine"):
-        pytest.skip("Transformer Engine is installed, which has context-parallel attention")
-    flags, *words = FLAGS[case]
-    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split()], *words)
+def test_flags(pool):
+    # Transformer Engine has context-parallel attention.
+    left_out = {"context parallel"} if importlib.util.find_spec("transformer_engine") else set()
+    assert_refused(pool, BASE, {case: row for case, row in FLAGS.items() if case not in left_out})
 
 
 def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
@@ -277,19 +250,18 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
 
 def test_flags_that_are_refused_exist(pool):
     """A row with a misspelt or removed flag would refuse nothing, and one with another name would mislead."""
-    assert pool.run(1, _flags_that_do_not_exist, [*MODEL, *MOCK_DATA]) == [[]]
+    assert pool.run(1, _flags_that_do_not_exist, BASE) == [[]]
 
 
 def test_the_same_flags_without_the_fault_are_accepted(pool):
-    results = pool.run(2, _parse, [*MODEL, *MOCK_DATA])
-    assert [code for code, _ in results] == ["none", "none"]
+    assert_accepted(pool, BASE, [""])
 
 
 def test_no_interval_of_validation(pool):
     at = MODEL.index("--eval-interval")
     model = MODEL[:at] + MODEL[at + 2 :]
-    _assert_refused(pool, [*model, *MOCK_DATA], "--eval-interval 1000", "--eval-iters 0")
-    assert pool.run(1, _parse, [*model, *MOCK_DATA, "--full-validation"])[0][0] == "none"
+    assert_refused(pool, [*model, *MOCK_DATA], {"no interval": ("", "--eval-interval 1000", "--eval-iters 0")})
+    assert_accepted(pool, [*model, *MOCK_DATA], ["--full-validation"])
 
 
 class Damage:
@@ -316,65 +288,58 @@ class Damage:
 
 def test_damaged_corpora(pool, tmp_path):
     damage = Damage(tmp_path)
-
-    def refused(prefix: Path | str, *words: str) -> None:
-        _assert_refused(pool, [*MODEL, *TOKENIZER, "--split", "100,0,0", "--data-path", str(prefix)], *words)
-
-    refused(tmp_path / "nowhere", f"{tmp_path}/nowhere.idx does not exist", "prepare_data.py")
-    refused(f"{damage.whole}.bin", "does not exist", "without .bin or .idx")
-
-    prefix, tokens, _ = damage.copy("no tokens")
+    without_tokens, tokens, _ = damage.copy("no tokens")
     tokens.unlink()
-    refused(prefix, f"{tokens} does not exist")
-    refused(damage.cut("half index", ".idx", 0.5), "half index.idx is truncated")
-    refused(damage.cut("head of an index", ".idx", 0.1), "head of an index.idx is truncated")
-    refused(damage.cut("empty index", ".idx", 0), "empty index.idx is empty")
-    refused(damage.cut("half the tokens", ".bin", 0.5), "half the tokens.bin is truncated", "write the pair again")
-    refused(damage.cut("empty tokens", ".bin", 0), "empty tokens.bin is empty")
-
-    prefix, _, index = damage.copy("text")
+    text, _, index = damage.copy("text")
     index.write_text("It was a dark and stormy night, and no index was to be seen anywhere at all.")
-    refused(prefix, "text.idx is not an index")
-
     write_documents(tmp_path / "no documents", [])
-    refused(tmp_path / "no documents", "empty corpus")
     write_documents(tmp_path / "blank", [np.array([], dtype=np.int64)] * 3)
-    refused(tmp_path / "blank", "empty corpus", "3 documents")
-
-    whole = [*TOKENIZER, "--split", "100,0,0", "--data-path"]
+    cases = [
+        (tmp_path / "nowhere", f"{tmp_path}/nowhere.idx does not exist", "prepare_data.py"),
+        (f"{damage.whole}.bin", "does not exist", "without .bin or .idx"),
+        (without_tokens, f"{tokens} does not exist"),
+        (damage.cut("half index", ".idx", 0.5), "half index.idx is truncated"),
+        (damage.cut("head of an index", ".idx", 0.1), "head of an index.idx is truncated"),
+        (damage.cut("empty index", ".idx", 0), "empty index.idx is empty"),
+        (damage.cut("half the tokens", ".bin", 0.5), "half the tokens.bin is truncated", "write the pair again"),
+        (damage.cut("empty tokens", ".bin", 0), "empty tokens.bin is empty"),
+        (text, "text.idx is not an index"),
+        (tmp_path / "no documents", "empty corpus"),
+        (tmp_path / "blank", "empty corpus", "3 documents"),
+    ]
     # One bad part of a blend is found, wherever it stands.
-    _assert_refused(
-        pool,
-        [*MODEL, *whole, "50", str(damage.whole), "50", str(tmp_path / "nowhere")],
-        "nowhere.idx does not exist",
-    )
-    assert pool.run(1, _parse, [*MODEL, *whole, str(damage.whole)])[0][0] == "none"
+    blend = ["50", str(damage.whole), "50", str(tmp_path / "nowhere")]
+    refused = {str(prefix): ([str(prefix)], *words) for prefix, *words in cases}
+    assert_refused(pool, CORPUS, refused | {"blend": (blend, "nowhere.idx does not exist")})
+    assert_accepted(pool, CORPUS, [str(damage.whole)])
 
 
 def test_what_stands_in_a_corpus(pool, tmp_path):
     """Lengths below 0 would have Megatron-LM look for samples without end, and ids above the vocabulary fail later."""
     damage = Damage(tmp_path)
-    data = [*TOKENIZER, "--split", "100,0,0", "--data-path"]
-    prefix, _, index = damage.copy("lengths")
+    below, _, index = damage.copy("below")
     content = bytearray(index.read_bytes())
     content[34 : 34 + 4 * 10] = b"\xff" * 4 * 10
     index.write_bytes(content)
-    _assert_refused(pool, [*MODEL, *data, str(prefix)], "lengths.idx is damaged: document 0 has -1 tokens", "write the")
-    content = bytearray(damage.whole.with_suffix(".idx").read_bytes())
+    beyond, _, index = damage.copy("beyond")
+    content = bytearray(index.read_bytes())
     content[34:38] = (10**9).to_bytes(4, "little")
     index.write_bytes(content)
-    _assert_refused(pool, [*MODEL, *data, str(prefix)], "lengths.idx is damaged: document 0 has 1000000000 tokens")
-
     documents = heavy_tailed(20)
     documents[7][1] = 5000
     at = sum(map(len, documents[:7])) + 2
     write_documents(tmp_path / "ids", documents)
     said = f"ids.bin has token 5000 (the {at:,}th), the model a vocabulary of 128"
-    _assert_refused(pool, [*MODEL, *data, str(tmp_path / "ids")], said, "--vocab-size")
+    cases = {
+        "lengths below 0": ([str(below)], "below.idx is damaged: document 0 has -1 tokens", "write the"),
+        "lengths beyond": ([str(beyond)], "beyond.idx is damaged: document 0 has 1000000000 tokens"),
+        "ids": ([str(tmp_path / "ids")], said, "--vocab-size"),
+    }
+    assert_refused(pool, CORPUS, cases)
 
     write_documents(tmp_path / "endless", [document[:-1] for document in heavy_tailed(20)])
     for flags, notes in (("", 0), ("--dataloader-inter-document-masking", 0), ("--eod-mask-loss", 1)):
-        ((code, _),) = pool.run(1, _parse, [*MODEL, *data, str(tmp_path / "endless"), *flags.split()])
+        ((code, _),) = pool.run(1, parse_line, [*CORPUS, str(tmp_path / "endless"), *flags.split()])
         assert code == "none" and pool.output[0].count("goes by it; write the corpus with --append-eod") == notes
 
 
@@ -399,32 +364,27 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("case", SPLITS)
-def test_splits(pool, tmp_path, case):
+def test_splits(pool, tmp_path):
     """Where a set has no documents, Megatron would look for samples without end."""
-    split, flags, *words = SPLITS[case]
     data = write_documents(tmp_path / "documents", heavy_tailed(20))
-    data[data.index("--split") + 1] = split
-    _assert_refused(pool, [*MODEL, *data, *flags.split()], *words)
+    cases = {case: (f"--split {split} {flags}", *words) for case, (split, flags, *words) in SPLITS.items()}
+    assert_refused(pool, [*MODEL, *data], cases)
 
 
 def test_no_data(pool):
-    _assert_refused(pool, [*MODEL, *TOKENIZER], "--data-path", "--mock-data")
+    cases = {"none": ("", "--data-path", "--mock-data")}
+    if importlib.util.find_spec("datasets") is None:
+        cases["no package"] = ("--sft --data-path conversations.jsonl", "--sft needs datasets", "pip install")
+    assert_refused(pool, [*MODEL, *TOKENIZER], cases)
 
 
-@pytest.mark.parametrize("flags", ["--balance-report", "--save-interval 1 --save", "--tensorboard-dir"])
-def test_folders_that_cannot_be_written(pool, tmp_path, flags):
+def test_folders_that_cannot_be_written(pool, tmp_path):
     """Below a regular file: what holds for root too, who may write where the permissions say no."""
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "folder"
-    flag = flags.split()[-1]
-    _assert_refused(pool, [*MODEL, *MOCK_DATA, *flags.split(), str(folder)], f"{flag} {folder}", "Not a directory")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the datasets package is installed")
-def test_sft_without_its_packages(pool):
-    flags = "--sft --data-path conversations.jsonl"
-    _assert_refused(pool, [*MODEL, *TOKENIZER, *flags.split()], "--sft needs datasets", "pip install")
+    flags = ("--balance-report", "--save-interval 1 --save", "--tensorboard-dir")
+    cases = {each: (f"{each} {folder}", f"{each.split()[-1]} {folder}", "Not a directory") for each in flags}
+    assert_refused(pool, BASE, cases)
 
 
 def _only_on_second(argv: list[str]) -> tuple[object, str]:
@@ -437,12 +397,12 @@ def _only_on_second(argv: list[str]) -> tuple[object, str]:
             raise ImportError("no module named 'corpus'; pip install corpus")
 
         arguments.check_data = missing
-    return _parse(argv)
+    return parse_line(argv)
 
 
 def test_what_is_wrong_on_one_rank_alone(pool):
     """It is said by the rank that has it; the other one ends without a word."""
-    (code, said), (other, other_said) = reversed(pool.run(2, _only_on_second, [*MODEL, *MOCK_DATA]))
+    (code, said), (other, other_said) = reversed(pool.run(2, _only_on_second, BASE))
     assert (code, other) == (2, 2)
     assert "pretrain_gpt.py: error: no module named 'corpus'; pip install corpus (rank 1 of 2)\n" in said
     assert "error" not in other_said
@@ -498,7 +458,7 @@ def test_as_a_user_meets_it(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\nPATCH = 0\n")
-    argv = [*MODEL, *MOCK_DATA]
+    argv = BASE
     at = argv.index("--device")
     older = os.pathsep.join([str(tmp_path), single_threaded()["PYTHONPATH"]])
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

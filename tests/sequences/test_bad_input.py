@@ -1,7 +1,6 @@
 """Refused settings of balanced sequences: one line that names the value and what to use instead, on all ranks."""
 
 import argparse
-import os
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.trainer.checks.incompatible import SEQUENCES, check_compatible
 from megatron.balanced.trainer.checks.sequences import check_sequences
-from tests.megatron.test_bad_input import _parse
+from tests.support.refusals import assert_accepted, assert_refused
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
@@ -58,34 +57,8 @@ REFUSED = {
 }
 
 
-def _parse_each(lines: list[list[str]]) -> list[tuple[object, str]]:
-    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-    from megatron.training.global_vars import destroy_global_vars
-
-    results = []
-    for number, argv in enumerate(lines):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each is a start of its own
-        results.append(_parse(argv))
-        if results[-1][0] == "none":
-            destroy_global_vars()
-            destroy_num_microbatches_calculator()
-    return results
-
-
-@pytest.fixture(scope="module")
-def said(pool) -> dict[str, list[tuple[object, str]]]:
-    """Case -> exit code and stderr of both ranks."""
-    lines = [[*BASE, *flags.split()] for flags, *_ in REFUSED.values()]
-    return dict(zip(REFUSED, zip(*pool.run(2, _parse_each, lines), strict=True), strict=True))
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(said, case):
-    line = "".join(text for _, text in said[case])
-    assert [code for code, _ in said[case]] == [2, 2], f"accepted; on stderr: {line!r}"
-    assert line.startswith("pretrain_gpt.py: error: ") and line.count("\n") == 1
-    for word in REFUSED[case][1:]:
-        assert word in line, line
+def test_refused(pool):
+    assert_refused(pool, BASE, REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +77,7 @@ def test_attention_that_needs_whole_documents_is_refused(flag, value, why):
 
 def test_the_same_flags_without_the_fault_are_accepted(pool):
     flags = settings("sequences", planner="zones", chunk=4, token_capacity=16, routing=2)
-    results = pool.run(2, _parse, [*BASE, BALANCE, *flags.split()])
-    assert [code for code, _ in results] == ["none", "none"]
+    assert_accepted(pool, BASE, [f"{BALANCE} {flags}"])
 
 
 # flags, and the words that the line must have: the value, and what to use instead
@@ -126,19 +98,9 @@ OF_DATA = {
 OF_ONE_RANK = [*MODEL, *MOCK_DATA, *PACKED, BALANCE]
 
 
-@pytest.fixture(scope="module")
-def said_of_data(pool) -> dict[str, list[tuple[object, str]]]:
-    lines = [[*OF_ONE_RANK, *flags.split()] for flags, *_ in OF_DATA.values()]
-    return dict(zip(OF_DATA, zip(*pool.run(2, _parse_each, lines), strict=True), strict=True))
-
-
-@pytest.mark.parametrize("case", OF_DATA)
-def test_refused_of_data_parallel_ranks(said_of_data, case):
-    line = "".join(text for _, text in said_of_data[case])
-    assert [code for code, _ in said_of_data[case]] == [2, 2], f"accepted; on stderr: {line!r}"
-    assert line.count("\n") == 1
-    for word in ("--sequence-domain data", *OF_DATA[case][1:]):
-        assert word in line, line
+def test_refused_of_data_parallel_ranks(pool):
+    cases = {case: (*row, "--sequence-domain data") for case, row in OF_DATA.items()}
+    assert_refused(pool, OF_ONE_RANK, cases)
 
 
 def _told(argv: list[str]) -> tuple[Any, list[str]]:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sequences.test_bad_input import _parse_each
 from tests.sequences.test_domain import _datasets
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.sequences.test_training import _Samples
+from tests.support.refusals import assert_refused
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, Run, assert_close, differences, join, watch
 
@@ -270,24 +270,8 @@ def test_padding_that_is_cut_off_has_no_loss_at_any_depth(pool):
     assert len(whole[0]) > len(whole[1]) > len(whole[2]) > 0
 
 
-# Refused.
-
-REFUSED = {
-    "in parts": (
-        f"{' '.join(MOE)} --balance-sequences {CP} 2 {EP} 2 --overlap-moe-expert-parallel-comm "
-        "--moe-token-dispatcher-type alltoall",
-        "--mtp-num-layers 1",
-        "drop one of the two",
-    ),
-}
-
-
-def test_refused_with_prediction(pool):
+def test_refused_in_parts(pool):
     base = [*MODEL, *MOCK_DATA, *f"{PACKED} --attention-dropout 0 --mtp-num-layers 1 {UNTIED}".split()]
-    lines = [[*base, *flags.split()] for flags, *_ in REFUSED.values()]
-    said = zip(*pool.run(2, _parse_each, lines), strict=True)
-    for case, ranks in zip(REFUSED, said, strict=True):
-        line = "".join(text for _, text in ranks)
-        assert [code for code, _ in ranks] == [2, 2], f"{case} is accepted; on stderr: {line!r}"
-        assert line.startswith("pretrain_gpt.py: error: ") and line.count("\n") == 1
-        assert all(word in line for word in REFUSED[case][1:]), line
+    flags = f"{' '.join(MOE)} --balance-sequences {CP} 2 {EP} 2 --overlap-moe-expert-parallel-comm "
+    words = "--mtp-num-layers 1", "drop one of the two"
+    assert_refused(pool, base, {"in parts": (f"{flags} --moe-token-dispatcher-type alltoall", *words)})
