@@ -165,6 +165,7 @@ def test_rows_over_tensor_parallel_ranks():
         attention_dropout=0,
         transformer_impl="local",
         num_experts=None,
+        hybrid_layer_pattern=None,
     )
     with pytest.raises(ValueError, match="use 48"):
         check_sequences(args, SequenceConfig(enabled=True))
@@ -176,6 +177,7 @@ def test_routers_that_see_padding_are_refused(domain):
     args = argparse.Namespace(
         context_parallel_size=2,
         sft=True,
+        hybrid_layer_pattern=None,
         num_experts=4,
         moe_z_loss_coeff=None,
         moe_router_load_balancing_type="aux_loss",
