@@ -32,7 +32,7 @@ STARTS = {
 }
 
 
-def _slots(used, shared):
+def _slots(used, shared, layers=LAYERS):
     """On one of two ranks: slots over layers with two experts, of which those in `used` have replicas of both."""
     import torch
     import torch.distributed as dist
@@ -42,11 +42,11 @@ def _slots(used, shared):
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    homes = [[[torch.full((SIZE,), 10.0 * layer + rank, requires_grad=True)]] for layer in range(LAYERS)]
+    homes = [[[torch.full((SIZE,), 10.0 * layer + rank, requires_grad=True)]] for layer in range(layers)]
     for (weight,) in (layer[0] for layer in homes):
         weight.main_grad = torch.zeros(SIZE)
     placements = [
-        ReplicaPlacement(np.arange(2), [[1], [0]] if layer in used else [[-1], [-1]]) for layer in range(LAYERS)
+        ReplicaPlacement(np.arange(2), [[1], [0]] if layer in used else [[-1], [-1]]) for layer in range(layers)
     ]
     slots = ReplicaSlots(
         HomeExperts(homes, gradient=lambda weight: weight.main_grad),
@@ -105,6 +105,37 @@ def test_transfers_set_out_as_soon_as_they_may(pool, case):
     a step; shared ones, two for all layers, for each pass: layers 2 and 4 cannot be in slots at the same time."""
     used, mode, stages = case.split()
     assert pool.run(2, _follow, [*map(int, used)], mode == "shared", int(stages)) == [STARTS[case]] * 2
+
+
+def _come_home(layers):
+    """Run three micro-batches. Returns the layers whose gradients are home, after each end of a pass, and at the end."""
+    slots, placements, homes, _ = _slots([*range(layers)], False, layers)
+    slots.begin_step(placements, 3)
+    home = []
+
+    def look():
+        home.append([layer for layer in range(layers) if homes[layer][0][0].main_grad.any()])
+
+    for _ in range(3):
+        for layer in range(layers):
+            slots.acquire(layer, forward=True)
+        for layer in reversed(range(layers)):
+            slots.acquire(layer, forward=False)
+            ((weight,),) = slots.leaves(layer)
+            weight.sum().backward()
+            slots.accumulate_gradients(layer)
+            slots.end_pass(layer)
+            look()
+    slots.end_step()
+    look()
+    return home
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_gradients_are_waited_for_two_layers_later(pool, layers):
+    """And with one or two layers at the end of the iteration, not where the same layer has passed before."""
+    none, two_later = [[]] * (3 * layers - 1), [*range(2, layers)]
+    assert pool.run(2, _come_home, layers) == [[*none, two_later, [*range(layers)]]] * 2
 
 
 CHAIN, PIECES = 4, 3
@@ -274,8 +305,8 @@ def test_transfers_leave_the_links_to_exchanges_of_tokens(pool):
         ("between", "gradients", 0, first["between"]),
         ("experts", "gradients", first["between"], TURNS),
         ("gradients", "gradients", 0, 0),
-        ("between", "gradients", 0, first["between"]),
-        ("step", "gradients", first["between"], TURNS),
+        ("between", "gradients", 0, TURNS),  # no experts come after the first layer's
+        ("step", "gradients", 0, 0),
     ]
     for rank, (posted, early) in enumerate(pool.run(CHAIN, _post_in_parts)):
         assert early == 0, "a turn begins when the exchange before has ended"

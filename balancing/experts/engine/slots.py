@@ -60,8 +60,8 @@ class HomeExperts:
         has the type of `gradient` then, rather than to `grad`.
     format: how parameters are stored.
     final: called with a layer's number before the weights of its homes are read.
-    complete: called with a layer's number after each backward pass, when the gradients of its replicas have been added
-        to those of their homes; layers come in the order of `end_pass`.
+    complete: called with a layer's number after backward passes, and always after the last one, when the gradients of
+        its replicas have been added to those of their homes; layers come in the order of `end_pass`.
     first_layer: number of the first layer in messages; slots that share a process group must not have a number twice.
     """
 
@@ -440,8 +440,8 @@ class ReplicaSlots:
         self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         size = self._size * self._gradient_dtype.itemsize
         layer.moved_bytes += sum(chain.replicas for chain in layer.chains) * size
-        # An exchange of tokens comes first.
-        shares = 0.0, *self._postings.shares(begins_with_experts=False)
+        # An exchange of tokens comes first. After the first layer's there are no experts any more.
+        shares = (0.0, *self._postings.shares(begins_with_experts=False)) if number else (0.0, 1.0)
         layer.reduction = _Reduction(self._relay(hops, layer.chains, self._like_gradients, shares), received)
 
     def _empty_gradient(self) -> torch.Tensor:
@@ -452,8 +452,11 @@ class ReplicaSlots:
         """After a backward pass through the experts of layer `number`, homes and replicas, also without replicas.
 
         Gradients are waited for two layers later. The layer is then complete: at the same point of the backward pass
-        whatever the placements of this group and of others are.
+        whatever the placements of this group and of others are. With one or two layers that is the end of the
+        iteration.
         """
+        if number in self._passed:  # with the micro-batch before, which has left nothing to wait for
+            self._passed.remove(number)
         self._passed.append(number)
         while len(self._passed) > 2:
             self._finish(self._passed.pop(0))
