@@ -108,7 +108,7 @@ def test_transfers_set_out_as_soon_as_they_may(pool, case):
 
 
 def _come_home(layers):
-    """Run three micro-batches. Returns the layers whose gradients are home, after each end of a pass, and at the end."""
+    """Run three micro-batches. Returns the layers whose gradients are home: after each pass ends, and at the end."""
     slots, placements, homes, _ = _slots([*range(layers)], False, layers)
     slots.begin_step(placements, 3)
     home = []
