@@ -53,7 +53,7 @@ def _rank(argv: list[str], plans: Any, stay: int) -> tuple[RankRun, dict[str, An
     state: dict[str, Any] = {}
 
     def end_step(self: Any) -> None:
-        if self.iteration == self._args.train_iters - 1:
+        if self.iteration == self._planner._iterations - 1:
             state.update(_state_of(self.mover, states_of(callbacks.trained().optimizer)))
 
     if plans:

@@ -33,7 +33,7 @@ def moving_rank(argv: list[str], plans: Plans) -> tuple[RankRun, dict[str, Any]]
     seen: dict[str, Any] = {}
 
     def end_step(self: Any) -> None:
-        if self.iteration == self._args.train_iters - 1:
+        if self.iteration == self._planner._iterations - 1:
             seen["layers"] = self.mover.plan.chunks
             seen["state"] = _state_of(self.mover, states_of(callbacks.trained().optimizer))
 

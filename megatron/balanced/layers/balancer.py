@@ -8,13 +8,10 @@ pipeline gets shorter if that saves GPU-hours: the last stages send their layers
 (`megatron.balanced.layers.repack`).
 """
 
-import argparse
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.training.models.base import ModelConfig
 
 from balancing.layers import StagePlan
 from balancing.layers.config import LayerConfig
@@ -23,7 +20,7 @@ from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.layers.planning import Choice, LayerPlanner
 from megatron.balanced.layers.repack import Repacker
-from megatron.balanced.layers.stack import layout_flag, layout_text
+from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.callbacks import StepCallback
@@ -35,26 +32,26 @@ __all__ = ["LayerBalancer"]
 class LayerBalancer(StepCallback):
     """One on each rank; all ranks make the same decisions.
 
-    spec: what the model is built from.
+    config: of this balancer.
+    source: of the layers of the model.
     observer: measures what each iteration costs this rank, and is given the events.
     loop: that trains the model.
     """
 
     def __init__(
         self,
-        args: argparse.Namespace,
         config: LayerConfig,
-        spec: ModelConfig,
+        source: LayerSource,
         observer: Observer,
         loop: TrainingLoop,
     ) -> None:
-        self.mover = LayerMover(args, spec, loop)
+        self.mover = LayerMover(source, loop)
         self.iteration = 0
-        self._args, self._config, self._observer, self._report = args, config, observer, observer.note
+        self._config, self._source, self._observer, self._report = config, source, observer, observer.note
         self._first: int | None = None
         self._warm = 0  # the last iteration that began with new layers
         self._settled = False
-        self._planner = LayerPlanner(config, self.mover, spec.transformer, loop.iterations)
+        self._planner = LayerPlanner(config, self.mover, source.config, loop.iterations)
         self._repacker = Repacker(config, loop.log_interval)
 
     def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -94,7 +91,7 @@ class LayerBalancer(StepCallback):
             self._observer.stop_measuring()
             now, then = choice.predicted
             print_once(
-                f"> layers settle as {layout_flag(self._args)} '{layout_text(self._args, choice.plan)}', which takes "
+                f"> layers settle as {self._source.flag} '{self._source.text(choice.plan)}', which takes "
                 f"{1 - then / now:.1%} off a step by prediction ({choice.reason})"
             )
         before = self.mover.plan
@@ -124,9 +121,8 @@ class LayerBalancer(StepCallback):
         if dist.get_rank():
             return
         if moved is not None:
-            print(f"> layers now lie as {layout_text(self._args, choice.plan)}: {choice.reason}", flush=True)
-        shown = partial(layout_text, self._args)
-        self._report(decision_event(self.iteration, self._config, choice, before, moved, shown))
+            print(f"> layers now lie as {self._source.text(choice.plan)}: {choice.reason}", flush=True)
+        self._report(decision_event(self.iteration, self._config, choice, before, moved, self._source.text))
 
     def _report_release(self, before: StagePlan, moved: Moved) -> None:
         plan, costs = self.mover.plan, self._planner.costs
@@ -135,6 +131,6 @@ class LayerBalancer(StepCallback):
         freed = dist.get_world_size() // plan.stages * (before.stages - plan.stages)
         print_once(f"> {plan.stages} of {before.stages} pipeline stages go on, {freed} ranks left the job")
         cost = costs.cost if costs.iterations else None
-        shown = partial(layout_text, self._args)
-        released = release_event(self.iteration, before, plan, cost, moved, self._repacker.reason, shown)
+        reason, shown = self._repacker.reason, self._source.text
+        released = release_event(self.iteration, before, plan, cost, moved, reason, shown)
         self._report(released | {"ranks_freed": freed})

@@ -12,11 +12,11 @@ import torch
 from megatron.core import mpu
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_defaults_if_not_set_tensor_model_parallel_attributes
-from megatron.training.models.base import ModelConfig
 
 from balancing.layers.stage_plan import StagePlan
 from megatron.balanced.layers.quantized import start_scaling
-from megatron.balanced.layers.stack import stack_of, without_layers
+from megatron.balanced.layers.source import LayerSource
+from megatron.balanced.layers.stack import stack_of
 from megatron.balanced.layers.state import Inventory, layer_of, named_parameters
 
 __all__ = ["change_layers", "complete_ends"]
@@ -38,16 +38,16 @@ _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "config"}
 def change_layers(
     plan: StagePlan,
     models: Sequence[torch.nn.Module],
-    spec: ModelConfig,
+    source: LayerSource,
     inventories: Sequence[Inventory],
     *,
     without_memory: bool = False,
 ) -> tuple[list[tuple[torch.nn.Module, int]], list[torch.nn.Module]]:
-    """Give this rank's model chunks the layers of `plan`, after `set_layout`.
+    """Give this rank's model chunks the layers of `plan`, after `LayerSource.set_layout`.
 
     plan: the layers of all chunks after the move.
     models: the chunks of this rank.
-    spec: the config that the model was built from.
+    source: of its layers.
     inventories: of all ranks.
     without_memory: give weights that require gradients one element of memory, until they are placed in a buffer.
 
@@ -58,7 +58,7 @@ def change_layers(
     frozen = set().union(*(inventory.frozen for inventory in inventories))
     stage = mpu.get_pipeline_model_parallel_rank()
     for chunk, model in enumerate(models):
-        stack = stack_of(spec)(model, spec)
+        stack = stack_of(source)(model, source)
         block, numbers = stack.block, plan.chunks[stage][chunk]
         present = {layer.layer_number - 1: layer for layer in block.layers}
         layers = []
@@ -127,7 +127,7 @@ def _finished(module: torch.nn.Module, config: Any) -> torch.nn.Module:
     return module
 
 
-def complete_ends(stages: int, model: torch.nn.Module, spec: ModelConfig) -> list[torch.nn.Module]:
+def complete_ends(stages: int, model: torch.nn.Module, source: LayerSource) -> list[torch.nn.Module]:
     """Make `model` the chunk of its stage in a pipeline of `stages` stages, which was longer before.
 
     A stage that has become the last one gets the final norm and the head, from a model without layers that Megatron-LM
@@ -135,8 +135,9 @@ def complete_ends(stages: int, model: torch.nn.Module, spec: ModelConfig) -> lis
     modules, uninitialized.
     """
     config = model.config
-    with without_layers(spec, config, stages), _uninitialized(config):
-        fresh = spec.get_builder_cls()(spec).build_model(model.pg_collection)
+    assert source.build is not None
+    with source.without_layers(stages), _uninitialized(config):
+        fresh = source.build(model.pg_collection)
     _finished(fresh, config)
     if fresh.pre_process:  # its weights may no longer be tied to a copy on another stage, or now be
         weight, example = model.embedding.word_embeddings.weight, fresh.embedding.word_embeddings.weight
@@ -148,7 +149,7 @@ def complete_ends(stages: int, model: torch.nn.Module, spec: ModelConfig) -> lis
     if model.post_process or not fresh.post_process:
         return []
     arrived = []
-    norm = stack_of(spec).norm
+    norm = stack_of(source).norm
     for kept, built, part in ((model, fresh, "output_layer"), (model.decoder, fresh.decoder, norm)):
         kept.__dict__.update({name: value for name, value in vars(built).items() if name not in _OF_EVERY_MODULE})
         setattr(kept, part, getattr(built, part).train(kept.training))

@@ -17,7 +17,6 @@ their stages unless the pipeline gets shorter: then the last stages send everyth
 (`megatron.balanced.layers.loop`).
 """
 
-import argparse
 import datetime
 import hashlib
 import time
@@ -37,8 +36,8 @@ from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
-from megatron.training.models.base import ModelConfig
 
 from balancing.launch import detect_launch
 from balancing.layers.repack import release_of
@@ -48,7 +47,7 @@ from balancing.ranges import named
 from megatron.balanced.layers.build import change_layers, complete_ends
 from megatron.balanced.layers.loop import Departure, TrainingLoop
 from megatron.balanced.layers.quantized import finish_weights, forget_initial, forget_modules, weight_tensors
-from megatron.balanced.layers.stack import set_layout
+from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.layers.state import (
     Inventory,
     Request,
@@ -127,15 +126,15 @@ class _After:
 class LayerMover:
     """Moves layers between the stages of one job. One on each rank; all ranks call its methods together.
 
-    spec: what the model was built from.
+    source: of the layers of the model.
     loop: that trains the model.
     plan: who has which layers now. Every move and release is reported to the registered callbacks
         (`megatron.balanced.shared.callbacks`).
     """
 
-    def __init__(self, args: argparse.Namespace, spec: ModelConfig, loop: TrainingLoop) -> None:
+    def __init__(self, source: LayerSource, loop: TrainingLoop) -> None:
         self.plan: StagePlan
-        self._args, self._spec, self._loop = args, spec, loop
+        self._source, self._model, self._loop = source, source.config, loop
         self._timeout = datetime.timedelta(minutes=loop.timeout_minutes)
         self._chunks: list[DistributedDataParallel] = []
         self._nodes: dict[torch.nn.Parameter, Any] = {}
@@ -152,8 +151,8 @@ class LayerMover:
         stages = dict(self.gather((mpu.get_pipeline_model_parallel_rank(), tuple(mine))))
         self.plan = StagePlan(
             tuple(stages[stage] for stage in sorted(stages)),
-            mtp_layers=self._spec.transformer.mtp_num_layers or 0,
-            mtp_chunk=_mtp_chunk(self._spec),
+            mtp_layers=self._model.mtp_num_layers or 0,
+            mtp_chunk=_mtp_chunk(self._model),
         )
 
     def connect(self) -> None:
@@ -191,12 +190,12 @@ class LayerMover:
 
     def resting_bytes(self) -> np.ndarray:
         """Bytes of each of these parts that a rank holds between steps: those of a move, and gradients. [layers + 3]"""
-        weight = self._spec.transformer.params_dtype.itemsize
+        weight = self._model.params_dtype.itemsize
         gradient = max(weight, 4 if self._chunks[0].ddp_config.grad_reduce_in_fp32 else 0)
         return self._sum_up(lambda parameter: self._travelling(parameter) + gradient * parameter.numel())
 
     def _travelling(self, parameter: torch.nn.Parameter) -> float:
-        dtype, of_expert = self._spec.transformer.params_dtype, not getattr(parameter, "allreduce", True)
+        dtype, of_expert = self._model.params_dtype, not getattr(parameter, "allreduce", True)
         config = callbacks.trained().optimizer.config
         weight = sum(tensor.nbytes for tensor in weight_tensors(parameter).values())
         matrix = is_managed_by_layer_wise_optimizer(parameter)
@@ -272,11 +271,11 @@ class LayerMover:
             departure = self._loop.depart(release, list(self._chunks), self.gather)
             if departure.leaves:
                 return _After(departure)
-            ends = complete_ends(plan.stages, self.models()[0], self._spec)
-        set_layout(plan, self._chunks, self._spec, self._args)
+            ends = complete_ends(plan.stages, self.models()[0], self._source)
+        self._source.set_layout(plan, self._chunks)
         in_buffers = self._chunks[0].ddp_config.use_distributed_optimizer
         inventories = before.inventories
-        arrived, norms = change_layers(plan, self.models(), self._spec, inventories, without_memory=in_buffers)
+        arrived, norms = change_layers(plan, self.models(), self._source, inventories, without_memory=in_buffers)
         new = [*ends, *norms, *(layer for layer, _ in arrived)]
         layouts = [bucket_layout(ddp, chunk) for chunk, ddp in enumerate(self._chunks)]
         weights = [place_weights(layout, new) for layout in layouts]
@@ -293,7 +292,7 @@ class LayerMover:
         after.request.targets.clear()
         finish_weights(parameter for layer, _ in after.arrived for parameter in layer.parameters())
         forget_modules(self._chunks)
-        if self._spec.transformer.fine_grained_activation_offloading:
+        if self._model.fine_grained_activation_offloading:
             _forget_offloaded(self.models())
         if after.departure is not None:
             self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
@@ -404,10 +403,10 @@ def _pipeline() -> dist.ProcessGroup:
     return process_groups[0] if isinstance(process_groups, list) else process_groups
 
 
-def _mtp_chunk(spec: ModelConfig) -> int | None:
+def _mtp_chunk(model: TransformerConfig) -> int | None:
     """The chunk with multi-token prediction, counted along the pipeline; None for the last one."""
-    layout = spec.transformer.pipeline_model_parallel_layout
-    if not spec.transformer.mtp_num_layers or layout is None:
+    layout = model.pipeline_model_parallel_layout
+    if not model.mtp_num_layers or layout is None:
         return None
     has = [LayerType.mtp in chunk for row in zip(*layout.layout, strict=True) for chunk in row]
     return has.index(True)

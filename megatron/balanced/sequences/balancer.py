@@ -6,7 +6,6 @@ know the same documents and make the same plan without communication; once an it
 before the optimizer acts on it.
 """
 
-import argparse
 import hashlib
 import math
 import pickle
@@ -23,11 +22,9 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from balancing.cluster import Cluster
-from balancing.layers.pattern import read_pattern
 from balancing.layers.simulator.schedule import Schedule
 from balancing.messages import connect
 from balancing.ranges import named
@@ -46,19 +43,18 @@ from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, com
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM, document_seconds
 from balancing.sequences.window import in_window
 from balancing.upload import upload
-from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences, window_of
+from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequences.batches import Batches
 from megatron.balanced.sequences.dataset import PlannedBatch, PlannedDataset, Rows, positions, receive, row_origins
 from megatron.balanced.sequences.domain import Domain, count_tokens, token_weights, weights_of_counts
 from megatron.balanced.sequences.events import MicroBatch, Sharing, spent, step_event
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
-from megatron.balanced.sequences.rules import latent_shape
 from megatron.balanced.sequences.steps import Steps, WholeSteps, deal_documents, step_seconds
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group
 
-__all__ = ["SequenceBalancer", "shape_of"]
+__all__ = ["SequenceBalancer"]
 
 _KEPT = 64  # plans with their programs
 
@@ -479,42 +475,3 @@ class SequenceBalancer(StepCallback):
                 dist.broadcast(numbers, mpu.get_tensor_model_parallel_src_rank(), group=self._tensor_hosts)
         self._counts = upload(counts, torch.device("cuda", torch.cuda.current_device()))
         expect((rows // self._rows.multiple).tolist(), self._config)
-
-
-def shape_of(args: argparse.Namespace) -> AttentionShape:
-    """The model that Megatron-LM's validated arguments describe."""
-    ffn = args.ffn_hidden_size
-    if args.num_experts:
-        ffn = args.moe_ffn_hidden_size * args.moe_router_topk
-    window, predicted = window_of(args), range(args.mtp_num_layers or 0)
-    # Layers of multi-token prediction have numbers of their own.
-    numbers = [*range(1, args.num_layers + 1), *(1 if args.mtp_use_repeated_layer else n + 1 for n in predicted)]
-    if args.hybrid_layer_pattern is not None:
-        numbers, ffn = _layers_of_pattern(args)
-    kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    sizes = args.kv_channels, args.kv_channels
-    if args.multi_latent_attention:
-        kv_heads, sizes = args.num_attention_heads, (args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
-    return AttentionShape(
-        hidden=args.hidden_size,
-        heads=args.num_attention_heads,
-        kv_heads=kv_heads,
-        layers=len(numbers),
-        ffn_hidden=ffn,
-        head_size=sizes[0],
-        value_size=sizes[1],
-        window=window[0] if window else None,
-        windowed_layers=sum(is_layer_window_attention(window or (), args.window_attn_skip_freq, n) for n in numbers),
-        latent=latent_shape(args),
-    )
-
-
-def _layers_of_pattern(args: argparse.Namespace) -> tuple[list[int], int]:
-    """The numbers of the layers with attention, from 1, and the width of all MLPs and routed experts of a token that
-    comes to one of these layers."""
-    pattern = read_pattern(args.hybrid_layer_pattern)
-    numbers = [number + 1 for number in pattern.attention]
-    width = pattern.symbols.count("-") * args.ffn_hidden_size
-    if args.num_experts:
-        width += pattern.symbols.count("E") * args.moe_ffn_hidden_size * args.moe_router_topk
-    return numbers, round(width / max(len(numbers), 1))

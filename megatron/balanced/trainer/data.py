@@ -31,11 +31,11 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from balancing.sequences.sequence_plan import SequencePlan
-from megatron.balanced.sequences.rules import packs_samples_of_losses
 
 if TYPE_CHECKING:
     from megatron.balanced.observe.observer import Observer
     from megatron.balanced.sequences.balancer import SequenceBalancer
+from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses
 
 __all__ = ["forward_step", "is_packed", "train_valid_test_datasets"]
 

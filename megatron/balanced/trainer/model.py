@@ -48,7 +48,8 @@ from megatron.balanced.local.mamba import ScannedMambaMixer
 from megatron.balanced.sequences.attention import PlannedMoELayer, SequenceCoreAttention, of_documents
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, SampleRouter
-from megatron.balanced.sequences.rules import latent_shape, packs_samples_of_losses, routes_by_sample
+from megatron.balanced.sequences.travelling import latent_shape
+from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses, routes_by_sample
 
 __all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 

@@ -25,12 +25,12 @@ from megatron.balanced.layers.fill import with_filled_waits
 from megatron.balanced.layers.graphs import remembered
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 from megatron.balanced.sequences.prediction import with_planned_losses
-from megatron.balanced.sequences.rules import why_whole
 from megatron.balanced.shared.callbacks import registered, with_callbacks
 from megatron.balanced.trainer.checks.flags import MEGATRON_VERSIONS
 from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trainer.dry_run import assumes_gpus
 from megatron.balanced.trainer.model import replaces_in_prediction, with_the_models_modules
+from megatron.balanced.trainer.sequence_rules import why_whole
 
 __all__ = ["PATCHES", "Patch", "check", "check_needed", "install", "rows", "uninstall"]
 

@@ -9,9 +9,8 @@ from functools import partial, wraps
 from typing import Any
 
 from megatron.core.enums import ModelType
-from megatron.core.optimizer import OptimizerConfig, get_mup_config_overrides
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
-from megatron.training import pretrain, training
+from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.models.base import ModelConfig
@@ -23,12 +22,11 @@ from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryErro
 from megatron.balanced.layers.balancer import LayerBalancer
 from megatron.balanced.layers.fill import WeightGradientFill
 from megatron.balanced.layers.graphs import GraphsOfLayers
-from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.observe.report_writer import ReportWriter
-from megatron.balanced.sequences.balancer import SequenceBalancer, shape_of
+from megatron.balanced.sequences.balancer import SequenceBalancer
 from megatron.balanced.sequences.batches import Batches
-from megatron.balanced.sequences.rules import routes_by_sample, why_of_one_size, why_whole
+from megatron.balanced.sequences.shape import shape_of
 from megatron.balanced.shared.callbacks import StepCallback, attach, end_training, registered, use_schedule
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.process_groups import SocketLimitError
@@ -38,9 +36,11 @@ from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
 from megatron.balanced.trainer.data import forward_step, is_packed, train_valid_test_datasets
 from megatron.balanced.trainer.dry_run import plan_lines
 from megatron.balanced.trainer.kernels import kernels_line
+from megatron.balanced.trainer.layers import layer_source, training_loop
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
-from megatron.balanced.trainer.release import Departure, Released, TensorBoardOfTheLast
+from megatron.balanced.trainer.release import Released, TensorBoardOfTheLast
+from megatron.balanced.trainer.sequence_rules import routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.trainer.watchdog.failure import stop
 
 __all__ = ["train"]
@@ -128,7 +128,7 @@ def _features(
     features += of_model
     if config.sequences.enabled:
         sequences = SequenceBalancer(
-            _batches(args, config, job),
+            _batches(args, config, job, model),
             model.transformer,
             config.sequences,
             cluster,
@@ -141,7 +141,7 @@ def _features(
         features.append(ExpertBalancer(job, config.experts, cluster, note))
     if config.layers.enabled:
         assert observer is not None
-        layers = LayerBalancer(args, config.layers, model, observer, _loop(args, model))
+        layers = LayerBalancer(config.layers, layer_source(args, model), observer, training_loop(args, model))
         features += [layers, TensorBoardOfTheLast(args)]
         model.pre_wrap_hooks.append(layers.before_wrapping)
         if args.cuda_graph_impl == "transformer_engine":
@@ -159,10 +159,10 @@ def _features(
     return features, datasets if sequences is None else sequences.datasets(datasets), forward
 
 
-def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job) -> Batches:
+def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job, model: ModelConfig) -> Batches:
     return Batches(
         job,
-        shape_of(args),
+        shape_of(model.transformer, args.hybrid_layer_pattern),
         step_samples=args.global_batch_size,
         trained_samples=lambda: args.consumed_train_samples,
         group=args.microbatch_group_size_per_vp_stage,
@@ -189,26 +189,6 @@ def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
         interval=config.report.interval,
         measures=config.layers.enabled,
         splits_rows=is_packed(args) and not args.sft,
-    )
-
-
-def _loop(args: argparse.Namespace, model: ModelConfig) -> TrainingLoop:
-    """What the layer balancer needs of Megatron-LM's loop."""
-
-    def overrides(config: OptimizerConfig) -> Any:
-        _, given = training.get_megatron_optimizer_config(args)
-        if not args.use_mup:
-            return given
-        return {**(given or {}), **get_mup_config_overrides(config, model.transformer.mup_width_mult, args.optimizer)}
-
-    return TrainingLoop(
-        iterations=args.train_iters,
-        log_interval=args.log_interval,
-        timeout_minutes=args.distributed_timeout_minutes,
-        gloo_groups=args.use_gloo_process_groups,
-        optimizer_overrides=overrides,
-        schedule=lambda: training.get_forward_backward_func(schedule_pg_collection=None),
-        depart=partial(Departure, args),
     )
 
 

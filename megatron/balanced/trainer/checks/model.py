@@ -3,9 +3,9 @@
 import argparse
 
 from balancing.doctor.installed import find_apex
-from megatron.balanced.sequences.rules import balancing_losses
 from megatron.balanced.trainer.checks.hybrid import check_hybrid
 from megatron.balanced.trainer.checks.incompatible import shown
+from megatron.balanced.trainer.sequence_rules import balancing_losses
 
 __all__ = ["check_model"]
 

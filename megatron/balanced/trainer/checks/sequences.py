@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.sequences.rules import balancing_losses, latent_shape, why_of_one_size, why_whole
+from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.trainer.checks.incompatible import (
     SEQUENCES,
     SEQUENCES_OF_DATA,
@@ -17,6 +17,7 @@ from megatron.balanced.trainer.checks.incompatible import (
     check_compatible,
     shown,
 )
+from megatron.balanced.trainer.sequence_rules import balancing_losses, why_of_one_size, why_whole
 
 __all__ = ["check_data_domain", "check_sequences"]
 

@@ -1,4 +1,4 @@
-"""What the model and the batches of a run allow sequences to do: which rows may differ in number, what travels.
+"""What the flags of a run allow balanced sequences to do: which rows may differ in number, which losses tell samples.
 
 The flags that are incompatible with balanced sequences are the trainer's to refuse.
 """
@@ -6,11 +6,9 @@ The flags that are incompatible with balanced sequences are the trainer's to ref
 import argparse
 
 from balancing.sequences.config import SequenceConfig
-from balancing.sequences.sequence_plan import LatentShape
 
 __all__ = [
     "balancing_losses",
-    "latent_shape",
     "packs_samples_of_losses",
     "routes_by_sample",
     "why_of_one_size",
@@ -56,21 +54,6 @@ def why_of_one_size(args: argparse.Namespace) -> str | None:
         if getattr(args, name, None):
             return f"--{name.replace('_', '-')} counts on one size"
     return None
-
-
-def latent_shape(args: argparse.Namespace) -> LatentShape | None:
-    """The latent of multi-latent attention, which travels; None where keys and values do.
-
-    That is with 8-bit or 4-bit projections, whose weights the engine does not read; with sliding windows, whose calls
-    have own and received keys; where core attention is recomputed alone, apart from what it is projected from; and
-    where gradients of weights are computed apart from the backward pass.
-    """
-    recomputed = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"])
-    windows = args.window_size and args.window_size[0] >= 0
-    apart = windows or recomputed or args.delay_wgrad_compute
-    if not getattr(args, "multi_latent_attention", False) or args.fp8 or args.fp4 or apart:
-        return None
-    return LatentShape(args.kv_lora_rank, args.qk_pos_emb_head_dim, args.tensor_model_parallel_size)
 
 
 def balancing_losses(args: argparse.Namespace) -> list[str]:

@@ -1,0 +1,88 @@
+"""What the layers of a model are built from, and the places that its layout is written to, whichever loop trains it."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from balancing.layers.layout import to_layout
+from balancing.layers.pattern import read_pattern
+from balancing.layers.stage_plan import StagePlan
+
+__all__ = ["LayerSource"]
+
+
+def _forget(layout: str) -> None:
+    """Write the layout nowhere."""
+
+
+@dataclass
+class LayerSource:
+    """Where layers of one model come from.
+
+    config: of the transformer, which all chunks share.
+    layer_spec: the virtual stage of a chunk -> the spec of its layers in the layout that `config` has, as for
+        `GPTModel`. Not called for hybrid models, whose chunks keep theirs.
+    pattern: of the layers of a hybrid model, in the present layout; None for a GPT model.
+    build: builds the model of this rank's stage. Only pipelines that get shorter need it.
+    on_layout: is told the string of each new layout, for checkpoints and for logs.
+    """
+
+    config: TransformerConfig
+    layer_spec: Callable[[int | None], Any]
+    pattern: str | None = None
+    build: Callable[[ProcessGroupCollection], torch.nn.Module] | None = None
+    on_layout: Callable[[str], None] = _forget
+
+    @property
+    def flag(self) -> str:
+        """The flag of Megatron-LM that has the layers of each stage."""
+        return "--pipeline-model-parallel-layout" if self.pattern is None else "--hybrid-layer-pattern"
+
+    def text(self, plan: StagePlan) -> str:
+        """The value of `flag` for `plan`."""
+        return to_layout(plan) if self.pattern is None else read_pattern(self.pattern).text(plan)
+
+    def set_layout(self, plan: StagePlan, chunks: Iterable[torch.nn.Module]) -> None:
+        """Write the layout of `plan` to all places that Megatron-LM reads it from.
+
+        chunks: the model chunks of this rank, whose modules' configs are changed.
+        """
+        text = self.text(plan)
+        if self.pattern is not None:
+            self.pattern = text
+            for chunk in chunks:
+                for module in chunk.modules():
+                    if hasattr(module, "hybrid_layer_pattern"):
+                        module.hybrid_layer_pattern = text
+        else:
+            layout = PipelineParallelLayerLayout(text, plan.stages)
+            layout.validate_layer_layout(plan.layers, plan.mtp_layers or None)
+            self.config.pipeline_model_parallel_layout = layout
+            for chunk in chunks:
+                for module in chunk.modules():
+                    config = getattr(module, "config", None)
+                    if hasattr(config, "pipeline_model_parallel_layout"):
+                        config.pipeline_model_parallel_layout = layout
+        self.on_layout(text)
+
+    @contextlib.contextmanager
+    def without_layers(self, stages: int) -> Iterator[None]:
+        """A context in which the model is one of a pipeline of `stages` stages without layers."""
+        before = self.config.pipeline_model_parallel_layout
+        if self.pattern is not None:
+            self.on_layout("|" * (stages - 1))
+        else:
+            empty = PipelineParallelLayerLayout("E" + "|" * (stages - 1) + "L", stages)
+            self.config.pipeline_model_parallel_layout = empty
+        try:
+            yield
+        finally:
+            self.config.pipeline_model_parallel_layout = before
+            if self.pattern is not None:
+                self.on_layout(self.pattern)
