@@ -13,7 +13,7 @@ from balancing.layers.layout import from_layout
 from balancing.layers.pattern import read_pattern
 from balancing.layers.plan import ONE_CHUNK
 from balancing.layers.stage_plan import StagePlan
-from megatron.balanced.sequences.rules import latent_shape
+from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.trainer.checks.incompatible import FILL, LAYERS, RELEASE, check_compatible
 from megatron.balanced.trainer.config import BalanceConfig
 
