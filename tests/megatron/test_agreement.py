@@ -3,8 +3,6 @@
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import balancing
 from megatron.balanced.trainer import agreement
 from megatron.balanced.trainer.agreement import _difference
 from tests.support.command import run_command
+from tests.support.refusals import started_anew
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
 ROOT = Path(__file__).parents[2]
@@ -46,19 +46,22 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_flags_that_differ_are_named_with_ranks_and_values(pool, tmp_path, case):
-    own, words = DIFFERENT[case]
-    own = {rank: flags.replace("FOLDER", str(tmp_path)) for rank, flags in own.items()}
-    moe = [*MOE, "--expert-model-parallel-size", "2"] if "balancer" in case else []
-    line = _line(pool.run(2, _start, [*BASE, *moe], own))
-    assert line.startswith(f"pretrain_gpt.py: error: ranks differ: {words}"), line
+def _start_each(argv: list[str], cases: list[dict[int, str]], folder: str) -> list[tuple[object, str]]:
+    """Run the command on this rank once a case, with flags of its own."""
+    rank = int(os.environ["RANK"])
+    return started_anew([[*argv, *own.get(rank, "").replace("FOLDER", folder).split()] for own in cases], run_command)
+
+
+def test_flags_that_differ_are_named_with_ranks_and_values(pool, tmp_path):
+    argv = [*BASE, *MOE, "--expert-model-parallel-size", "2"]
+    cases = [own for own, _ in DIFFERENT.values()]
+    results = zip(*pool.run(2, _start_each, argv, cases, str(tmp_path)), strict=True)
+    for (_, words), said in zip(DIFFERENT.values(), results, strict=True):
+        assert _line(list(said)).startswith(f"pretrain_gpt.py: error: ranks differ: {words}"), said
 
 
 def _other_code(argv: list[str], change: str) -> tuple[object, str]:
     """The last rank has another version of the code, of torch, or another device."""
-    import balancing
-
     if os.environ["RANK"] == "2":
         if change == "version":
             balancing.__version__ = "9.9.9"
@@ -83,20 +86,19 @@ def test_code_and_device_are_compared(pool, change):
     assert name.get(change, change) in line and " on ranks 0-1 and " in line and " on rank 2; " in line
 
 
-def test_the_source_is_hashed_whole(tmp_path):
+def test_the_source_is_hashed_whole(tmp_path, monkeypatch):
     """A changed file of either package changes the hash."""
     for package in ("balancing", "megatron/balanced"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    asked = "from megatron.balanced.trainer.agreement import _source; print(_source())"
-    hashes = []
-    for changed in (None, "balancing/layers/plan.py", "megatron/balanced/layers/mover.py"):
-        if changed is not None:
-            with (tmp_path / changed).open("a") as file:
-                file.write("# changed\n")
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, env=environment, capture_output=True)
-        hashes.append(done.stdout)
-    assert len({*hashes}) == 3 and all(hashes), hashes
+    hashes = [agreement._source()]
+    for module in (balancing, agreement):
+        monkeypatch.setattr(module, "__file__", str(tmp_path / Path(module.__file__).relative_to(ROOT)))
+    assert agreement._source() == hashes[0]
+    for changed in ("balancing/layers/plan.py", "megatron/balanced/layers/mover.py"):
+        with (tmp_path / changed).open("a") as file:
+            file.write("# changed\n")
+        hashes.append(agreement._source())
+    assert len({*hashes}) == 3, hashes
 
 
 def test_paths_may_differ(pool, tmp_path):

@@ -6,19 +6,17 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
+from tests.support.command import run_command, run_python
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.pool import single_threaded
 from tests.support.refusals import assert_accepted, assert_refused, parse_line
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = [*MODEL, *MOCK_DATA]
 TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127"]
 CORPUS = [*MODEL, *TOKENIZER, "--split", "100,0,0", "--data-path"]
@@ -408,21 +406,13 @@ def test_what_is_wrong_on_one_rank_alone(pool):
     assert "error" not in other_said
 
 
-def test_help():
+def test_help(pool):
     """As the README names it: all of our flags, each with its help."""
-    done = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", "--help"],
-        cwd=REPOSITORY,
-        env=single_threaded() | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert pool.run(1, run_command, ["--help"]) == [(0, "")]
 
     from megatron.balanced.trainer.config import SECTIONS, BalanceConfig
 
-    shown = "".join(done.stdout.split())
+    shown = "".join(pool.output[0].split())
     assert "--balance-config" in shown
     for config in (BalanceConfig, *SECTIONS.values()):
         for field in dataclasses.fields(config):
@@ -432,56 +422,18 @@ def test_help():
     assert "moe-paged-stash-buffer-size-factor-cuda" in shown
 
 
-def _command(argv: list[str], **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "pretrain_gpt.py", *argv],
-        cwd=REPOSITORY,
-        env=single_threaded() | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _said(process: subprocess.Popen) -> list[str]:
-    """The lines on stderr when the process has ended with code 2, without torch's own log lines."""
-    try:
-        _, stderr = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 2, stderr
-    return [line for line in stderr.splitlines() if not re.match(r"[IWE]\d{4} ", line)]
-
-
 def test_as_a_user_meets_it(tmp_path):
-    """The command itself, for what happens before or while Megatron is imported."""
+    """The command itself, for what happens before Megatron is imported."""
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\nPATCH = 0\n")
-    argv = BASE
-    at = argv.index("--device")
-    older = os.pathsep.join([str(tmp_path), single_threaded()["PYTHONPATH"]])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    processes = [
-        _command([*argv, "--num-layer", "4"], **world, RANK="0", LOCAL_RANK="0"),
-        _command([*argv, "--num-layer", "4"], **world, RANK="1", LOCAL_RANK="1"),
-        _command([*argv[:at], "--device", "cuda", *argv[at + 2 :]]),
-        _command(argv, PYTHONPATH=older),
-        _command(argv, WORLD_SIZE="2"),
-    ]
-    *both, cuda, version, half = (_said(process) for process in processes)
-    # The rank that is refused first says it for both.
-    assert sorted(both) == [
-        [],
-        ["pretrain_gpt.py: error: unrecognized arguments: --num-layer 4; did you mean --num-layers?"],
-    ]
-    assert cuda == [
-        "pretrain_gpt.py: error: --device cuda was asked for, but torch finds no CUDA device; use --device cpu or auto"
-    ]
-    assert len(version) == 1
-    assert "megatron-core 0.15.0" in version[0]
-    assert "pip install megatron-core==" in version[0]
-    assert half == [
-        "pretrain_gpt.py: error: WORLD_SIZE is 2, but RANK and MASTER_ADDR and MASTER_PORT not set; "
-        "start with torchrun, or with scripts/slurm under SLURM"
-    ]
+    older = {"PYTHONPATH": os.pathsep.join([str(tmp_path), single_threaded()["PYTHONPATH"]])}
+    cuda = "--device cuda was asked for, but torch finds no CUDA device; use --device cpu or auto"
+    for flags, environment, words in (
+        ("--device cuda", {"CUDA_VISIBLE_DEVICES": ""}, (cuda,)),
+        ("", older, ("megatron-core 0.15.0", "pip install megatron-core==")),
+    ):
+        done = run_python("pretrain_gpt.py", *BASE, *flags.split(), **environment)
+        assert done.returncode == 2, done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if not re.match(r"[IWE]\d{4} ", line)]  # torch's own
+        assert line.startswith("pretrain_gpt.py: error: ") and all(word in line for word in words), line

@@ -1,60 +1,46 @@
 """A failed job reports once, last on the screen: a rank that dies or stops is named, an error of all is told once."""
 
 import contextlib
+import functools
 import io
+import itertools
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.support.command import run_command, run_python
-from tests.support.patience import PATIENCE, heed_interrupts
-from tests.support.pool import Pool
 from tests.support.training import MOCK_DATA, MODEL
 
-ROOT = Path(__file__).parents[2]
-WORLD_SIZE = 2
 
+def _signalled(port: int, victim: int, how: int, argv: list[str]) -> tuple[object, str]:
+    """Run the command on this rank of a job without a launcher, so that the store is rank 0's. Before the third step
+    the victim signals itself. It is a process of its own: of a rank that ended badly, the pool would not wait for what
+    the others have to say. Returns the exit code, and what was said."""
+    from megatron.training import training
 
-class Job:
-    """Ranks without a launcher, which would stop the other ranks before they can report."""
+    from megatron.balanced.trainer.watchdog import failure
 
-    def __init__(self, directory: Path, *more: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        flags = [*MODEL, *MOCK_DATA, "--train-iters", "100000", "--log-interval", "1", *more]
-        self.logs = [directory / f"rank-{rank}.log" for rank in range(WORLD_SIZE)]
-        self.ranks = []
-        for rank, log in enumerate(self.logs):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            self.ranks.append(
-                subprocess.Popen(
-                    [sys.executable, ROOT / "pretrain_gpt.py", *flags, "--global-batch-size", str(WORLD_SIZE)],
-                    env=os.environ | {name: str(value) for name, value in place.items()},
-                    stdout=log.open("wb"),
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=heed_interrupts,
-                )
-            )
+    failure._MOST_SECONDS = 10.0  # which a rank waits for a store that is gone
+    rank, step, steps = int(os.environ["RANK"]), training.train_step, itertools.count(1)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    if rank == victim and (process := os.fork()):
+        ended = os.waitpid(process, os.WUNTRACED)[1]
+        return ("stopped" if os.WIFSTOPPED(ended) else os.waitstatus_to_exitcode(ended)), ""
 
-    def wait_for_iteration(self, number: int) -> None:
-        deadline = time.monotonic() + 200
-        while f"iteration {number:8d}/" not in self.logs[-1].read_text():
-            assert time.monotonic() < deadline, f"training did not start:\n{self.logs[-1].read_text()[-2000:]}"
-            assert all(rank.poll() is None for rank in self.ranks), self.logs[0].read_text()[-2000:]
-            time.sleep(0.2)
+    @functools.wraps(step)
+    def train_step(*args: object, **kwargs: object) -> object:
+        if next(steps) == 3 and rank == victim:
+            os.kill(os.getpid(), how)
+        return step(*args, **kwargs)
 
-    def end(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.wait()
+    training.train_step = train_step
+    said = run_command(argv)
+    if rank == victim:
+        os._exit(1)
+    return said
 
 
 SIGNALS = [
@@ -64,39 +50,45 @@ SIGNALS = [
 
 
 @pytest.mark.parametrize("how", SIGNALS)
-@pytest.mark.parametrize("victim", range(WORLD_SIZE))
-def test_the_rank_that_died_is_named(tmp_path: Path, how: signal.Signals, victim: int) -> None:
+@pytest.mark.parametrize("victim", range(2))
+def test_the_rank_that_died_is_named(pool, how: signal.Signals, victim: int) -> None:
     """Rank 0 has the store with it: without it the other one still ends, with an error of its own."""
-    job = Job(tmp_path, "--distributed-timeout-minutes", "1")
-    try:
-        job.wait_for_iteration(3)
-        job.ranks[victim].send_signal(how)
-        survivors = [rank for rank in range(WORLD_SIZE) if rank != victim]
-        codes = [job.ranks[rank].wait(timeout=PATIENCE) for rank in survivors]
-        assert all(codes), f"exit codes {codes} of ranks that could not go on"
-        report = "".join(job.logs[rank].read_text() for rank in survivors)
-        if victim:
-            assert report.count("pretrain_gpt.py: error:") == 1
-            assert f"rank {victim} died or stopped answering" in report
-        else:
-            assert "pretrain_gpt.py: rank 1 of 2 failed:" in report
-    finally:
-        job.end()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    argv = [*MODEL, *MOCK_DATA, "--distributed-timeout-minutes", "1"]
+    ended = pool.run(2, _signalled, port, victim, how, argv)
+    code, report = ended[1 - victim]
+    assert ended[victim][0] == ("stopped" if how == signal.SIGSTOP else -how)
+    assert code not in (0, None), f"exit code {code} of a rank that could not go on"
+    if victim:
+        assert report.count("pretrain_gpt.py: error:") == 1
+        assert f"rank {victim} died or stopped answering" in report
+    else:
+        assert "pretrain_gpt.py: rank 1 of 2 failed:" in report
 
 
-def test_ctrl_c_ends_in_one_line(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    try:
-        job.wait_for_iteration(2)
-        for rank in job.ranks:
-            rank.send_signal(signal.SIGINT)
-        codes = [rank.wait(timeout=PATIENCE) for rank in job.ranks]
-    finally:
-        job.end()
-    assert codes[0] == 130 and codes[1] != 0
-    said = job.logs[0].read_text()
+def _interrupted(argv: list[str]) -> tuple[object, str]:
+    """Ctrl-C reaches both ranks in their second step."""
+    from megatron.training import training
+
+    step, steps = training.train_step, itertools.count(1)
+
+    @functools.wraps(step)
+    def train_step(*args: object, **kwargs: object) -> object:
+        if next(steps) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(*args, **kwargs)
+
+    training.train_step = train_step
+    return run_command(argv)
+
+
+def test_ctrl_c_ends_in_one_line(pool) -> None:
+    (code, said), (other, other_said) = pool.run(2, _interrupted, [*MODEL, *MOCK_DATA])
+    assert code == 130 and other not in (0, None)
     assert said.splitlines()[-1] == "pretrain_gpt.py: interrupted"
-    assert "Traceback" not in said
+    assert "Traceback" not in said + other_said
 
 
 def test_torchruns_table_ends_with_the_error() -> None:
@@ -115,29 +107,33 @@ ENVIRONMENTS = {
     "port too high": ({"MASTER_PORT": "99999999"}, "MASTER_PORT='99999999' must be a whole number from 1 to 65535"),
     "port no number": ({"MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number from 1 to 65535"),
     "port in use": ({"MASTER_PORT": "USED"}, "the port is in use; choose another"),
+    "half of it": (
+        {"RANK": None, "MASTER_ADDR": None, "MASTER_PORT": None, "WORLD_SIZE": "2"},
+        "WORLD_SIZE is 2, but RANK and MASTER_ADDR and MASTER_PORT not set; start with torchrun, or with scripts/slurm "
+        "under SLURM",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", ENVIRONMENTS)
-def test_a_launch_that_cannot_work_is_one_line(case: str) -> None:
-    pool = Pool(preload=False)
-    try:
-        ((code, said),) = pool.run(1, _launch, *ENVIRONMENTS[case])
-    finally:
-        pool.stop()
+def test_a_launch_that_cannot_work_is_one_line(pool, case: str) -> None:
+    ((code, said),) = pool.run(1, _launch, *ENVIRONMENTS[case])
     assert code == 2
     (line,) = said.splitlines()
     assert line.startswith("pretrain_gpt.py: error: ")
 
 
-def _launch(change: dict[str, str], words: str) -> tuple[object, str]:
+def _launch(change: dict[str, str | None], words: str) -> tuple[object, str]:
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     with socket.socket() as used:
         used.bind(("0.0.0.0", 0))
         used.listen()
         port = str(used.getsockname()[1])
-        change = {name: port if value == "USED" else value for name, value in change.items()}
-        os.environ.update({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "29500"} | change)
+        given = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "29500"} | change
+        for name, value in given.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = port if value == "USED" else value
         code, said = run_command([*MODEL, *MOCK_DATA])
     assert words in said, said
     return code, said
@@ -147,6 +143,9 @@ def _fail(argv: list[str], fault: str) -> tuple[object, str]:
     """Run the command on this rank with a fault planted. Returns its exit code and stderr."""
     from megatron.training import training
 
+    from megatron.balanced.trainer.watchdog import failure
+
+    failure._START_SECONDS = 5.0  # which a rank that fails alone waits for others to fail, too
     rank = int(os.environ["RANK"])
     build, step = training.setup_model_and_optimizer, training.train_step
 

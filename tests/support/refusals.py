@@ -8,12 +8,12 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests.support.program import parse
 
-__all__ = ["assert_accepted", "assert_refused", "parse_line", "parsed"]
+__all__ = ["assert_accepted", "assert_refused", "parse_line", "parsed", "started_anew"]
 
 Said = tuple[object, str]  # the exit code, "none" when a command line was accepted, and stderr
 
@@ -29,7 +29,8 @@ def parse_line(argv: list[str]) -> Said:
     return "none", stderr.getvalue()
 
 
-def _parse_each(lines: list[list[str]]) -> list[Said]:
+def started_anew(lines: list[list[str]], start: Callable[[list[str]], Said] = parse_line) -> list[Said]:
+    """Start with each command line on this rank, as if it was the first."""
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training.global_vars import destroy_global_vars
 
@@ -37,7 +38,7 @@ def _parse_each(lines: list[list[str]]) -> list[Said]:
     results = []
     for number, argv in enumerate(lines):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        results.append(parse_line(argv))
+        results.append(start(argv))
         destroy_global_vars()
         destroy_num_microbatches_calculator()
     return results
@@ -45,7 +46,7 @@ def _parse_each(lines: list[list[str]]) -> list[Said]:
 
 def parsed(pool: Any, lines: Sequence[list[str]]) -> list[tuple[Said, Said]]:
     """What both ranks say of each command line."""
-    return list(zip(*pool.run(2, _parse_each, list(lines)), strict=True))
+    return list(zip(*pool.run(2, started_anew, list(lines)), strict=True))
 
 
 def assert_accepted(pool: Any, base: list[str], lines: Sequence[str]) -> None:
