@@ -4,7 +4,7 @@
 #
 #     scripts/test.sh                       everything, of large families of combinations a sample
 #     scripts/test.sh --exhaustive          every combination
-#     scripts/test.sh --sample 7            a third of those combinations, drawn by a seed, as CI does
+#     scripts/test.sh --sample 7            a fifth of those combinations, drawn by a seed, as CI does
 #     scripts/test.sh tests/layers -k move  arguments go to pytest
 #     scripts/test.sh -n 0 --pdb            in one process, to debug
 #     scripts/test.sh --fuzz 20 --seed 7    random command lines instead: each trains two steps or is refused in one line

@@ -93,7 +93,16 @@ _CONDITIONS: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("router", "data"), lambda row: row["router"] != "a loss of all micro-batches" or row["data"] == 1),
 )
 
-_BALANCED = {
+_USUAL = {
+    "pipeline": "1",
+    "tensor": "1",
+    "context": 1,
+    "data": 4,
+    "expert data": 2,
+    "optimizer": "sharded",
+    "overlap": "gradients",
+    "buckets": "many",
+    "micro-batches": 2,
     "slots": "resident",
     "dispatcher": "alltoall",
     "recompute": "none",
@@ -102,60 +111,14 @@ _BALANCED = {
     "samples": 1,
     "router": "a loss of micro-batches",
 }
+_GATHERED = _USUAL | {"overlap": "gradients and parameters", "buckets": "one"}
 # What a job looks like that somebody trains: rows of the table whatever the library chooses.
 REAL: dict[str, Row] = {
-    "experts' buckets reduced while groups plan apart": _BALANCED
-    | {
-        "pipeline": "1",
-        "tensor": "1",
-        "context": 1,
-        "data": 4,
-        "expert data": 2,
-        "optimizer": "sharded",
-        "overlap": "gradients",
-        "buckets": "many",
-        "micro-batches": 2,
-    },
-    "parameters gathered as they are needed": _BALANCED
-    | {
-        "pipeline": "1",
-        "tensor": "1",
-        "context": 1,
-        "data": 4,
-        "expert data": 2,
-        "optimizer": "sharded",
-        "overlap": "gradients and parameters",
-        "buckets": "one",
-        "micro-batches": 2,
-        "balancers": "off",
-    },
-    "the same, interleaved": _BALANCED
-    | {
-        "pipeline": "2 interleaved",
-        "tensor": "1",
-        "context": 1,
-        "data": 4,
-        "expert data": 2,
-        "optimizer": "sharded",
-        "overlap": "gradients and parameters",
-        "buckets": "one",
-        "micro-batches": 2,
-    },
-    "a loss of samples, of which tensor-parallel ranks have parts": _BALANCED
-    | {
-        "pipeline": "1",
-        "tensor": "2",
-        "context": 1,
-        "data": 2,
-        "expert data": 1,
-        "optimizer": "sharded",
-        "overlap": "gradients",
-        "buckets": "many",
-        "micro-batches": 2,
-        "balancers": "off",
-        "samples": 2,
-        "router": "a loss of samples",
-    },
+    "experts' buckets reduced while groups plan apart": _USUAL,
+    "parameters gathered as they are needed": _GATHERED | {"balancers": "off"},
+    "the same, interleaved": _GATHERED | {"pipeline": "2 interleaved"},
+    "a loss of samples, of which tensor-parallel ranks have parts": _USUAL
+    | {"tensor": "2", "data": 2, "expert data": 1, "balancers": "off", "samples": 2, "router": "a loss of samples"},
 }
 
 
