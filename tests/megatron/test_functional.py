@@ -216,7 +216,7 @@ def _dry_runs(each: Sequence[Case]) -> dict[str, list[Verdict]]:
     recipes = [
         Recipe(f"{case.name} {case.small.ranks}GPU", dict(case.small.flags), dict(case.environment)) for case in each
     ]
-    found = verdicts(recipes, [[], *([balancer] for balancer in BALANCERS)])
+    found = verdicts(recipes)
     return {name.rpartition(" ")[0]: answers for name, answers in found.items()}
 
 

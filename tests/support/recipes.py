@@ -1,8 +1,6 @@
 """Whether Megatron-LM and the balancers accept recipes, as the table of docs/support.md says.
 
-    python -m tests.support.recipes FILE... [--markdown] [FLAGS]
-
-FLAGS are those of pretrain_gpt.py, added to each recipe; without a balancer among them, the answer is given for each.
+    python -m tests.support.recipes FILE...
 
 Each recipe is a dry run (`megatron.balanced.trainer.dry_run`) in a process of its own, forked from one that has
 imported Megatron-LM. Recipes are written for Megatron-LM's development branch, so some flags are translated for the
@@ -11,7 +9,6 @@ version that is installed, and the answer says which.
 
 import argparse
 import contextlib
-import difflib
 import io
 import logging
 import multiprocessing
@@ -20,16 +17,15 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from balancing.command_line import Parser
 from megatron.balanced.trainer.checks.flags import MEGATRON_VERSIONS, check_megatron
 from tests.support.recipe_files import Recipe, read_recipes
 
-__all__ = ["Verdict", "answer", "command_line", "main", "markdown", "verdicts"]
+__all__ = ["Verdict", "command_line", "markdown", "verdicts"]
 
 BALANCERS = ("--balance-experts", "--balance-layers", "--balance-sequences")
 _NAMED = 4  # flags that a line names
@@ -52,13 +48,6 @@ class Verdict:
     idle: str = ""
     translated: tuple[str, ...] = ()
     report: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> str:
-        """In one line."""
-        if self.refusal:
-            return f"refused: {self.refusal}"
-        return f"nothing to balance: {self.idle}" if self.idle else "accepted"
 
 
 # Flags of a recipe as arguments.
@@ -134,11 +123,6 @@ def _with_values(option: str, value: Any, *, is_list: bool) -> list[str]:
     return [f"{option}={text}"]
 
 
-def _option(word: str) -> str:
-    """The flag of a word of a command line, which may have its value behind a sign of equality."""
-    return word.partition("=")[0]
-
-
 def _parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
@@ -150,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 # Dry runs.
 
 
-def answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict:
+def _answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     """Dry-run a command line in this process, which is of use only for dry runs of the same recipe afterwards.
 
     environment: with WORLD_SIZE; replaces the launcher's.
@@ -182,37 +166,24 @@ def answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict:
 
 def _answer_all(job: tuple[list[list[str]], dict[str, str]]) -> list[Verdict]:
     lines, environment = job
-    return [answer(arguments, environment) for arguments in lines]
+    return [_answer(arguments, environment) for arguments in lines]
 
 
-def verdicts(
-    recipes: Sequence[Recipe], choices: Iterable[Sequence[str]], ranks: int | None = None
-) -> dict[str, list[Verdict]]:
-    """Dry-run each recipe with each choice of further flags. Recipe's name -> the verdicts in the order of `choices`.
+def verdicts(recipes: Sequence[Recipe]) -> dict[str, list[Verdict]]:
+    """Dry-run each recipe on the ranks that its name tells. Recipe's name -> the verdicts: of Megatron-LM alone, and
+    with each balancer.
 
-    ranks: of the job; None for the number that a recipe's name tells.
-
-    Called in a process that has not imported Megatron-LM. Raises ValueError for a recipe whose number of ranks is
-    unknown, for values that do not belong to their flags, and for flags in `choices` that do not exist.
+    Called in a process that has not imported Megatron-LM. Raises ValueError for values that do not belong to their
+    flags.
     """
-    choices = [list(choice) for choice in choices]
-    for recipe in recipes:
-        if sum(other.name == recipe.name for other in recipes) > 1:
-            raise ValueError(f"two recipes are named {recipe.name}; name each once")
-        if (ranks or recipe.ranks) is None:
-            raise ValueError(f"{recipe.name} does not tell how many ranks it is for; set WORLD_SIZE")
-    parser = _begin(choices[0])
-    known = parser._option_string_actions
-    for flag in {_option(word) for choice in choices for word in choice if word.startswith("--")} - known.keys():
-        near = difflib.get_close_matches(flag, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see pretrain_gpt.py --help"
-        raise ValueError(f"unknown flag {flag}; {hint}")
+    choices: list[list[str]] = [[], *([balancer] for balancer in BALANCERS)]
+    parser = _begin()
     found, jobs = {}, {}
     for recipe in recipes:
         arguments, translated = command_line(recipe, parser)
-        unknown = [word for word in arguments if word.startswith("--") and _option(word) not in known]
-        if unknown:
-            names = [_option(word)[2:].replace("-", "_") for word in unknown]
+        unknown = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+        names = [word[2:].replace("-", "_") for word in unknown if word not in parser._option_string_actions]
+        if names:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             line = (
                 f"Megatron-LM {MEGATRON_VERSIONS[-1]} does not know {', '.join(names[:_NAMED])}{more}; drop what it "
@@ -221,7 +192,7 @@ def verdicts(
             found[recipe.name] = [Verdict(line, translated=translated)] * len(choices)
             continue
         found[recipe.name] = []
-        environment = recipe.environment | {"WORLD_SIZE": str(ranks or recipe.ranks)}
+        environment = recipe.environment | {"WORLD_SIZE": str(recipe.ranks)}
         jobs[recipe.name, translated] = [[*arguments, *choice] for choice in choices], environment
     processes = max(1, min(len(jobs), os.cpu_count() or 1))
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
@@ -230,7 +201,7 @@ def verdicts(
     return found
 
 
-def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
+def _begin() -> argparse.ArgumentParser:
     """Import Megatron-LM as a dry run does. Returns the parser of pretrain_gpt.py."""
     from megatron.balanced.cpu.device import use_cpu
     from megatron.balanced.trainer.dry_run import assume_packages, assume_ranks
@@ -239,7 +210,7 @@ def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
     for name in _LAUNCHER:
         os.environ.pop(name, None)
     warnings.simplefilter("ignore")
-    if assume_ranks([*flags, "--balance-dry-run"]):
+    if assume_ranks(["--balance-dry-run"]):
         assume_packages()
     else:
         use_cpu()
@@ -251,12 +222,12 @@ def _begin(flags: Sequence[str]) -> argparse.ArgumentParser:
 # Tables.
 
 
-def markdown(found: Mapping[str, Sequence[Verdict]], columns: Sequence[str]) -> str:
-    """A Markdown table, a row a recipe and a column a choice of flags, and below it the reasons.
+def markdown(found: Mapping[str, Sequence[Verdict]]) -> str:
+    """A Markdown table, a row a recipe and a column a balancer, and below it the reasons.
 
-    found: as `verdicts` returns it; the first verdict is Megatron-LM's alone.
-    columns: the heads, without that of the recipes' names.
+    found: as `verdicts` returns it.
     """
+    columns = ["Megatron-LM alone", *map("`{}`".format, BALANCERS)]
     rows = [["recipe", *columns], ["---"] * (len(columns) + 1)]
     reasons: dict[str, dict[str, list[str]]] = {}
     for name, (alone, *balanced) in found.items():
@@ -278,60 +249,10 @@ def markdown(found: Mapping[str, Sequence[Verdict]], columns: Sequence[str]) -> 
 def _cell(verdict: Verdict) -> str:
     if verdict.why:
         return f"refused: `{'`, `'.join(sorted(verdict.why))}`"
-    return "idle" if verdict.idle else verdict.words
-
-
-def _flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(
-        prog="python -m tests.support.recipes",
-        description="Whether Megatron-LM and the balancers accept recipes: a dry run of each, on no GPU.",
-        epilog="All other flags are those of pretrain_gpt.py, and are added to each recipe. Without --balance-... the "
-        "answer is given for each balancer.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="recipes, .json or .yaml")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table with all reasons")
-    first = next((place for place, word in enumerate(argv) if word.startswith("--") and place), len(argv))
-    own = [word for word in argv if word in ("--markdown", "--help", "-h")]
-    flags = [word for word in argv[first:] if word not in (*own, "--balance-dry-run")]
-    return parser.parse_args([*argv[:first], *own] if first else own), flags
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a verdict a line, or the report of a single recipe. Returns 0, or 2 if a recipe is refused."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    given, flags = _flags(argv)
-    try:
-        recipes = [recipe for path in given.files for recipe in read_recipes(path)]
-        ranks = os.environ.get("WORLD_SIZE")
-        if ranks is not None and (not ranks.isdecimal() or int(ranks) < 1):
-            raise ValueError(f"WORLD_SIZE {ranks} is not a number of ranks; give 1 or more")
-        asked = any(flag.startswith("--balance-") for flag in flags)
-        choices = [[], flags] if asked else [flags, *([*flags, balancer] for balancer in BALANCERS)]
-        found = verdicts(recipes, choices, None if ranks is None else int(ranks))
-    except ValueError as error:
-        print(f"python -m tests.support.recipes: error: {error}", file=sys.stderr)
-        return 2
-    if given.markdown:
-        columns = [f"`{' '.join(choice)}`" for choice in choices[1:]]
-        print(markdown(found, ["Megatron-LM alone", *columns]), end="")
-    else:
-        _print(found, choices, asked=asked)
-    return 2 if asked and any(each[-1].refusal for each in found.values()) else 0
-
-
-def _print(found: Mapping[str, Sequence[Verdict]], choices: Sequence[Sequence[str]], *, asked: bool) -> None:
-    for name, answers in found.items():
-        print(name)
-        for line in answers[0].translated:
-            print(f"    translated for this Megatron-LM: {line}")
-        if asked and len(found) == 1 and not answers[-1].refusal:
-            print(*answers[-1].report, sep="\n")
-            continue
-        for choice, verdict in zip(choices, answers, strict=True):
-            balanced = any(word.startswith("--balance-") for word in choice)
-            print(f"    {' '.join(choice) if balanced else 'Megatron-LM alone'}: {verdict.words}")
+    if verdict.refusal:
+        return f"refused: {verdict.refusal}"
+    return "idle" if verdict.idle else "accepted"
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print(markdown(verdicts([recipe for path in sys.argv[1:] for recipe in read_recipes(Path(path))])), end="")

@@ -13,7 +13,7 @@ from tests.support.checkers.device_log import Operation
 from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, scheme_flags, settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, train_rank
 
-__all__ = ["RUNS", "CheckedRun", "Noted", "arguments", "checked", "noted_rank"]
+__all__ = ["RUNS", "CheckedRun", "Noted", "checked", "noted_rank"]
 
 _OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _MOE = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -137,8 +137,8 @@ class Noted:
     streams: int = 0
 
 
-def noted_rank(argv: list[str], plans: Any, per_node: int, queues: int = 1, checked: bool = True) -> Noted:
-    """The body of one rank. checked: without, nothing is noted."""
+def noted_rank(argv: list[str], plans: Any, per_node: int, queues: int = 1) -> Noted:
+    """The body of one rank."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)
     if per_node:
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
@@ -148,8 +148,8 @@ def noted_rank(argv: list[str], plans: Any, per_node: int, queues: int = 1, chec
     from tests.support.moving import move_at
     from tests.together.test_structures import _place_at_random
 
-    log = install() if checked else None
-    races = watch_streams(log) if log else None
+    log = install()
+    races = watch_streams(log)
     if "--balance-experts" in argv:
         _place_at_random()
         relay._PIECE_BYTES = 1 << 14  # small experts would be sent in one turn
@@ -160,21 +160,17 @@ def noted_rank(argv: list[str], plans: Any, per_node: int, queues: int = 1, chec
     except SystemExit as left:
         if left.code != 0:  # else the rank has left the job, which went on
             raise
-    return Noted(log.operations, races.found, log.streams_of_engine) if log and races else Noted([], [])
+    return Noted(log.operations, races.found, log.streams_of_engine)
 
 
 _STEPS = "--train-iters 3 --global-batch-size 4 --init-method-std 0.1".split()
 _runs: dict[str, list[Noted]] = {}
 
 
-def arguments(run: CheckedRun) -> list[str]:
-    """The command line of a run."""
-    return [*MODEL, *MOCK_DATA, *_STEPS, *EXACT, *run.flags.split()]
-
-
 def checked(pool: Any, name: str) -> list[Noted]:
     """What the ranks of a run of `RUNS` tell."""
     if name not in _runs:
         run = RUNS[name]
-        _runs[name] = pool.run(run.ranks, noted_rank, arguments(run), dict(run.plans), run.per_node, run.queues)
+        argv = [*MODEL, *MOCK_DATA, *_STEPS, *EXACT, *run.flags.split()]
+        _runs[name] = pool.run(run.ranks, noted_rank, argv, dict(run.plans), run.per_node, run.queues)
     return _runs[name]
