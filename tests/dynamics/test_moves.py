@@ -7,6 +7,7 @@ import pytest
 from tests.layers.test_balance import _decisions, _train_willing
 from tests.layers.test_move import _assert_same_run, _assert_same_tensors, _peeks_at_buffers
 from tests.support.moving import Plans, train_moving
+from tests.support.sampled import sampled
 from tests.support.set_clock import SetClock, slow_layers
 from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, scheme_flags
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, differences, train
@@ -57,12 +58,7 @@ CASES = {
 }
 
 
-CASES_ALWAYS = ("freezing, interleaved, mixture of experts", "early exit")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case not in CASES_ALWAYS)) for case in CASES]
-)
+@pytest.mark.parametrize("case", sampled(CASES, "freezing, interleaved, mixture of experts", "early exit"))
 def test_a_move_of_a_dynamic_model_changes_no_number(pool, tmp_path, case):
     world_size, flags, plans = CASES[case]
     run, state = train_moving(pool, world_size, f"{flags} --balance-report {tmp_path}", plans, base=BASE)

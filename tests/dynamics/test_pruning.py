@@ -18,6 +18,7 @@ from examples.dynamic_models.schemes import (
     sparse_linear,
 )
 from tests.support.program import parse
+from tests.support.sampled import sampled
 from tests.support.settings import scheme_flags
 from tests.support.training import EXACT, MODEL, MOE, RankRun, assert_same, join, watch
 
@@ -120,7 +121,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["PP 2", pytest.param("EP 2, sharded, bf16", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", sampled(["PP 2", "EP 2, sharded, bf16"], "PP 2"))
 def test_masks_are_exact_through_training_and_resume(pool, corpus, tmp_path, name):
     world_size, flags = LAYOUTS[name]
     base = [*MODEL, *corpus, *f"{PRUNE} {flags} --ckpt-format torch_dist".split()]

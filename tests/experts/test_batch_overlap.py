@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sampled import sampled
 from tests.support.settings import settings, without_settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, assert_close, join, train, train_rank
 
@@ -61,9 +62,7 @@ def _train_in_parts(argv: list[str]) -> tuple[RankRun, int]:
     return train_rank(argv, True), both
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "EP 2" else pytest.mark.exhaustive) for case in CASES]
-)
+@pytest.mark.parametrize("case", sampled(CASES, "EP 2"))
 def test_replicas_of_two_micro_batches_in_parts_change_no_number(pool, tmp_path, case):
     ranks, flags = CASES[case]
     reference = train(pool, ranks, without_settings(flags), base=BASE, parameters=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.corpus import END_OF_DOCUMENT, heavy_tailed, write_documents
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, MOE, Run, assert_close, differences, train
 
@@ -65,9 +66,7 @@ def models(pool, tmp_path_factory) -> Models:
 SAMPLE = ("experts, packed, balanced",)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[pytest.mark.exhaustive] * (layout not in SAMPLE)) for layout in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, *SAMPLE))
 def test_layouts_predict_alike(models, layout):
     model, world_size, flags = LAYOUTS[layout]
     reference = models.on_one_rank(model, PACKED in flags)

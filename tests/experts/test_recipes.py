@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.stand_ins.flex_buffers import train_flex
 from tests.support.stand_ins.fused_moe import train_fused
@@ -168,17 +169,13 @@ def _plain_run(pool: Any, ranks: int, flags: str) -> Run:
     return _train(pool, ranks, flags)
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.exhaustive) for name in RECIPES]
-)
+@pytest.mark.parametrize("recipe", sampled(RECIPES, *SAMPLE & RECIPES.keys()))
 def test_recipes_train_alike_with_replicas(pool, tmp_path, recipe):
     ranks, flags = RECIPES[recipe]
     assert_close(balanced_run(pool, tmp_path, ranks, flags), _plain_run(pool, ranks, flags))
 
 
-@pytest.mark.parametrize(
-    "router", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.exhaustive) for name in ROUTERS]
-)
+@pytest.mark.parametrize("router", sampled(ROUTERS, *SAMPLE & ROUTERS.keys()))
 def test_every_router_keeps_its_numbers(pool, tmp_path, router):
     flags = f"{QWEN3} --moe-token-dispatcher-type alltoall {ROUTERS[router]}"
     assert_close(balanced_run(pool, tmp_path, 2, flags), _plain_run(pool, 2, flags))
@@ -243,9 +240,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "alltoall, fused" else pytest.mark.exhaustive) for case in LAUNCHES]
-)
+@pytest.mark.parametrize("case", sampled(LAUNCHES, "alltoall, fused"))
 def test_operations_around_the_dispatcher(pool, case):
     flags, before, behind = LAUNCHES[case]
     balanced = f"{SIZES} {QWEN3} {flags} --balance-experts {settings('experts', min_gain=0)}"

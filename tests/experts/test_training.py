@@ -4,7 +4,6 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, assert_close, train, train_rank
 
@@ -98,17 +98,14 @@ def _reference(pool, ranks: int, flags: str) -> Run:
 DISPATCHERS, MODES, PLANNERS = ("alltoall", "allgather"), ("resident", "shared"), ("quota", "prophet")
 
 
-def _combinations() -> Iterator[Any]:
-    """Every combination; two of them always."""
-    sample = {"EP 2": (0, 0, 0), "EP 2, PP 2": (1, 1, 0)}
-    for layout in LAYOUTS:
-        for choices in itertools.product(range(2), repeat=3):
-            rest = [names[choice] for names, choice in zip((DISPATCHERS, MODES, PLANNERS), choices, strict=True)]
-            sampled = choices == sample.get(layout)
-            yield pytest.param(layout, *rest, marks=[] if sampled else pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize("layout, dispatcher, mode, planner", list(_combinations()))
+@pytest.mark.parametrize(
+    "layout, dispatcher, mode, planner",
+    sampled(
+        itertools.product(LAYOUTS, DISPATCHERS, MODES, PLANNERS),
+        ("EP 2", "alltoall", "resident", "quota"),
+        ("EP 2, PP 2", "allgather", "shared", "quota"),
+    ),
+)
 def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, planner):
     ranks, flags = LAYOUTS[layout]
     flags += f" --moe-token-dispatcher-type {dispatcher}"
@@ -116,15 +113,7 @@ def test_replicas_change_no_number(pool, tmp_path, layout, dispatcher, mode, pla
     assert_close(balanced, _reference(pool, ranks, flags))
 
 
-def _others() -> Iterator[Any]:
-    """Each case with both modes; one of them always."""
-    for case in OTHERS:
-        for mode in MODES:
-            sampled = (case, mode) == ("overlap", "shared")
-            yield pytest.param(case, mode, marks=[] if sampled else pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize("case, mode", list(_others()))
+@pytest.mark.parametrize("case, mode", sampled(itertools.product(OTHERS, MODES), ("overlap", "shared")))
 def test_replicas_with_everything_else(pool, tmp_path, case, mode):
     ranks, flags = OTHERS[case]
     flags += " --moe-token-dispatcher-type alltoall"

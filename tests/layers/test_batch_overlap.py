@@ -16,6 +16,7 @@ import pytest
 
 from tests.layers.test_balance import _decisions
 from tests.support.moving import Plans, move_at, train_moving
+from tests.support.sampled import sampled
 from tests.support.set_clock import SetClock, slow_parts
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, Run, differences, train_rank
@@ -83,7 +84,7 @@ def _whole(pool: Any, ranks: int, flags: str) -> tuple[Run, dict[str, np.ndarray
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case.startswith("gradients") else pytest.mark.exhaustive) for case in CASES],
+    sampled(CASES, "gradients and parameters overlapped"),
 )
 def test_a_move_of_layers_in_parts_changes_no_number(pool, case):
     ranks, flags, plans = CASES[case]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.moving import Plans, move_at
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, Run, assert_same, join, train_rank
 
@@ -97,9 +98,7 @@ def _run(pool, world_size: int, flags: str) -> tuple[Run, list[Counted]]:
     return join([run for run, _ in ranks]), [told for _, told in ranks]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.exhaustive) for case in CASES]
-)
+@pytest.mark.parametrize("case", sampled(CASES, *DEFAULT))
 def test_no_number_changes(pool, case):
     world_size, flags = CASES[case]
     run, told = _run(pool, world_size, f"{flags} {FILL}")

@@ -15,6 +15,7 @@ from tests.dynamics.test_moves import FREEZE
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.moving import _state_of, _whole, move_at
 from tests.support.program import parse
+from tests.support.sampled import sampled
 from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, scheme_flags, settings
 from tests.support.training import (
     EXACT,
@@ -113,12 +114,11 @@ CASES = {
         {2: ((1,), (3,))},
     ),
 }
-CASES_ALWAYS = ("PP 2 to 1, DP 2, both overlaps, validated", "PP 4 to 2 to 1, early exit", "PP 4 to 2, frozen layers")
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.exhaustive] * (case not in CASES_ALWAYS)) for case in CASES],
+    sampled(CASES, "PP 2 to 1, DP 2, both overlaps, validated", "PP 4 to 2 to 1, early exit"),
 )
 def test_nobody_misses_the_ranks_that_left(pool, case):
     ranks, stay, flags, plans = CASES[case]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.plain import train_plainly
+from tests.support.sampled import sampled
 from tests.support.training import EXACT, MODEL, MOE, Run, assert_same, differences, train
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -26,12 +27,7 @@ RESUMED = {
 }
 
 
-RESUMED_ALWAYS = ("DP 2, both overlaps", "PP 2, interleaved")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in RESUMED_ALWAYS)) for name in RESUMED]
-)
+@pytest.mark.parametrize("name", sampled(RESUMED, "DP 2, both overlaps", "PP 2, interleaved"))
 def test_resumed_is_uninterrupted(pool, corpus, tmp_path, name):
     world_size, flags = RESUMED[name]
 
@@ -97,12 +93,7 @@ CHANGED = {
 }
 
 
-CHANGED_ALWAYS = ("DP 2 to PP 2, sharded",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in CHANGED_ALWAYS)) for name in CHANGED]
-)
+@pytest.mark.parametrize("name", sampled(CHANGED, "DP 2 to PP 2, sharded"))
 def test_goes_on_under_another_layout(pool, corpus, tmp_path, name):
     """With the state of the optimizer: the run is the uninterrupted one to rounding."""
     (world_size, flags), (later_world_size, later_flags) = CHANGED[name]

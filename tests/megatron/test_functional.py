@@ -18,6 +18,7 @@ from tests.support.patience import PATIENCE
 from tests.support.pool import Pool
 from tests.support.recipe_files import Recipe, read_recipes
 from tests.support.recipes import BALANCERS, Verdict, command_line, verdicts
+from tests.support.sampled import sampled
 from tests.support.shrink import LEFT_OUT, Small, for_cpu, shrink
 from tests.support.stand_ins import offloaded_activations
 from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, train_rank
@@ -187,9 +188,7 @@ def _train(pool: Pool, small: Small, balancers: tuple[str, ...], extra: list[str
 REPRESENTATIVES = ("mixtral_8x7b_alltoall_tp2pp4ep4_release",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in REPRESENTATIVES)) for name in runs()]
-)
+@pytest.mark.parametrize("name", sampled(runs(), *REPRESENTATIVES))
 def test_balanced_equals_unbalanced(request, pool, corpus, tmp_path, name):
     small, balancers = runs()[name]
     te, spreads = small.needs_transformer_engine, SEQUENCES in balancers

@@ -10,6 +10,7 @@ from tests.support.checkers.collective_order import replay
 from tests.support.checkers.device_log import Operation
 from tests.support.checkers.fault_runs import changes_no_number, small
 from tests.support.checkers.seeded_faults import FAULTS, SMALL_JOBS
+from tests.support.sampled import sampled
 
 # Runs that every test run makes; the others are left to --exhaustive.
 SAMPLE = (
@@ -17,7 +18,7 @@ SAMPLE = (
     "sequences, gather, pipelines",
     "early exit, moved and released",
 )
-NAMES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.exhaustive) for name in RUNS]
+NAMES = sampled(RUNS, *SAMPLE)
 
 
 @pytest.mark.parametrize("name", NAMES)

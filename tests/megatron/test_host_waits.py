@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sampled import sampled
 from tests.support.settings import EARLY_EXIT, HASH_ATTENTION, PLASTICITY, scheme_flags, settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, train_rank
 
@@ -131,17 +132,9 @@ def _of_megatron(waits: Counter[tuple[str, str]]) -> set[tuple[str, str]]:
     return {key for key in waits if key[0].startswith("Megatron-LM ")}
 
 
-RUNS_ALWAYS = (
-    "experts, shared slots, report",
-    "sequences",
-    "sequences, micro-batches",
-    "layers",
-    "early exit",
-)
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case not in RUNS_ALWAYS)) for case in RUNS]
+    "case",
+    sampled(RUNS, "experts, shared slots, report", "sequences", "sequences, micro-batches", "layers", "early exit"),
 )
 def test_waits_in_a_steady_step(waits, case):
     theirs = set().union(*(_of_megatron(waits(*run)) for run in MEGATRON.values()))

@@ -5,10 +5,10 @@ All runs of a model start from one checkpoint, since Megatron's initial weights 
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.sampled import sampled
 from tests.support.training import EXACT, MODEL, MOE, Run, differences, train
 
 TOLERANCE = 1e-12  # of losses, relative, and of each parameter tensor, in norm
@@ -114,42 +114,44 @@ def references(pool, corpus, tmp_path_factory):
     return reference
 
 
-@pytest.mark.parametrize("layout", DENSE)
+@pytest.mark.parametrize(
+    "layout",
+    sampled(
+        DENSE,
+        "DP 2, TP 2, sequence parallel, both overlaps",
+        "DP 2, PP 2, interleaved, both overlaps",
+        "PP 2, recompute, full",
+        "recompute, selective",
+    ),
+)
 def test_dense(references, layout):
     references("dense").check(*DENSE[layout])
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param("PP 2", marks=pytest.mark.exhaustive), "PP 2, interleaved", "TP 2, sequence parallel"],
-)
+@pytest.mark.parametrize("layout", ["PP 2, interleaved", "TP 2, sequence parallel"])
 def test_untied_embeddings_and_grouped_queries(references, layout):
     references("untied").check(*DENSE[layout])
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[] if layout == "TP 2" else pytest.mark.exhaustive) for layout in LATENT]
-)
+@pytest.mark.parametrize("layout", sampled(LATENT, "TP 2"))
 def test_multi_latent_attention(references, layout):
     references("latent").check(*LATENT[layout])
 
 
-def _every_dispatcher() -> list[Any]:
-    """Each layout with both dispatchers, of which one is the sample."""
-    cases = itertools.product(enumerate(EXPERTS), enumerate(("alltoall", "allgather")))
-    return [
-        pytest.param(layout, dispatcher, marks=[] if number % 2 == choice else pytest.mark.exhaustive)
-        for (number, layout), (choice, dispatcher) in cases
-    ]
-
-
-@pytest.mark.parametrize("layout, dispatcher", _every_dispatcher())
+@pytest.mark.parametrize(
+    "layout, dispatcher",
+    sampled(
+        itertools.product(EXPERTS, ("alltoall", "allgather")),
+        ("EP 2, TP 2, ETP 2", "alltoall"),
+        ("EP 2, DP 2, both overlaps", "allgather"),
+    ),
+)
 def test_experts(references, layout, dispatcher):
     world_size, flags = EXPERTS[layout]
     references("experts").check(world_size, f"{flags} --moe-token-dispatcher-type {dispatcher}")
 
 
-@pytest.mark.parametrize("layout", EXPERTS_ALLTOALL)
+@pytest.mark.parametrize("layout", sampled(EXPERTS_ALLTOALL, "PP 2, EP 2, TP 2, ETP 1"))
 def test_experts_together_with_others(references, layout):
     world_size, flags = EXPERTS_ALLTOALL[layout]
     references("experts").check(world_size, f"{flags} --moe-token-dispatcher-type alltoall")

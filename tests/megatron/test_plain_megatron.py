@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.plain import train_plainly
+from tests.support.sampled import sampled
 from tests.support.training import MOCK_DATA, MODEL, MOE, assert_same, train
 
 # ranks, flags
@@ -19,7 +20,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    sampled(RUNS, "ends of documents without a loss", "PP 2, interleaved", "DP 2, bf16, both overlaps", "EP 2"),
+)
 def test_losses_and_weights_are_upstreams(pool, corpus, tmp_path, name):
     world_size, flags = RUNS[name]
     upstream = train_plainly(pool, world_size, [*MODEL, *corpus, *flags.split()], tmp_path)

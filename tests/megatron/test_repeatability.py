@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.sampled import sampled
 from tests.support.training import MODEL, MOE, assert_same, train
 
 # ranks, flags
@@ -23,7 +24,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", sampled(RUNS, "float32, DP 2, both overlaps", "bf16, EP 2, distributed optimizer", "fp16")
+)
 def test_runs_repeat(pool, corpus, name):
     world_size, flags = RUNS[name]
 

@@ -5,6 +5,7 @@ here, so micro-batches have unequal numbers of losses, and without --calculate-p
 than in another.
 """
 
+import itertools
 import json
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from tests.sequences.test_domain import EP, Routed, assert_alike
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.refusals import assert_accepted, assert_refused
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, RankRun, Run, assert_close, join, train, train_rank
 
@@ -59,11 +61,7 @@ def _dealt(folder) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("layout", "loss"),
-    [
-        pytest.param(layout, loss, marks=[] if (layout, loss) == (FIRST, "") else pytest.mark.exhaustive)
-        for layout in LAYOUTS
-        for loss in ("", PER_TOKEN)
-    ],
+    sampled(itertools.product(LAYOUTS, ("", PER_TOKEN)), (FIRST, "")),
 )
 def test_dealt_documents_equal_one_rank(packed, tmp_path, layout, loss):
     """And a step is shorter by the model: rows of unequal number pass between the stages."""
@@ -106,11 +104,7 @@ def routed(pool, tmp_path_factory) -> Routed:
 
 @pytest.mark.parametrize(
     ("layout", "loss"),
-    [
-        pytest.param(layout, loss, marks=[] if (layout, loss) == ("PP 2, DP 2", "") else pytest.mark.exhaustive)
-        for layout in WHOLE
-        for loss in ("", PER_TOKEN)
-    ],
+    sampled(itertools.product(WHOLE, ("", PER_TOKEN)), ("PP 2, DP 2", "")),
 )
 def test_whole_micro_batches_equal_one_rank(routed, tmp_path, layout, loss):
     """With the losses of routers that are of Megatron-LM's micro-batches and samples, as logged, too."""

@@ -6,6 +6,7 @@ in one than in another.
 """
 
 import functools
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import MOE, RankRun, Run, assert_close, differences, join, train, train_rank
 
@@ -53,11 +55,7 @@ def packed(pool, tmp_path_factory) -> Packed:
 
 @pytest.mark.parametrize(
     ("layout", "loss"),
-    [
-        pytest.param(layout, loss, marks=[] if (layout, loss) == (FIRST, "") else pytest.mark.exhaustive)
-        for layout in LAYOUTS
-        for loss in ("", PER_TOKEN)
-    ],
+    sampled(itertools.product(LAYOUTS, ("", PER_TOKEN)), (FIRST, "")),
 )
 def test_shared_micro_batches_equal_one_rank(packed, layout, loss):
     ranks, flags = LAYOUTS[layout]
@@ -232,11 +230,7 @@ def routed(pool, tmp_path_factory) -> Routed:
 
 @pytest.mark.parametrize(
     ("layout", "loss"),
-    [
-        pytest.param(layout, loss, marks=[] if (layout, loss) == ("DP 2, EP 2", "") else pytest.mark.exhaustive)
-        for layout in ROUTED
-        for loss in ("", PER_TOKEN)
-    ],
+    sampled(itertools.product(ROUTED, ("", PER_TOKEN)), ("DP 2, EP 2", "")),
 )
 def test_losses_of_routers_are_those_of_samples(routed, layout, loss):
     """Over the tokens of each micro-batch and of each sample, wherever the domain has them; and so they are logged."""

@@ -16,6 +16,7 @@ from tests.sequences.test_engine import SCALE, SIZE, Case, _cases, _token_bytes,
 from tests.sequences.test_packed_documents import PP, SP, Packed
 from tests.sequences.test_training import BALANCED, CP, LATENT, LOSS, SHORT
 from tests.support.pool import Pool
+from tests.support.sampled import sampled
 from tests.support.sequence_plans import random_plan, zigzag_plan
 from tests.support.settings import settings
 from tests.support.training import MOE, assert_close
@@ -236,9 +237,7 @@ def _packed(pool: Pool, folder: Path, model: str) -> Packed:
     return Packed(pool, folder, f"{LATENT} {model} --normalization RMSNorm --disable-bias-linear {SHORT}")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == FIRST else pytest.mark.exhaustive) for case in TRAINING]
-)
+@pytest.mark.parametrize("case", sampled(TRAINING, FIRST))
 def test_models_with_latents_train_alike(pool: Pool, tmp_path: Path, case: str) -> None:
     """As DeepSeek-V3's: values smaller than keys, YaRN from each document's first token, norms of the latents."""
     model, layout = TRAINING[case]

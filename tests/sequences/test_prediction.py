@@ -14,6 +14,7 @@ from tests.sequences.test_domain import _datasets
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.sequences.test_training import _Samples
 from tests.support.refusals import assert_refused
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE, Run, assert_close, differences, join, watch
 
@@ -224,7 +225,7 @@ def _shifted(folder: Path, kind: str) -> int:
     return len(together)
 
 
-@pytest.mark.parametrize("kind", ["documents", pytest.param("samples", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", sampled(["documents", "samples"], "documents"))
 def test_shifted_rows_are_those_of_whole_samples(pool, tmp_path, kind):
     """As Megatron-LM shifts them: in each document if documents do not attend to each other, else in each sample."""
     assert pool.run(1, _shifted, tmp_path, kind) == [2 * 64]

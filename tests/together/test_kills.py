@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.moving import Plans, move_at
+from tests.support.sampled import sampled
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, join, train_rank
 
 RANKS = 4
@@ -92,7 +93,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.mark.parametrize("phase", ["move", "save"])
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(part, marks=() if part == 0.5 else pytest.mark.exhaustive) for part in PARTS],
+    sampled(PARTS, 0.5),
 )
 def test_a_restart_equals_the_undisturbed_run(pool, folder, tmp_path, phase, part):
     whole, messages = _undisturbed(pool, phase, f"{folder}/{phase}")

@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.checkers.checked_runs import noted_rank
 from tests.support.checkers.collective_order import replay
+from tests.support.sampled import sampled
 from tests.support.settings import settings, without_settings
 from tests.support.training import MOCK_DATA, MODEL, RankRun, join
-from tests.support.transformer_engine.model import EXPERTS, SINGLE, TE, assert_close, cases
+from tests.support.transformer_engine.model import EXPERTS, SINGLE, TE, assert_close
 
 EP2 = "--expert-model-parallel-size 2"
 EIGHT = EXPERTS.replace("--num-experts 4", "--num-experts 8")
@@ -31,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", cases(CASES, *(name for name in CASES if name != "grouped, PP 2, overlap")))
+@pytest.mark.parametrize("case", sampled(CASES, "grouped, PP 2, overlap"))
 def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path, case):
     ranks, flags = CASES[case]
     model = model_of(EIGHT)
@@ -58,7 +59,7 @@ DELAYED_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", cases(DELAYED_CASES, "linear layers", "interleaved"))
+@pytest.mark.parametrize("case", sampled(DELAYED_CASES, "grouped, DP 2, overlap"))
 def test_gradients_of_replicas_are_sent_after_delayed_ones(model_of, tmp_path, case):
     """Weight gradients come after those of inputs, in a part of the schedule of their own."""
     ranks, flags = DELAYED_CASES[case]
@@ -139,7 +140,7 @@ ONE_PRODUCT = {
 }
 
 
-@pytest.mark.parametrize("case", cases(ONE_PRODUCT, "slots shared", "fused operations"))
+@pytest.mark.parametrize("case", sampled(ONE_PRODUCT, "activation computed again"))
 def test_homes_and_replicas_are_one_product(model_of, tmp_path, case):
     """No weight is copied for a product, none more is started, and gradients are added to buffers by the products."""
     model = model_of(EIGHT)
@@ -163,7 +164,7 @@ FURTHER = {
 }
 
 
-@pytest.mark.parametrize("case", cases(FURTHER, *FURTHER))
+@pytest.mark.parametrize("case", sampled(FURTHER))
 def test_what_transformer_engines_experts_do_replicas_do(model_of, tmp_path, case):
     more, flags = FURTHER[case]
     model = model_of(f"{EIGHT} --moe-grouped-gemm {more}")

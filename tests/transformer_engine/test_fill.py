@@ -6,9 +6,10 @@ import json
 import pytest
 
 from tests.support.moving import Plans, move_at
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, Run, assert_same, join, train_rank
-from tests.support.transformer_engine.model import EXPERTS, SINGLE, TE, cases
+from tests.support.transformer_engine.model import EXPERTS, SINGLE, TE
 
 BASE = [
     *MODEL,
@@ -61,7 +62,7 @@ def _rank(argv: list[str]) -> tuple[Run, int]:
     return train_rank(argv, True), early
 
 
-@pytest.mark.parametrize("case", cases(CASES, *(name for name in CASES if name not in DEFAULT)))
+@pytest.mark.parametrize("case", sampled(CASES, *DEFAULT))
 def test_no_number_changes(engine, tmp_path, case):
     world_size, flags = CASES[case]
     argv = [*BASE, *flags.split(), "--balance-report", str(tmp_path)]

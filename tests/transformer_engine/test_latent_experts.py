@@ -4,14 +4,15 @@ import json
 
 import pytest
 
+from tests.support.sampled import sampled
 from tests.support.settings import settings
-from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
+from tests.support.transformer_engine.model import EXPERTS, assert_close
 
 LATENT = EXPERTS.replace("--num-experts 4", "--num-experts 8 --moe-latent-size 16")
 EXPERT_LAYERS = {"linear layers": "", "grouped": "--moe-grouped-gemm"}
 
 
-@pytest.mark.parametrize("layers", cases(EXPERT_LAYERS, "linear layers"))
+@pytest.mark.parametrize("layers", sampled(EXPERT_LAYERS, "grouped"))
 def test_replicas_of_latent_experts_change_no_number(model_of, tmp_path, layers):
     model, flags = model_of(LATENT), EXPERT_LAYERS[layers]
     balance = f"--balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"

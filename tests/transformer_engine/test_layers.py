@@ -11,8 +11,9 @@ import pytest
 from tests.layers.test_memory import BASE, SMALL, _bytes, _peak
 from tests.layers.test_release import _train
 from tests.support.moving import train_moving
+from tests.support.sampled import sampled
 from tests.support.training import Run, assert_same, differences, train, train_rank
-from tests.support.transformer_engine.model import EXPERTS, TE, assert_close, cases
+from tests.support.transformer_engine.model import EXPERTS, TE, assert_close
 
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
@@ -53,7 +54,7 @@ def _assert_same_state(state: dict[str, np.ndarray], expected: dict[str, np.ndar
         np.testing.assert_array_equal(whole, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", cases(MOVES, "PP 2", "grouped experts, EP 2", REMAINDERS))
+@pytest.mark.parametrize("case", sampled(MOVES, "bf16, DP 2, both overlaps"))
 def test_a_move_of_transformer_engine_changes_no_number(model_of, case):
     model, ranks, flags, plans = MOVES[case]
     model = model_of(model)

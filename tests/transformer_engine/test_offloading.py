@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from tests.support.moving import Plans, moving_rank, train_moving
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import join, train, train_rank
-from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
+from tests.support.transformer_engine.model import EXPERTS, assert_close
 from tests.transformer_engine.test_layers import OVERLAPS, PP2
 from tests.transformer_engine.test_sequences import CP2, PACKED
 
@@ -50,7 +51,7 @@ def _offloading(argv: list[str], plans: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("case", cases(MOVES, *(name for name in MOVES if name != DENSE)))
+@pytest.mark.parametrize("case", sampled(MOVES, DENSE))
 def test_activations_of_layers_that_moved_are_offloaded(model_of, case):
     """To rounding: which activations are copies follows from their order, and the products of some processors round
     copies, with other strides, in another way."""

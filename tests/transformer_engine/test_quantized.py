@@ -13,9 +13,10 @@ import pytest
 
 from tests.layers.test_move import _assert_same_run, _assert_same_tensors
 from tests.support.moving import Plans, moving_rank, train_moving
+from tests.support.sampled import sampled
 from tests.support.settings import settings, without_settings
 from tests.support.training import MODEL, RankRun, differences, join, train_rank
-from tests.support.transformer_engine.model import BASE, TE, cases
+from tests.support.transformer_engine.model import BASE, TE
 
 CAPABILITY = {"tensorwise": (9, 0), "delayed": (9, 0), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
@@ -128,7 +129,7 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("case", cases(SPREAD, *SPREAD))
+@pytest.mark.parametrize("case", sampled(SPREAD))
 def test_documents_spread_over_ranks_that_quantize(model_of, case):
     """Where each rank quantizes the tokens it has, numbers differ a little from those of one rank."""
     ranks, recipe, layout = SPREAD[case]
@@ -214,7 +215,7 @@ def _train_replicas(argv: list[str], capability: tuple[int, int]) -> tuple[RankR
     return _train_quantized(argv, capability), factors
 
 
-@pytest.mark.parametrize("case", cases(REPLICAS, *(name for name in REPLICAS if name != "mxfp8, stored")))
+@pytest.mark.parametrize("case", sampled(REPLICAS, "mxfp8, stored"))
 def test_replicas_are_quantized_as_their_homes(engine, corpus, case):
     """Weights are the same on all ranks that have them, bit for bit, and so are losses where each row of tokens has
     scales of its own. Gradients of weights have scales of all tokens of an instance, which differ a little."""
@@ -271,7 +272,7 @@ def _moving_quantized(argv: list[str], plans: Plans) -> Any:
     return moving_rank(argv, plans)
 
 
-@pytest.mark.parametrize("case", cases(MOVES, *[case for case in MOVES if case != "mxfp8 parameters, precision-aware"]))
+@pytest.mark.parametrize("case", sampled(MOVES, "mxfp8 parameters, precision-aware"))
 def test_layers_in_8_bits_move_and_no_number_changes(model_of, case):
     recipe, ranks, flags = MOVES[case]
     model = model_of(f"--hidden-size {128 if recipe == 'blockwise' else 64}")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.transformer_engine.model import EXPERTS, assert_close, cases
+from tests.support.sampled import sampled
+from tests.support.transformer_engine.model import EXPERTS, assert_close
 
 CP2 = "--context-parallel-size 2 --balance-sequences --attention-backend auto"
 PACKED = "--dataloader-inter-document-masking --eod-mask-loss --calculate-per-token-loss"
@@ -31,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", cases(CASES, *(name for name in CASES if "all three" not in name)))
+@pytest.mark.parametrize("case", sampled(CASES, "CP 2, PP 2, EP 2, all three balancers"))
 def test_spread_documents_equal_one_rank(model_of, case):
     """Of which Transformer Engine's own unfused attention computes the documents. Latents are normed before they
     travel, and gradients of their norm and projection have a part of each rank."""

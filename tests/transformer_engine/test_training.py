@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.experts.test_fusion import _train_fused
+from tests.support.sampled import sampled
 from tests.support.settings import scheme_flags
 from tests.support.training import MOCK_DATA, MODEL, RankRun, Run, join, train
-from tests.support.transformer_engine.model import BASE, EXPERTS, LOCAL, TE, assert_close, cases
+from tests.support.transformer_engine.model import BASE, EXPERTS, LOCAL, TE, assert_close
 
 PP2 = "--pipeline-model-parallel-size 2"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
@@ -67,7 +68,9 @@ def _as_local(run: Run) -> Run:
     return Run(run.losses, run.grad_norms, run.validation, named)
 
 
-@pytest.mark.parametrize("case", cases(MODELS, "recompute", "clipped", "mixture of depths"))
+@pytest.mark.parametrize(
+    "case", sampled(MODELS, "gated, grouped queries", "packed documents", "experts", "frozen layers", "early exit")
+)
 def test_trains_as_the_local_implementation(pool, engine, corpus, case):
     model, flags = MODELS[case]
     base = [*MODEL, *corpus, *BASE.split(), *model.split(), *flags.split()]
@@ -76,7 +79,9 @@ def test_trains_as_the_local_implementation(pool, engine, corpus, case):
     assert_close(_as_local(run) if model == EXPERTS else run, local)
 
 
-@pytest.mark.parametrize("case", cases(LAYOUTS, "PP 2", "EP 2, grouped experts"))
+@pytest.mark.parametrize(
+    "case", sampled(LAYOUTS, "TP 2, sequence parallel", "EP 2, grouped experts, DP 2, both overlaps")
+)
 def test_layouts_of_transformer_engine_agree(model_of, case):
     model, ranks, flags = LAYOUTS[case]
     model = model_of(model)

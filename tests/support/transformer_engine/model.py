@@ -4,16 +4,13 @@ Transformer Engine has no float64, so runs are compared in float32. Linear layer
 cannot change a softmax, its gradient is rounding noise, and Adam makes whole steps of it.
 """
 
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.training import MODEL, MOE, Run, differences, train
 
-__all__ = ["EXPERTS", "LOCAL", "SINGLE", "TE", "Model", "assert_close", "cases"]
+__all__ = ["EXPERTS", "LOCAL", "SINGLE", "TE", "Model", "assert_close"]
 
 SINGLE = "--clip-grad 0 --attention-dropout 0 --hidden-dropout 0"
 BASE = (
@@ -52,8 +49,3 @@ def assert_close(run: Run, reference: Run, of_losses: float = 1e-6, of_parameter
     losses, parameters = differences(run, reference)
     assert losses <= of_losses, losses
     assert parameters <= of_parameters, parameters
-
-
-def cases(names: Iterable[str], *exhaustive: str) -> list[Any]:
-    """Parameters of a test, of which some run with --exhaustive only."""
-    return [pytest.param(name, marks=[pytest.mark.exhaustive] if name in exhaustive else []) for name in names]
