@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.sampled import sampled
 from tests.support.training import EXACT, MODEL, MOE, Run, assert_close, differences, train
 
 PACKED = "--dataloader-inter-document-masking"
@@ -83,7 +84,9 @@ def dense_mask(packed) -> Run:
     return packed.train(1, DENSE_MASK)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", sampled(LAYOUTS, "TP 2, PP 2, sequence parallel", "PP 2, micro-batches of two", "full recompute")
+)
 def test_layouts_agree(packed, on_one_rank, layout):
     world_size, flags = LAYOUTS[layout]
     assert_close(packed.train(world_size, f"{PACKED} {flags}"), on_one_rank)

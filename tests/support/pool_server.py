@@ -199,9 +199,11 @@ def _run(job: Job, server: int) -> dict[int, int]:
 def _look_up_once() -> None:
     """What every run looks up anew, and each rank, being a fork, finds here: Megatron makes a parser of eight hundred
     flags twice in a run and takes their help out of its own source; torch searches all installed packages for a backend
-    whenever it makes a process group."""
+    whenever it makes a process group; each rank hashes the source of this package to compare it with the others'."""
     from megatron.training import arguments
     from megatron.training.argument_utils import ArgumentGroupFactory
+
+    from megatron.balanced.trainer import agreement
 
     known: dict[type, dict[str, str]] = {}
     read = ArgumentGroupFactory._get_field_docstrings
@@ -222,6 +224,8 @@ def _look_up_once() -> None:
         return parser
 
     arguments.add_megatron_arguments = add_megatron_arguments
+    agreement._source = functools.cache(agreement._source)
+    agreement._source()
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     importlib.metadata.entry_points(group="torch.distributed.backends")
 
