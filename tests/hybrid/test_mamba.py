@@ -3,7 +3,11 @@ token after the other in PyTorch; of packed documents, what it does of each by i
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
+
+from balancing.sequences import plan_sequences
+from tests.sequences.test_plan import MHA, a800
 
 LENGTHS = [[12], [7, 1, 2, 5], [2, 1, 3]]
 
@@ -101,3 +105,35 @@ def test_gradients_are_those_of_finite_differences(pool):
     ((agrees, effect),) = pool.run(1, _gradient, [3, 2])
     assert agrees
     assert effect > 1e-3
+
+
+@pytest.mark.parametrize("method", ["chunks", "zones", "ring", "gather"])
+def test_rows_of_all_ranks_become_documents(pool, method):
+    (failures,) = pool.run(1, _wrong_rows, method)
+    assert failures == []
+
+
+def _wrong_rows(method: str) -> list[int]:
+    """Plans whose rows, put in order, are not one document after the other."""
+    from megatron.balanced.sequences.states import document_rows
+
+    wrong = []
+    for seed in range(5):
+        lengths = np.random.default_rng(seed).integers(1, 60, 7).tolist()
+        plan = plan_sequences(lengths, a800(8), shape=MHA, method=method)
+        rows = int(plan.linear_tokens.max()) + 3
+        tokens = np.full((8, rows), -1)  # by their place among all documents
+        first = np.cumsum([0, *lengths])
+        for rank in range(8):
+            held = [
+                np.arange(shard.start, shard.stop) + first[shard.sequence] for shard in plan.shards(rank, linear=True)
+            ]
+            tokens[rank, : sum(map(len, held))] = np.concatenate(held)
+        order, back, documents = document_rows(plan, 8, rows)
+        inside = sum(lengths)
+        expected = np.repeat(np.arange(len(lengths) + 1), [*lengths, 8 * rows - inside])
+        moved = tokens.flatten()[order]
+        same = (moved[:inside] == np.arange(inside)).all() and (moved[inside:] == -1).all()
+        if not (same and (order[back] == np.arange(8 * rows)).all() and (documents == expected).all()):
+            wrong.append(seed)
+    return wrong

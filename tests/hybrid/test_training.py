@@ -80,6 +80,28 @@ CASES: dict[str, tuple[str, int, str, str, dict[int, Any]]] = {
         f"{LOSS} {PP2} --tensor-model-parallel-size 2 --sequence-parallel",
         {1: ((2,), (9,)), 3: ((8,), (3,))},
     ),
+    # Layers of Mamba on both sides of the cut, with documents whole by an exchange of heads.
+    "Mamba, PP 2, CP 2, EP 2": (
+        "Mamba",
+        4,
+        "M-M*E|M-ME*E",
+        f"{BALANCED} --context-parallel-size 2 {PP2} {EP2} {OVERLAPS} --balance-experts",
+        {1: ((7,), (4,)), 3: ((1,), (10,))},
+    ),
+    "Mamba, CP 2, PP 2, recomputed": (
+        "Mamba",
+        4,
+        "M-M*E|M-ME*E",
+        f"{BALANCED} --context-parallel-size 2 --micro-batch-size 2 {PP2} {RECOMPUTE}",
+        {1: ((3,), (8,))},
+    ),
+    "Mamba, PP 2, DP 2, domain data, micro-batches": (
+        "Mamba",
+        4,
+        "M-M*E|M-ME*E",
+        f"{BALANCED} --sequence-domain data --sequence-micro-batches {PP2} {EP2}",
+        {1: ((7,), (4,)), 3: ((1,), (10,))},
+    ),
     "TP 2, sequence parallel, PP 2": (
         "latent",
         4,
@@ -200,3 +222,11 @@ def test_a_pattern_without_segments(models):
     for flags in (PP2, f"{PP2} {ends} --fill-with-weight-gradients"):
         run = train(model.pool, 2, base=model.from_start(f"{LOSS} {flags}"), parameters=True)
         assert_close(run, model.alone(LOSS))
+
+
+def test_mamba_under_tensor_and_context_parallelism(models):
+    """Each rank has some heads of its share of the tensor-parallel ranks' heads. Two ranks share a group of heads."""
+    model = models("Mamba")
+    flags = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    run = train(model.pool, 4, base=model.from_start(f"{BALANCED} {flags}"), parameters=True)
+    assert_close(run, model.alone(LOSS))

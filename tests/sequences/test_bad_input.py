@@ -53,6 +53,12 @@ REFUSED = {
     ),
     "routing": (f"{BALANCE} {settings('sequences', routing=-1)}", "sequences.routing -1", "at least 0"),
     "planner alone": (settings("sequences", planner="zones"), "sequences.planner zones", "add that"),
+    "heads of Mamba": (
+        f"{BALANCE} --hybrid-layer-pattern M-M* --mamba-head-dim 64 --mamba-num-groups 1",
+        "--hybrid-layer-pattern M-M*",
+        "its 2 Mamba layers (M) take documents whole, and 2 ranks cannot share 1 heads",
+        "among fewer ranks",
+    ),
     "domain alone": ("--sequence-domain data", "--sequence-domain data does nothing", "--balance-sequences"),
 }
 

@@ -43,6 +43,14 @@ def test_a_cluster_is_described_from_a_machine_without_gpus():
     assert len(lines) < 31, "Megatron-LM's arguments are not what a dry run is asked for"
 
 
+def test_mamba_layers_see_whole_documents(pool):
+    pattern = "--hybrid-layer-pattern M-M*ME|M-M*ME|M-M*ME|M-M*ME".split()
+    ((code, said, lines),) = pool.run(1, plan_lines_of, [*MOCK_DATA, *JOB, *BALANCE, *pattern], {"WORLD_SIZE": "1024"})
+    assert code == 0, said
+    shared = "12 Mamba layers (M) see whole documents, with 16 heads of all tokens on each of 4 ranks"
+    assert f"plan   --balance-sequences: {shared}" in lines
+
+
 @pytest.mark.parametrize(
     "flags, ranks, words",
     [

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.balanced.sequences.latents import Latents, latents_of
+from megatron.balanced.sequences.states import DocumentOrder
 
 __all__ = [
     "DocumentRotaryEmbedding",
@@ -46,6 +47,7 @@ class PlannedSequences(PackedSeqParams):
     prediction: what layers of multi-token prediction see (`megatron.balanced.sequences.prediction`).
     sample: int32 [rows], the sample of the domain's micro-batch that each row is of; None where no router asks.
     samples, origins: number of samples, and of Megatron-LM's micro-batches that have them, each as many.
+    order: of documents, for layers that pass a state from token to token; None where there are none.
     sharing: of a domain that has groups, the group of ranks that hold the micro-batch, each with its share of the
         tensor-parallel ranks' rows.
     """
@@ -61,6 +63,7 @@ class PlannedSequences(PackedSeqParams):
     sample: torch.Tensor | None = None
     samples: int = 0
     origins: int = 1
+    order: DocumentOrder | None = None
     sharing: Any = None
 
 

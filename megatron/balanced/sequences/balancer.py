@@ -50,6 +50,7 @@ from megatron.balanced.sequences.domain import Domain, count_tokens, token_weigh
 from megatron.balanced.sequences.events import MicroBatch, Sharing, spent, step_event
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
+from megatron.balanced.sequences.states import DocumentOrder, document_rows
 from megatron.balanced.sequences.steps import Steps, WholeSteps, deal_documents, step_seconds
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
 from megatron.balanced.shared.process_groups import cluster_of, duplicate_group, split_group
@@ -74,12 +75,16 @@ class _Columns(NamedTuple):
     origins: [row], of the row's token; 0 in padding.
     samples: [row], the sample that the row's token is of; none where no router asks.
     document_ends: [document + 1], of the documents of this data-parallel rank, packed one behind another, from 0.
+    order, back, documents: as in `document_rows`; none where no layer passes a state from token to token.
     """
 
     positions: Any
     origins: Any
     samples: Any
     document_ends: Any
+    order: Any
+    back: Any
+    documents: Any
 
 
 def _compiled(plan: SequencePlan, shape: AttentionShape, **options: Any) -> _Programs:
@@ -192,6 +197,11 @@ class SequenceBalancer(StepCallback):
         if self.domain.groups == 1:
             return whole
         return split_group(whole, self.domain.groups, self._job.timeout_minutes)
+
+    @property
+    def _of_layers(self) -> dist.ProcessGroup:
+        """The same ranks, for what layers send."""
+        return self._sharing if self._data is None else self._data
 
     @cached_property
     def _cluster(self) -> Cluster:
@@ -389,6 +399,8 @@ class SequenceBalancer(StepCallback):
             sample=columns.samples if self._batches.tells_samples else None,
             samples=sum(plan.lengths) // self._job.seq_length,
             origins=self.domain.origins,
+            order=DocumentOrder(self._of_layers, columns.order, columns.back) if self._batches.passes_states else None,
+            seq_idx=columns.documents[None] if self._batches.passes_states else None,
             sharing=self._sharing if self.domain.groups > 1 else None,
         )
         return batch | {"attention_mask": None}, planned, plan
@@ -416,7 +428,7 @@ class SequenceBalancer(StepCallback):
 
     def _attention(self, programs: _Programs) -> tuple[SequenceAttention | None, SequenceAttention | None]:
         """Attention of layers without and with a window; None where the model has no such layers."""
-        process_group = self._sharing if self._data is None else self._data
+        process_group = self._of_layers
         timed = self._report is not None  # nobody else reads the times
         whole, windowed = (
             kind and SequenceAttention(kind[0], program=kind[1], process_group=process_group, timed=timed)
@@ -435,11 +447,15 @@ class SequenceBalancer(StepCallback):
         samples = np.zeros(0, np.int64)
         if self._batches.tells_samples:
             samples = row_origins(plan, rank, rows, self._samples(plan))
+        states = 3 * (np.zeros(0, np.int64),)
+        if self._batches.passes_states:
+            states = document_rows(plan, self.domain.ranks, rows)
         return _Columns(
             positions(plan, rank, rows),
             row_origins(plan, rank, rows, origins),
             samples,
             np.cumsum((0, *lengths)),
+            *states,
         )
 
     def _samples(self, plan: SequencePlan) -> list[int]:

@@ -23,6 +23,7 @@ class Batches:
     whole: whether documents that were drawn for one micro-batch must run in one.
     one_size: whether every micro-batch must have the same number of rows on each rank.
     tells_samples: whether routers have a loss that must tell samples apart.
+    passes_states: whether layers pass a state from each token of a document to the next.
     """
 
     job: Job
@@ -35,3 +36,4 @@ class Batches:
     whole: bool
     one_size: bool
     tells_samples: bool
+    passes_states: bool

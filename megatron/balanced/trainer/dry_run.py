@@ -25,6 +25,7 @@ from balancing.layers.pattern import read_pattern
 from balancing.sequences.planners.groups import number_of_groups
 from megatron.balanced.cpu.device import use_cpu
 from megatron.balanced.trainer.config import BalanceConfig, cluster_from_flags
+from megatron.balanced.trainer.sequence_rules import mamba_heads
 
 __all__ = [
     "assume_packages",
@@ -166,6 +167,7 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | No
             each = len(groups[0]) // number_of_groups(args.data_parallel_size)
             groups = [ranks[at : at + each] for ranks in groups for at in range(0, len(ranks), each)]
         lines.append(_scope("--balance-sequences", kind, groups))
+        lines += _state_lines(args, len(groups[0]))
     if config.layers.enabled:
         flag = "--balance-layers-once" if config.layers.once else "--balance-layers"
         pipelines = groups_along(args, "pp")
@@ -175,6 +177,18 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | No
             f"pipeline{several} of {len(pipelines[0])} ranks, the first of {_named(pipelines[0])}"
         )
     return [*lines, *_gain_lines(args, config, frozen)] if lines else ["plan   no balancer is on"]
+
+
+def _state_lines(args: argparse.Namespace, ranks: int) -> list[str]:
+    """How layers that pass a state from token to token get documents whole, which `ranks` ranks share."""
+    layers = args.hybrid_layer_pattern and read_pattern(args.hybrid_layer_pattern).symbols.count("M")
+    if not layers:
+        return []
+    heads = mamba_heads(args) // args.tensor_model_parallel_size // ranks
+    return [
+        f"plan   --balance-sequences: {layers} Mamba layers (M) see whole documents, with {heads} heads of all tokens "
+        f"on each of {ranks} ranks"
+    ]
 
 
 def _gain_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | None) -> list[str]:

@@ -48,6 +48,7 @@ from megatron.balanced.local.mamba import ScannedMambaMixer
 from megatron.balanced.sequences.attention import PlannedMoELayer, SequenceCoreAttention, of_documents
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, SampleRouter
+from megatron.balanced.sequences.states import of_whole_documents
 from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses, routes_by_sample
 
@@ -173,6 +174,7 @@ def _replacements(
         fitting[_core_attention(args)] = SequenceCoreAttention
         fitting[MultiTokenPredictionLayer] = PredictionLayer
         fitting[MoETransformerLayer] = PlannedMoELayer
+        fitting[MambaMixer] = of_whole_documents(fitting.get(MambaMixer, MambaMixer))
     elif args.transformer_impl == "local":
         packs, latent = args.sft or args.dataloader_inter_document_masking, args.multi_latent_attention
         if latent:

@@ -9,8 +9,10 @@ from balancing.sequences.config import SequenceConfig
 
 __all__ = [
     "balancing_losses",
+    "mamba_heads",
     "packs_samples_of_losses",
     "routes_by_sample",
+    "why_not_shared",
     "why_of_one_size",
     "why_whole",
 ]
@@ -77,3 +79,17 @@ def routes_by_sample(args: argparse.Namespace, sequences: SequenceConfig) -> boo
     sequences: the settings in force."""
     mixed = sequences.domain == "data" or (args.micro_batch_size or 1) > 1
     return sequences.enabled and mixed and bool({"aux_loss", "seq_aux_loss"} & {*balancing_losses(args)})
+
+
+def mamba_heads(args: argparse.Namespace) -> int:
+    """Heads of a Mamba layer."""
+    return args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+
+
+def why_not_shared(heads: int, groups: int, ranks: int) -> str | None:
+    """Why `ranks` cannot share a Mamba layer's heads in `groups`, of one tensor-parallel rank; None if they can."""
+    if heads % ranks:
+        return f"{ranks} ranks cannot share {heads} heads"
+    if max(groups, ranks) % min(groups, ranks):
+        return f"{ranks} ranks cannot share {groups} groups of heads"
+    return None

@@ -171,6 +171,7 @@ def _batches(args: argparse.Namespace, config: BalanceConfig, job: Job, model: M
         whole=why_whole(args) is not None,
         one_size=why_of_one_size(args) is not None,
         tells_samples=routes_by_sample(args, config.sequences),
+        passes_states="M" in (args.hybrid_layer_pattern or ""),
     )
 
 

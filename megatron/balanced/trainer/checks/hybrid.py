@@ -6,6 +6,7 @@ from balancing.layers.pattern import KINDS, Pattern, read_pattern
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.trainer.checks.incompatible import HYBRID, HYBRID_SEGMENTS, check_compatible, shown
 from megatron.balanced.trainer.dry_run import is_available
+from megatron.balanced.trainer.sequence_rules import mamba_heads
 
 __all__ = ["check_hybrid"]
 
@@ -111,8 +112,3 @@ def _check_mamba(args: argparse.Namespace, text: str) -> None:
         raise ValueError(
             f"--mamba-num-groups {groups} does not divide the {heads} heads of Mamba layers; use a divisor of them"
         )
-
-
-def mamba_heads(args: argparse.Namespace) -> int:
-    """Heads of a Mamba layer."""
-    return args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim

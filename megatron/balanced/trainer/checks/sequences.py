@@ -8,7 +8,9 @@ layout of tokens or another attention would give wrong numbers or a hang, so the
 import argparse
 import dataclasses
 
+from balancing.layers.pattern import read_pattern
 from balancing.sequences.config import SequenceConfig
+from balancing.sequences.planners.groups import number_of_groups
 from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.trainer.checks.incompatible import (
     SEQUENCES,
@@ -17,7 +19,13 @@ from megatron.balanced.trainer.checks.incompatible import (
     check_compatible,
     shown,
 )
-from megatron.balanced.trainer.sequence_rules import balancing_losses, why_of_one_size, why_whole
+from megatron.balanced.trainer.sequence_rules import (
+    balancing_losses,
+    mamba_heads,
+    why_not_shared,
+    why_of_one_size,
+    why_whole,
+)
 
 __all__ = ["check_data_domain", "check_sequences"]
 
@@ -33,6 +41,11 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     """
     if not sequences.enabled:
         return sequences, []
+    if args.hybrid_layer_pattern and not read_pattern(args.hybrid_layer_pattern).attention:
+        args.balance_sequences = args.sequence_micro_batches = False
+        idle = f"--hybrid-layer-pattern {args.hybrid_layer_pattern} has no attention, and other layers cost tokens"
+        off = dataclasses.replace(sequences, enabled=False, domain="auto", micro_batches=False)
+        return off, [f"--balance-sequences has nothing to balance: {idle}"]
     notes = []
     if sequences.micro_batches and (idle := _why_not_dealt(args)):
         args.sequence_micro_batches = False
@@ -46,9 +59,7 @@ def check_sequences(args: argparse.Namespace, sequences: SequenceConfig) -> tupl
     if args.num_experts and getattr(args, "mlp_chunks_for_training", 1) > 1:
         why = "the tokens of a micro-batch then pass through the routers in several parts"
         found.append((shown("mlp_chunks_for_training", args.mlp_chunks_for_training), why, "use 1"))
-    if args.hybrid_layer_pattern and "M" in args.hybrid_layer_pattern:
-        why = "Mamba layers (M) pass their state from each token to the next, and a rank has only pieces of documents"
-        found.append((f"--hybrid-layer-pattern {args.hybrid_layer_pattern}", why, "use other layers"))
+    found += _states(args, args.context_parallel_size)
     check_compatible(args, SEQUENCES, "--balance-sequences", found)
     if sequences.domain == "auto" and (args.context_parallel_size == 1 or _data_parallel_size(args) == 1):
         domain = "data" if args.context_parallel_size == 1 else "context"
@@ -159,7 +170,23 @@ def check_data_domain(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that look at the tokens of one data-parallel rank, or give it samples in an order of
     its own."""
     given = "--balance-sequences with --sequence-domain data"
-    check_compatible(args, SEQUENCES_OF_DATA, given, _quantiles(args))
+    data = _data_parallel_size(args)
+    ranks = args.context_parallel_size * data // number_of_groups(data)
+    check_compatible(args, SEQUENCES_OF_DATA, given, _quantiles(args) + _states(args, ranks))
+
+
+def _states(args: argparse.Namespace, ranks: int) -> list[tuple[str, str, str]]:
+    """The pattern, if it has Mamba layers that `ranks` ranks cannot share by heads: flag, why, way out."""
+    if not args.hybrid_layer_pattern:
+        return []
+    layers = read_pattern(args.hybrid_layer_pattern).symbols.count("M")
+    heads, groups = (number // args.tensor_model_parallel_size for number in (mamba_heads(args), args.mamba_num_groups))
+    why = why_not_shared(heads, groups, ranks) if layers else None  # of sizes that `check_hybrid` has seen
+    if why is None:
+        return []
+    flag = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
+    instead = "share micro-batches among fewer ranks, by --sequence-domain context or a smaller --context-parallel-size"
+    return [(flag, f"its {layers} Mamba layers (M) take documents whole, and {why}", instead)]
 
 
 def _quantiles(args: argparse.Namespace) -> list[tuple[str, str, str]]:
