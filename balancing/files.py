@@ -8,6 +8,7 @@ A process that is killed by SIGKILL leaves its temporary file. The name of the f
 process that writes into the folder removes it.
 """
 
+import errno
 import functools
 import hashlib
 import json
@@ -26,7 +27,7 @@ import numpy as np
 
 from balancing.process import is_alive, process_space, start_time
 
-__all__ = ["check_output", "output", "parse_json", "read_arrays", "read_text", "write_text"]
+__all__ = ["check_output", "create_text", "output", "parse_json", "read_arrays", "read_text", "write_text"]
 
 MOST_BYTES = 256 << 20  # of a text that is read in one piece
 
@@ -34,6 +35,7 @@ _DAY_SECONDS = 86400.0
 # A temporary file: who sees the writer's number, the number, the writer's start time, and what tells its files apart.
 _PART = re.compile(r"\.([0-9a-f]{8})-(\d+)-(\d*)-[0-9a-f]{8}\.part")
 _swept: set[str] = set()  # folders
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 StrPath = str | os.PathLike[str]
 
@@ -118,6 +120,38 @@ def write_text(path: StrPath, text: str, inputs: Iterable[StrPath] = ()) -> None
     """Write `text` with `output`. Names that are no Unicode are escaped."""
     with output(path, inputs) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def create_text(path: StrPath, text: str) -> bool:
+    """Write `text` to a file that is not there, whole or not at all. Returns False, and changes nothing, if it is.
+
+    Of several processes that try at once, on one machine or on several that mount the folder, one succeeds: the file
+    gets its name by a hard link, as open(2) advises for NFS. Where there are no hard links it is opened exclusively.
+
+    Raises OSError if the folder takes no file.
+    """
+    name = os.fspath(path)
+    part = f"{os.path.dirname(name) or '.'}/{_part_name()}"
+    try:
+        with open(part, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(part, name)
+            return True
+        except FileExistsError:
+            return os.stat(part).st_nlink == 2  # it was made, but the server's answer was lost and it was asked again
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+        with suppress(FileExistsError), open(name, "x", encoding="utf-8") as file:
+            file.write(text)
+            return True
+        return False
+    finally:
+        with suppress(OSError):
+            os.unlink(part)
 
 
 def read_text(path: StrPath) -> str:

@@ -6,7 +6,8 @@ lock is a small file that says who has it. While its run lives, a thread touches
 A run that was killed leaves the file. On the same machine the process that is gone, or has another start time, shows
 that; from another machine only the touches show whether it lives, so a new run watches the file for `PATIENCE_SECONDS`
 before it takes it over. Nothing has to be removed by hand. File systems' own locks are not used: they hang on some
-network mounts.
+network mounts. The file is made by a hard link and replaced by a rename, which the server of a network mount does as a
+whole, and is opened for each look, which makes the client ask the server.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from balancing.files import write_text
+from balancing.files import create_text, write_text
 from balancing.process import is_alive, process_space, start_time
 
 __all__ = ["NAME", "one_run"]
@@ -69,8 +70,7 @@ def _this_process() -> dict[str, Any]:
 
 def _take(what: str, path: Path, own: dict[str, Any]) -> None:
     text = json.dumps(own)
-    with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
-        file.write(text)
+    if create_text(path, text):
         return
     if _lives(path, own):
         raise ValueError(f"{what} is in use by {_named(path)}; name another folder, or end that run")

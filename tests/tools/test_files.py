@@ -6,12 +6,13 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from balancing.files import check_output, output, parse_json, read_arrays, read_text, write_text
+from balancing.files import check_output, create_text, output, parse_json, read_arrays, read_text, write_text
 from tests.support.command import started
 from tests.support.patience import PATIENCE
 
@@ -54,6 +55,54 @@ def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path):
             file.write(b"quarter")
             raise error
     assert path.read_text() == "half" and os.listdir(tmp_path) == ["page.html"]
+
+
+def _no_hard_links(part: str, path: str) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_many_that_create_a_file_one_does(tmp_path, monkeypatch, links):
+    """Whoever reads it meanwhile sees all of it. Without hard links it is still one."""
+    path, text = tmp_path / "lock", "x" * 100_000
+    if not links:
+        monkeypatch.setattr(os, "link", _no_hard_links)
+    start = threading.Barrier(8)
+
+    def create(number: int) -> bool:
+        start.wait(PATIENCE)
+        made = create_text(path, f"{number}{text}")
+        assert not links or len(path.read_text()) == 1 + len(text)
+        return made
+
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(create, range(8)))
+    assert sum(made) == 1 and path.read_text() == f"{made.index(True)}{text}"
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_a_file_is_created_although_the_servers_answer_was_lost(tmp_path, monkeypatch):
+    """A network mount asks again then, and the file is there."""
+    link = os.link
+
+    def link_twice(part: str, path: str) -> None:
+        link(part, path)
+        link(part, path)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    assert create_text(tmp_path / "lock", "mine")
+    assert not create_text(tmp_path / "lock", "another's")
+    assert (tmp_path / "lock").read_text() == "mine" and os.listdir(tmp_path) == ["lock"]
+
+
+def test_a_file_that_cannot_be_created_leaves_nothing(tmp_path, monkeypatch):
+    def no_room(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        create_text(tmp_path / "lock", "mine")
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_target_of_a_link_is_written(tmp_path):
