@@ -3,16 +3,32 @@
 The store is torchrun's where there is one; otherwise that of rank 0, in which the process groups will meet later.
 Megatron-LM opens it after minutes of work. Here it is opened first, so that ranks can compare what they will do
 (`agreement`) and agree on one report when a job fails (`watchdog`).
+
+torchrun keeps its store when it starts the ranks again (`--max-restarts`), with all that the dead ranks wrote. A rank
+that reads the address of a dead one waits for it until a timeout. So each start of the job has a name, and all keys
+begin with it, also those of process groups.
 """
 
 import os
+import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["has_store", "hosts_store", "join_job", "open_store", "rank", "wait_for", "world_size"]
+__all__ = [
+    "has_store",
+    "hosts_store",
+    "join_job",
+    "keeper_of_store",
+    "open_store",
+    "rank",
+    "store_of_process_groups",
+    "wait_for",
+    "world_size",
+]
 
 _START_SECONDS = 600.0  # for rank 0 to start; torch waits as long
 _CONNECT_SECONDS = 60.0
@@ -20,6 +36,8 @@ _STORE_SECONDS = 10.0  # for one answer of the store
 
 _hosted: list[dist.Store] = []  # a store that this process holds lives as long as the process
 _joined: list[dist.Store] = []  # the connection of `join_job`
+_start: list[str] = []  # the name of this start of the job
+_asking = threading.Lock()
 
 
 def rank() -> int:
@@ -66,6 +84,7 @@ def join_job(*, alone: bool = False) -> None:
             # multi_tenant: the process groups of this process open the same store again.
             _hosted.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True))
         _joined[:] = [_connect(_START_SECONDS)]
+        _name_of_start(_joined[0])
     except dist.DistError as error:
         in_use = "EADDRINUSE" in str(error) or "already in use" in str(error)
         reason = "the port is in use; choose another" if in_use else f"{_first_line(error)}; does rank 0 run there?"
@@ -109,12 +128,66 @@ def open_store(name: str, *, anew: bool = False) -> dist.Store:
     """
     store = _connect(_CONNECT_SECONDS) if anew or not _joined else _joined[0]
     store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-    return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"{name}/{_name_of_start(store)}", store)
+
+
+def store_of_process_groups(timeout: timedelta) -> dist.Store | None:
+    """The store in which process groups meet; None for the one that torch opens, which no other start has used."""
+    if world_size() == 1 or not _is_launchers():
+        return None
+    store = _connect(_START_SECONDS)
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"process groups/{_name_of_start(store)}", store)
+
+
+def _name_of_start(store: dist.Store) -> str:
+    """The name of this start of the job. All its ranks have it, and no rank of an earlier start had.
+
+    Rank 0 makes it and tells it to each rank that asks. A rank asks by a word of its own, so that only a rank 0 that
+    lives can answer. torchrun's count of restarts is no such name: each node has a count of its own.
+
+    Raises dist.DistError if rank 0 does not answer.
+    """
+    with _asking:
+        if not _start:
+            if not _is_launchers():  # the store ends with its job
+                _start.append("0")
+            elif rank() == 0:
+                _start.append(uuid.uuid4().hex)
+                threading.Thread(target=_tell, args=(_start[0],), name="start", daemon=True).start()
+            else:
+                word = f"start/{uuid.uuid4().hex}"
+                store.append("start/asked", f"{word} ")
+                if not wait_for(store, [word], _START_SECONDS):
+                    raise dist.DistStoreError(f"rank 0 did not start within {_START_SECONDS:.0f} s")
+                _start.append(store.get(word).decode())
+                store.add(f"start/{_start[0]}", 1)
+        return _start[0]
+
+
+def _tell(name: str) -> None:
+    """Tell the name of this start to all other ranks. Returns when all have it, or when the store has ended."""
+    told = 0
+    try:
+        store = _connect(_CONNECT_SECONDS)
+        while store.add(f"start/{name}", 0) < world_size() - 1:
+            asked = store.get("start/asked").split() if store.check(["start/asked"]) else []
+            for word in asked[told:]:
+                store.set(word.decode(), name)
+            told = len(asked)
+            time.sleep(0.05)
+    except dist.DistError:
+        return
 
 
 def hosts_store() -> bool:
     """Whether the store ends with this process."""
     return bool(_hosted)
+
+
+def keeper_of_store() -> str:
+    """Whose process has the store, for a reader."""
+    return "torchrun on the first node" if _is_launchers() else "rank 0"
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], seconds: float, look: Callable[[], object] = lambda: None) -> bool:

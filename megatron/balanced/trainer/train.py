@@ -40,6 +40,7 @@ from megatron.balanced.trainer.layers import layer_source, training_loop
 from megatron.balanced.trainer.model import model_config
 from megatron.balanced.trainer.model_extension import ModelExtension
 from megatron.balanced.trainer.release import Released, TensorBoardOfTheLast
+from megatron.balanced.trainer.rendezvous import store_of_process_groups
 from megatron.balanced.trainer.sequence_rules import routes_by_sample, why_of_one_size, why_whole
 from megatron.balanced.trainer.watchdog.failure import stop
 
@@ -222,6 +223,7 @@ def _pretrain(args: argparse.Namespace, model: ModelConfig, datasets: Callable, 
             ModelType.encoder_or_decoder,
             forward,
             get_embedding_ranks=partial(_embedding_ranks, args, model) if args.mtp_num_layers else None,
+            store=store_of_process_groups(datetime.timedelta(minutes=args.distributed_timeout_minutes)),
         )
     except (ReplicaMemoryError, SocketLimitError) as error:
         stop(error)

@@ -1,0 +1,121 @@
+"""A job that is started again goes on from its last checkpoint, in folders that nobody tidies up.
+
+It ends with the losses and parameters of a run that nobody disturbed. torchrun starts it again, on one node or on two,
+or somebody starts a new job.
+"""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.patience import PATIENCE
+from tests.support.pool import REPOSITORY, single_threaded
+from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, assert_close, join
+
+FLAGS = "--pipeline-model-parallel-size 2 --balance-layers --overlap-grad-reduce --ddp-bucket-size 2000"
+ARGV = [*MODEL, *MOCK_DATA, *EXACT, *FLAGS.split(), "--train-iters", "8"]
+# A rank. Rank 0 is killed in the sixth iteration of the first start, while the other one waits. What writes checkpoints
+# is spawned, and imports this file.
+PROGRAM = """
+import os, pickle, signal, sys, time
+from pathlib import Path
+
+from megatron.balanced.cpu.device import use_cpu
+
+use_cpu()
+
+from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.trainer.watchdog.failure import report_failures_once
+from tests.support.training import train_rank
+
+folder, argv = Path(sys.argv[1]), sys.argv[2:]
+rank = os.environ["RANK"]
+
+class Die(StepCallback):
+    def begin_step(self, iteration, config):
+        if iteration == 5 and not (folder / f"died-{rank}").exists():
+            (folder / f"died-{rank}").touch()
+            if rank == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+
+if __name__ == "__main__":
+    with report_failures_once():
+        run = train_rank(argv, True, callbacks=[Die()])
+        count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        (folder / f"ended-{rank}").write_bytes(pickle.dumps((run, count)))
+"""
+
+
+def _nodes(way: str) -> list[list[str]]:
+    """torchrun's flags on each node."""
+    if way == "two nodes":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            meet = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{probe.getsockname()[1]} --rdzv-id 1"
+        return [f"--nnodes 2 --nproc-per-node 1 --max-restarts 1 {meet}".split()] * 2
+    return [f"--standalone --nproc-per-node 2 --max-restarts {int(way == 'one node')}".split()]
+
+
+def _launch(folder: Path, way: str, *more: str) -> list[int]:
+    """Train. Returns the exit code of torchrun on each node; "log" has what they said."""
+    (folder / "program.py").write_text(PROGRAM)
+    jobs = []
+    with open(folder / "log", "a") as log:
+        for flags in _nodes(way):
+            launch = [sys.executable, "-m", "torch.distributed.run", *flags, folder / "program.py", folder]
+            job = subprocess.Popen(
+                [*launch, *ARGV, *more], cwd=REPOSITORY, env=single_threaded(), stdout=log, stderr=log
+            )
+            jobs.append(job)
+    try:
+        return [job.wait(2 * PATIENCE) for job in jobs]
+    finally:
+        for job in jobs:
+            job.terminate()  # and its ranks
+            job.wait(PATIENCE)
+
+
+def _ended(folder: Path) -> tuple[Run, list[str]]:
+    """What the last start's ranks saw, and torchrun's count of restarts on each."""
+    ends = [pickle.loads((folder / f"ended-{rank}").read_bytes()) for rank in range(2)]
+    return join([run for run, _ in ends]), [count for _, count in ends]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Run:
+    """The run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    for rank in range(2):
+        (folder / f"died-{rank}").touch()
+    assert _launch(folder, "a new job") == [0], (folder / "log").read_text()
+    return _ended(folder)[0]
+
+
+COUNTS = {"two nodes": ["1", "0"], "one node": ["1", "1"], "a new job": ["0", "0"]}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way != "two nodes")) for way in COUNTS]
+)
+def test_a_job_that_is_started_again_goes_on(whole, tmp_path, way):
+    saved = tmp_path / "saved"
+    more = ["--save", str(saved), "--load", str(saved), "--save-interval", "2", "--balance-report", str(saved)]
+    codes = _launch(tmp_path, way, *more)
+    if way == "a new job":
+        assert codes != [0]
+        codes = _launch(tmp_path, way, *more)
+    assert not any(codes), (tmp_path / "log").read_text()
+    assert (tmp_path / "died-0").exists(), "the first start was not killed"
+    again, counts = _ended(tmp_path)
+    assert counts == COUNTS[way]
+    assert len(again.losses) == 4, "it did not go on from iteration 4"
+    assert_close(replace(again, losses=[*whole.losses[:4], *again.losses]), whole)
+    left = [name for _, _, names in os.walk(saved) for name in names]
+    assert not [name for name in left if name.endswith(".part") or name == ".balance-lock"], left
