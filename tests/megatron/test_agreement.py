@@ -17,6 +17,7 @@ from megatron.balanced.trainer import agreement
 from megatron.balanced.trainer.agreement import _difference
 from tests.support.command import run_command
 from tests.support.refusals import started_anew
+from tests.support.settings import settings
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,17 @@ DIFFERENT = {
     "a balancer": ({0: "--balance-experts"}, "--balance-experts is True on rank 0 and False on rank 1"),
     "balancers": ({0: "--balance all", 1: "--balance experts"}, "--balance is 'all' on rank 0 and 'experts' on rank 1"),
     "seed": ({1: "--seed 4"}, "--seed is 1234 on rank 0 and 4 on rank 1"),
+    "slots of a balancer": (
+        {0: "--balance-experts", 1: "--balance-experts --expert-replica-slots 1"},
+        "--expert-replica-slots is 2 on rank 0 and 1 on rank 1",
+    ),
+    "planner of a balancer": (
+        {
+            rank: f"--balance-experts {settings('experts', planner=name)}"
+            for rank, name in enumerate(("quota", "prophet"))
+        },
+        "--experts.planner is 'quota' on rank 0 and 'prophet' on rank 1",
+    ),
 }
 
 

@@ -26,7 +26,15 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.checks.checkpoints import gave_up_loading
 from megatron.balanced.trainer.checks.refusal import explain, is_refusal, is_training
-from megatron.balanced.trainer.rendezvous import has_store, hosts_store, open_store, rank, wait_for, world_size
+from megatron.balanced.trainer.rendezvous import (
+    has_store,
+    hosts_store,
+    keeper_of_store,
+    open_store,
+    rank,
+    wait_for,
+    world_size,
+)
 from megatron.balanced.trainer.watchdog.stall import Watch, ask_all, name_ranks
 
 __all__ = ["OthersFailed", "failed_elsewhere", "report_failures_once", "stop"]
@@ -166,9 +174,16 @@ def _report(failure: _Failure) -> int:
     """Report `failure` once for all ranks. Returns the exit code."""
     code = _within(_MOST_SECONDS, lambda: _publish(failure)) if has_store() else None
     if code is None:  # each rank speaks for itself
-        told = (
-            f"{_program[0]}: error: {failure.text}" if failure.code == 2 else replace(failure, ranks=(rank(),)).told()
-        )
+        if failure.code == 2:
+            told = f"{_program[0]}: error: {failure.text}"
+        elif failure.follows and has_store():
+            keeper = keeper_of_store()
+            told = (
+                f"{_program[0]}: error: {keeper}, which has the job's store, died or stopped answering; rank {rank()} "
+                f"stops now. Look at the log of {keeper}"
+            )
+        else:
+            told = replace(failure, ranks=(rank(),)).told()
         print(told, file=sys.stderr, flush=True)
         _give_to_torchrun(replace(failure, text=told))
         return failure.code
