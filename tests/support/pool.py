@@ -74,7 +74,6 @@ class Pool:
             "MASTER_ADDR": "127.0.0.1",
             # The store that the ranks meet in is the server's, as under torchrun.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
         }
         folder = Path(tempfile.mkdtemp(prefix="pool-"))
         try:

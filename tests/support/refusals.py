@@ -6,7 +6,6 @@ longer than parsing.
 
 import contextlib
 import io
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,10 +33,12 @@ def started_anew(lines: list[list[str]], start: Callable[[list[str]], Said] = pa
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training.global_vars import destroy_global_vars
 
+    from megatron.balanced.trainer import rendezvous
+
     warnings.simplefilter("ignore")  # Megatron-LM's, of other flags
     results = []
     for number, argv in enumerate(lines):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        rendezvous._start[:] = [str(number)]
         results.append(start(argv))
         destroy_global_vars()
         destroy_num_microbatches_calculator()
