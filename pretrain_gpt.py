@@ -1,6 +1,7 @@
 """Pretrain GPT with Megatron-LM and load balancing. Takes Megatron-LM's own flags and ours: see --help."""
 
 from balancing.command_line import explain_in_one_line, print_any_name
+from balancing.process import end_with_parent
 
 
 def main() -> None:
@@ -20,3 +21,5 @@ def main() -> None:
 if __name__ == "__main__":
     explain_in_one_line("pretrain_gpt.py")
     main()
+elif __name__ == "__mp_main__":  # spawned by a rank
+    end_with_parent()

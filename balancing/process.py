@@ -1,11 +1,13 @@
-"""Processes: which one wrote a file, and whether it lives, as far as this machine can tell."""
+"""Processes: which one wrote a file, whether it lives, as far as this machine can tell, and an end with the parent."""
 
 import contextlib
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_alive", "process_space", "start_time"]
+__all__ = ["end_with_parent", "is_alive", "process_space", "start_time"]
 
 
 def process_space() -> str:
@@ -27,3 +29,19 @@ def start_time(pid: Any) -> str:
 def is_alive(pid: Any, started: Any) -> bool:
     """Whether the process of this space that had the number `pid`, and began at `started`, still runs."""
     return started != "" and started == start_time(pid)
+
+
+def end_with_parent() -> None:
+    """Have this process end within a second when its parent has ended.
+
+    A rank that is killed would leave the processes that multiprocessing spawned for it, such as those that write
+    checkpoints: each with its memory, and with the rank's output open, so that `torchrun ... | tee log` never ends.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

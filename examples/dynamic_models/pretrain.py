@@ -35,3 +35,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # spawned by a rank
+    from balancing.process import end_with_parent
+
+    end_with_parent()

@@ -20,36 +20,36 @@ from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, assert_close, j
 
 FLAGS = "--pipeline-model-parallel-size 2 --balance-layers --overlap-grad-reduce --ddp-bucket-size 2000"
 ARGV = [*MODEL, *MOCK_DATA, *EXACT, *FLAGS.split(), "--train-iters", "8"]
-# A rank. Rank 0 is killed in the sixth iteration of the first start, while the other one waits. What writes checkpoints
-# is spawned, and imports this file.
+# A rank of pretrain_gpt.py. Rank 0 is killed in the sixth iteration of the first start, while the other one waits.
+# What writes checkpoints is spawned, and runs this file under another name.
 PROGRAM = """
-import os, pickle, signal, sys, time
+import os, pickle, runpy, signal, time
+from functools import partial
 from pathlib import Path
 
-from megatron.balanced.cpu.device import use_cpu
-
-use_cpu()
-
-from megatron.balanced.shared.callbacks import StepCallback
-from megatron.balanced.trainer.watchdog.failure import report_failures_once
-from tests.support.training import train_rank
-
-folder, argv = Path(sys.argv[1]), sys.argv[2:]
-rank = os.environ["RANK"]
-
-class Die(StepCallback):
-    def begin_step(self, iteration, config):
-        if iteration == 5 and not (folder / f"died-{rank}").exists():
-            (folder / f"died-{rank}").touch()
-            if rank == "0":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3600)
-
+folder, rank = Path(__file__).parent, os.environ["RANK"]
 if __name__ == "__main__":
-    with report_failures_once():
-        run = train_rank(argv, True, callbacks=[Die()])
-        count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        (folder / f"ended-{rank}").write_bytes(pickle.dumps((run, count)))
+    from megatron.balanced.cpu.device import use_cpu
+
+    use_cpu()
+
+    from megatron.balanced.shared.callbacks import StepCallback
+    from megatron.balanced.trainer import train
+    from tests.support.training import watch
+
+    class Die(StepCallback):
+        def begin_step(self, iteration, config):
+            if iteration == 5 and not (folder / f"died-{rank}").exists():
+                (folder / f"died-{rank}").touch()
+                if rank == "0":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(3600)
+
+    train.train = partial(train.train, callbacks=[Die()])
+    finish = watch(True)
+runpy.run_path("pretrain_gpt.py", run_name=__name__)
+if __name__ == "__main__":
+    (folder / f"ended-{rank}").write_bytes(pickle.dumps((finish(), os.environ["TORCHELASTIC_RESTART_COUNT"])))
 """
 
 
@@ -66,18 +66,21 @@ def _nodes(way: str) -> list[list[str]]:
 def _launch(folder: Path, way: str, *more: str) -> list[int]:
     """Train. Returns the exit code of torchrun on each node; "log" has what they said."""
     (folder / "program.py").write_text(PROGRAM)
-    jobs = []
     with open(folder / "log", "a") as log:
-        for flags in _nodes(way):
-            launch = [sys.executable, "-m", "torch.distributed.run", *flags, folder / "program.py", folder]
-            job = subprocess.Popen(
-                [*launch, *ARGV, *more], cwd=REPOSITORY, env=single_threaded(), stdout=log, stderr=log
-            )
-            jobs.append(job)
+        # As with `| tee log`, which ends when nothing has the pipe any more: no process outlives its rank.
+        tee = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
+    jobs = []
+    for flags in _nodes(way):
+        command = [sys.executable, "-m", "torch.distributed.run", *flags, folder / "program.py", *ARGV, *more]
+        environment = single_threaded()
+        jobs.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=tee.stdin, stderr=tee.stdin))
+    tee.stdin.close()
     try:
-        return [job.wait(2 * PATIENCE) for job in jobs]
+        codes = [job.wait(2 * PATIENCE) for job in jobs]
+        tee.wait(PATIENCE)
+        return codes
     finally:
-        for job in jobs:
+        for job in (*jobs, tee):
             job.terminate()  # and its ranks
             job.wait(PATIENCE)
 
