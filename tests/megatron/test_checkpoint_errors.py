@@ -109,11 +109,12 @@ def _ends_early(argv: list[str]) -> tuple[object, str]:
 
 
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
-def test_experts_on_one_rank_and_on_two(pool, tmp_path, optimizer):
+@pytest.mark.parametrize("saved_with", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_experts_on_one_rank_and_on_two(pool, tmp_path, optimizer, saved_with):
     """Megatron-LM keeps the optimizer state of experts apart only if they are spread."""
-    argv = [*BASE, *MOE, *optimizer.split(), "--train-iters", "2"]
-    spread, load = ["--expert-model-parallel-size", "2"], ["--load", str(tmp_path), "--train-iters", "3"]
-    saved = pool.run(2, run_command, [*argv, *spread, "--save", str(tmp_path), "--save-interval", "2"])
+    argv = [*BASE, *MOE, *optimizer.split(), "--train-iters", "2", "--expert-model-parallel-size"]
+    load = [str(3 - saved_with), "--load", str(tmp_path), "--train-iters", "3"]
+    saved = pool.run(2, run_command, [*argv, str(saved_with), "--save", str(tmp_path), "--save-interval", "2"])
     assert [code for code, _ in saved] == [0, 0]
     line = _refusal(pool.run(2, run_command, [*argv, *load]))
     assert "its optimizer state is of another layout" in line and "add --no-load-optim" in line
