@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import run_command
+from tests.support.sampled import sampled
 from tests.support.training import MOCK_DATA, MODEL, MOE
 
 BASE = [*MODEL, *MOCK_DATA]
@@ -109,7 +110,7 @@ def _ends_early(argv: list[str]) -> tuple[object, str]:
 
 
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
-@pytest.mark.parametrize("saved_with", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("saved_with", sampled([1, 2], 2))
 def test_experts_on_one_rank_and_on_two(pool, tmp_path, optimizer, saved_with):
     """Megatron-LM keeps the optimizer state of experts apart only if they are spread."""
     argv = [*BASE, *MOE, *optimizer.split(), "--train-iters", "2", "--expert-model-parallel-size"]

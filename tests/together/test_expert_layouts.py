@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.corpus import heavy_tailed, write_documents
 from tests.support.moving import Plans, move_at
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, MOE, RankRun, Run, differences, join, train_rank
 
@@ -37,7 +38,6 @@ LAYOUTS = {
     "from EP 4, PP 1, CP 1": ((4, f"{EXPERTS} 4"), (4, ALL)),
     "from TP 2, CP 1": ((4, f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} 2"), (4, ALL)),
 }
-ALWAYS = ("EP 4, PP 1, CP 1", "from TP 2, CP 1")
 
 
 def _rank(argv: list[str], moves: Plans) -> RankRun:
@@ -51,9 +51,7 @@ def _train(pool: Any, ranks: int, flags: str, folder: Path, moves: Plans | None 
     return join(pool.run(ranks, _rank, [*BASE, *documents, *flags.split()], moves or {}))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in ALWAYS)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, "EP 4, PP 1, CP 1", "from TP 2, CP 1"))
 def test_goes_on_under_another_layout(pool, tmp_path, name):
     (ranks, flags), (later_ranks, later_flags) = LAYOUTS[name]
     moves = MOVES if "--balance-layers" in flags else None

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.patience import PATIENCE
 from tests.support.pool import REPOSITORY, single_threaded
+from tests.support.sampled import sampled
 from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, assert_close, join
 
 FLAGS = "--pipeline-model-parallel-size 2 --balance-layers --overlap-grad-reduce --ddp-bucket-size 2000"
@@ -104,9 +105,7 @@ def whole(tmp_path_factory) -> Run:
 COUNTS = {"two nodes": ["1", "0"], "one node": ["1", "1"], "a new job": ["0", "0"]}
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way != "two nodes")) for way in COUNTS]
-)
+@pytest.mark.parametrize("way", sampled(COUNTS, "two nodes"))
 def test_a_job_that_is_started_again_goes_on(whole, tmp_path, way):
     saved = tmp_path / "saved"
     more = ["--save", str(saved), "--load", str(saved), "--save-interval", "2", "--balance-report", str(saved)]
