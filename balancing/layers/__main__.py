@@ -23,6 +23,7 @@ from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
+from balancing.layers.simulator.fill import weight_share
 from balancing.layers.simulator.schedule import Schedule
 from balancing.layers.stage_plan import StagePlan
 from balancing.report import MOST_MICRO_BATCHES, read_history
@@ -136,6 +137,10 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
         f"{_ms(before)} as recorded ({to_layout(run.plan, mtp_layers=options.mtp_layers)}), {_ms(after)} as planned: "
         + (f"{before / after - 1:+.1%} throughput" if after > 0 else "no time at all")
     )
+    if plan.stages > 1 and after > 0 and not schedule.in_parts:
+        fills = replace(schedule, weight_share=weight_share(recomputes=run.recomputes))
+        filled = cost.step_seconds(plan, count, schedule=fills)
+        print(f"--fill-with-weight-gradients would take it to {_ms(filled)}: {after / filled - 1:+.1%} throughput")
     if plan is run.plan:
         print("The recorded layout is as good as any that was found.")
     print(f'--pipeline-model-parallel-layout "{to_layout(plan, mtp_layers=options.mtp_layers)}"')

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from balancing.layers.simulator.fill import SplitPasses, simulate_fill
 from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.simulator.timeline import Timeline, simulate_schedule
 from balancing.layers.stage_plan import StagePlan
@@ -109,6 +110,34 @@ class LayerSeconds:
         """One training step under `plan`; transfer, schedule: see `simulate_schedule`."""
         forward, backward = self.stage_seconds(plan)
         return simulate_schedule(forward, backward, micro_batches, transfer=transfer, schedule=schedule)
+
+    def step_seconds(
+        self,
+        plan: StagePlan,
+        micro_batches: int,
+        *,
+        transfer: ArrayLike = 0.0,
+        schedule: Schedule = MEGATRONS,
+    ) -> float:
+        """Seconds of one training step under `plan`, with weight gradients deferred as `schedule` says."""
+        if not schedule.weight_share or plan.stages == 1:
+            return self.simulate(plan, micro_batches, transfer=transfer, schedule=schedule).step_time
+        passes = self.split_passes(plan, schedule.weight_share)
+        return simulate_fill(passes, micro_batches, transfer=transfer, schedule=schedule).step_time
+
+    def split_passes(self, plan: StagePlan, weight_share: FloatArray | float) -> SplitPasses:
+        """What `simulate_fill` takes. Weight gradients of layers are deferred, a piece for each; those of the ends,
+        whose inputs are larger than all others, are not. A layer keeps activations in proportion to its forward
+        seconds, none if it has no backward.
+
+        weight_share: of each layer's backward that its weight gradient takes, a number or float array [layer].
+        """
+        deferred, nothing = self.backward * weight_share, np.zeros(self.layers)
+        forward, backward = self.stage_seconds(plan)
+        weights, _ = LayerSeconds(deferred, nothing).stage_seconds(plan)
+        kept = np.where(self.backward > 0, self.forward, 0.0)
+        activation, pieces = LayerSeconds(kept, np.ones(self.layers)).stage_seconds(plan)
+        return SplitPasses(forward, backward - weights, weights, activation, np.maximum(pieces, 1).astype(np.int64))
 
     def _values(self) -> FloatArray:
         """All values in one array [2 * layers + 6]."""

@@ -22,10 +22,12 @@ class RecordedRun(Running):
 
     step_seconds: measured median.
     memory: float array [stage], the most bytes that a rank of each stage held; empty if not measured.
+    recomputes: whether layers ran forward again in their backward passes.
     """
 
     step_seconds: float = 0.0
     memory: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    recomputes: bool = False
 
 
 def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
@@ -97,6 +99,7 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
         ranks_per_node=int(np.bincount(ranks.node).max()),
         step_seconds=summary.step_seconds,
         memory=memory,
+        recomputes=bool(costs.recompute[numbered].any()),
         schedule=_schedule(lines[-1]),
     )
 

@@ -6,7 +6,7 @@ stage 0. With several chunks a stage, the numbers of micro-batches in flight of 
 the peak is taken over all moments of the schedule.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -80,8 +80,12 @@ def in_flight(
     schedule: with several chunks. A larger group keeps the activations of more micro-batches.
 
     Returns an int array [stage, moment, chunk]. It contains only moments that can be the fullest for some sizes of
-    activations; stages with fewer of them repeat the last one.
+    activations; stages with fewer of them repeat the last one. With deferred weight gradients (`weight_share`) every
+    stage may hold as many as the first, which holds the most without.
     """
+    if schedule.weight_share:
+        first = in_flight(stages, virtual, micro_batches, replace(schedule, weight_share=0.0))[:1]
+        return np.broadcast_to(first, (stages, *first.shape[1:]))
     if virtual == 1:
         most = micro_batches or stages
         return np.minimum(np.arange(stages, 0, -1), most)[:, None, None]
@@ -117,8 +121,9 @@ def stage_memory(
     micro_batches: int | None = None,
     schedule: Schedule = MEGATRONS,
 ) -> FloatArray:
-    """Float array [stage]: the peak bytes of a rank of each stage under `plan`; the rest as in `in_flight`."""
-    peak = np.zeros(plan.stages)
+    """Float array [stage]: the peak bytes of a rank of each stage under `plan`; the rest as in `in_flight`. With
+    deferred weight gradients every stage may keep as many activations as the fullest one."""
+    resting, kept = np.zeros(plan.stages), np.zeros(plan.stages)
     moments = in_flight(plan.stages, plan.virtual, micro_batches, schedule)
     for stage, chunks in enumerate(plan.chunks):
         first, last = stage == 0, stage == plan.stages - 1
@@ -127,8 +132,8 @@ def stage_memory(
         activation[-1] += memory.head_activation * last
         static = memory.buffers + float(sum(memory.static[list(chunk)].sum() for chunk in chunks))
         static += memory.embedding * first + memory.head * last + memory.mtp * (stage == plan.stages - 1 - plan.behind)
-        peak[stage] = static + (moments[stage] @ activation).max()
-    return peak
+        resting[stage], kept[stage] = static, (moments[stage] @ activation).max()
+    return resting + (kept.max() if schedule.weight_share else kept)
 
 
 def as_memory(memory: "LayerMemory | ArrayLike") -> LayerMemory:

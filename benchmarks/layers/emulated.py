@@ -23,7 +23,7 @@ import numpy as np
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, StagePlan, plan_stages, refine_plan
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
-from benchmarks.layers.fill import filled_step, stage_arrays
+from benchmarks.layers.fill import filled_step
 from benchmarks.layers.traces import TRACES, trace
 
 __all__ = ["Row", "main"]
@@ -86,8 +86,9 @@ def _measure(stages: int, jobs: list[tuple[LayerSeconds, StagePlan, float]], rep
     pipelines = []
     for cost, plan, share in jobs:
         if share:
-            arrays = stage_arrays(cost, plan, share)
-            arrays["backward"] = arrays.pop("input_gradient")
+            passes = cost.split_passes(plan, share)
+            arrays = {name: getattr(passes, name) for name in ("forward", "weight_gradient", "activation", "pieces")}
+            arrays["backward"] = passes.input_gradient
         else:
             arrays = dict(zip(("forward", "backward"), cost.stage_seconds(plan), strict=True))
         pipeline = {name: values.tolist() for name, values in arrays.items()}

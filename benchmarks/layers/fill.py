@@ -34,10 +34,10 @@ from rich.table import Table
 
 from balancing.files import write_text
 from balancing.layers import LayerSeconds, Pipeline, StagePlan, plan_pipeline, plan_stages
-from balancing.layers.simulator.fill import FilledStep, SplitPasses, simulate_fill
+from balancing.layers.simulator.fill import FilledStep, simulate_fill
 from benchmarks.layers.traces import TRACES, trace
 
-__all__ = ["Row", "filled_step", "rows", "stage_arrays"]
+__all__ = ["Row", "filled_step", "rows"]
 
 _STAGES, _LAYERS, _ITERATIONS = 8, 48, 4000
 _TARGET = 0.93  # of the bound
@@ -101,32 +101,11 @@ def _cases(moments: int) -> Iterator[tuple[str, list[LayerSeconds], np.ndarray |
     yield "hybrid", [hybrid], share
 
 
-def stage_arrays(cost: LayerSeconds, plan: StagePlan, weight_share: np.ndarray | float) -> dict[str, np.ndarray]:
-    """The arrays [stage, chunk] of `SplitPasses`. The head's backward computes its weight gradient, whose
-    inputs are larger than all others.
-
-    weight_share: of each layer's backward that its weight gradient takes, a number or [layer].
-    """
-    bounds = np.array([plan.bounds])
-
-    def of_chunks(values: np.ndarray, head: float = 0.0) -> np.ndarray:
-        part = LayerSeconds(values, np.zeros(cost.layers), head=(head, 0.0))
-        return part.seconds_of_bounds(bounds, plan.stages, plan.behind)[0][0]
-
-    return {
-        "forward": of_chunks(cost.forward, cost.head[0]),
-        "input_gradient": of_chunks(cost.backward * (1 - weight_share), cost.head[1]),
-        "weight_gradient": of_chunks(cost.backward * weight_share),
-        "activation": of_chunks(np.where(cost.backward > 0, cost.forward, 0.0)),
-        "pieces": np.maximum(of_chunks(np.ones(cost.layers)), 1),
-    }
-
-
 def filled_step(
     cost: LayerSeconds, plan: StagePlan, weight_share: np.ndarray | float, micro_batches: int
 ) -> FilledStep:
     """The simulated step of `plan`."""
-    return simulate_fill(SplitPasses(**stage_arrays(cost, plan, weight_share)), micro_batches)
+    return simulate_fill(cost.split_passes(plan, weight_share), micro_batches)
 
 
 def _refined(cost: LayerSeconds, plan: StagePlan, weight_share: np.ndarray | float, micro_batches: int) -> StagePlan:

@@ -5,8 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing.layers import operations, simulate_schedule
-from balancing.layers.simulator.fill import SplitPasses, simulate_fill
+from balancing.layers import (
+    LayerMemory,
+    LayerSeconds,
+    Schedule,
+    StagePlan,
+    operations,
+    simulate_schedule,
+    stage_memory,
+)
+from balancing.layers.simulator.fill import SplitPasses, kept_share, simulate_fill
 
 quick = settings(max_examples=40)
 
@@ -73,6 +81,32 @@ def test_uneven_stages_do_not_wait_for_weight_gradients():
     step = simulate_fill(SplitPasses(work, work, work, pieces=4), 16)
     assert 3 * 1.3 * 16 / step.step_time > 0.95
     assert 3 * 1.3 * 16 / simulate_schedule(work, 2 * work, 16).step_time < 0.91
+
+
+@quick
+@given(pipelines(), st.integers(1, 3))
+def test_memory_of_a_plan_is_enough(pipeline, layers_more):
+    """For stages of different numbers of layers, each of which keeps as much as any other."""
+    forward, _, _, micro_batches, _ = pipeline
+    stages, chunks = forward.shape
+    counts = tuple(tuple(1 + (stage + chunk) % (1 + layers_more) for chunk in range(chunks)) for stage in range(stages))
+    plan = StagePlan.from_counts(counts)
+    cost = LayerSeconds(np.ones(plan.layers), 2 * np.ones(plan.layers))
+    step = simulate_fill(cost.split_passes(plan, 0.5), micro_batches)
+    filled = Schedule(weight_share=0.5)
+    room = stage_memory(plan, LayerMemory(np.zeros(plan.layers), activation=1.0), micro_batches, filled)
+    assert (step.peak <= room * (1 + 1e-9)).all()
+    assert step.step_time == cost.step_seconds(plan, micro_batches, schedule=filled)
+    assert step.step_time <= cost.step_seconds(plan, micro_batches) * 1.05
+
+
+def test_tensors_that_were_gathered_count():
+    """Kept whole by four ranks, they are more than the activations: the same budget defers less."""
+    ones = np.ones((4, 1))
+    passes = [SplitPasses(ones, ones, ones, pieces=4, kept=kept_share(gathered_by=ranks)) for ranks in (1, 4)]
+    own, gathered = (simulate_fill(each, 8) for each in passes)
+    assert own.step_time < gathered.step_time < simulate_schedule(ones, 2 * ones, 8).step_time
+    assert gathered.peak.max() <= 4 * (1 + 1e-9) + kept_share(gathered_by=4) - 1
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,37 @@ def test_what_is_in_force(pool, case):
         assert any(word in line for line in told), told
 
 
+def _fills(argv: list[str]) -> tuple[bool, str]:
+    """Whether weight gradients fill waits, and what was printed."""
+    from megatron.balanced.trainer.arguments import parse_arguments
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        _, config = parse_arguments(argv)
+    return config.fill_with_weight_gradients, said.getvalue()
+
+
+# flags, whether waits are filled
+FILLED = {
+    "few micro-batches a stage": (f"{NO_CP} --balance all --global-batch-size 8", True),
+    "many": (f"{NO_CP} --balance all --global-batch-size 64", False),
+    "a list": (f"{NO_CP} --balance experts,layers --global-batch-size 8", False),
+    "messages overlapped": (
+        f"{NO_CP} --balance all --global-batch-size 8 --moe-token-dispatcher-type alltoall "
+        "--overlap-moe-expert-parallel-comm",
+        False,
+    ),
+    "no pipeline": ("--expert-model-parallel-size 2 --balance all --global-batch-size 8", False),
+}
+
+
+@pytest.mark.parametrize("case", FILLED)
+def test_waits_are_filled_where_that_pays(pool, case):
+    flags, expected = FILLED[case]
+    (fills, said), *others = pool.run(4, _fills, [*BASE, *flags.split()])
+    assert [fills, *(other for other, _ in others)] == [expected] * 4
+    assert ("computes weight gradients while stages wait" in said) == expected
+
+
 def test_a_validation_alone_is_that_of_a_run_without(pool, tmp_path):
     """Experts and layers stay off, sequences are spread."""
     documents = write_documents(tmp_path / "documents", heavy_tailed(400, seed=1))

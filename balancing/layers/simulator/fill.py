@@ -20,7 +20,7 @@ activations of fewer micro-batches than early ones, and deferred gradients use t
 
 import heapq
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from balancing.layers.memory import in_flight
 from balancing.layers.simulator.schedule import MEGATRONS, Action, PipelineMessage, Schedule, program
 
-__all__ = ["FilledStep", "SplitPasses", "kept_share", "simulate_fill"]
+__all__ = ["FilledStep", "SplitPasses", "kept_share", "simulate_fill", "weight_share"]
 
 FloatArray = NDArray[np.float64]
 
@@ -40,6 +40,12 @@ def kept_share(*, gathered_by: int = 1) -> float:
         second matrix of attention and MLP whole, which are 8 of the 32 bytes an element.
     """
     return (24 + 8 * gathered_by) / 34
+
+
+def weight_share(*, recomputes: bool) -> float:
+    """The share of a layer's backward seconds that computes weight gradients, which take as long as a forward pass and
+    as input gradients. recomputes: whether a backward pass begins with another forward pass."""
+    return 1 / 3 if recomputes else 1 / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +192,7 @@ def simulate_fill(
     for values in (links, np.asarray(spare)):
         _check_finite(values)
     programs = [program(rank, ranks, micro_batches, chunks=chunks, schedule=schedule) for rank in range(ranks)]
-    moments = in_flight(ranks, chunks, micro_batches, schedule)  # [rank, moment, chunk]
+    moments = in_flight(ranks, chunks, micro_batches, replace(schedule, weight_share=0.0))  # [rank, moment, chunk]
     without = np.einsum("rmc,rc->rm", moments, passes.activation).max(axis=1)
     stages = [
         _Stage(actions, weights, passes.kept * row, count)

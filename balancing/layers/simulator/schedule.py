@@ -43,7 +43,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the schedule of several chunks a rank runs; Megatron's defaults. It changes nothing without interleaving.
+    """How the schedule runs; Megatron's defaults. All but `weight_share` are of several chunks a rank.
 
     group: micro-batches that pass through a chunk before the next chunk runs (Megatron's
         microbatch_group_size_per_vp_stage); the pipeline size if None.
@@ -51,11 +51,14 @@ class Schedule:
         yes with interleaving and no without.
     in_parts: whether a forward and a backward run as one, layer part by layer part (Megatron's
         overlap_moe_expert_parallel_comm).
+    weight_share: the part of the backward seconds of layers that computes weight gradients and is deferred into waits
+        (`balancing.layers.simulator.fill`), with one chunk, too. 0: nothing is deferred.
     """
 
     group: int | None = None
     overlap: bool | None = None
     in_parts: bool = False
+    weight_share: float = 0.0
 
 
 MEGATRONS = Schedule()

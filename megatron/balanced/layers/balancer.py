@@ -51,7 +51,7 @@ class LayerBalancer(StepCallback):
         self._first: int | None = None
         self._warm = 0  # the last iteration that began with new layers
         self._settled = False
-        self._planner = LayerPlanner(config, self.mover, source.config, loop.iterations)
+        self._planner = LayerPlanner(config, self.mover, source.config, loop)
         self._repacker = Repacker(config, loop.log_interval)
 
     def before_wrapping(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

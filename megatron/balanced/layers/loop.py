@@ -32,6 +32,7 @@ class TrainingLoop:
     optimizer_overrides: gives the overrides of parameter groups that `get_megatron_optimizer` got.
     schedule: gives the schedule of micro-batches for the process groups that there are.
     depart: begins a release of ranks, from the model chunks of this rank and a function that gathers over all ranks.
+    weight_share: the part of a layer's backward seconds that fills waits of the pipeline; 0 if nothing does.
     """
 
     iterations: int | None
@@ -41,3 +42,4 @@ class TrainingLoop:
     optimizer_overrides: Callable[[OptimizerConfig], Any]
     schedule: Callable[[], Callable]
     depart: Callable[[Release, list[torch.nn.Module], Callable[[Any], list[Any]]], Departure]
+    weight_share: float = 0.0

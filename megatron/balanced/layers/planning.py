@@ -33,6 +33,7 @@ from balancing.layers.load import fit_activations, join_ranks, layer_seconds
 from balancing.ranges import named
 from balancing.report import RankRecord
 from megatron.balanced.cpu.device import is_cpu
+from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.mover import LayerMover, Moved
 from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.log import print_once
@@ -70,21 +71,21 @@ class LayerPlanner:
     """Measurements of this rank since the last decision, and the gate. All ranks call `choose` together.
 
     model: its config.
-    iterations: of the whole training; None where nobody knows.
+    loop: that trains the model.
     costs: the average over all decisions since layers last changed their cost.
     """
 
-    def __init__(
-        self, config: LayerConfig, mover: LayerMover, model: TransformerConfig, iterations: int | None
-    ) -> None:
+    def __init__(self, config: LayerConfig, mover: LayerMover, model: TransformerConfig, loop: TrainingLoop) -> None:
         self.costs = CostAverage(window=config.interval)
-        self._config, self._mover, self._model, self._iterations = config, mover, model, iterations
+        self._config, self._mover, self._model, self._iterations = config, mover, model, loop.iterations
         self._gate: Gate | None = None
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
         self._steps: list[tuple[int, float]] = []  # iteration, seconds
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
         in_parts = model.overlap_moe_expert_parallel_comm
-        self._schedule = Schedule(group=model.microbatch_group_size_per_vp_stage, in_parts=in_parts)
+        self._schedule = Schedule(
+            group=model.microbatch_group_size_per_vp_stage, in_parts=in_parts, weight_share=loop.weight_share
+        )
 
     def restart(self) -> None:
         """Begin with a new gate: at the start of training, and when the number of stages has changed."""
@@ -203,7 +204,7 @@ class LayerPlanner:
         return found
 
     def _step_seconds(self, cost: LayerSeconds, plan: StagePlan) -> float:
-        return cost.simulate(plan, get_num_microbatches(), schedule=self._schedule).step_time
+        return cost.step_seconds(plan, get_num_microbatches(), schedule=self._schedule)
 
     def _fewest(self) -> int:
         """Layers that a chunk must have; two where the first backward pass needs activations that are offloaded."""

@@ -30,9 +30,9 @@ from megatron.balanced.trainer.balancers import check_balancers, switch_on
 from megatron.balanced.trainer.checks.checkpoints import check_load
 from megatron.balanced.trainer.checks.corpus import check_tokens
 from megatron.balanced.trainer.checks.engine_parts import check_engine
+from megatron.balanced.trainer.checks.fill import check_fill
 from megatron.balanced.trainer.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
 from megatron.balanced.trainer.checks.incompatible import REPORT, check_compatible, shown
-from megatron.balanced.trainer.checks.layers import check_fill
 from megatron.balanced.trainer.checks.model import check_model
 from megatron.balanced.trainer.checks.ranges import check_ranges
 from megatron.balanced.trainer.checks.refusal import is_refusal

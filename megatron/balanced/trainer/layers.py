@@ -16,6 +16,7 @@ from megatron.training.models.hybrid import HybridModelConfig
 
 from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.source import LayerSource
+from megatron.balanced.trainer.checks.fill import deferred_share
 from megatron.balanced.trainer.release import Departure
 
 __all__ = ["layer_source", "training_loop"]
@@ -54,8 +55,8 @@ def _layer_spec(config: GPTModelConfig, vp_stage: int | None) -> Any:
     return spec
 
 
-def training_loop(args: argparse.Namespace, model: ModelConfig) -> TrainingLoop:
-    """What moves of layers need of Megatron-LM's loop."""
+def training_loop(args: argparse.Namespace, model: ModelConfig, *, fills: bool) -> TrainingLoop:
+    """What moves of layers need of Megatron-LM's loop. fills: whether weight gradients fill waits of the pipeline."""
 
     def overrides(config: OptimizerConfig) -> Any:
         _, given = training.get_megatron_optimizer_config(args)
@@ -71,4 +72,5 @@ def training_loop(args: argparse.Namespace, model: ModelConfig) -> TrainingLoop:
         optimizer_overrides=overrides,
         schedule=lambda: training.get_forward_backward_func(schedule_pg_collection=None),
         depart=partial(Departure, args),
+        weight_share=deferred_share(args) if fills else 0.0,
     )

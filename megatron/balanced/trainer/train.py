@@ -142,7 +142,8 @@ def _features(
         features.append(ExpertBalancer(job, config.experts, cluster, note))
     if config.layers.enabled:
         assert observer is not None
-        layers = LayerBalancer(config.layers, layer_source(args, model), observer, training_loop(args, model))
+        loop = training_loop(args, model, fills=config.fill_with_weight_gradients)
+        layers = LayerBalancer(config.layers, layer_source(args, model), observer, loop)
         features += [layers, TensorBoardOfTheLast(args)]
         model.pre_wrap_hooks.append(layers.before_wrapping)
         if args.cuda_graph_impl == "transformer_engine":

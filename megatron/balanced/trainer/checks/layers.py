@@ -13,11 +13,9 @@ from balancing.layers.layout import from_layout
 from balancing.layers.pattern import read_pattern
 from balancing.layers.plan import ONE_CHUNK
 from balancing.layers.stage_plan import StagePlan
-from megatron.balanced.sequences.travelling import latent_shape
-from megatron.balanced.trainer.checks.incompatible import FILL, LAYERS, RELEASE, check_compatible
-from megatron.balanced.trainer.config import BalanceConfig
+from megatron.balanced.trainer.checks.incompatible import LAYERS, RELEASE, check_compatible
 
-__all__ = ["check_fill", "check_layers"]
+__all__ = ["check_layers"]
 
 
 def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerConfig, list[str]]:
@@ -84,39 +82,6 @@ def check_layers(args: argparse.Namespace, layers: LayerConfig) -> tuple[LayerCo
             f"{flag} with dropout: masks differ after a move, and losses equal those without it only statistically"
         )
     return layers, notes
-
-
-def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[BalanceConfig, list[str]]:
-    """Return the config with --fill-with-weight-gradients as it is in force, and notes for the user, one line each.
-
-    Raises ValueError for flags that it cannot work with. Called after Megatron has validated `args`, and sets
-    `args.delay_wgrad_compute` where Transformer Engine is to delay weight gradients.
-    """
-    flag = "--fill-with-weight-gradients"
-    if not config.fill_with_weight_gradients:
-        return config, []
-    if args.pipeline_model_parallel_size == 1 or args.skip_train:
-        why = (
-            "--skip-train trains no step" if args.skip_train else "--pipeline-model-parallel-size 1 waits for no stage"
-        )
-        return dataclasses.replace(config, fill_with_weight_gradients=False), [f"{flag} has nothing to fill: {why}"]
-    check_compatible(args, FILL, flag)
-    engine = args.transformer_impl != "local"
-    if args.gradient_accumulation_fusion and not engine:
-        raise ValueError(
-            f"{flag} is incompatible with fused gradient accumulation, which adds weight gradients in backward passes; "
-            "add --no-gradient-accumulation-fusion"
-        )
-    if config.layers.repacks:
-        raise ValueError(
-            f"{flag} is incompatible with --repack-throughput-floor, which shortens the pipeline; drop one of them"
-        )
-    if not engine:
-        return config, []
-    sends_latents = config.sequences.enabled and latent_shape(args) is not None
-    args.delay_wgrad_compute = True
-    note = f"{flag} sends keys and values, since it computes gradients of what latents are projected with later"
-    return config, [note] if sends_latents else []
 
 
 def _check_release(args: argparse.Namespace, layers: LayerConfig) -> None:

@@ -1,0 +1,94 @@
+"""Checks of `--fill-with-weight-gradients` at start-up, and whether `--balance all` switches it on."""
+
+import argparse
+import dataclasses
+
+import numpy as np
+
+from balancing.layers.cost import LayerSeconds
+from balancing.layers.simulator.fill import weight_share
+from balancing.layers.simulator.schedule import Schedule
+from balancing.layers.stage_plan import StagePlan
+from megatron.balanced.sequences.travelling import latent_shape
+from megatron.balanced.trainer.checks.incompatible import FILL, check_compatible
+from megatron.balanced.trainer.config import BalanceConfig
+
+__all__ = ["check_fill", "deferred_share"]
+
+_FLAG = "--fill-with-weight-gradients"
+_WORTH = 0.03  # of a step, from which `--balance all` has it
+_MOST = 16  # groups of micro-batches that are simulated; with more, fill and drain are less of a step than that
+
+
+def check_fill(args: argparse.Namespace, config: BalanceConfig) -> tuple[BalanceConfig, list[str]]:
+    """Return the config with --fill-with-weight-gradients as it is in force, and notes for the user, one line each.
+
+    `--balance all` switches it on where it works with the other flags and a simulated step of equal layers gets shorter
+    by at least 3 %. Raises ValueError for flags that it was asked to work with and cannot. Called after Megatron has
+    validated `args`, and sets `args.delay_wgrad_compute` where Transformer Engine is to delay weight gradients.
+    """
+    notes = []
+    if not config.fill_with_weight_gradients:
+        if "all" not in map(str.strip, (config.balance or "").split(",")):
+            return config, []
+        try:
+            _check(args, config)
+        except ValueError:
+            return config, []
+        if _idle(args) or (gain := _gain(args)) < _WORTH:
+            return config, []
+        config = dataclasses.replace(config, fill_with_weight_gradients=True)
+        notes.append(
+            f"--balance all computes weight gradients while stages wait ({_FLAG}): {gain:.0%} off a step of equal "
+            "layers, simulated"
+        )
+    elif why := _idle(args):
+        return dataclasses.replace(config, fill_with_weight_gradients=False), [f"{_FLAG} has nothing to fill: {why}"]
+    else:
+        _check(args, config)
+    if args.transformer_impl == "local":
+        return config, notes
+    if config.sequences.enabled and latent_shape(args) is not None:
+        notes.append(f"{_FLAG} sends keys and values: gradients of what latents are projected with are computed later")
+    args.delay_wgrad_compute = True
+    return config, notes
+
+
+def deferred_share(args: argparse.Namespace) -> float:
+    """The share of a layer's backward seconds that is deferred."""
+    return weight_share(recomputes=args.recompute_granularity == "full")
+
+
+def _idle(args: argparse.Namespace) -> str | None:
+    """Why no stage waits; None if some do."""
+    if args.skip_train:
+        return "--skip-train trains no step"
+    return "--pipeline-model-parallel-size 1 waits for no stage" if args.pipeline_model_parallel_size == 1 else None
+
+
+def _check(args: argparse.Namespace, config: BalanceConfig) -> None:
+    """Raise ValueError for flags that it cannot work with."""
+    check_compatible(args, FILL, _FLAG)
+    if args.gradient_accumulation_fusion and args.transformer_impl == "local":
+        raise ValueError(
+            f"{_FLAG} is incompatible with fused gradient accumulation, which adds weight gradients in backward "
+            "passes; add --no-gradient-accumulation-fusion"
+        )
+    if config.layers.repacks:
+        raise ValueError(
+            f"{_FLAG} is incompatible with --repack-throughput-floor, which shortens the pipeline; drop one of them"
+        )
+
+
+def _gain(args: argparse.Namespace) -> float:
+    """The part of a step of equal layers that it saves, simulated with at most 16 micro-batches a stage."""
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    share = deferred_share(args)
+    plain = Schedule(group=args.microbatch_group_size_per_vp_stage if chunks > 1 else None)
+    filled = dataclasses.replace(plain, weight_share=share)
+    of_pipeline = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    micro_batches = min(of_pipeline, _MOST * (plain.group or stages))
+    plan, even = StagePlan.from_counts(((1,) * chunks,) * stages), np.ones(stages * chunks)
+    cost = LayerSeconds(even, even / share)  # weight gradients take as long as a forward pass
+    seconds = [cost.step_seconds(plan, micro_batches, schedule=schedule) for schedule in (plain, filled)]
+    return 1 - seconds[1] / seconds[0]
