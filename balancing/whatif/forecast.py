@@ -15,6 +15,7 @@ from balancing.experts import LoadTrace
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.repack import Repack, Running, choose_repack, repack_options
+from balancing.layers.simulator.fill import weight_share
 from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 from balancing.whatif.gains import ExpertLoads, SequenceLoads, expert_loads, sequence_loads
@@ -32,7 +33,10 @@ __all__ = [
     "verdict",
 ]
 
-SCENARIOS = ("none", "layers", "sequences", "experts", "all")
+# "fill" is --fill-with-weight-gradients.
+SCENARIOS = ("none", "layers", "sequences", "experts", "fill", "all")
+_FLAGS = {name: f"--balance-{name}" for name in ("layers", "sequences", "experts")}
+_FLAGS["fill"] = "--fill-with-weight-gradients"
 # Least share of a step to gain for a balancer to be worth its flag: twice what it may cost with nothing to gain.
 WORTH = 0.02
 
@@ -42,7 +46,7 @@ class Forecast:
     """One scenario on one number of GPUs.
 
     gpus: ranks.
-    balancer: of `SCENARIOS`.
+    balancer: of `SCENARIOS`; "fill" are weight gradients in waits of the pipeline.
     step_seconds: of one step.
     bubble: idle part of the pipeline's time, of all stages.
     layers, sequences, experts: imbalance, max / mean: of pipeline stages, of ranks that share micro-batches in
@@ -98,7 +102,7 @@ def forecast_loads(model: StepModel, experts: ExpertLoads | None, sequences: Seq
     """Forecasts of all scenarios under given loads. sequences: None if every sequence is one document."""
     found: list[Forecast] = []
     for balancer in SCENARIOS:
-        on = {name: balancer in (name, "all") for name in ("layers", "sequences", "experts")}
+        on = {name: balancer in (name, "all") for name in _FLAGS}
         one = _scenario(model, balancer, on, experts, sequences)
         off = _nothing_to_do(model, balancer, sequences is not None)
         if not off and found and one.step_seconds >= found[0].step_seconds * (1 - 1e-6):
@@ -132,8 +136,10 @@ def _replanned(costs: LayerSeconds, job: Job) -> StagePlan:
 
 def _nothing_to_do(model: StepModel, balancer: str, documents: bool) -> str:
     job = model.job
-    if balancer == "layers" and job.pipeline_model_parallel_size == 1:
+    if balancer in ("layers", "fill") and job.pipeline_model_parallel_size == 1:
         return "one pipeline stage"
+    if balancer == "fill" and job.overlap_moe_expert_parallel_comm:
+        return "--overlap-moe-expert-parallel-comm runs a forward and a backward pass in turn"
     if balancer == "experts" and not job.num_experts:
         return "no experts"
     if balancer == "experts" and job.expert_model_parallel_size == 1:
@@ -178,6 +184,11 @@ def _scenario(
         faster, idle = schedule_seconds(costs, planned, job.micro_batches, transfer, job.schedule)
         if faster < step:
             plan, step, bubble = planned, faster, idle
+    if on["fill"] and plan.stages > 1 and not job.overlap_moe_expert_parallel_comm:
+        filled = replace(job.schedule, weight_share=_deferred_share(job, dense, moe))
+        faster, idle = schedule_seconds(costs, plan, job.micro_batches, transfer, filled)
+        if faster < step:
+            step, bubble = faster, idle
     loads = costs.stage_loads(plan)
     # Micro-batches of unequal length pass through a pipeline at the pace of the longest while it fills.
     longest = fill * _attention_of_stages(plan, job, dense, moe) * (plan.stages - 1) / plan.virtual
@@ -205,6 +216,14 @@ def _attention_of_stages(plan: StagePlan, job: Job, dense: LayerWork, moe: list[
     return attention * job.num_layers / plan.stages
 
 
+def _deferred_share(job: Job, dense: LayerWork, moe: list[LayerWork]) -> float:
+    """Part of the backward seconds of layers that computes weight gradients; attention itself has none."""
+    works = [moe[at % len(moe)] if kind else dense for at, kind in enumerate(job.is_moe)]
+    forward = sum(work.total - work.backward for work in works)
+    attention = sum(work.attention for work in works)
+    return weight_share(recomputes=job.recompute_granularity == "full") * (1 - attention / forward)
+
+
 def schedule_seconds(
     costs: LayerSeconds,
     plan: StagePlan,
@@ -225,9 +244,9 @@ def schedule_seconds(
     few = min(micro_batches, 4 * unit)
     if micro_batches > few:
         few += (micro_batches - few) % unit
-    seconds = costs.simulate(plan, few, transfer=transfer, schedule=schedule).step_time
+    seconds = costs.step_seconds(plan, few, transfer=transfer, schedule=schedule)
     if micro_batches > few:
-        less = costs.simulate(plan, few - unit, transfer=transfer, schedule=schedule).step_time
+        less = costs.step_seconds(plan, few - unit, transfer=transfer, schedule=schedule)
         seconds += (seconds - less) / unit * (micro_batches - few)
     return seconds, max(0.0, 1 - work * micro_batches / seconds)
 
@@ -242,8 +261,8 @@ def verdict(found: Sequence[Forecast]) -> str:
             f"On {none.gpus:,} GPUs balancing is not worth it: at best it saves {gains[best]:.1%} of a step, less than "
             f"the {WORTH:.0%} from which it is."
         )
-    worth = [name for name in ("layers", "sequences", "experts") if gains.get(name, 0.0) >= WORTH]
-    flags = ", ".join(f"--balance-{name} ({gains[name]:.0%})" for name in worth) or "all of them together only"
+    worth = [name for name in _FLAGS if gains.get(name, 0.0) >= WORTH]
+    flags = ", ".join(f"{_FLAGS[name]} ({gains[name]:.0%})" for name in worth) or "all of them together only"
     hours = ""
     if none.gpu_hours is not None and none.gpu_hours >= 1:
         hours = f", {none.gpu_hours * gains[best]:,.0f} GPU-hours of {none.gpu_hours:,.0f}"

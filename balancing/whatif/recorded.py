@@ -7,6 +7,7 @@ numbers of GPUs the global batch stays and each rank has more or fewer micro-bat
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from balancing.cluster import Cluster
 from balancing.experts import plan_replicas, read_reported_loads, traffic
 from balancing.layers.from_report import RecordedRun, read_run
 from balancing.layers.plan import Pipeline, plan_pipeline
+from balancing.layers.simulator.fill import weight_share
 from balancing.report import History, summarize
 from balancing.whatif.forecast import SCENARIOS, Forecast, schedule_seconds
 
@@ -104,8 +106,17 @@ def _group(
         if faster < none:
             planned, seconds, idle = plan, faster, less
     gain = {"none": 0.0, "layers": none - seconds}
+    idles = dict.fromkeys(SCENARIOS, bubble) | {"layers": idle, "all": idle}
+    filled = {"fill": 0.0, "all": 0.0}
+    if run.plan.stages > 1 and not run.schedule.in_parts:
+        fills = replace(run.schedule, weight_share=weight_share(recomputes=run.recomputes))
+        for name, of_plan, before in (("fill", run.plan, none), ("all", planned, seconds)):
+            faster, less = schedule_seconds(cost, of_plan, count, 0.0, fills)
+            if faster < before:
+                filled[name], idles[name] = before - faster, less
     gain |= {name: saved.get(name, 0.0) * share for name in ("sequences", "experts")}
-    gain["all"] = max(*gain.values(), min(sum(gain.values()), saved.get("all", 0.0) * share))
+    gain["all"] = max(*gain.values(), min(sum(gain.values()), saved.get("all", 0.0) * share)) + filled["all"]
+    gain["fill"] = filled["fill"]
     memory = float(run.memory.max()) if len(run.memory) and gpus == recorded else None
     found = []
     for name in SCENARIOS:
@@ -114,7 +125,7 @@ def _group(
         uneven = {kind: both[name in (kind, "all")] for kind, both in imbalance.items()}
         hours = None if iterations is None else step * iterations * gpus / 3600
         found.append(Forecast(
-            gpus, name, step, idle if name in ("layers", "all") else bubble, float(loads.max() / loads.mean()),
+            gpus, name, step, idles[name], float(loads.max() / loads.mean()),
             uneven["sequences"], uneven["experts"], memory, hours,
             "" if name == "none" or gain[name] > 0 else "nothing to gain in the record",
         ))  # fmt: skip

@@ -45,6 +45,19 @@ def test_hot_experts_gain_and_even_ones_do_not():
     assert even["experts"].step_seconds <= even["none"].step_seconds
 
 
+def test_weight_gradients_fill_a_short_pipeline():
+    """One micro-batch a stage waits most, many hardly at all, and parts of layers in turn leave nothing to fill."""
+    pipeline = f"{MODEL} --seq-length 4096 --pipeline-model-parallel-size 8 --micro-batch-size 1"
+    short, long = (told(f"{pipeline} --global-batch-size {count}", 8) for count in (8, 512))
+    saved = [1 - each["fill"].step_seconds / each["none"].step_seconds for each in (short, long)]
+    assert saved[0] > 0.15 and 0 < saved[1] < 0.02
+    assert short["all"].step_seconds <= short["fill"].step_seconds
+    assert short["fill"].bubble < short["none"].bubble
+    assert "--fill-with-weight-gradients" in verdict([*short.values()])
+    parts = told(f"{EXPERTS} --pipeline-model-parallel-size 4 --overlap-moe-expert-parallel-comm", 32)
+    assert "in turn" in parts["fill"].off and parts["fill"].step_seconds == parts["none"].step_seconds
+
+
 def test_even_routing_gains_what_was_published():
     """UltraEP's three models, within 15 %; nothing was fitted to them."""
     rows = [row for row in compare_gains() if row.error is not None]
@@ -215,7 +228,9 @@ def test_a_report_is_forecast(tmp_path, capsys):
     assert main([str(tmp_path), "--gpus", "8,16", "--iterations", "100", "--json", str(tmp_path / "told.json")]) == 0
     assert "Measured: 8 ranks" in capsys.readouterr().out
     rows = json.loads((tmp_path / "told.json").read_text())["forecasts"]
-    none, layers, _, experts, together = rows[:5]
+    none, layers, _, experts, fill, together = rows[:6]
+    assert fill["step_seconds"] == none["step_seconds"], "the first stage is the slowest by far, and never waits"
+    assert together["step_seconds"] < layers["step_seconds"], "even stages have waits to fill"
     assert layers["step_seconds"] < none["step_seconds"] and layers["layers"] < none["layers"]
     assert experts["experts"] < none["experts"] and together["step_seconds"] <= layers["step_seconds"]
     assert rows[5]["gpus"] == 16 and rows[5]["step_seconds"] < none["step_seconds"] and rows[5]["gpu_hours"] > 0
