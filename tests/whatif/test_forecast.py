@@ -233,7 +233,7 @@ def test_a_report_is_forecast(tmp_path, capsys):
     assert together["step_seconds"] < layers["step_seconds"], "even stages have waits to fill"
     assert layers["step_seconds"] < none["step_seconds"] and layers["layers"] < none["layers"]
     assert experts["experts"] < none["experts"] and together["step_seconds"] <= layers["step_seconds"]
-    assert rows[5]["gpus"] == 16 and rows[5]["step_seconds"] < none["step_seconds"] and rows[5]["gpu_hours"] > 0
+    assert rows[6]["gpus"] == 16 and rows[6]["step_seconds"] < none["step_seconds"] and rows[6]["gpu_hours"] > 0
 
 
 @pytest.mark.parametrize(
