@@ -131,15 +131,14 @@ def test_replicas_on_a_device(ranks, device, tmp_path, figure):
     for precision in precisions(device):
         argv = [*base(device, precision), *EXPERTS.split()]
         reference = run(ranks, 2, argv)
-        overlapped = "shared --overlap-moe-expert-parallel-comm"
-        for mode in ("resident", "shared", overlapped) if precision == "fp32" else (overlapped,):
-            report = tmp_path / f"{precision}-{mode.replace(' ', '')}"
-            balance = (
-                f"--balance-experts {settings('experts', min_gain=0, replica_mode=mode)} --balance-report {report}"
-            )
+        overlapped = "shared", "--overlap-moe-expert-parallel-comm"
+        for mode, flags in (("resident", ""), ("shared", ""), overlapped) if precision == "fp32" else (overlapped,):
+            report = tmp_path / f"{precision}-{mode}{flags}"
+            balance = f"--balance-experts {settings('experts', min_gain=0, replica_mode=mode)} {flags}"
+            balance += f" --balance-report {report}"
             balanced = run(ranks, 2, [*argv, *balance.split()])
             assert replicated(report) > 4, "hardly anything was replicated"
-            seen.check(precision, mode, difference(balanced, reference))
+            seen.check(precision, f"{mode} {flags}".strip(), difference(balanced, reference))
         figure(str(seen))
 
 
