@@ -14,8 +14,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 if [[ " $* " == *" --dry-run "* ]]; then
-    python=$repository/.venv/bin/python
-    "$python" -c '' 2>/dev/null || python=$(find_python)
+    # Any Python can list them, also one that could not run them.
+    for python in "$repository/.venv/bin/python" ${PYTHON:+"$PYTHON"} python3.12 python3.13 python3 python; do
+        ! "$python" -c '' 2>/dev/null || break
+    done
     cd "$repository"
     exec "$python" -m tests.gpu "$@"
 fi

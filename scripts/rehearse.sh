@@ -23,5 +23,6 @@ if [ ! -e "$folder/ready" ]; then
     touch "$folder/ready"
 fi
 folder=$(cd "$folder" && pwd)
-exec env -i HOME="$folder/home" PATH="$folder/environment/bin:/usr/bin:/bin" MEGATRON_CORE="$folder" \
-    PIP_NO_INDEX=1 PIP_INDEX_URL=http://127.0.0.1:9/simple TERM="${TERM:-dumb}" "$@"
+# PYTHON goes before a .venv of the checkout.
+exec env -i HOME="$folder/home" PATH="$folder/environment/bin:/usr/bin:/bin" PYTHON="$folder/environment/bin/python3" \
+    MEGATRON_CORE="$folder" PIP_NO_INDEX=1 PIP_INDEX_URL=http://127.0.0.1:9/simple TERM="${TERM:-dumb}" "$@"

@@ -35,6 +35,7 @@ case $1 in
         exit 2
         ;;
     pip) echo "$*" >>"$PIP_LOG"; exit "${{PIP_STATUS:-0}}" ;;
+    tests.gpu) echo "parts by $0" ;;
     esac
     ;;
 esac
@@ -99,6 +100,12 @@ def test_a_machine_with_only_an_old_python_is_told_what_to_install(machine, scri
     assert done.stdout == ""
     assert re.fullmatch(rf"{script}: no Python 3\.12 or 3\.13 .*install one.*python3\.12-venv'\n", done.stderr)
     assert not (machine.clone / ".venv").exists()
+
+
+def test_any_python_lists_the_parts_of_the_acceptance(machine):
+    old = machine.add_python("3.11", machine.bin / "python3", works=True)
+    done = machine.run("scripts/gpu_check.sh --dry-run")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"parts by {old}\n", "")
 
 
 def test_a_python_newer_than_the_wheels_is_not_taken(machine):
