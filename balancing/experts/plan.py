@@ -5,7 +5,7 @@ Planning is pure and deterministic: all ranks call it with the same load and get
 its planner's rule for dividing tokens over instances, so `split_tokens` works with all of them.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,8 +15,9 @@ from balancing.experts.cost import ExpertShape, TransferWindow
 from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 from balancing.experts.planners.prophet import prophet_slots
 from balancing.experts.planners.quota import QuotaPlanner
+from balancing.experts.split.split import Splitter
 
-__all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers"]
+__all__ = ["METHODS", "Method", "plan_replicas", "plan_replicas_layers", "plan_with_gain"]
 
 Method = Literal["none", "quota", "prophet"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -54,6 +55,23 @@ def plan_replicas(
     options = {"slots": slots, "shape": shape, "home": home, "method": method}
     window = {"hidden_under": hidden_under, "first": first, "micro_batches": micro_batches}
     return plan_replicas_layers(np.asarray(load)[None], cluster, **options, **window)[0]  # type: ignore[arg-type]
+
+
+def plan_with_gain(
+    load: np.ndarray, cluster: Cluster, alone: ReplicaPlacement, min_gain: float, **options: Any
+) -> ReplicaPlacement | None:
+    """`plan_replicas`, or None where the busiest rank has not `min_gain` fewer tokens than with no replica.
+
+    load, cluster, options: as in `plan_replicas`. alone: the placement without a replica. min_gain: a fraction.
+    """
+    placement = plan_replicas(load, cluster, **options)
+    gain = 1 - _busiest(load, placement) / max(_busiest(load, alone), 1)
+    return placement if gain >= min_gain else None
+
+
+def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:
+    """Tokens of the busiest rank when `load` [source_rank, expert] is split over `placement`."""
+    return int(Splitter(placement)(load).sum(0).reshape(len(load), -1).sum(1).max())
 
 
 def plan_replicas_layers(

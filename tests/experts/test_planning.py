@@ -1,6 +1,5 @@
 """The thread that plans replicas: what it takes off the thread that launches work, and what it must not disturb."""
 
-import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,11 @@ def _uploads(argv: list[str]) -> list[tuple[int, int, int]]:
     """Train on the paths of a GPU. For each step: the layers that get other replicas when it begins, the copies to the
     device for it, and the tables of placements that this thread builds."""
     from balancing.experts.split import placed_split
-    from megatron.balanced.experts import balancer, moe_layer
+    from megatron.balanced.experts import balancer, moe_layer, planning
     from megatron.balanced.experts.balancer import ExpertBalancer
     from tests.support.stand_ins import split_kernels
 
-    moe_layer.is_cpu = lambda: False
+    moe_layer.is_cpu = planning.is_cpu = lambda: False
     split_kernels.install()
     upload, place, build = placed_split.upload, balancer.place_layers, placed_split.SplitTables.__init__
     begin = ExpertBalancer.begin_schedule
@@ -77,29 +76,35 @@ def _planner(dispatcher: str = "alltoall", machine: Any = None) -> Any:
     return ReplicaPlanner(Job(32, 1, 5), model, ExpertConfig(), machine, cluster, False)
 
 
-def _while_a_plan_is_made() -> tuple[float, float, float]:
-    """How long a thread may keep Python's lock: before a plan is made, meanwhile, and after it was adopted."""
-    from megatron.balanced.experts.planning import Planned
+def _where_plans_are_made() -> tuple[bool, list[bool]]:
+    """Place replicas as on a GPU, where this process cannot plan. Whether the one that does has imported torch, and
+    whether experts get replicas, by the least gain that is asked for."""
+    from balancing.experts import plan, plan_replicas
+    from balancing.experts.split.placed_split import SplitTables
+    from megatron.balanced.experts import planning
 
-    planner, end = _planner(), threading.Event()
+    load = np.array([[90, 2, 3, 5], [80, 1, 9, 7]])
+    on_cpu = _planner()
+    assert on_cpu._worker is None
+    planning.is_cpu = lambda: False
+    planner = _planner()
+    assert planner._worker is not None
+    placement = plan_replicas(load, planner._cluster, slots=planner._config.replica_slots)
+    alone = SplitTables(plan_replicas(load, planner._cluster, slots=2, method="none"), None)
+    layer = SimpleNamespace(without_replicas=alone, tables=lambda placement: SplitTables(placement, None))
+    plan.plan_replicas = None
+    made = planner._place(layer, load, None).placement
+    assert made.digest() == placement.digest()
+    gains = []
+    for least in (0.0, 0.99):
+        object.__setattr__(planner._config, "min_gain", least)
+        gains.append(planner._place(layer, load, None) is not alone)
+    return planner._worker.call(eval, "'torch' in __import__('sys').modules"), gains
 
-    def plan(*unused: Any) -> Planned:
-        end.wait(60)
-        return Planned(None, 0.0, 0.0)
 
-    planner._plan = plan
-    found = [sys.getswitchinterval()]
-    planner.submit(None, SimpleNamespace(drift=0.0, age=0), [np.zeros((2, 4))], 1, None)
-    found.append(sys.getswitchinterval())
-    end.set()
-    planner.adopt()
-    return *found, sys.getswitchinterval()
-
-
-def test_the_thread_that_plans_hands_on_pythons_lock_at_once(pool):
-    """The functions of a backward pass want it some hundred times while the layers are planned."""
-    ((before, meanwhile, after),) = pool.run(1, _while_a_plan_is_made)
-    assert meanwhile <= 1e-4 < before == after
+def test_plans_for_a_gpu_are_made_in_a_process_of_their_own(pool):
+    """Each operation of the thread that launches work would wait for the thread that plans."""
+    assert pool.run(1, _where_plans_are_made) == [(False, [True, False])]
 
 
 def _ends_of_a_step() -> list[bool]:

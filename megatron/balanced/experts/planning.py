@@ -1,16 +1,17 @@
 """Replica placements of the next iteration, planned by a background thread while training goes on.
 
 A layer's load is complete when its last micro-batch has been routed. `ReplicaPlanner.submit` then plans in a thread,
-and `ReplicaPlanner.adopt` takes the placements before the next iteration begins. Plans are functions of the gathered
-load, so all ranks of an expert-parallel group make the same ones; `check_same_plans` verifies it.
+and `ReplicaPlanner.adopt` takes the placements before the next iteration begins. On a GPU another process computes
+them, so that the thread that launches work goes on. Plans are functions of the gathered load, so all ranks of an
+expert-parallel group make the same ones; `check_same_plans` verifies it.
 """
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,18 +20,17 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.cluster import Cluster
-from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, Splitter, plan_replicas
+from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, plan_with_gain
 from balancing.experts.config import ExpertConfig
 from balancing.experts.split.placed_split import SplitTables
 from balancing.ranges import named
+from balancing.worker import Worker
+from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches
 
 __all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "expert_share"]
-
-# So long, instead of 5 ms, may the thread that plans keep Python's lock while the one that launches work waits for it.
-_SWITCH_SECONDS = 1e-4
 
 
 class Planned(NamedTuple):
@@ -105,7 +105,8 @@ class ReplicaPlanner:
         self._cluster, self._shared = cluster, shared
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicas")
         self._submitted: dict[int, tuple[LayerPlan, Future[Planned]]] = {}  # by the identity of the record
-        self._switch_seconds = sys.getswitchinterval()
+        # On a CPU, threads that compute want the cores that a process would plan on.
+        self._worker = None if is_cpu() else Worker()
         self.plan_ms = 0.0  # of the last placements that were adopted, all layers together
         self.waited_ms = 0.0
 
@@ -121,7 +122,6 @@ class ReplicaPlanner:
         overlap: the compute that its transfers overlap.
         """
         if id(plan) not in self._submitted:
-            sys.setswitchinterval(_SWITCH_SECONDS)
             planned = self._thread.submit(self._plan, layer, plan, _on_host(loads), iteration, overlap)
             self._submitted[id(plan)] = plan, planned
 
@@ -136,7 +136,6 @@ class ReplicaPlanner:
         if not self._submitted:
             return False
         self.wait()
-        sys.setswitchinterval(self._switch_seconds)
         done = [(plan, planned.result()) for plan, planned in self._submitted.values()]
         self.plan_ms = sum(planned.seconds for _, planned in done) * 1e3
         for plan, planned in done:
@@ -187,16 +186,18 @@ class ReplicaPlanner:
                 "first": overlap.first,
                 "micro_batches": self._micro_batches_served(),
             }
-        placement = plan_replicas(
+        alone, config = layer.without_replicas, self._config
+        plan = plan_with_gain if self._worker is None else partial(self._worker.call, plan_with_gain)
+        placement = plan(
             load,
             self._cluster,
-            slots=self._config.replica_slots,
-            method=self._config.planner,
+            alone.placement,
+            config.min_gain,
+            slots=config.replica_slots,
+            method=config.planner,
             **costs,
         )
-        alone = layer.without_replicas
-        gain = 1 - _busiest(load, placement) / max(_busiest(load, alone.placement), 1)
-        tables = layer.tables(placement) if gain >= self._config.min_gain else alone
+        tables = alone if placement is None else layer.tables(placement)
         tables.placement.digest()  # computed here, and kept
         return tables
 
@@ -231,11 +232,6 @@ def _on_host(loads: list[Any]) -> Callable[[], np.ndarray]:
         return copied.numpy()
 
     return wait
-
-
-def _busiest(load: np.ndarray, placement: ReplicaPlacement) -> int:
-    """Tokens of the busiest rank when `load` [source_rank, expert] is split over `placement`."""
-    return int(Splitter(placement)(load).sum(0).reshape(len(load), -1).sum(1).max())
 
 
 def _expert_shape(layer: BalancedMoELayer) -> ExpertShape:

@@ -1,0 +1,75 @@
+"""A process that computes for another: it answers, says what failed, and does not outlive the one that asks."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from balancing.process import is_alive, start_time
+from balancing.worker import Worker
+from tests.support.patience import PATIENCE
+from tests.support.pool import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def worker():
+    return Worker()
+
+
+def test_it_answers_from_another_process(worker):
+    there = worker.call(os.getpid)
+    assert there != os.getpid() and worker.call(os.getpid) == there
+    assert worker.call(sorted, [3, 1, 2], reverse=True) == [3, 2, 1]
+    large = np.arange(1 << 20)  # more than a pipe holds
+    assert np.array_equal(worker.call(np.flip, large), large[::-1])
+
+
+def test_threads_take_turns(worker):
+    found: dict[int, float] = {}
+    threads = [threading.Thread(target=lambda n=n: found.update({n: worker.call(abs, -n)})) for n in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert found == {n: n for n in range(20)}
+
+
+def test_what_fails_there_is_told_and_what_is_printed_is_no_answer(worker):
+    with pytest.raises(RuntimeError, match=r"(?s)in process \d+, which plans:.*ValueError: .*'four'"):
+        worker.call(int, "four")
+    assert worker.call(print, "no answer") is None
+    assert worker.call(abs, -4) == 4
+
+
+def test_a_process_that_has_ended_is_told():
+    worker = Worker()
+    os.kill(worker.call(os.getpid), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"which plans, has ended with code -9"):
+        worker.call(abs, -4)
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGKILL])
+def test_it_ends_with_the_one_that_asks(number):
+    """By itself, by Ctrl-C in a terminal, which goes to both processes, or killed."""
+    code = "import os, sys; from balancing.worker import Worker; worker = Worker(); "
+    code += "print(worker.call(os.getpid), flush=True); sys.stdin.read()"
+    asks = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    there = int(asks.stdout.readline())
+    began = start_time(there)
+    if number is not None:
+        os.killpg(asks.pid, number) if number == signal.SIGINT else asks.kill()
+    _, said = asks.communicate(timeout=PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while is_alive(there, began):
+        assert time.monotonic() < deadline, "it goes on alone"
+        time.sleep(0.05)
+    assert "balancing/worker.py" not in said, said
