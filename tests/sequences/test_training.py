@@ -17,6 +17,7 @@ from balancing.report.summary import summarize
 from tests.layers.test_release import _train as _train_moving
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import (
     MODEL,
@@ -69,7 +70,16 @@ def alone(packed) -> Run:
     return packed.train(1, LOSS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    sampled(
+        LAYOUTS,
+        "CP 2, PP 2, micro-batches of two",
+        "CP 2, TP 2, sequence parallel",
+        "CP 2, DP 2, both overlaps",
+        "CP 2, recomputed attention",
+    ),
+)
 def test_layouts_equal_one_rank(packed, alone, layout):
     world_size, flags = LAYOUTS[layout]
     assert_close(packed.train(world_size, f"{BALANCED} {flags}"), alone)
