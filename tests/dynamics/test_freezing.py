@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples.dynamic_models.schemes import PlasticityFreezer, scheduled_prefix, similarity_loss
+from tests.support.events import events_in
 from tests.support.plain import train_plainly
 from tests.support.program import parse
 from tests.support.settings import PLASTICITY, scheme_flags
@@ -175,7 +176,7 @@ def test_resumed_with_frozen_layers_is_uninterrupted(pool, corpus, tmp_path, nam
     at, every = (6, 6) if "plasticity" in name else (4, 2)
     report = f"--balance-report {tmp_path / 'report'}"
     whole = train(pool, world_size, f"--save {tmp_path} --save-interval {every} {report}", base=base, parameters=True)
-    events = [json.loads(line) for line in (tmp_path / "report" / "events.jsonl").read_text().splitlines()]
+    events = events_in(tmp_path / "report")
     assert [(e["action"], e["frozen_layers"]) for e in events if e["balancer"] == "dynamics"] == moves
     resumed = train(
         pool,

@@ -1,11 +1,10 @@
 """Moves of layers of dynamic models: the state of a scheme moves with its layer, and no number changes."""
 
-import json
-
 import pytest
 
 from tests.layers.test_balance import _decisions, _train_willing
 from tests.layers.test_move import _assert_same_run, _assert_same_tensors, _peeks_at_buffers
+from tests.support.events import events_in
 from tests.support.moving import Plans, train_moving
 from tests.support.sampled import sampled
 from tests.support.set_clock import SetClock, slow_layers
@@ -66,8 +65,7 @@ def test_a_move_of_a_dynamic_model_changes_no_number(pool, tmp_path, case):
     _assert_same_run(run, reference)
     _assert_same_tensors(state, expected)
     assert len([name for name in expected if name.endswith("exp_avg_sq")]) > 4 * 8
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    reported = [line for line in lines if line["balancer"] == "dynamics"]
+    reported = events_in(tmp_path, balancer="dynamics")
     if "freezing" in case:
         assert [line["action"] for line in reported][-1:] == (["freeze"] if "plasticity" in case else ["unfreeze"])
     else:

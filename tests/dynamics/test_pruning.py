@@ -1,7 +1,6 @@
 """Pruning: the schedule, the global threshold, exact masks, and sparse products."""
 
 import functools
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from examples.dynamic_models.schemes import (
     is_pruning_iteration,
     sparse_linear,
 )
+from tests.support.events import events_in
 from tests.support.program import parse
 from tests.support.sampled import sampled
 from tests.support.settings import scheme_flags
@@ -140,7 +140,7 @@ def test_masks_are_exact_through_training_and_resume(pool, corpus, tmp_path, nam
         assert counted[:, 1].sum() == pytest.approx(wanted * counted[:, 0].sum(), abs=slack)
     assert sum(counted[:, 2].sum() for counted in counts.values()) == 0, "a pruned weight moved"
     assert sparse == (0 if "bf16" in name else 16), "4 layers with 4 matrices; there are no sparse products in bfloat16"
-    events = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
+    events = events_in(report)
     densities = [event["density"] for event in events if event.get("scheme") == "pruning"]
     assert np.mean(densities[-1]) == pytest.approx(0.2, abs=0.01)
     assert np.ptp(densities[-1]) > 0, "one threshold for all layers leaves them uneven"

@@ -1,7 +1,5 @@
 """Mixture of depths, early exit and sparse attention: the chosen tokens, computation of these only, gradients."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -21,6 +19,7 @@ from examples.dynamic_models.schemes import (
     tokens_of,
     weigh_loss,
 )
+from tests.support.events import events_in
 from tests.support.program import parse
 from tests.support.settings import HASH_ATTENTION, scheme_flags
 from tests.support.training import EXACT, MODEL, RankRun, join, watch
@@ -178,7 +177,7 @@ def test_loss_falls_and_what_is_left_out_is_not_run(pool, corpus, tmp_path, name
     save = f"--save {tmp_path / 'save'} --save-interval 6" if name == "mixture of depths" else ""
     run, lengths = _run(pool, base, world_size, f"{flags} {save}")
     assert np.mean(run.losses[-3:]) < np.mean(run.losses[:2])
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = events_in(tmp_path)
     tokens = {}
     for event in (event for event in events if event.get("scheme") == name):
         for layer, count, whole in zip(event["layers"], event["tokens"], event["tokens_all"], strict=True):

@@ -4,7 +4,6 @@ Megatron-LM then runs each layer in parts, and the forward pass of one micro-bat
 another.
 """
 
-import json
 from collections import Counter
 from functools import wraps
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.settings import settings, without_settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, assert_close, join, train, train_rank
@@ -41,7 +41,7 @@ CASES = {
 
 def _moved(folder: Path) -> Counter:
     """Iteration and layer -> bytes of weights and gradients."""
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    lines = events_in(folder)
     return Counter({(x["iteration"], x["layer"]): x["moved_bytes"] for x in lines if x["action"] == "replicate"})
 
 
@@ -71,8 +71,7 @@ def test_replicas_of_two_micro_batches_in_parts_change_no_number(pool, tmp_path,
     results = pool.run(ranks, _train_in_parts, [*BASE, *balanced.split()])
     assert all(both > 3 for _, both in results), "hardly anything ran in turn"
     assert_close(join([run for run, _ in results]), reference)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sum(line["action"] == "replicate" for line in lines) > 5, "hardly anything was replicated"
+    assert len(events_in(tmp_path, action="replicate")) > 5, "hardly anything was replicated"
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,6 @@
 """Replicas leave no trace: in checkpoints, in evaluation, and when a rank dies during their transfer."""
 
 import functools
-import json
 import os
 import signal
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.events import events_in
 from tests.support.plain import train_plainly
 from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, RankRun, Run, differences, join, train, train_rank
@@ -24,8 +24,7 @@ BALANCE = "--balance-experts"
 
 
 def _assert_replicated(report: Path, iteration: int) -> None:
-    events = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-    replicated = [event["iteration"] for event in events if event["action"] == "replicate"]
+    replicated = [event["iteration"] for event in events_in(report, action="replicate")]
     assert replicated, "no replica in the whole run"
     assert min(replicated) <= iteration, f"nothing was replicated before iteration {iteration + 1}"
 

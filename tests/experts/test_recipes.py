@@ -1,6 +1,5 @@
 """Flags of published recipes at toy size: `--balance-experts` changes no number of the same run without it."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.stand_ins.flex_buffers import train_flex
@@ -157,8 +157,7 @@ def _train(pool: Any, ranks: int, flags: str) -> Run:
 def balanced_run(pool: Any, folder: Any, ranks: int, flags: str, least: int = 4) -> Run:
     """Train with replicas, of which at least `least` times a layer's plan has some."""
     run = _train(pool, ranks, f"{flags} --balance-experts {settings('experts', min_gain=0)} --balance-report {folder}")
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    replicated = [line for line in lines if line["action"] == "replicate"]
+    replicated = events_in(folder, action="replicate")
     assert len(replicated) >= least, "hardly anything was replicated, so nothing was tested"
     assert np.mean([line["imbalance_after"] - line["imbalance_before"] for line in replicated]) < 0
     return run

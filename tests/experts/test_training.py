@@ -1,7 +1,6 @@
 """Balanced expert parallelism trains the same model: losses and parameters against the run without replicas."""
 
 import itertools
-import json
 import sys
 from collections import Counter
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, Run, assert_close, train, train_rank
@@ -76,8 +76,7 @@ OTHERS = {
 def _balanced(pool, tmp_path: Path, ranks: int, flags: str, balance: str) -> Run:
     balance = f"--balance-experts --balance-report {tmp_path} {balance}"
     run = train(pool, ranks, f"{flags} {balance}", base=BASE, parameters=True)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    moves = [line for line in lines if line["action"] == "replicate"]
+    moves = events_in(tmp_path, action="replicate")
     assert len(moves) > 6, "hardly anything was replicated, so nothing was tested"
     assert all(line["moved_bytes"] > 0 for line in moves)
     expert_ranks = int(flags.split("--expert-model-parallel-size ")[1].split()[0])
@@ -128,7 +127,7 @@ def test_how_often_replicas_are_placed(pool, tmp_path):
     flags += " --moe-token-dispatcher-type alltoall"
     balanced = _balanced(pool, tmp_path, ranks, flags, settings("experts", plan_interval=5))
     assert_close(balanced, _reference(pool, ranks, flags))
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    lines = events_in(tmp_path)
     ages = [line["plan_age"] for line in lines if line.get("layer") == 0 and line["unit"] == "layer"]
     assert all(0 < line["drift"] < 1 for line in lines if line.get("plan_age") and line["iteration"] > 3)
     assert ages == [0, 1, 2, 3, 4, 1, 2, 3, 4, 5]

@@ -1,6 +1,5 @@
 """A hybrid model trains in every layout as on one rank, with every balancer, and as the GPT model with its layers."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.sequences.test_packed_documents import PACKED, Packed
+from tests.support.events import events_in
 from tests.support.moving import train_moving
 from tests.support.training import MOE, RankRun, Run, assert_close, join, train, train_rank
 from tests.together.test_structures import _place_at_random
@@ -175,8 +175,7 @@ def _named_as_gpt(argv: list[str]) -> RankRun:
 
 
 def _events(folder: Path, balancer: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["balancer"] == balancer]
+    return events_in(folder, balancer=balancer)
 
 
 @pytest.mark.parametrize("case", SAME)

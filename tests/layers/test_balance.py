@@ -1,12 +1,12 @@
 """--balance-layers from the command line to the event log: layers move, and no number changes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.events import events_in
 from tests.support.set_clock import SetClock, slow_layers
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, join, train, train_rank
 
@@ -31,7 +31,7 @@ def _train_uneven(argv: list[str], slow: tuple[int, ...] = ()) -> RankRun:
 
 
 def _decisions(report: Path) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
+    events = events_in(report)
     return [event for event in events if event["balancer"] == "layers" and event["action"] != "observe"]
 
 

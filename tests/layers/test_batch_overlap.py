@@ -5,7 +5,6 @@ another.
 """
 
 import gc
-import json
 import weakref
 from functools import cache, wraps
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.layers.test_balance import _decisions
+from tests.support.events import events_in
 from tests.support.moving import Plans, move_at, train_moving
 from tests.support.sampled import sampled
 from tests.support.set_clock import SetClock, slow_parts
@@ -101,8 +101,7 @@ def test_layers_in_parts_and_replicas_of_experts(pool, tmp_path):
     flags = f"{FIVE} {GRADIENTS} --train-iters 6"
     both = f"{flags} {IN_PARTS} --balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     runs = [train_moving(pool, 4, both, {2: ((2, 1), (1, 1)), 4: ((1, 1), (1, 2))}, base=BASE)[0] for _ in range(2)]
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    replicated = {line["iteration"] for line in lines if line["action"] == "replicate"}
+    replicated = {line["iteration"] for line in events_in(tmp_path, action="replicate")}
     assert replicated >= {2, 4, 6}, "too little was replicated before, between and after the moves"
     assert max(differences(runs[0], _whole(pool, 4, flags)[0])) <= 1e-12
     assert runs[0].losses == runs[1].losses, "a run does not repeat"
@@ -124,8 +123,7 @@ def _train_with_slow_parts(argv: list[str]) -> RankRun:
 
 
 def _layers(report: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (report / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if (line["balancer"], line["unit"]) == ("layers", "layer")]
+    return events_in(report, balancer="layers", unit="layer")
 
 
 def test_what_a_layer_in_parts_computes_is_its_cost(pool, tmp_path):
@@ -138,8 +136,7 @@ def test_what_a_layer_in_parts_computes_is_its_cost(pool, tmp_path):
         assert line["layers"] == ["embedding", 0, 1, 2, "mtp", "head"]
         assert line["forward_s"] == pytest.approx([0.0, 0.05, 0.05, 0.03, 0.05, 0.0])
         assert line["backward_s"] == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1, 0.0])
-    of_stages = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    busy = [line["busy_s"] for line in of_stages if line["unit"] == "stage"]
+    busy = [line["busy_s"] for line in events_in(tmp_path, unit="stage")]
     assert busy == [pytest.approx([4 * (0.05 + 0.05 + 0.03 + 0.05 + 4 * 0.1)])] * 3
 
 

@@ -1,6 +1,5 @@
 """Moves of layers transfer their whole state: a run with moves equals one in which the layers were always there."""
 
-import json
 import weakref
 from functools import cache
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.events import events_in
 from tests.support.moving import Plans, move_at, train_moving
 from tests.support.sampled import sampled
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, Run, differences, train, train_rank
@@ -127,8 +127,7 @@ def test_replicas_of_experts_follow(pool, tmp_path):
     flags = f"{EXACTLY} {PP2} {EP2} {OVERLAPS} --train-iters 9"
     both = f"{flags} --balance-experts --balance-report {tmp_path}"
     run, _ = train_moving(pool, 4, both, {3: ((3,), (1,)), 6: ((1,), (3,))}, base=BASE)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    replicated = {line["iteration"] for line in lines if line["action"] == "replicate"}
+    replicated = {line["iteration"] for line in events_in(tmp_path, action="replicate")}
     assert replicated & {2, 3} and replicated & {5, 6} and replicated & {8, 9}
     assert max(differences(run, _unmoved(pool, 4, flags)[0])) <= 1e-12
 

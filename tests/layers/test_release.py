@@ -1,6 +1,5 @@
 """Release of the last stages during training: no number changes, and the job can grow again."""
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 from balancing.layers import release_of
 from tests.dynamics.test_moves import FREEZE
 from tests.sequences.test_packed_documents import PACKED, Packed
+from tests.support.events import events_in
 from tests.support.moving import _state_of, _whole, move_at
 from tests.support.program import parse
 from tests.support.sampled import sampled
@@ -140,8 +140,7 @@ def _assert_same(run: Run, reference: Run) -> None:
 
 
 def _events(folder: Path, balancer: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["balancer"] == balancer]
+    return events_in(folder, balancer=balancer)
 
 
 @pytest.mark.exhaustive

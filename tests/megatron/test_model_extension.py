@@ -3,13 +3,13 @@
 import argparse
 import contextlib
 import io
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.events import events_in
 from tests.support.moving import Plans, move_at
 from tests.support.training import EXACT, MOCK_DATA, MODEL, RankRun, join, watch
 
@@ -113,8 +113,7 @@ def test_layers_of_ones_own_move_freeze_and_stay_when_ranks_leave(pool, tmp_path
     assert len(left.losses) == 4
     np.testing.assert_allclose(moved, still.losses, rtol=1e-12)
     assert len(set(moved)) == 5, "nothing was trained"
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    mine = [event for event in events if event["balancer"] == "mine"]
+    mine = events_in(tmp_path, balancer="mine")
     for iteration in range(1, 6):
         told = [event for event in mine if event["iteration"] == iteration]
         passes = {number: count for event in told for number, count in event["passes"].items()}

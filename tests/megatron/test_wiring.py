@@ -1,6 +1,5 @@
 """Tests of wiring that only mutants (`tests/mutants`) showed to be untested."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from balancing.cluster import Cluster
 from balancing.sequences.sequence_plan import SequencePlan
 from tests.megatron.test_dropout import _all_differ, _digest, _draws
+from tests.support.events import events_in
 from tests.support.moving import move_at
 from tests.support.pool import Pool
 from tests.support.sequence_plans import nodes_of, random_plan
@@ -150,7 +150,7 @@ def test_shared_slots_of_more_layers_than_buffers(pool: Pool, tmp_path: Path) ->
     shared = f"--balance-experts {settings('experts', replica_mode='shared', min_gain=0)}"
     run = train(pool, 2, f"{shared} --balance-report {tmp_path}", base=base, parameters=True)
     assert max(differences(run, train(pool, 2, base=base, parameters=True))) <= 1e-12
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = events_in(tmp_path)
     layers = [{e["layer"] for e in events if e["action"] == "replicate" and e["iteration"] == n} for n in (2, 3, 4)]
     assert all(len(found) > 2 for found in layers), layers
 

@@ -1,6 +1,5 @@
 """The report on real training: it must name what was planted, miss nothing, and change nothing."""
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 from balancing.clock import CpuClock, pace
 from balancing.report import read_history, read_trace, summarize
 from tests.support import training
+from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.set_clock import SetClock, slow_layers
 from tests.support.training import MOCK_DATA, MOE, RankRun, join, train, train_rank
@@ -23,7 +23,7 @@ PASSES = ("forward_s", "backward_s")
 
 
 def _events(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return events_in(directory)
 
 
 @pytest.fixture

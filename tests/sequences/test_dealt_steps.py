@@ -6,7 +6,6 @@ than in another.
 """
 
 import itertools
-import json
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.sequences.test_domain import EP, Routed, assert_alike
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
+from tests.support.events import events_in
 from tests.support.refusals import assert_accepted, assert_refused
 from tests.support.sampled import sampled
 from tests.support.settings import settings
@@ -55,7 +55,7 @@ def packed(pool, tmp_path_factory) -> Packed:
 
 
 def _dealt(folder) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    lines = events_in(folder)
     return [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
 
 

@@ -7,7 +7,6 @@ in one than in another.
 
 import functools
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import MOE, RankRun, Run, assert_close, differences, join, train, train_rank
@@ -281,7 +281,7 @@ def test_losses_of_samples_and_of_micro_batches_differ(routed):
 def test_report_of_shared_micro_batches(packed, tmp_path):
     """Data-parallel ranks alone have unequal documents before, and equal work after."""
     packed.train(4, f"{SHARED} --train-iters 2 {settings('sequences', chunk=4)} --balance-report {tmp_path}")
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    lines = events_in(tmp_path)
     spread = [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
     assert [line["iteration"] for line in spread] == [1, 2], "one line for all data-parallel ranks"
     for line in spread:

@@ -4,7 +4,6 @@ The reference is Megatron's own packed documents at context parallelism 1, which
 dense masks. Documents' last tokens have no loss here, so ranks of equal tokens have unequal numbers of losses.
 """
 
-import json
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from balancing.report.summary import summarize
 from tests.layers.test_release import _train as _train_moving
 from tests.sequences.test_packed_documents import PACKED, PP, SP, Packed
 from tests.support.corpus import heavy_tailed, write_documents
+from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.settings import settings
 from tests.support.training import (
@@ -220,7 +220,7 @@ def test_events_and_report(packed, tmp_path):
     """What was spread, sent and waited for, and tokens and attention of each rank."""
     flags = f"{CP} 2 {PP} 2 {settings('sequences', planner='zones', chunk=8)} --balance-report {tmp_path}"
     packed.train(4, f"{BALANCED} {flags}")
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    lines = events_in(tmp_path)
     spread = [line for line in lines if line["balancer"] == "sequences" and line["action"] == "spread"]
     assert {(line["iteration"], line["stage"]) for line in spread} == {(i, s) for i in range(1, 4) for s in range(2)}
     for line in spread:
@@ -259,8 +259,7 @@ def test_routing_between_nodes(packed, alone, tmp_path):
     flags = f"{BALANCED} {CP} 4 {settings('sequences', planner='ring', routing=2)} --balance-report {tmp_path}"
     run = join(packed.pool.run(4, _on_two_nodes, packed.from_start(flags)))
     assert_close(run, alone)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    spread = [line for line in lines if line["action"] == "spread"]
+    spread = events_in(tmp_path, action="spread")
     assert all(line["kv_inter_bytes"] > 0 and line["inter_node_share"] > 0 for line in spread)
 
 

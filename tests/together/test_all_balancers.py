@@ -1,10 +1,9 @@
 """All balancers and freezing in one run equal one rank: documents spread over ranks, replicas of hot experts, layers
 that move, ranks that leave, and two layers frozen from the fourth iteration on."""
 
-import json
-
 from tests.layers.test_release import _train
 from tests.sequences.test_packed_documents import PACKED, Packed
+from tests.support.events import events_in
 from tests.support.settings import settings
 from tests.support.training import MOE, assert_close
 
@@ -24,7 +23,7 @@ def test_all_at_once_equal_one_rank(pool, tmp_path):
     argv = model.from_start(f"{PACKED} {steps} {LAYOUT} {BALANCED} --balance-report {tmp_path}")
     run, _ = _train(pool, 4, 2, "", {2: ((3,), (1,)), 4: ((1,), (3,)), 5: ((4,),)}, argv)
     assert_close(run, reference)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    lines = events_in(tmp_path)
     for balancer in ("experts", "sequences"):  # layers move by the test's plans, not by decision
         assert {line["iteration"] for line in lines if line["balancer"] == balancer} == set(range(1, 7))
     later = [line for line in lines if line["balancer"] == "experts" and line["iteration"] > 4]

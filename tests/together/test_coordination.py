@@ -1,6 +1,5 @@
 """Layers, replicas and sequences share a rank's memory, and a layout settles while all three act."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 
 from balancing.layers import LayerMemory, StagePlan, plan_stages, stage_memory
 from balancing.layers.load import fit_activations
+from tests.support.events import events_in
 from tests.support.settings import settings
 from tests.support.training import EXACT, MODEL, MOE, RankRun, train_rank
 
@@ -102,7 +102,7 @@ def _drifting(argv: list[str]) -> tuple[RankRun, Any]:
 def test_a_layout_settles_while_replicas_and_sequences_are_balanced(pool, corpus, tmp_path):
     argv = [*MODEL, *corpus, *EXACT, *MOE, *LAYOUT.split(), *BALANCED.split(), "--balance-report", str(tmp_path)]
     ranks = pool.run(4, _drifting, argv)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    lines = events_in(tmp_path)
     decisions = [line for line in lines if line["balancer"] == "layers" and line["action"] != "observe"]
     moves = [line for line in decisions if line["action"] != "keep"]
     layouts = [moves[0]["layout_before"], *(line["layout_after"] for line in moves)]

@@ -1,6 +1,5 @@
 """Replicas of experts in a model of Transformer Engine's layers, and its grouped linear with replicas in slots."""
 
-import json
 import os
 from functools import wraps
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.checkers.checked_runs import noted_rank
 from tests.support.checkers.collective_order import replay
+from tests.support.events import events_in
 from tests.support.sampled import sampled
 from tests.support.settings import settings, without_settings
 from tests.support.training import MOCK_DATA, MODEL, RankRun, join
@@ -40,8 +40,7 @@ def test_replicas_beside_transformer_engine_change_no_number(model_of, tmp_path,
         ranks,
         f"{flags} --balance-experts {settings('experts', min_gain=0)} --train-iters 6 --balance-report {tmp_path}",
     )
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sum(line["action"] == "replicate" for line in lines) > 10, "hardly anything was replicated"
+    assert len(events_in(tmp_path, action="replicate")) > 10, "hardly anything was replicated"
     # Transformer Engine's own grouped linear layers run the experts of the reference.
     assert_close(run, model.alone("--moe-grouped-gemm --train-iters 6"), 1e-5, 1e-4)
 
@@ -68,8 +67,7 @@ def test_gradients_of_replicas_are_sent_after_delayed_ones(model_of, tmp_path, c
     run = model.train(
         ranks, f"{flags} {DELAYED} --balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     )
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sum(line["action"] == "replicate" for line in lines) > 5, "hardly anything was replicated"
+    assert len(events_in(tmp_path, action="replicate")) > 5, "hardly anything was replicated"
     assert_close(run, model.alone("--moe-grouped-gemm"), 1e-5, 1e-4)
 
 
@@ -148,8 +146,7 @@ def test_homes_and_replicas_are_one_product(model_of, tmp_path, case):
     balance = f"--balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     balanced = model.pool.run(2, _train_watched, model.argv(f"{flags} {balance}"))
     unbalanced = model.pool.run(2, _train_watched, model.argv(without_settings(flags)))
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sum(line["action"] == "replicate" for line in lines) > 3, "hardly anything was replicated"
+    assert len(events_in(tmp_path, action="replicate")) > 3, "hardly anything was replicated"
     for (_, groups, wrong), (_, groups_before, _) in zip(balanced, unbalanced, strict=True):
         assert not wrong
         assert set(groups_before) == {4} and set(groups) == {4, 4 + 2}  # homes, slots
@@ -170,8 +167,7 @@ def test_what_transformer_engines_experts_do_replicas_do(model_of, tmp_path, cas
     model = model_of(f"{EIGHT} --moe-grouped-gemm {more}")
     balance = f"--balance-experts {settings('experts', min_gain=0)} --balance-report {tmp_path}"
     run = model.train(2, f"{EP2} {flags} {balance}")
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sum(line["action"] == "replicate" for line in lines) > 3, "hardly anything was replicated"
+    assert len(events_in(tmp_path, action="replicate")) > 3, "hardly anything was replicated"
     assert_close(run, model.train(2, f"{EP2} {flags}"), 1e-5, 1e-4)
 
 

@@ -1,10 +1,9 @@
 """Weight gradients that Transformer Engine's layers leave for waits (`--fill-with-weight-gradients`): the same numbers,
 bit for bit, as in the backward passes."""
 
-import json
-
 import pytest
 
+from tests.support.events import events_in
 from tests.support.moving import Plans, move_at
 from tests.support.sampled import sampled
 from tests.support.settings import settings
@@ -71,5 +70,5 @@ def test_no_number_changes(engine, tmp_path, case):
     assert_same(join([run for run, _ in ranks]), plain)
     assert all(early > 4 for _, early in ranks), "nothing was left for later"
     if "--balance-experts" in flags:
-        events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+        events = events_in(tmp_path)
         assert any(event["action"] == "replicate" for event in events), "nothing was replicated"

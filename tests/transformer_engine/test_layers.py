@@ -1,6 +1,5 @@
 """Layers of Transformer Engine move with the state of its optimizer, and ranks leave: no number changes."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from tests.layers.test_memory import BASE, SMALL, _bytes, _peak
 from tests.layers.test_release import _train
+from tests.support.events import events_in
 from tests.support.moving import train_moving
 from tests.support.sampled import sampled
 from tests.support.training import Run, assert_same, differences, train, train_rank
@@ -116,8 +116,7 @@ def test_delayed_gradients_are_a_cost_of_their_layer(model_of, tmp_path):
     flags = f"{IN_PARTS} --expert-model-parallel-size 2 --moe-grouped-gemm --train-iters 2 --balance-report {tmp_path}"
     model = model_of(FIVE_IN_PARTS)
     model.pool.run(2, _train_with_slow_gradients, model.argv(flags))
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    costs = [line for line in lines if (line["balancer"], line["unit"]) == ("layers", "layer")]
+    costs = events_in(tmp_path, balancer="layers", unit="layer")
     assert len(costs) == 2
     for line in costs:
         assert line["layers"] == ["embedding", 0, 1, 2, 3, 4, "head"]

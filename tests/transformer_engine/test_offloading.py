@@ -4,13 +4,13 @@ Megatron-LM finds out in its first iteration which activations are offloaded (`-
 and knows them by their order afterwards.
 """
 
-import json
 import os
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.events import events_in
 from tests.support.moving import Plans, moving_rank, train_moving
 from tests.support.sampled import sampled
 from tests.support.settings import settings
@@ -101,8 +101,7 @@ def test_activations_beside_replicas_are_offloaded(model_of, tmp_path, case):
     model = model_of(EIGHT)
     balanced = f"--balance-experts {settings('experts', min_gain=0)} --train-iters 6 --balance-report {tmp_path}"
     run = join(model.pool.run(ranks, _offloading_beside_replicas, model.argv(f"{flags} {balanced}")))
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert sum(line["action"] == "replicate" for line in lines) > 10, "hardly anything was replicated"
+    assert len(events_in(tmp_path, action="replicate")) > 10, "hardly anything was replicated"
     assert_close(run, model.alone("--moe-grouped-gemm --train-iters 6"), 1e-5, 1e-4)
 
 
