@@ -14,11 +14,10 @@ def sampled(cases: Iterable[Any], *always: Any) -> list[Any]:
     A case of several parameters is a tuple. Raises AssertionError for a case of `always` that there is not.
     """
     cases = list(cases)
-    assert {*always} <= {*cases}, f"not among the cases: {[case for case in always if case not in cases]}"
+    missing = [case for case in always if case not in cases]
+    assert not missing, f"not among the cases: {missing}"
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in always else _EXHAUSTIVE)
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
         for case in cases
+        for marks in [() if case in always else pytest.mark.exhaustive]
     ]
-
-
-_EXHAUSTIVE = pytest.mark.exhaustive
