@@ -153,7 +153,9 @@ def _about(facts: dict[str, Any]) -> list[str]:
 
 def run_part(part: Part, out: Path, environment: dict[str, str], limit: float, device: str = "cuda") -> str | None:
     """Run one part's test. Its figures, report and output are left in `out`. Returns why it was ended, None if it ended
-    by itself."""
+    by itself. It ends with this process, too, however that ends."""
+    from tests.support.pool_server import die_with_parent
+
     report, output = out / f"{part.name}.xml", out / f"{part.name}.log"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "--exhaustive", f"{Path(__file__).parent / part.test}[{device}]"]
@@ -173,6 +175,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit: float, d
             stdout=file,
             stderr=file,
             start_new_session=True,
+            preexec_fn=die_with_parent,
         )
         try:
             process.wait(limit)

@@ -7,11 +7,13 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from balancing.process import is_alive, start_time
 from tests.gpu import __main__ as acceptance
 from tests.gpu.__main__ import run_part
 from tests.gpu.machine import notes, obstacle, problem
@@ -213,6 +215,29 @@ def test_a_part_is_run_timed_and_keeps_its_figures(tmp_path):
     assert len(figures) == 1 and figures[0].startswith("slowest: ")
     over = run_part(part, tmp_path, {}, 1, "cpu")
     assert over is not None and over.startswith("it did not end within 1 s")
+
+
+def test_a_part_ends_with_a_runner_that_is_killed(tmp_path):
+    """Else it would hold the GPU beside the next one. Had it ended by itself, there would be its report."""
+    code = f"""if True:
+        from pathlib import Path
+        from tests.gpu.__main__ import Part, run_part
+        part = Part("two talk", "test_collectives.py::test_two_ranks_talk", 60, 1, 2, "")
+        run_part(part, Path({str(tmp_path)!r}), {{}}, 600, "cpu")
+    """
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
+    children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children")
+    deadline = time.monotonic() + PATIENCE
+    while not (started := children.read_text().split()):
+        assert runner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    began = start_time(started[0])
+    runner.kill()
+    runner.wait(PATIENCE)
+    while is_alive(started[0], began):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (tmp_path / "two talk.xml").exists()
 
 
 @pytest.mark.parametrize(
