@@ -159,7 +159,7 @@ def test_ranks_on_gpus_are_processes_that_share_them(monkeypatch):
         assert [host for *_, host in ranks.run(2, _rank_and_place, "NCCL_HOSTID")] == ["rank0", "rank1"]
         monkeypatch.setenv("GPU_CHECK_STAGED", "1")
         assert ranks.run(2, _backend) == ["hostgroup"] * 2
-        assert len(ranks.run(2, _talk, "cpu")[1]) == 7
+        assert len(ranks.run(2, _talk, "cpu")[1]) == 8
         with pytest.raises(KeyError):
             ranks.run(2, _rank_and_place, "NOT_SET")
     finally:
