@@ -45,8 +45,8 @@ class Parser(argparse.ArgumentParser):
         except BrokenPipeError:
             _print_nowhere()
             return 141
-        except SystemExit as end:  # of argparse, which has said why
-            return int(end.code or 0)
+        except SystemExit as end:  # of argparse, which has said why, or of rich, for a pipe that it found closed
+            return 141 if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
         except MemoryError:
             return self._failed("there is not enough memory here; give it less")
         except OSError as error:

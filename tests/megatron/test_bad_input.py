@@ -159,6 +159,11 @@ FLAGS = {
         "--no-align-grad-reduce",
     ),
     "layers": ("--num-layers 3 --pipeline-model-parallel-size 2", "layers", "pipeline-model-parallel"),
+    "fewer layers than stages": (
+        "--num-layers 1 --pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 is more than --num-layers 1",
+        "use at most 1",
+    ),
     "context parallel": (
         "--context-parallel-size 2",
         "--context-parallel-size 2",

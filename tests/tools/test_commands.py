@@ -1,5 +1,6 @@
 """Every command ends in one way: exit code 2 and one line `PROGRAM: error: ...` for whatever is wrong."""
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from balancing.command_line import Parser
 from tests.support.made_up_run import Job, write_run
 from tests.support.patience import PATIENCE
 from tests.support.training import MODEL
@@ -55,7 +57,21 @@ def test_a_reader_that_goes_away_is_no_error(run):
     os.close(reading)
     done = command("-m", "balancing.layers", "--from-report", run, stdout=writing)
     os.close(writing)
-    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+    assert done.returncode == 141 and not done.stderr
+
+
+def test_ctrl_c_is_one_line(capsys):
+    def work(options: argparse.Namespace) -> None:
+        raise KeyboardInterrupt
+
+    assert Parser(prog="python -m balancing.report").run(work, []) == 130
+    assert capsys.readouterr() == ("", "python -m balancing.report: interrupted\n")
+
+
+def test_ctrl_c_while_a_program_imports_is_one_line():
+    begin = "from balancing.command_line import explain_in_one_line; explain_in_one_line('pretrain_gpt.py')"
+    done = command("-c", f"{begin}; raise KeyboardInterrupt", RANK="0")
+    assert done.returncode == 130 and done.stderr.decode() == "pretrain_gpt.py: interrupted\n"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
