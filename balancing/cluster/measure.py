@@ -231,6 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _show(options)
         except (ValueError, RuntimeError, OSError) as error:
+            if isinstance(error, OSError) and "RANK" not in os.environ:  # of a file, or of standard output
+                raise
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"rank {_rank()}: {first_line}" if "RANK" in os.environ else first_line) from error
 

@@ -44,9 +44,10 @@ def test_a_wrong_flag(name):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-@pytest.mark.parametrize("name", ["report", "whatif", "layers", "experts", "doctor"])
+@pytest.mark.parametrize("name", ["report", "whatif", "layers", "experts", "doctor", "cluster"])
 def test_standard_output_on_a_full_disk(run, name):
-    flags = {"report": [run, "--no-html"], "whatif": [run], "doctor": []}.get(name, ["--from-report", run])
+    flags = {"report": [run, "--no-html"], "whatif": [run], "doctor": [], "cluster": ["--preset", "h200-8x400g"]}
+    flags = flags.get(name, ["--from-report", run])
     with open("/dev/full", "wb") as full:
         done = command("-m", f"balancing.{name}", *flags, stdout=full.fileno())
     one_line(done, f"python -m balancing.{name}", "standard output: No space left on device")
