@@ -19,7 +19,8 @@ __all__ = [
 # Heads of the tables.
 FINDINGS = ("who is slow", "which", "how much", "over the others", "before", "typical")
 PROSPECTS = ("what perfect balance would give", "step", "saved")
-ACTIONS = ("balancer", "actions", "planning", "applying", "moved")
+ACTIONS = ("balancer", "actions", "planning", "applying", "moved", "memory of a rank")
+_MEMORY = {"slot_bytes": "slots {}", "peak_bytes": "at most {} until a move ended"}
 GAINS = ("what balancing gained", "of what", "before", "after")
 
 # An unevenness that costs less than this share of a step is not worth a sentence of alarm.
@@ -179,8 +180,8 @@ def prospect_rows(summary: Summary) -> list[Prospect]:
     ]
 
 
-def action_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
-    """Balancer, what it did how often, time planning and applying, bytes."""
+def action_rows(summary: Summary) -> list[tuple[str, ...]]:
+    """Balancer, what it did how often, time planning and applying, bytes sent, and bytes of a rank's memory."""
     return [
         (
             name,
@@ -188,6 +189,7 @@ def action_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
             duration(done.plan_ms / 1e3),
             duration(done.apply_ms / 1e3),
             byte_count(done.moved_bytes),
+            ", ".join(_MEMORY[of].format(byte_count(size)) for of, size in done.memory.items()),
         )
         for name, done in sorted(summary.actions.items())
     ]

@@ -17,7 +17,7 @@ import numpy as np
 from balancing.files import parse_json
 from balancing.report.trace import TraceIteration, read_trace
 
-__all__ = ["MOST_MICRO_BATCHES", "STEPS", "Damage", "History", "read_history", "report_files"]
+__all__ = ["MEMORY", "MOST_MICRO_BATCHES", "STEPS", "Damage", "History", "read_history", "report_files"]
 
 # Bounds of what a line may say. Below them sums over all ranks stay exact in float64 and whole in int64.
 MOST_LINE_BYTES = 64 << 20
@@ -46,6 +46,8 @@ _NUMBERS: dict[tuple[str, str], tuple[str, ...]] = {
 _OF_ACTIONS = ("tokens_per_rank", "ordered_before", "ordered_after")
 # Numbers that it may have.
 STEPS = ("micro_batch_step_before", "micro_batch_step_after")
+# Bytes of a device's memory: what a balancer holds, and what was in use at most until a move had ended.
+MEMORY = ("slot_bytes", "peak_bytes")
 _STANDARD_NUMBERS = ("imbalance_before", "imbalance_after", "plan_ms", "apply_ms", "moved_bytes")
 # Bounds of whole numbers, and of numbers in rows that are no counts.
 _WHOLE = {
@@ -136,7 +138,7 @@ class History:
         observed = line["action"] == "observe"
         for name in _STANDARD_NUMBERS + (_NUMBERS.get(key, ()) if observed else ()):
             _number(line, name)
-        for name in (*STEPS, "microbatch_group_size"):
+        for name in (*STEPS, *MEMORY, "microbatch_group_size"):
             if name in line:
                 _number(line, name)
         if not observed:
@@ -174,7 +176,7 @@ class History:
 def _number(line: dict[str, Any], name: str) -> int:
     """A number of `line`, from 0 to its bound."""
     value = line[name]
-    least, most = _WHOLE.get(name, (0, _MOST_COUNT if name == "moved_bytes" else _MOST_NUMBER))
+    least, most = _WHOLE.get(name, (0, _MOST_COUNT if name.endswith("_bytes") else _MOST_NUMBER))
     if type(value) is not int and (type(value) is not float or name in _WHOLE):
         raise TypeError(f"{name} is {value!r:.40}, no {'whole ' if name in _WHOLE else ''}number")
     if not least <= value <= most:

@@ -15,7 +15,7 @@ import numpy as np
 from balancing.report.estimate import Estimate, ExpertLoad, StepLoad, estimate
 from balancing.report.events import imbalance
 from balancing.report.gains import Gain, Move, dealt_steps, gains, last_move, ordered_attention, tokens_served
-from balancing.report.history import Damage, History
+from balancing.report.history import MEMORY, Damage, History
 
 __all__ = ["BalancerActions", "LayerCosts", "RankLoad", "SlowLayer", "Summary", "Worst", "summarize", "warm_up"]
 
@@ -108,12 +108,16 @@ class RankLoad:
 
 @dataclass
 class BalancerActions:
-    """What a balancer did: how often by action, and its cost over the whole run."""
+    """What a balancer did: how often by action, and its cost over the whole run.
+
+    memory: bytes by their name in events, where they were largest.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     plan_ms: float = 0.0
     apply_ms: float = 0.0
     moved_bytes: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -354,3 +358,6 @@ def _act(actions: BalancerActions, line: dict[str, Any]) -> None:
     actions.plan_ms += line["plan_ms"]
     actions.apply_ms += line["apply_ms"]
     actions.moved_bytes += int(line["moved_bytes"])
+    for name in MEMORY:
+        if name in line:
+            actions.memory[name] = max(actions.memory.get(name, 0), int(line[name]))

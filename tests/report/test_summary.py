@@ -118,6 +118,24 @@ def test_warm_up_is_a_tenth_at_least_two_never_all():
     assert [warm_up(n) for n in (0, 1, 2, 3, 12, 40, 41)] == [0, 0, 1, 2, 2, 4, 5]
 
 
+def test_the_memory_that_balancers_take_is_told(tmp_path):
+    """Of replica slots and of moves, where it was largest."""
+    write_run(tmp_path, Job(), 6)
+    lines = [
+        event(4, "experts", "layer", imbalance_before=2.0, action="replicate") | {"slot_bytes": size << 20}
+        for size in (3, 5, 4)
+    ]
+    lines.append(event(4, "layers", "stage", imbalance_before=2.0, action="move") | {"peak_bytes": 7 << 30})
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [*lines, lines[0] | {"slot_bytes": -1}])
+    history = read_history(tmp_path)
+    assert history.damage.count == 1, "bytes below zero"
+    summary = summarize(history)
+    assert summary.actions["experts"].memory == {"slot_bytes": 5 << 20}
+    text = page(history, summary)
+    assert "slots 5.00 MiB" in text and "at most 7.00 GiB until a move ended" in text
+
+
 def test_damaged_lines_are_counted_and_unknown_ones_accepted(tmp_path):
     write_run(tmp_path, Job(), 6)
     path = tmp_path / "events.jsonl"
