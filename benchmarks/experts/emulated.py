@@ -18,7 +18,7 @@ that planning delays no step.
 
 Not to scale: bandwidth within a node is not limited, transfers there cost CPU time, and so do latencies and the host's
 work; a NIC passes the first 2 ms of a burst at once. Since ranks share cores, the host's work would weigh too much;
-compute is slowed down until the work of a rank weighs about as much as with a core of its own (`_EXPERT_SECONDS`).
+compute is slowed down until the work of a rank weighs about as much as with a core of its own (`EXPERT_SECONDS`).
 
 Takes about 20 minutes on two idle cores, half of it for 8 ranks, where variants of quota are compared; with --quick one
 minute.
@@ -39,6 +39,7 @@ import numpy as np
 
 from balancing.experts import ReplicaPlacement, contiguous_homes, read_load_trace, traffic
 from balancing.experts.config import ExpertConfig
+from balancing.experts.cost import copy_seconds
 from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
@@ -46,12 +47,12 @@ from benchmarks.emulated.rate import format_rate
 from benchmarks.experts.emulated_rank import Variant
 from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Loads, Scale, made_up_loads, recorded_loads
 
-__all__ = ["CEILING", "VARIANTS", "Row", "measure"]
+__all__ = ["CEILING", "EXPERT_SECONDS", "VARIANTS", "Row", "measure", "measure_all"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _TIMEOUT = 3600.0  # seconds for one launch of ranks
-_EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by number of ranks, which share two cores
+EXPERT_SECONDS = {8: 0.12, 16: 0.24}  # by number of ranks, which share two cores
 _PIECES = 16  # of an expert's weights; a real one has 21
 
 CEILING = "forced balance"
@@ -98,7 +99,8 @@ VARIANTS = {
         Variant("quota", "quota"),
         Variant("quota, shared slots", "quota shared", shared=True),
         Variant("quota, costs unknown", "quota balance"),
-        Variant("quota, whole transfers", "quota", in_parts=False),
+        Variant("quota, whole transfers", "quota", posting="whole"),
+        Variant("quota, transfers in parts", "quota", posting="parts"),
         Variant("quota: planner only", "quota uncoupled", overlap=False),
         Variant("quota: + scheduler", "quota uncoupled"),
     )
@@ -112,6 +114,7 @@ _NOTES = {
     "quota on even load": "overhead where nothing is to gain",
     "quota, costs unknown": "without --cluster",
     "quota, whole transfers": "also beside exchanges of tokens",
+    "quota, transfers in parts": "by the lengths of compute alone",
 }
 
 
@@ -172,11 +175,38 @@ def measure(
 
     limited: whether NICs shall be. Raises RankFailed and RunTimeout.
     """
+    (rows,), reason = measure_all([(loads, variants)], scale, limited=limited, timeout=timeout)
+    return rows, reason
+
+
+def measure_all(
+    jobs: Sequence[tuple[Loads, Sequence[Variant]]], scale: Scale, *, limited: bool = True, timeout: float = _TIMEOUT
+) -> tuple[list[list[Row]], str | None]:
+    """`measure` of several models by the same processes, one after the other: a row for each variant of each."""
+    planning = []
+    shape = {"nics_per_node": scale.cluster.nics_per_node, "nic": scale.nic if limited else None}
+    with tempfile.TemporaryDirectory() as folder, EmulatedCluster(2, scale.ranks // 2, **shape) as cluster:
+        folders = [Path(folder, str(number)) for number in range(len(jobs))]
+        for path, (loads, variants) in zip(folders, jobs, strict=True):
+            path.mkdir()
+            planning.append(_write(path, loads, scale, variants))
+        program = ["ignore", "-m", "benchmarks.experts.emulated_rank", *map(str, folders)]
+        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT, on_line=_tell)
+        reason = cluster.not_shaped_because
+    lines = [json.loads(line) for line in run.output[0] if line.startswith('{"variant"')]
+    return [
+        [_row(variant, [line for line in lines if line["job"] == number], scale, planned) for variant in variants]
+        for number, ((_, variants), planned) in enumerate(zip(jobs, planning, strict=True))
+    ], reason
+
+
+def _write(folder: Path, loads: Loads, scale: Scale, variants: Sequence[Variant]) -> dict[str, np.ndarray]:
+    """Write what ranks read of one model; returns the seconds of planning, [step] by name."""
     arrays = {"recorded": loads.now, "even": loads.even.now}
     split, planning = {}, {}
     for name in sorted({variant.planned for variant in variants if variant.planned}):
         slots, planning[name], split[name] = _placements(_PLANS[name], loads, scale)
-        arrays[f"slots of {name}"] = slots
+        arrays[f"slots of {name}"], arrays[f"lengths of {name}"] = slots, _lengths(slots, scale)
     job = {
         "layers": loads.now.shape[2],
         "experts": scale.experts,
@@ -193,15 +223,21 @@ def measure(
         "split": split,
         "variants": [asdict(variant) for variant in variants],
     }
-    shape = {"nics_per_node": scale.cluster.nics_per_node, "nic": scale.nic if limited else None}
-    with tempfile.TemporaryDirectory() as folder, EmulatedCluster(2, scale.ranks // 2, **shape) as cluster:
-        Path(folder, "job.json").write_text(json.dumps(job))
-        np.savez(Path(folder, "loads.npz"), **arrays)
-        program = ["ignore", "-m", "benchmarks.experts.emulated_rank", folder]
-        run = cluster.run("-W", program, timeout=timeout, environment=_ENVIRONMENT, on_line=_tell)
-        reason = cluster.not_shaped_because
-    lines = [json.loads(line) for line in run.output[0] if line.startswith('{"variant"')]
-    return [_row(variant, lines, scale, planning) for variant in variants], reason
+    Path(folder, "job.json").write_text(json.dumps(job))
+    np.savez(Path(folder, "loads.npz"), **arrays)
+    return planning
+
+
+def _lengths(slots: np.ndarray, scale: Scale) -> np.ndarray:
+    """`TransferLengths` of each layer and step: [step, layer, 2]. slots: int [step, layer, rank, slot]."""
+    cluster, home = scale.cluster, contiguous_homes(scale.experts, scale.ranks)
+    nodes = cluster.ranks_per_node, cluster.nics_per_node
+    copies = [
+        [copy_seconds(ReplicaPlacement(home, layer, "level", *nodes), cluster) for layer in step] for step in slots
+    ]
+    compute = scale.expert_seconds / scale.time + scale.attention_seconds
+    sizes = SHAPE.weight_bytes, SHAPE.parameters * SHAPE.gradient_bytes
+    return np.array(copies)[..., None] * np.array(sizes) / compute
 
 
 def _tell(rank: int, line: str) -> None:
@@ -215,12 +251,12 @@ def _row(variant: Variant, lines: list[dict[str, Any]], scale: Scale, planning: 
     def values(key: str, name: str = variant.name) -> np.ndarray:
         return np.array([line[key] for line in lines if line["variant"] == name])
 
-    own = values("seconds")
+    own, none = values("seconds"), values("seconds", "none")
     return Row(
         ranks=scale.ranks,
         method=variant.name,
         seconds=float(np.median(own)),
-        speedup=float(np.median(values("seconds", "none") / own)),
+        speedup=float(np.median(none / own)) if len(none) else 0.0,
         of_ceiling=float(np.median(values("seconds", CEILING) / own)),
         exposed=float(np.median(values("exposed"))),
         imbalance=float(np.mean(values("imbalance"))),
@@ -331,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         trace = read_load_trace(options.trace) if options.trace else None
         for ranks in numbers:
-            scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, _EXPERT_SECONDS[ranks])
+            scale = Scale(ranks, trace.counts.shape[-1] if trace else 32, EXPERT_SECONDS[ranks])
             size = (scale, layers, micro_batches, steps)
             names = _QUICK if options.quick else _MOST_RANKS if ranks == 16 else VARIANTS
             names = _BEYOND if options.micro_batches else names

@@ -5,9 +5,10 @@ Megatron's MoE layer runs as it is: its alltoall dispatcher sends every token ov
 router repeats recorded counts. An expert is the identity and occupies the device for as long as its tokens would take
 (`balancing.clock.pace`), in whole tiles, twice that in the backward pass. Attention is a timed wait, too.
 
-    python -m benchmarks.emulated ... -- -m benchmarks.experts.emulated_rank JOB
+    python -m benchmarks.emulated ... -- -m benchmarks.experts.emulated_rank JOB...
 
-JOB is a folder with job.json and loads.npz, which the launcher writes. Rank 0 prints one line of JSON for each step.
+JOB is a folder with job.json and loads.npz, which the launcher writes; several on the same machine run one after the
+other. Rank 0 prints one line of JSON for each step.
 Every step checks its results: tokens return unchanged, replicas had the weights of their experts, and every home expert
 has the gradient of all its tokens.
 """
@@ -43,7 +44,8 @@ class Variant:
     slots: number of slots of a rank.
     overlap: whether transfers overlap compute.
     shared: whether layers share slots.
-    in_parts: whether transfers are posted in parts, when compute begins, and leave the links to exchanges of tokens.
+    posting: "whole"; "parts", when compute begins, which leaves the links to exchanges of tokens; or "chosen", for each
+        transfer by its length.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Variant:
     slots: int = ExpertConfig().replica_slots
     overlap: bool = True
     shared: bool = False
-    in_parts: bool = True
+    posting: str = "chosen"
 
 
 class _Compute(torch.autograd.Function):
@@ -149,8 +151,10 @@ class _Model:
     def _home_weights(self) -> list[Any]:
         return [expert.weight for layer in self.layers for expert in layer.experts.local_experts]
 
-    def step(self, routing: Sequence[Sequence[torch.Tensor]], placements: Sequence[Any]) -> float:
-        """One iteration; returns its seconds. routing: [micro-batch][layer], maps. placements: [layer]."""
+    def step(
+        self, routing: Sequence[Sequence[torch.Tensor]], placements: Sequence[Any], lengths: Sequence[Any] | None
+    ) -> float:
+        """One iteration; returns its seconds. routing: [micro-batch][layer], maps. placements, lengths: [layer]."""
         hidden = torch.ones(len(routing[0][0]), 1, self.layers[0].config.hidden_size)
         for weight in self._home_weights():
             weight.main_grad.zero_()
@@ -162,7 +166,7 @@ class _Model:
                 layer.loads.clear()
                 layer.served.clear()
                 layer.place(placement)
-            self.slots.begin_step(placements, len(routing))
+            self.slots.begin_step(placements, len(routing), lengths)
         for maps in routing:
             output = self._forward(hidden.clone().requires_grad_(), maps)
             assert torch.equal(output, hidden), "tokens did not come back as they left"
@@ -231,7 +235,7 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: fl
         variant.slots,
         group,
         shared=variant.shared,
-        expert_share=expert_share if variant.in_parts and variant.overlap else None,
+        expert_share=expert_share if variant.posting != "whole" and variant.overlap else None,
     )
     for position, layer in enumerate(layers):
         layer.experts.slots, layer.experts.position = slots, position
@@ -279,17 +283,24 @@ def _patch(piece_bytes: int) -> None:
     relay._PIECE_BYTES = piece_bytes
 
 
-def _run(folder: Path) -> None:
-    job = json.loads((folder / "job.json").read_text())
-    _patch(job["piece_bytes"])
-    loads = dict(np.load(folder / "loads.npz"))
-    rank, device, groups = dist.get_rank(), Device(), _groups()
+def _run(folders: list[Path]) -> None:
+    jobs = [json.loads((folder / "job.json").read_text()) for folder in folders]
+    _patch(jobs[0]["piece_bytes"])
+    groups = _groups()
+    for number, (folder, job) in enumerate(zip(folders, jobs, strict=True)):
+        _run_job(number, job, dict(np.load(folder / "loads.npz")), groups)
+
+
+def _run_job(number: int, job: dict[str, Any], loads: dict, groups: Any) -> None:
+    rank, device = dist.get_rank(), Device()
     maps = {kind: [_maps(step[rank], job["top_k"]) for step in loads[kind]] for kind in ("recorded", "even")}
     variants = [Variant(**each) for each in job["variants"]]
     models = {variant.name: _Model(variant, job, device, groups) for variant in variants}
     for at in [-1, *range(len(loads["recorded"]))]:
         for variant in variants:
-            _step(at, variant, models[variant.name], job, loads, maps)
+            line = _step(at, variant, models[variant.name], job, loads, maps)
+            if line and rank == 0:
+                print(json.dumps({"variant": variant.name, "job": number, "step": at, **line}), flush=True)
 
 
 def _maps(counts: np.ndarray, top_k: int) -> list[list[torch.Tensor]]:
@@ -297,32 +308,35 @@ def _maps(counts: np.ndarray, top_k: int) -> list[list[torch.Tensor]]:
     return [[routing_map(layer, top_k) for layer in batch] for batch in counts.swapaxes(0, 1)]
 
 
-def _step(at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: dict, maps: dict) -> None:
+def _step(
+    at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: dict, maps: dict
+) -> dict[str, float] | None:
+    """One step; returns what was measured, but of the warm-up, step -1."""
+    from balancing.experts.engine.posting import TransferLengths
     from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 
     kind, warm_up, number = "even" if variant.even else "recorded", at < 0, max(at, 0)
     load, ranks = loads[kind][number], dist.get_world_size()
-    placements = []
+    placements, lengths = [], None
     if variant.planned is not None:
         home, split = contiguous_homes(job["experts"], ranks), job["split"][variant.planned]
         plans = loads[f"slots of {variant.planned}"][number]
         node = job["ranks_per_node"], job["nics_per_node"]
         placements = [ReplicaPlacement(home, plan, split, *node) for plan in plans]
+        if variant.posting == "chosen":
+            lengths = [TransferLengths(*each) for each in loads[f"lengths of {variant.planned}"][number].tolist()]
     routing = maps[kind][number][:1] if warm_up else maps[kind][number]
-    seconds = model.step(routing, placements)
+    seconds = model.step(routing, placements, lengths)
     model.check(load[:, :, :1] if warm_up else load, placements)
     traffic = model.slots.take_statistics() if model.slots is not None else None
     if warm_up:
-        return
+        return None
     served = _served(model, load, ranks)
     own = [traffic.exposed_seconds, traffic.weight_bytes + traffic.gradient_bytes] if traffic else [0.0] * 2
     most = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        row = {"variant": variant.name, "step": at, "seconds": seconds}
-        row |= {"exposed": float(most[0]), "sent_bytes": float(most[1])}
-        row["imbalance"] = float(np.mean(served.max(-1) / served.mean(-1)))
-        print(json.dumps(row), flush=True)
+    imbalance = float(np.mean(served.max(-1) / served.mean(-1)))
+    return {"seconds": seconds, "exposed": float(most[0]), "sent_bytes": float(most[1]), "imbalance": imbalance}
 
 
 def _served(model: _Model, load: np.ndarray, ranks: int) -> np.ndarray:
@@ -341,7 +355,7 @@ def main() -> None:
     use_cpu()
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     with torch.random.fork_rng(devices=[]):
-        _run(Path(sys.argv[1]))
+        _run([Path(folder) for folder in sys.argv[1:]])
     dist.barrier()
     dist.destroy_process_group()
 

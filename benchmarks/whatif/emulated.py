@@ -26,7 +26,7 @@ from balancing.whatif.gains import batch_loads
 from balancing.whatif.job import Job, read_flags
 from balancing.whatif.lengths import draw_batch
 from balancing.whatif.step import Efficiency, StepModel
-from benchmarks.experts.emulated import _EXPERT_SECONDS
+from benchmarks.experts.emulated import EXPERT_SECONDS
 from benchmarks.experts.emulated_workload import Scale as ExpertScale
 from benchmarks.experts.emulated_workload import made_up_loads
 from benchmarks.layers.traces import trace
@@ -85,7 +85,7 @@ def _job(flags: str, gpus: int) -> Job:
 
 def _experts(row: dict[str, Any]) -> Row:
     ranks, layers, count = row["ranks"], 4, 4
-    scale = ExpertScale(ranks, 32, _EXPERT_SECONDS[ranks])
+    scale = ExpertScale(ranks, 32, EXPERT_SECONDS[ranks])
     job = _job(
         f"--num-layers {layers} --hidden-size 4096 --ffn-hidden-size 14336 --swiglu --num-attention-heads 32 "
         f"--seq-length 8192 --micro-batch-size 1 --global-batch-size {count * ranks} --num-experts 32 "

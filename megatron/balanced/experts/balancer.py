@@ -27,7 +27,14 @@ from megatron.balanced.experts.events import LayerMilliseconds, layer_event
 from megatron.balanced.experts.gradients import ExpertChunk
 from megatron.balanced.experts.graphs import captures_iterations, check_kernels, graph_of_iterations
 from megatron.balanced.experts.moe_layer import BalancedMoELayer, place_layers
-from megatron.balanced.experts.planning import LayerPlan, Overlap, ReplicaPlanner, check_same_plans, expert_share
+from megatron.balanced.experts.planning import (
+    LayerPlan,
+    Overlap,
+    ReplicaPlanner,
+    check_same_plans,
+    expert_share,
+    transfer_lengths,
+)
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import take_known_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
@@ -149,14 +156,19 @@ class ExpertBalancer(StepCallback):
         before, moved, self._plans, self._chunk_at = self._plans, self._attached, {}, {}
         for position, (ddp, layers) in enumerate(zip(self._model, self._layers_of_model(), strict=True)):
             if layers:
-                share = expert_share(self._job, self._model_config, layers)
-                chunk = self._chunk_at[position] = ExpertChunk(ddp, layers, self._process_group, self._shared, share)
+                self._chunk_at[position] = chunk = self._chunk(ddp, layers)
                 for layer in layers:
                     if layer not in before:
                         layer.set_topology(self._cluster.ranks_per_node, self._cluster.nics_per_node)
                         before[layer] = LayerPlan(layer.without_replicas, arrived=moved)
                     self._plans[layer] = before[layer]
                     layer.routed = partial(self._submit, chunk, layer)
+
+    def _chunk(self, ddp: torch.nn.Module, layers: list[BalancedMoELayer]) -> ExpertChunk:
+        share, lengths = expert_share(self._job, self._model_config, layers), None
+        if self._machine is not None and share is not None:
+            lengths = transfer_lengths(self._job, self._model_config, self._cluster, layers, share)
+        return ExpertChunk(ddp, layers, self._process_group, self._shared, share, lengths)
 
     def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
         models = unwrap_model(self._model)

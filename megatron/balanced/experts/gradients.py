@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from balancing.experts.engine.posting import TransferLengths
 from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
+from balancing.experts.placement import ReplicaPlacement
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.quantized_weights import weight_format
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP, home_parameters
@@ -35,6 +37,7 @@ class ExpertChunk:
     layers: its MoE layers, in model order, at least one.
     process_group: expert-parallel group, used for nothing else at the same time.
     shared, expert_share: as in `ReplicaSlots`.
+    lengths: of the transfers of a placement; None if links are not known.
     """
 
     def __init__(
@@ -44,8 +47,9 @@ class ExpertChunk:
         process_group: dist.ProcessGroup,
         shared: bool,
         expert_share: float | None,
+        lengths: Callable[[ReplicaPlacement], TransferLengths] | None,
     ):
-        self.layers = layers
+        self.layers, self._lengths = layers, lengths
         self._waiting: dict[int, dict[torch.nn.Parameter, Callable[[], None]]] = {}
         homes = [home_parameters(layer.experts) for layer in layers]
         self.slots = ReplicaSlots(
@@ -175,7 +179,9 @@ class ExpertChunk:
             # behind that of the first dense layers, which the forward pass waits for first.
             for bucket_group in self._gathers:
                 bucket_group.start_param_sync()
-        self.slots.begin_step([layer.placement for layer in self.layers], get_num_microbatches())
+        placements = [layer.placement for layer in self.layers]
+        lengths = [*map(self._lengths, placements)] if self._lengths else None
+        self.slots.begin_step(placements, get_num_microbatches(), lengths)
 
     def end_backward(self) -> None:
         self.slots.end_step()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, plan_with_gain
 from balancing.experts.config import ExpertConfig
+from balancing.experts.cost import copy_seconds
+from balancing.experts.engine.posting import TransferLengths
 from balancing.experts.split.placed_split import SplitTables
 from balancing.ranges import named
 from balancing.worker import Worker
@@ -30,7 +32,15 @@ from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches
 
-__all__ = ["LayerPlan", "Overlap", "Planned", "ReplicaPlanner", "check_same_plans", "expert_share"]
+__all__ = [
+    "LayerPlan",
+    "Overlap",
+    "Planned",
+    "ReplicaPlanner",
+    "check_same_plans",
+    "expert_share",
+    "transfer_lengths",
+]
 
 
 class Planned(NamedTuple):
@@ -253,8 +263,13 @@ def _attention_flops(job: Job, model: TransformerConfig) -> float:
 
 def _attention_seconds(job: Job, model: TransformerConfig, machine: Cluster) -> float:
     """Seconds of a layer's attention for one micro-batch, forward."""
-    tokens = job.micro_batch_size * job.seq_length / model.tensor_model_parallel_size
-    return tokens * _attention_flops(job, model) / machine.flops
+    return _tokens(job, model) * _attention_flops(job, model) / machine.flops
+
+
+def _tokens(job: Job, model: TransformerConfig) -> float:
+    """Tokens of a rank and micro-batch."""
+    ways = model.tensor_model_parallel_size * model.context_parallel_size
+    return job.micro_batch_size * job.seq_length / ways
 
 
 def expert_share(job: Job, model: TransformerConfig, layers: list[BalancedMoELayer]) -> float | None:
@@ -274,3 +289,24 @@ def expert_share(job: Job, model: TransformerConfig, layers: list[BalancedMoELay
     between = (last.index - first.index) / (len(layers) - 1) if len(layers) > 1 else 1
     shared = 6 * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
     return experts / (experts + between * _attention_flops(job, model) + shared)
+
+
+def transfer_lengths(
+    job: Job, model: TransformerConfig, cluster: Cluster, layers: list[BalancedMoELayer], share: float
+) -> Callable[[ReplicaPlacement], TransferLengths]:
+    """How long the transfers of a placement take, as `ReplicaSlots` takes it.
+
+    cluster: speeds and links of the expert-parallel group.
+    share: the `expert_share` of the layers.
+    The other parameters are those of `expert_share`.
+    """
+    first, shape = layers[0], _expert_shape(layers[0])
+    tokens = _tokens(job, model) * first.token_dispatcher.tp_size * first.config.moe_router_topk
+    compute = tokens * shape.forward_seconds(cluster) / share
+
+    @lru_cache(maxsize=2 * len(layers))  # placements stay for several iterations
+    def lengths(placement: ReplicaPlacement) -> TransferLengths:
+        copied = copy_seconds(placement, cluster) / compute
+        return TransferLengths(copied * shape.weight_bytes, copied * shape.parameters * shape.gradient_bytes)
+
+    return lengths
