@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -189,8 +189,11 @@ class ReplicaPlacement:
     @cached_property
     def hops(self) -> np.ndarray:
         """The hops of all chains, int64 [replica, 3]: expert, sending rank, receiving rank."""
-        steps = [(expert, *step) for expert, ranks in self.chains.items() for step in pairwise(ranks)]
-        return _frozen(np.array(steps, dtype=np.int64).reshape(-1, 3), 2, "hops")
+        chains = self.chains
+        ranks = np.fromiter(chain.from_iterable(chains.values()), np.int64, len(chains) + self.replicas)
+        expert = np.repeat(np.fromiter(chains, np.int64, len(chains)), [len(each) for each in chains.values()])
+        within = expert[1:] == expert[:-1]
+        return _frozen(np.stack([expert[1:], ranks[:-1], ranks[1:]], axis=1)[within], 2, "hops")
 
     def digest(self) -> str:
         """A hash of everything that the split depends on; ranks compare it before they use a placement."""

@@ -4,12 +4,11 @@ The true load is split exactly later (`balancing.experts.split.split`), so the p
 split possible. Without a cost model all slots are used: spread for robustness (`balancing.experts.planners.spread`),
 or, where slots are so few that this cannot balance even the prediction, packed for the prediction
 (`balancing.experts.planners.pack`). With a cost model the placement of least cost is taken of several: those two, parts
-of the packed one down to no replica, those that keep tokens in their node (`balancing.experts.planners.near`). Exposed
-transfers delay a layer, hidden ones delay its all-to-alls.
+of the packed one down to no replica, those that keep tokens in their node (`balancing.experts.planners.near`), and
+those with another expert in one slot. Exposed transfers delay a layer, hidden ones delay its all-to-alls.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +36,8 @@ __all__ = ["QuotaPlanner"]
 _BALANCED = 1.01  # imbalance up to which the predicted load counts as balanced
 _WORTH = 0.99  # a placement is split only if its lower bound is below this part of the best cost so far
 _FREE = 1.01  # cost ratio up to which more replicas are taken for robustness
+_EXCHANGES = 4  # placements with another expert in one slot that are split
+_MOST_EXCHANGES = 1024  # such placements, up to which there is time to bound them all
 _FEW_SLOTS = 64  # of all ranks, up to which there is time to look at more placements that keep tokens in their node
 
 _Copies = list[tuple[int, int]]  # (expert, rank) of each replica, most useful first
@@ -73,20 +74,38 @@ class QuotaPlanner:
             return candidates.in_all_slots()[0]
         costs = _Costs(self, candidates.counts, self.shape)
         plan = self._with_free_copies(costs.cheapest(self._of_all_sizes(candidates, costs)), candidates, costs)
-        return (
-            plan if self.window.hidden_under is None else costs.cheapest([plan, *self._nearer(plan, candidates, costs)])
-        )
+        if self.window.hidden_under is None:
+            return plan
+        plan = costs.cheapest([plan, *self._nearer(plan, candidates, costs)])
+        return costs.cheapest([plan, *self._exchanged(plan, costs)])
 
     def _nearer(self, plan: ReplicaPlacement, candidates: "_Candidates", costs: "_Costs") -> list[ReplicaPlacement]:
         """Placements that may cost less than `plan` since they keep more tokens in their node."""
         cost = costs.of(plan)
         found = candidates.near() if 4 * cost.all_to_all > (1 - _WORTH) * cost.total else []
-        least = costs.bounds.without_transfers(found) if found else []
+        least = costs.bounds.without_transfers([*found]) if found else []
         return [
             candidates.filled(slots, self.per_node)
             for slots, seconds in zip(found, least, strict=True)
             if seconds <= _WORTH * cost.total
         ]
+
+    def _exchanged(self, plan: ReplicaPlacement, costs: "_Costs") -> list[ReplicaPlacement]:
+        """Placements with another expert, or none, in one slot of `plan`: those of least bound, where tokens leave
+        their node and there is time to look at all."""
+        slots, experts = plan.slot_expert, len(self.home)
+        if self.ranks == self.per_node or slots.size * experts > _MOST_EXCHANGES:
+            return []
+        held = np.zeros((self.ranks, experts + 1), dtype=bool)  # the last column is for empty slots, -1
+        held[self.home, np.arange(experts)] = True
+        held[np.arange(self.ranks)[:, None], slots] = True
+        rank, expert = np.nonzero(~held)
+        expert[expert == experts] = -1
+        found = np.repeat(slots[None], len(rank) * self.slots, axis=0)
+        number, slot = np.divmod(np.arange(len(found)), self.slots)
+        found[np.arange(len(found)), rank[number], slot] = expert[number]
+        least = np.argsort(costs.bounds.without_transfers([*found]), kind="stable")[:_EXCHANGES]
+        return [self.placement(found[at]) for at in least]
 
     def _of_all_sizes(self, candidates: "_Candidates", costs: "_Costs") -> list[ReplicaPlacement]:
         """Placements with many replicas and with few, down to none."""
@@ -109,9 +128,16 @@ class QuotaPlanner:
     def _hidden(self, candidates: "_Candidates", costs: "_Costs") -> int:
         """How many of the packed replicas have their transfers hidden, if each more takes no less time to send."""
         copies = candidates.packed[0]
-        return bisect_left(
-            range(1, len(copies) + 1), True, key=lambda n: costs.bounds([self.place(copies[:n])])[0].exposed > 0
-        )
+        hidden, exposed, at = 0, len(copies) + 1, len(copies)
+        while exposed - hidden > 1:
+            (cost,) = costs.bounds([self.place(copies[:at])])
+            if not cost.exposed:
+                hidden, at = at, (at + exposed) // 2
+                continue
+            room = min(1 - cost.trans_exposed / cost.trans, 1 - cost.agg_exposed / cost.agg)
+            exposed, at = at, max(hidden + 1, math.floor(at * room))  # as if each took as long as the others
+            at = min(at, exposed - 1)
+        return hidden
 
     def _break_even(self, shape: ExpertShape, price: float) -> tuple[float, float]:
         """Tokens from which a replica pays, within a node and between nodes.
