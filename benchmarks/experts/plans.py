@@ -1,6 +1,7 @@
 """Balance of expert-parallel ranks by the planners of `balancing.experts`, and the time that planners take.
 
     python -m benchmarks.experts.plans [--quick] [--trace FILE] [--json FILE]
+    python -m benchmarks.experts.plans --workloads      # W0 to W7 of Megatron-LM's pull request 7488, alone
 
 - Replay: recorded loads, or synthetic ones without --trace. Every planner places replicas from one micro-batch, and the
   next one is split over them, at several expert-parallel sizes. Then the same from the last micro-batch of the record
@@ -51,6 +52,7 @@ from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.fewest import BETWEEN, by_link, fewest_replicas
 from benchmarks.experts.synthetic import DISTRIBUTIONS, drifted, sampled_load, zipf_popularity
+from benchmarks.experts.workloads import print_workloads
 from benchmarks.processor_time import milliseconds
 
 __all__ = ["Row", "grid", "replay", "times"]
@@ -400,7 +402,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer loads; under a minute")
     parser.add_argument("--trace", metavar="FILE", help="recorded loads, .npz")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--workloads", action="store_true", help="only W0 to W7 (benchmarks.experts.workloads)")
     options = parser.parse_args(arguments)
+    if options.workloads:
+        print_workloads(8 if options.quick else 32)
+        return 0
     load = os.getloadavg()[0]
     try:
         trace = _read(options)

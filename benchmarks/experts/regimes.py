@@ -1,0 +1,226 @@
+"""Share of forced balance by MoE layers of a rank and micro-batches: what transfers of replicas can hide under.
+
+    python -m benchmarks.experts.regimes [--quick] [--ranks 8|16] [--cells 2x4,4x1] [--modelled] [--json FILE]
+
+With few layers and few micro-batches, transfers have little compute to hide under. Each cell is layers x micro-batches
+with made-up loads that drift from step to step, on the machine of `benchmarks.experts.emulated_workload`:
+
+- modelled, by the cost model that plans (`balancing.experts.cost`): no replicas, the plans of training, and a bound. No
+  placement costs less than the bound: inside a node transfers are free and ranks level, between nodes they fill all
+  NICs evenly, and each keeps most tokens in its node.
+- emulated (`benchmarks.experts.emulated`): no replicas; the same plans with transfers posted whole, in parts by the
+  lengths of compute alone, and chosen for each transfer by its own length, as training does with `--cluster`.
+
+Even loads are 100 %. More is possible, since replicas keep tokens in their node. Emulated experts compute whole tiles,
+modelled ones do not. "Exact" compares plans with the best of all placements where these can be counted: 2 nodes of 2
+ranks, 8 experts, one slot. The full table takes a quarter of an hour of a quiet machine, --quick three minutes,
+--modelled seconds. Exit code 1 where `chosen` is more than a point below the better of whole, in parts and none.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from balancing.experts import ReplicaPlacement, contiguous_homes, plan_replicas, traffic
+from balancing.experts.cost import TransferWindow, layer_cost
+from balancing.experts.planners.lower_bound import CostLowerBound
+from balancing.files import write_text
+from benchmarks.emulated import RankFailed, RunTimeout
+from benchmarks.experts.beyond_even import of_forced_balance
+from benchmarks.experts.emulated import CEILING, EXPERT_SECONDS, VARIANTS, measure_all
+from benchmarks.experts.emulated_workload import SHAPE, Loads, Scale, made_up_loads
+from benchmarks.experts.synthetic import sampled_load, zipf_popularity
+
+__all__ = ["Cell", "bound_of_forced_balance", "of_exact_search"]
+
+_EXPERTS = 32
+_ALL = [(layers, count) for layers in (1, 2, 4, 8) for count in (1, 2, 4, 8)]
+_CELLS = {8: _ALL, 16: [(1, 2), (2, 2), (2, 4), (4, 2)]}
+_QUICK = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 1)]
+_LAUNCH = 28  # layers x micro-batches of one launch of ranks: some minutes
+_METHODS = {
+    "none": "none",
+    "whole": "quota, whole transfers",
+    "in parts": "quota, transfers in parts",
+    "chosen": "quota",
+}
+_POINT = 0.01
+
+
+@dataclass
+class Cell:
+    """Shares of forced balance of one number of layers and micro-batches.
+
+    modelled: of "none", "chosen" and "bound".
+    emulated: of each of "none", "whole", "in parts" and "chosen"; empty where it was not run.
+    imbalance: tokens of the busiest rank over the mean with replicas, emulated.
+    exposed: seconds for which a rank waited for transfers in a step, chosen, emulated.
+    """
+
+    layers: int
+    micro_batches: int
+    modelled: dict[str, float]
+    emulated: dict[str, float]
+    imbalance: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def kept(self) -> bool:
+        """Whether what was chosen is the best of the others, to a point."""
+        others = [share for name, share in self.emulated.items() if name != "chosen"]
+        return not others or self.emulated["chosen"] >= max(others) - _POINT
+
+
+def bound_of_forced_balance(loads: Loads, scale: Scale, micro_batches: int) -> float:
+    """Upper bound of what `of_forced_balance` gives for any placements. The parameters are those of that function."""
+    cluster, hidden = scale.cluster, scale.attention_seconds
+    alone = plan_replicas(loads.now[0][:, 0, 0], cluster, slots=0, method="none")
+    even = least = 0.0
+    for now, level in zip(loads.now, loads.even.now, strict=True):
+        of_even = np.rint(level[:, 0, 0] * scale.tokens).astype(np.int64)
+        for layer in range(now.shape[1]):
+            window = TransferWindow(hidden, layer == 0, micro_batches)
+            load = np.rint(now[:, layer].swapaxes(0, 1) * scale.tokens)
+            even += layer_cost(traffic(of_even, alone), alone, cluster, SHAPE, window).total + 3 * hidden
+            least += _least_seconds(load, scale, window) + 3 * hidden
+    return even / least
+
+
+def _least_seconds(load: np.ndarray, scale: Scale, window: TransferWindow) -> float:
+    """Lower bound of a layer's seconds and micro-batch, the mean of some. load: [micro_batch, source_rank, expert]."""
+    cluster, (batches, ranks, experts) = scale.cluster, load.shape
+    per_node, nics = cluster.ranks_per_node, cluster.nodes * cluster.nics_per_node
+    wanted = load.reshape(batches, cluster.nodes, per_node, experts).sum(2)
+    home, expert = contiguous_homes(experts, ranks) // per_node, np.arange(experts)
+    at_node = np.stack([wanted.sum(1)[:, home == node].sum(1) for node in range(cluster.nodes)], axis=1)
+    wanted[:, home, expert] = 0
+    kept = -np.sort(-wanted.reshape(batches, -1), axis=1).cumsum(1)  # by the best copies between nodes, one or more
+    leaving = wanted.sum((1, 2))[:, None] - np.pad(kept, ((0, 0), (1, 0)))
+    exchange = leaving * SHAPE.hidden * SHAPE.bytes_per_parameter / (nics * cluster.nic_bandwidth)
+    copies = np.arange(leaving.shape[1])
+    tokens = np.where(copies, load.sum((1, 2))[:, None] / ranks, at_node.max(1)[:, None] / per_node)
+    forward = tokens * SHAPE.forward_seconds(cluster)
+    sent = np.where(copies, np.maximum(1, copies / nics), 0) * SHAPE.parameters / cluster.nic_bandwidth
+    assert window.hidden_under is not None
+    hidden = window.hidden_under + (0 if window.first else forward.max(0))
+    exposed = np.maximum(0, sent * SHAPE.bytes_per_parameter - hidden)
+    exposed += np.maximum(0, sent * SHAPE.gradient_bytes - 2 * hidden)
+    return float(((4 * exchange + 3 * forward).mean(0) + exposed / window.micro_batches).min())
+
+
+def of_exact_search(micro_batches: int, *, first: bool, imbalance: float, seed: int) -> float:
+    """Modelled throughput of a plan over that of the best placement: 2 nodes of 2 ranks, 8 experts, one slot."""
+    scale = Scale(4, 8, 0.1)
+    cluster, rng = scale.cluster, np.random.default_rng(seed)
+    load = sampled_load(zipf_popularity(8, 4, imbalance, rng), 4, 16384, rng)
+    window = TransferWindow(scale.attention_seconds, first, micro_batches)
+    options: dict[str, Any] = {"hidden_under": window.hidden_under, "first": first, "micro_batches": micro_batches}
+    plan = plan_replicas(load, cluster, slots=1, shape=SHAPE, **options)
+    away = [[-1, *np.flatnonzero(plan.home != rank)] for rank in range(4)]
+    every = [
+        ReplicaPlacement(plan.home, np.array(each)[:, None], "level", plan.ranks_per_node, plan.nics_per_node)
+        for each in itertools.product(*away)
+    ]
+    least = np.array([cost.total for cost in CostLowerBound(load, plan.home, cluster, SHAPE, window)(every)])
+    own = best = layer_cost(traffic(load, plan), plan, cluster, SHAPE, window).total
+    for at in np.argsort(least):
+        if least[at] >= best:
+            break
+        best = min(best, layer_cost(traffic(load, every[at]), every[at], cluster, SHAPE, window).total)
+    return (best + 3 * scale.attention_seconds) / (own + 3 * scale.attention_seconds)
+
+
+def _modelled(cell: tuple[int, int], scale: Scale) -> Cell:
+    layers, count = cell
+    loads = made_up_loads(scale, layers, min(count, 4), 3)
+    shares = {
+        "none": of_forced_balance(loads, scale, "none", count),
+        "chosen": of_forced_balance(loads, scale, "quota", count),
+        "bound": bound_of_forced_balance(loads, scale, count),
+    }
+    return Cell(layers, count, shares, {})
+
+
+def _emulate(cells: Sequence[Cell], scale: Scale, steps: int) -> None:
+    """Run the cells and fill in what was found."""
+    variants = [VARIANTS[name] for name in (CEILING, *_METHODS.values())]
+    launches: list[list[Cell]] = [[]]
+    for cell in cells:
+        if sum(each.layers * each.micro_batches for each in [*launches[-1], cell]) > _LAUNCH and launches[-1]:
+            launches.append([])
+        launches[-1].append(cell)
+    for launch in launches:
+        jobs = [(made_up_loads(scale, cell.layers, cell.micro_batches, steps), variants) for cell in launch]
+        found, reason = measure_all(jobs, scale)
+        if reason:
+            print(f"loopback, NICs not limited: {reason}")
+        for cell, rows in zip(launch, found, strict=True):
+            of = {row.method: row for row in rows}
+            cell.emulated = {name: of[method].of_ceiling for name, method in _METHODS.items()}
+            cell.imbalance, cell.exposed = of["quota"].imbalance, of["quota"].exposed
+            _print(cell)
+
+
+def _print(cell: Cell) -> None:
+    modelled = "".join(f"{cell.modelled[name]:9.1%}" for name in ("none", "chosen", "bound"))
+    emulated = "".join(f"{cell.emulated[name]:10.1%}" for name in _METHODS) if cell.emulated else ""
+    more = f"{cell.imbalance:10.3f}{cell.exposed * 1e3:8.0f} ms" if cell.emulated else ""
+    lost = "" if cell.kept else "  LOST"
+    print(f"{cell.layers:6} x {cell.micro_batches:<6}{modelled}   {emulated}{more}{lost}", flush=True)
+
+
+def _cells(text: str) -> list[tuple[int, int]]:
+    try:
+        cells = [tuple(map(int, each.split("x"))) for each in text.split(",")]
+        if all(len(cell) == 2 and min(cell) > 0 for cell in cells):
+            return [(layers, count) for layers, count in cells]
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not layers x micro-batches, such as 2x4,4x1")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 1 where a cell lost or ranks failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts.regimes")
+    parser.add_argument("--quick", action="store_true", help="8 ranks, five cells; three minutes")
+    parser.add_argument("--ranks", type=int, choices=(8, 16), default=8)
+    parser.add_argument("--cells", type=_cells, metavar="LxM,...", help="layers x micro-batches; all by default")
+    parser.add_argument("--steps", type=int, default=1, help="steps of each cell (default 1)")
+    parser.add_argument("--modelled", action="store_true", help="emulate nothing")
+    parser.add_argument("--json", metavar="FILE", help="write the cells there")
+    options = parser.parse_args(arguments)
+    scale = Scale(options.ranks, _EXPERTS, EXPERT_SECONDS[options.ranks])
+    sizes = options.cells or (_QUICK if options.quick else _CELLS[options.ranks])
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the start; throughput over forced balance")
+    print(f"{scale.ranks} ranks     modelled: none, chosen, bound   emulated: {', '.join(_METHODS)}, max/mean, exposed")
+    cells = [_modelled(size, scale) for size in sizes]
+    if options.modelled:
+        for cell in cells:
+            _print(cell)
+    try:
+        if not options.modelled:
+            _emulate(cells, scale, options.steps)
+    except (RankFailed, RunTimeout) as error:
+        print(f"regimes: {error}", *getattr(error, "tail", ()), sep="\n", file=sys.stderr)
+        return 1
+    for first in (True, False):
+        found = [
+            of_exact_search(count, first=first, imbalance=imbalance, seed=seed)
+            for count, imbalance, seed in itertools.product((1, 2, 4, 8), (1.5, 2.0, 3.0), (0, 1))
+        ]
+        which = "the first layer" if first else "other layers"
+        print(f"of the exact search, {which}: mean {np.mean(found):.1%}, worst {min(found):.1%} of {len(found)}")
+    if options.json:
+        write_text(options.json, json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+    return 0 if all(cell.kept for cell in cells) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
