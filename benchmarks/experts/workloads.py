@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import ReplicaPlacement, plan_replicas, traffic
+from balancing.experts import ReplicaPlacement, plan_replicas, plan_with_gain, traffic
 from balancing.experts.config import ExpertConfig
 from benchmarks.experts.fewest import BETWEEN, by_link
 
@@ -70,9 +70,10 @@ def compare(workload: str, ranks: int, experts: int, steps: int) -> dict[str, tu
     found: dict[str, list[tuple[float, int]]] = {"none": [], "step before": [], "known": []}
     for step in range(1, steps + 1):
         before, now = (draw(workload, ranks, experts, 0, at) for at in (step - 1, step))
-        alone = plan_replicas(now, cluster, slots=0, method="none")
-        plans = {"none": alone, **{name: _placed(load, cluster, slots, alone)
-                                   for name, load in (("step before", before), ("known", now))}}  # fmt: skip
+        alone = plan_replicas(now, cluster, slots=slots, method="none")
+        plans = {"none": alone}
+        for name, load in (("step before", before), ("known", now)):
+            plans[name] = plan_with_gain(load, cluster, alone, ExpertConfig().min_gain, slots=slots) or alone
         for name, plan in plans.items():
             inside, between = by_link(plan)
             found[name].append((_imbalance(now, plan), inside + BETWEEN * between))
@@ -81,13 +82,6 @@ def compare(workload: str, ranks: int, experts: int, steps: int) -> dict[str, tu
                float(np.mean([weight for _, weight in each])))
         for name, each in found.items()
     }  # fmt: skip
-
-
-def _placed(load: np.ndarray, cluster: Cluster, slots: int, alone: ReplicaPlacement) -> ReplicaPlacement:
-    """The placement of training: none without a predicted gain."""
-    plan = plan_replicas(load, cluster, slots=slots)
-    gain = 1 - _imbalance(load, plan) / _imbalance(load, alone)
-    return plan if gain >= ExpertConfig().min_gain else alone
 
 
 def _imbalance(load: np.ndarray, plan: ReplicaPlacement) -> float:
