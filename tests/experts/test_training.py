@@ -1,6 +1,7 @@
 """Balanced expert parallelism trains the same model: losses and parameters against the run without replicas."""
 
 import itertools
+import json
 import sys
 from collections import Counter
 from functools import cache
@@ -141,7 +142,7 @@ def _begins_of_compute(argv: list[str]) -> dict[str, int]:
     begin, begins = ReplicaSlots.begin_compute, Counter[str]()
 
     def begin_compute(slots: ReplicaSlots) -> None:
-        first, _ = slots._postings.shares(begins_with_experts=True)
+        first, _ = slots._postings.shares(1.0, begins_with_experts=True)
         assert 0.1 < first < 0.9
         frame = sys._getframe(1)
         if frame.f_code is BalancedMoELayer._begin_compute.__code__:
@@ -162,6 +163,45 @@ def test_parts_of_transfers_are_posted_when_compute_begins(pool):
     for begins in pool.run(2, _begins_of_compute, argv):
         assert begins["postprocess"] == begins["backward"] == passes
         assert begins["acquire"] > passes / 2, "hardly anything was replicated, so nothing was tested"
+
+
+LINKS = {  # on which a copy pays for itself
+    "nodes": 1,
+    "ranks_per_node": 2,
+    "nics_per_node": 1,
+    "intra_node_bandwidth": 1e12,
+    "nic_bandwidth": 1e12,
+    "flops": 1e6,
+    "memory": 1e12,
+}
+
+
+def _lengths_of_transfers(argv: list[str]) -> list[list[tuple[float, float]] | None]:
+    """Train this rank. Returns the lengths of each layer's transfers in each iteration."""
+    from balancing.experts.engine.slots import ReplicaSlots
+
+    begin, seen = ReplicaSlots.begin_step, []
+
+    def begin_step(slots: ReplicaSlots, placements: Any, micro_batches: int, lengths: Any = None) -> None:
+        seen.append(None if lengths is None else [tuple(each) for each in lengths])
+        for placement, length in zip(placements, lengths or (), strict=bool(lengths)):
+            assert (min(length) > 0) == (placement.replicas > 0)
+        begin(slots, placements, micro_batches, lengths)
+
+    ReplicaSlots.begin_step = begin_step
+    train_rank(argv, False)
+    return seen
+
+
+def test_lengths_of_transfers_are_known_where_links_are(pool, tmp_path):
+    """The same on all ranks. Gradients are modelled in four bytes, weights here have eight."""
+    argv = [*BASE, "--expert-model-parallel-size", "2", "--balance-experts"]
+    assert all(lengths is None for lengths in pool.run(2, _lengths_of_transfers, argv)[0])
+    (tmp_path / "cluster.json").write_text(json.dumps(LINKS))
+    one, other = pool.run(2, _lengths_of_transfers, [*argv, "--cluster", str(tmp_path / "cluster.json")])
+    assert one == other
+    sent = [length for lengths in one for length in lengths if length[0]]
+    assert sent and all(gradients == pytest.approx(weights / 2) for weights, gradients in sent)
 
 
 def _first_gathers(argv: list[str]) -> list[list[bool]]:
