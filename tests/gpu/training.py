@@ -142,9 +142,11 @@ def pretrain_rank(argv: list[str], orders: Orders) -> Told:
 
 
 def replay_rank(argv: list[str], orders: Orders, rank: int, ranks: int) -> Told:
-    """The body of one rank of `ranks` that runs alone, by a recording: there is no other to agree with at the start."""
-    from megatron.balanced.trainer import arguments
+    """The body of one rank of `ranks` that runs alone, by a recording: there is no other to agree with at the start, nor
+    a first rank that would name it."""
+    from megatron.balanced.trainer import arguments, rendezvous
 
+    rendezvous._start[:] = ["alone"]
     join = arguments.join_job
     arguments.join_job = lambda **unused: join(alone=True)
     arguments.check_agreement = lambda *unused: None
