@@ -142,8 +142,8 @@ def pretrain_rank(argv: list[str], orders: Orders) -> Told:
 
 
 def replay_rank(argv: list[str], orders: Orders, rank: int, ranks: int) -> Told:
-    """The body of one rank of `ranks` that runs alone, by a recording: there is no other to agree with at the start, nor
-    a first rank that would name it."""
+    """The body of one rank of `ranks` that runs alone, by a recording: there is no other to agree with at the start,
+    nor a first rank that would name it."""
     from megatron.balanced.trainer import arguments, rendezvous
 
     rendezvous._start[:] = ["alone"]
