@@ -120,7 +120,7 @@ def shorter(model: StepModel, throughput_floor: float, min_stages: int = 1) -> R
     throughput_floor, min_stages: of --repack-throughput-floor and --repack-min-stages.
     """
     job, cluster = model.job, model.cluster
-    costs, count = model.costs(model.layer(False), [model.layer(True)]), job.micro_batches
+    costs, count = model.costs(model.works()), job.micro_batches
     balanced = _replanned(costs, job)
     running = Running(
         costs, balanced, count, job.gpus // balanced.stages, cluster.ranks_per_node, schedule=job.schedule
@@ -167,16 +167,14 @@ def _scenario(
     job = model.job
     seconds = [each[on["experts"]] for each in experts.seconds] if experts else []
     if sequences is None:
-        dense = model.layer(False)
-        moe = [model.layer(True, None, each) for each in seconds]
+        works = model.works(None, seconds)
         fill, ring = 0.0, (1.0, 1.0)
     else:
         at, ring = on["sequences"], sequences.imbalance
         pairs = sequences.slowest[at] * sequences.factor[at]
-        dense = model.layer(False, pairs)
-        moe = [model.layer(True, pairs, each) for each in seconds]
+        works = model.works(pairs, seconds)
         fill = (sequences.fullest[at] / sequences.slowest[at] - 1) * 3.5
-    costs = model.costs(dense, moe)
+    costs = model.costs(works)
     plan, transfer = job.plan, model.transfer_seconds()
     step, bubble = schedule_seconds(costs, plan, job.micro_batches, transfer, job.schedule)
     if on["layers"] and plan.stages > 1:
@@ -185,13 +183,14 @@ def _scenario(
         if faster < step:
             plan, step, bubble = planned, faster, idle
     if on["fill"] and plan.stages > 1 and not job.overlap_moe_expert_parallel_comm:
-        filled = replace(job.schedule, weight_share=_deferred_share(job, dense, moe))
+        filled = replace(job.schedule, weight_share=_deferred_share(job, works))
         faster, idle = schedule_seconds(costs, plan, job.micro_batches, transfer, filled)
         if faster < step:
             step, bubble = faster, idle
     loads = costs.stage_loads(plan)
     # Micro-batches of unequal length pass through a pipeline at the pace of the longest while it fills.
-    longest = fill * _attention_of_stages(plan, job, dense, moe) * (plan.stages - 1) / plan.virtual
+    attention = sum(work.attention for work in works) / plan.stages  # of the mean stage
+    longest = fill * attention * (plan.stages - 1) / plan.virtual
     step += longest + model.data_parallel_seconds(plan)
     memory = float(model.memory(plan).max())
     if job.freeze_layers:  # before they are frozen
@@ -210,15 +209,8 @@ def _scenario(
     )  # fmt: skip
 
 
-def _attention_of_stages(plan: StagePlan, job: Job, dense: LayerWork, moe: list[LayerWork]) -> float:
-    """Forward seconds of attention in the mean stage."""
-    attention = dense.attention if not moe else float(np.mean([each.attention for each in moe]))
-    return attention * job.num_layers / plan.stages
-
-
-def _deferred_share(job: Job, dense: LayerWork, moe: list[LayerWork]) -> float:
+def _deferred_share(job: Job, works: Sequence[LayerWork]) -> float:
     """Part of the backward seconds of layers that computes weight gradients; attention itself has none."""
-    works = [moe[at % len(moe)] if kind else dense for at, kind in enumerate(job.is_moe)]
     forward = sum(work.total - work.backward for work in works)
     attention = sum(work.attention for work in works)
     return weight_share(recomputes=job.recompute_granularity == "full") * (1 - attention / forward)

@@ -122,7 +122,7 @@ def expert_loads(model: StepModel, routing: str | LoadTrace, generator: np.rando
         return ExpertLoads(((even, even),), (1.0, 1.0), 0.0)
     per_rank = max(1, round(job.tokens * job.moe_router_topk / model.tensor))
     shape = ExpertShape(job.moe_latent_size or job.hidden_size, job.expert_ffn, 2, gated=job.swiglu)
-    work = model.layer(True)
+    work = model.layer(next(kind for kind in job.kinds if "E" in kind))
     hidden = work.attention + work.rest
     level = np.full((ranks, ranks), per_rank / ranks)
     table = shape.hidden * shape.bytes_per_parameter

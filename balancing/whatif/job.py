@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from balancing.layers.layout import from_layout
+from balancing.layers.pattern import KINDS, Pattern, read_pattern
 from balancing.layers.simulator.schedule import Schedule
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["Job", "read_flags", "read_recipe_flags"]
+__all__ = ["Job", "has_attention", "read_flags", "read_recipe_flags"]
 
 # Flags of models that are not a stack of layers with full attention and an MLP or experts.
-_UNKNOWN_MODELS = ("hybrid_layer_pattern", "spec", "experimental_attention_variant", "window_size")
+_UNKNOWN_MODELS = ("spec", "experimental_attention_variant", "window_size")
 # What is taken where a job leaves the size to its tokenizer: that of Llama 3.
 _VOCABULARY = 128256
 # Names in files of Megatron-LM's arguments that differ from those of flags.
@@ -72,6 +73,11 @@ class Job:
     moe_latent_size: int | None = None
     moe_layer_freq: str = "1"
     moe_token_dispatcher_type: str = "allgather"
+    hybrid_layer_pattern: str | None = None
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int | None = None
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
@@ -108,6 +114,8 @@ class Job:
             least = 0 if each.name in ("gpus", "freeze_layers") else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f"{_flag(each.name)} {value} must be at least {least}")
+        if self.pattern is not None:
+            self._check_pattern(self.pattern)
         if self.sequence_domain not in ("auto", "context", "data"):
             raise ValueError(f"--sequence-domain {self.sequence_domain}; use auto, context or data")
         if self.freeze_layers > self.num_layers:
@@ -222,9 +230,44 @@ class Job:
         unit = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return math.ceil((self.vocab_size or _VOCABULARY) / unit) * unit
 
+    def _check_pattern(self, pattern: Pattern) -> None:
+        given = f"--hybrid-layer-pattern {self.hybrid_layer_pattern}"
+        if len(pattern.symbols) != self.num_layers:
+            raise ValueError(f"{given} has {len(pattern.symbols)} layers, and --num-layers is {self.num_layers}")
+        for symbol in "GD":
+            if pattern.has(symbol):
+                raise ValueError(
+                    f"{given} has {symbol} ({KINDS[symbol]}), a kind of layer that the forecast does not know"
+                )
+        if pattern.depths:
+            raise ValueError(f"{given} has prediction behind /, which the forecast does not know; leave it out")
+        if pattern.has("E") != bool(self.num_experts):
+            raise ValueError(
+                f"{given} and --num-experts {self.num_experts} do not go together: E is a layer of experts"
+            )
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """Of a hybrid model."""
+        return None if self.hybrid_layer_pattern is None else read_pattern(self.hybrid_layer_pattern)
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba layer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """[layer]: symbols of `balancing.layers.pattern` for what each layer has, "*-" for attention and an MLP."""
+        if self.pattern is not None:
+            return tuple(self.pattern.symbols)
+        return tuple("*E" if moe else "*-" for moe in self.is_moe)
+
     @property
     def is_moe(self) -> np.ndarray:
         """bool [layer]: which layers have experts."""
+        if self.pattern is not None:
+            return np.array([symbol == "E" for symbol in self.pattern.symbols])
         if not self.num_experts:
             return np.zeros(self.num_layers, dtype=bool)
         pattern = _pattern(self.moe_layer_freq)
@@ -238,7 +281,7 @@ class Job:
     @property
     def chunks(self) -> int:
         """Chunks of a pipeline stage, the virtual pipeline size."""
-        if self.pipeline_model_parallel_layout is not None:
+        if self.pipeline_model_parallel_layout is not None or self.pattern is not None:
             return self.plan.virtual
         if self.num_virtual_stages_per_pipeline_rank is not None:
             return self.num_virtual_stages_per_pipeline_rank
@@ -262,6 +305,9 @@ class Job:
     def plan(self) -> StagePlan:
         """The layers of each stage as Megatron-LM would place them."""
         stages = self.pipeline_model_parallel_size
+        if self.pattern is not None:
+            ends = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+            return self.pattern.plan(stages, first=ends[0], last=ends[1])
         if self.pipeline_model_parallel_layout is not None:
             return from_layout(self.pipeline_model_parallel_layout, stages, layers=self.num_layers)
         counts = self._counts(stages, self.chunks)
@@ -293,12 +339,17 @@ class Job:
         return counts
 
 
+def has_attention(kind: str) -> bool:
+    """Whether a layer of this kind, one of `Job.kinds`, has attention."""
+    return "*" in kind or "+" in kind
+
+
 # Reading flags.
 
 _BOOLEANS = tuple(each.name for each in fields(Job) if each.type in (bool, "bool"))
 _TEXTS = (
-    "moe_layer_freq", "moe_token_dispatcher_type", "pipeline_model_parallel_layout", "recompute_granularity",
-    "recompute_method", "fp8_format", "attention_backend", "sequence_domain",
+    "hybrid_layer_pattern", "moe_layer_freq", "moe_token_dispatcher_type", "pipeline_model_parallel_layout",
+    "recompute_granularity", "recompute_method", "fp8_format", "attention_backend", "sequence_domain",
 )  # fmt: skip
 
 
@@ -343,6 +394,10 @@ def read_flags(arguments: Sequence[str]) -> Job:
         if values.pop(name) is not None:
             raise ValueError(f"{_flag(name)} makes a model that the forecast does not know: it knows full attention")
     values["recompute_modules"] = tuple(values["recompute_modules"] or ()) or None
+    if values["hybrid_layer_pattern"] is not None:
+        pattern = read_pattern(values["hybrid_layer_pattern"])
+        values["num_layers"] = len(pattern.symbols)  # as Megatron-LM does
+        values["multi_latent_attention"] |= pattern.has("+")
     missing = [_flag(name) for name in _REQUIRED if values[name] is None]
     if missing:
         raise ValueError(f"the job lacks {', '.join(missing)}; give Megatron-LM's flags behind --")

@@ -11,6 +11,7 @@ Not modelled: congestion of networks, optimizers and activations kept on the hos
 modules but attention. The host and the launches of kernels are two constants; jobs of many small kernels are slower.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.stage_plan import StagePlan
 from balancing.sequences.cost import pair_flops
-from balancing.whatif.job import Job
+from balancing.whatif.job import Job, has_attention
 
 __all__ = ["FITTED", "FITTED_ERROR", "Efficiency", "LayerWork", "StepModel"]
 
@@ -35,6 +36,9 @@ _ATTENTION_BACKWARD = 2.5  # over forward, of flash attention; linear layers tak
 # tokens are written before they are sent and read when they are back; a rank sorts those that it receives by expert,
 # and back, and each time reads and writes them.
 _HIDDEN_TRIPS, _FFN_TRIPS, _SENT_TRIPS, _SORT_TRIPS, _LOGIT_TRIPS = 14.0, 4.0, 2.0, 4.0, 6.0
+# Of a Mamba layer: times that its values, and keys and queries of its groups, are read or written by the convolution,
+# the recurrence and the gated norm; tokens of a chunk of the recurrence.
+_INNER_TRIPS, _STATE_TRIPS, _SCAN_CHUNK = 7.0, 3.0, 128
 _SCORE_TRIPS = 4.0  # of scores of attention that is not flash attention: its dropout, softmax, mask and two products
 _OPTIMIZER_BYTES = 28.0  # that Adam reads and writes for a parameter: master, two moments, gradient, bf16 weight
 _GRADIENT_BYTES = 12.0  # of a weight and its float32 gradient that a micro-batch reads and writes
@@ -156,19 +160,36 @@ class StepModel:
         job = self.job
         return self.matrices * (job.moe_latent_size or job.hidden_size) * job.expert_ffn
 
-    def dense_parameters(self, moe: bool) -> int:
-        """Of one layer, without its routed experts."""
-        job = self.job
-        if not moe:
-            return self.attention_parameters + self.matrices * job.hidden_size * job.ffn
-        shared = self.matrices * job.hidden_size * (job.moe_shared_expert_intermediate_size or 0)
-        latent = 2 * job.hidden_size * (job.moe_latent_size or 0)
-        return self.attention_parameters + shared + latent + job.hidden_size * (job.num_experts or 0)
+    @property
+    def mamba_parameters(self) -> int:
+        """Of one Mamba layer's projections."""
+        inner, states, heads = self._mamba
+        return self.job.hidden_size * (3 * inner + 2 * states + heads)
 
-    def layer_parameters(self, moe: bool) -> float:
-        """Of one layer on one rank."""
-        job, own = self.job, self.dense_parameters(moe) / self.tensor
-        if moe:
+    @property
+    def _mamba(self) -> tuple[int, int, int]:
+        """Of a Mamba layer: widths of its values and of the keys of all groups, and heads."""
+        job, heads = self.job, self.job.mamba_heads
+        return heads * job.mamba_head_dim, job.mamba_num_groups * job.mamba_state_dim, heads
+
+    def dense_parameters(self, kind: str) -> int:
+        """Of one layer, without its routed experts. kind: of `Job.kinds`."""
+        job, found = self.job, 0
+        if has_attention(kind):
+            found += self.attention_parameters
+        if "-" in kind:
+            found += self.matrices * job.hidden_size * job.ffn
+        if "M" in kind:
+            found += self.mamba_parameters
+        if "E" in kind:
+            found += self.matrices * job.hidden_size * (job.moe_shared_expert_intermediate_size or 0)
+            found += 2 * job.hidden_size * (job.moe_latent_size or 0) + job.hidden_size * (job.num_experts or 0)
+        return found
+
+    def layer_parameters(self, kind: str) -> float:
+        """Of one layer on one rank. kind: of `Job.kinds`."""
+        job, own = self.job, self.dense_parameters(kind) / self.tensor
+        if "E" in kind:
             ranks = job.expert_model_parallel_size * job.expert_tensor
             own += self.expert_parameters * (job.num_experts or 0) / ranks
         return own
@@ -193,51 +214,71 @@ class StepModel:
         return job.micro_batch_size * job.seq_length * (job.seq_length + 1) / 2 / job.context_parallel_size
 
     def layer(
-        self, moe: bool, pairs: float | None = None, expert_seconds: tuple[float, float] | None = None
+        self, kind: str, pairs: float | None = None, expert_seconds: tuple[float, float] | None = None
     ) -> LayerWork:
         """One layer.
 
-        moe: whether it has experts.
+        kind: of `Job.kinds`.
         pairs: query-key pairs that take as long as attention of the micro-batch on one rank with its exchange of keys;
             by default those of one document a sequence, whose keys go round a ring.
         expert_seconds: of experts and their exchanges, forward and backward; by default of even routing.
         """
-        job, eff, tokens = self.job, self.efficiency, self.job.tokens
-        ring = pairs is None
+        job, eff, tokens, moe = self.job, self.efficiency, self.job.tokens, "E" in kind
+        ring = pairs is None and has_attention(kind)
         pairs = self.pairs() if pairs is None else pairs
+        if not has_attention(kind):
+            pairs = 0.0
         attention = pairs * pair_flops(job.num_attention_heads, job.head_size, job.value_size) / self.tensor
         attention /= self.cluster.flops * eff.attention
         if job.attention_backend in ("unfused", "local"):  # the whole square, and its scores pass through memory
             squares = 2 * pairs * job.num_attention_heads / self.tensor
             attention = 2 * attention + squares * _BYTES * _SCORE_TRIPS / self._memory
-        linear = 2 * tokens * self.dense_parameters(moe) / self.tensor / self._flops
-        width = job.moe_shared_expert_intermediate_size or 0 if moe else job.ffn
-        moved = tokens * _BYTES * (job.hidden_size * _HIDDEN_TRIPS / self._shards + width * _FFN_TRIPS / self.tensor)
+        linear = 2 * tokens * self.dense_parameters(kind) / self.tensor / self._flops
+        width = job.moe_shared_expert_intermediate_size or 0 if moe else job.ffn * ("-" in kind)
+        share = len(kind) / 2  # of a layer of attention and an MLP
+        moved = job.hidden_size * _HIDDEN_TRIPS * share / self._shards + width * _FFN_TRIPS / self.tensor
+        moved *= tokens * _BYTES
+        if "M" in kind:
+            scan, more = self._scan()
+            linear, moved = linear + scan, moved + more
         if moe:
             copies = job.moe_router_topk / self._shards
             moved += tokens * _BYTES * copies * (job.moe_latent_size or job.hidden_size) * _SENT_TRIPS
         elementwise = moved / self._memory
-        weights = self.layer_parameters(moe) * _GRADIENT_BYTES / self._memory
-        exchanges = 1 if moe and job.expert_tensor == 1 else 2
+        weights = self.layer_parameters(kind) * _GRADIENT_BYTES / self._memory
+        exchanges = len(kind) - (moe and job.expert_tensor == 1)
         gathered = self.tensor_seconds() * exchanges + ring * self.context_seconds(attention)
         experts, experts_back = (expert_seconds or self.expert_seconds()) if moe else (0.0, 0.0)
-        forward = linear + elementwise + gathered + eff.layer_seconds / 3
-        backward = 2 * (linear + elementwise) + weights + 1.25 * gathered + eff.layer_seconds * 2 / 3
+        forward = linear + elementwise + gathered + share * eff.layer_seconds / 3
+        backward = 2 * (linear + elementwise) + weights + 1.25 * gathered + share * eff.layer_seconds * 2 / 3
         backward += _ATTENTION_BACKWARD * attention + experts_back
         if job.recompute_granularity == "full":
-            share = 1.0
+            again_share = 1.0
             if job.recompute_method == "block" and job.recompute_num_layers is not None:
                 layers = job.num_layers / job.pipeline_model_parallel_size
-                share = min(1.0, job.recompute_num_layers / layers)
-            backward += share * (forward + attention + experts)
+                again_share = min(1.0, job.recompute_num_layers / layers)
+            backward += again_share * (forward + attention + experts)
         elif job.recompute_granularity == "selective":
             again = job.recompute_modules or ["core_attn"]
             backward += attention if "core_attn" in again else 0.0
             backward += experts if "moe" in again else 0.0
         if moe:  # waiting for the host, a third of it forward
-            wait = max(0.0, eff.host_seconds - attention - experts - forward - backward)
+            host = eff.host_seconds - (1 - share) * eff.layer_seconds
+            wait = max(0.0, host - attention - experts - forward - backward)
             forward, backward = forward + wait / 3, backward + wait * 2 / 3
         return LayerWork(attention, experts, forward, backward)
+
+    def _scan(self) -> tuple[float, float]:
+        """Forward seconds of the recurrence of a Mamba layer, and bytes that it and the convolution read and write.
+
+        As in Mamba-2 (arXiv 2405.21060, section 6): chunks of tokens attend to themselves, and hand on states. Counted,
+        not fitted, as no published step has such layers; its kernels are as far below matrix products as attention's.
+        """
+        job, (inner, states, _) = self.job, self._mamba
+        flops = 2 * _SCAN_CHUNK * (states + inner) + 4 * inner * job.mamba_state_dim  # of a token
+        tokens = job.tokens / self.tensor
+        moved = tokens * _BYTES * (inner * _INNER_TRIPS + 2 * states * _STATE_TRIPS)
+        return tokens * flops / (self.cluster.flops * self.efficiency.attention), moved
 
     def expert_compute(self) -> float:
         """Forward seconds of a layer's experts on one rank under even routing, for tokens that have arrived."""
@@ -312,14 +353,24 @@ class StepModel:
         seconds = self.job.tokens * self.job.hidden_size * _BYTES * 3 / self._memory
         return seconds, seconds + self.end_parameters * 4 / self._memory
 
-    def costs(self, dense: LayerWork, moe: list[LayerWork]) -> LayerSeconds:
+    def works(
+        self, pairs: float | None = None, expert_seconds: Sequence[tuple[float, float] | None] = (None,)
+    ) -> list[LayerWork]:
+        """All layers of the model. pairs: as in `layer`. expert_seconds: of the layers with experts, used in turn."""
+        kinds, order = self.job.kinds, np.cumsum(self.job.is_moe) - 1
+        of_experts = [at % max(len(expert_seconds), 1) if "E" in kind else 0
+                      for kind, at in zip(kinds, order, strict=True)]  # fmt: skip
+        known = {
+            (kind, at): self.layer(kind, pairs, expert_seconds[at] if "E" in kind else None)
+            for kind, at in {*zip(kinds, of_experts, strict=True)}
+        }
+        return [known[each] for each in zip(kinds, of_experts, strict=True)]
+
+    def costs(self, works: Sequence[LayerWork]) -> LayerSeconds:
         """Seconds of all layers and both ends; frozen ones only run forward, with the embedding before them.
 
-        moe: one of each layer with experts, used in turn.
+        works: of each layer.
         """
-        kinds = self.job.is_moe
-        order = np.cumsum(kinds) - 1
-        works = [moe[at % len(moe)] if kind else dense for kind, at in zip(kinds, order, strict=True)]
         forward = np.array([work.total - work.backward for work in works])
         backward = np.array([work.backward for work in works])
         head, extra = self.head(), (0.0, 0.0)
@@ -339,7 +390,7 @@ class StepModel:
     def data_parallel_seconds(self, plan: StagePlan) -> float:
         """Exposed seconds of gradients and parameters between data-parallel ranks, and of the optimizer, in a step."""
         job, eff = self.job, self.efficiency
-        kinds, slowest = job.is_moe, 0.0
+        kinds, slowest = job.kinds, 0.0
         ranks = job.data_parallel * job.context_parallel_size
         expert_ranks = job.gpus // job.pipeline_model_parallel_size
         expert_ranks //= job.expert_model_parallel_size * job.expert_tensor
@@ -348,8 +399,8 @@ class StepModel:
             weight = gradient  # an all-reduce
         for stage in range(plan.stages):
             layers = [layer for chunk in plan.chunks[stage] for layer in chunk if layer >= job.freeze_layers]
-            dense = sum(self.dense_parameters(bool(kinds[layer])) for layer in layers) / self.tensor
-            experts = sum(self.layer_parameters(bool(kinds[layer])) for layer in layers) - dense
+            dense = sum(self.dense_parameters(kinds[layer]) for layer in layers) / self.tensor
+            experts = sum(self.layer_parameters(kinds[layer]) for layer in layers) - dense
             dense += self.end_parameters * ((stage == 0 and not job.freeze_layers) + (stage == plan.stages - 1))
             seconds, owned = 0.0, 0.0
             for parameters, group, apart in ((dense, ranks, self.tensor), (experts, expert_ranks, ranks * self.tensor)):
@@ -378,9 +429,9 @@ class StepModel:
 
         Frozen layers keep their state, and no activations.
         """
-        job, kinds = self.job, self.job.is_moe
-        static = np.array([self._state(bool(kind)) for kind in kinds])
-        activation = np.array([self._activation(bool(kind)) for kind in kinds])
+        job, kinds = self.job, self.job.kinds
+        static = np.array([self._state(kind) for kind in kinds])
+        activation = np.array([self._activation(kind) for kind in kinds])
         activation[: job.freeze_layers] = 0.0
         ends = self.end_parameters * self._state_bytes(job.data_parallel * job.context_parallel_size)
         head = 4.0 * job.tokens * job.vocabulary / self.tensor
@@ -395,15 +446,15 @@ class StepModel:
         """Bytes of a parameter's weight, gradient and optimizer state on each of so many data-parallel ranks."""
         return _BYTES + 4 + 12 / (ranks if self.job.use_distributed_optimizer else 1)
 
-    def _state(self, moe: bool) -> float:
-        job, dense = self.job, self.dense_parameters(moe) / self.tensor
-        experts = self.layer_parameters(moe) - dense
+    def _state(self, kind: str) -> float:
+        job, dense = self.job, self.dense_parameters(kind) / self.tensor
+        experts = self.layer_parameters(kind) - dense
         ranks = job.gpus // job.pipeline_model_parallel_size // (job.expert_model_parallel_size * job.expert_tensor)
         return dense * self._state_bytes(job.data_parallel * job.context_parallel_size) + experts * self._state_bytes(
             max(ranks, 1)
         )
 
-    def _activation(self, moe: bool) -> float:
+    def _activation(self, kind: str) -> float:
         """Bytes that a micro-batch keeps of one layer until its backward, as flash attention and no dropout leave them.
 
         Inputs of both norms and of what follows them, queries, keys, values and output of attention, the MLP's inner
@@ -414,17 +465,23 @@ class StepModel:
         if job.recompute_granularity == "full":
             return job.tokens * job.hidden_size * _BYTES / self._shards
         again = set(job.recompute_modules or ["core_attn"]) if job.recompute_granularity == "selective" else set()
-        between = (2 if "layernorm" in again else 4) * job.hidden_size / self._shards
+        kept = len(kind) * (1 if "layernorm" in again else 2) * job.hidden_size / self._shards
         projected = (job.num_attention_heads + job.kv_heads) * job.head_size + job.kv_heads * job.value_size
         if "mla_up_proj" in again:  # latents instead of what is projected from them
             projected = self.tensor * (job.q_lora_rank or job.hidden_size) + self.tensor * job.kv_lora_rank
-        kept = between + (projected + job.num_attention_heads * job.value_size) / self.tensor
+        if has_attention(kind):
+            kept += (projected + job.num_attention_heads * job.value_size) / self.tensor
+        if (
+            "M" in kind
+        ):  # the gate and what is convolved, what comes of it, and the output; states of chunks are computed again
+            inner, states, heads = self._mamba
+            kept += (4 * inner + 4 * states + heads) / self.tensor
         matrices = self.matrices - ("moe_act" in again)  # its output
-        if moe and "moe" not in again:
+        if "E" in kind and "moe" not in again:
             shared = 0 if "shared_experts" in again else job.moe_shared_expert_intermediate_size or 0
             copies = job.moe_router_topk / self.tensor
             kept += self.matrices * shared / self.tensor
             kept += copies * (2 * (job.moe_latent_size or job.hidden_size) + matrices * job.expert_ffn)
-        elif not moe and "mlp" not in again:
+        elif "-" in kind and "mlp" not in again:
             kept += self.matrices * job.ffn / self.tensor
         return job.tokens * kept * _BYTES

@@ -26,7 +26,7 @@ from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.layers.fill import filled_step
 from benchmarks.layers.traces import TRACES, trace
 
-__all__ = ["Row", "main"]
+__all__ = ["Row", "main", "measure"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
@@ -80,7 +80,7 @@ def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan], float]:
     return cost, plans, run.weight_share
 
 
-def _measure(stages: int, jobs: list[tuple[LayerSeconds, StagePlan, float]], repeats: int) -> list[float]:
+def measure(stages: int, jobs: list[tuple[LayerSeconds, StagePlan, float]], repeats: int) -> list[float]:
     """Seconds of a step under each plan on as many emulated ranks, the quickest of `repeats`. jobs: costs, plan, and
     the share of the backward whose weight gradients fill waits."""
     pipelines = []
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, method in own:
                 cost, plans, share = cases[name]
                 jobs.append((cost, plans[method], share if method == _FILLED else 0.0))
-            found = _measure(stages, jobs, 1 if options.quick else 2)
+            found = measure(stages, jobs, 1 if options.quick else 2)
             for (name, method), (cost, plan, share), seconds in zip(own, jobs, found, strict=True):
                 uniform.setdefault(name, seconds)  # the first plan of a case
                 simulated, before = _simulated(cost, plan, share), _simulated(cost, cases[name][1]["uniform"], 0.0)

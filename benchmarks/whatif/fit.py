@@ -63,7 +63,7 @@ def held_out(rows: Sequence[Published], folds: int = 3) -> np.ndarray:
 def _quick_seconds(row: Published, plan, efficiency: Efficiency) -> float:
     """The step, by a closed form of the pipeline in place of the simulator."""
     model, count = StepModel(row.job, row.cluster, efficiency), row.job.micro_batches
-    costs = model.costs(model.layer(False), [model.layer(True)])
+    costs = model.costs(model.works())
     loads = costs.stage_loads(plan)[:, None] * count
     forward = float(costs.forward.sum() / costs.total.sum())
     seconds = pipeline_seconds(loads, count, plan.virtual, forward)

@@ -21,7 +21,7 @@ _FILE = Path(__file__).with_name("published.json")
 
 def forecast_step(model: StepModel) -> float:
     """Seconds of the balanced step: even routing, one document a sequence, the job's own layout."""
-    costs = model.costs(model.layer(False), [model.layer(True)])
+    costs = model.costs(model.works())
     seconds, _ = schedule_seconds(
         costs, model.job.plan, model.job.micro_batches, model.transfer_seconds(), model.job.schedule
     )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from balancing.layers import LayerSeconds, plan_stages
+from benchmarks.layers.hybrid import rows as hybrid_rows
 from benchmarks.layers.plans import _MICRO_BATCHES, _STAGES, _Run, main
 from benchmarks.layers.record import replay
 from benchmarks.layers.traces import TRACES, trace
@@ -87,3 +88,11 @@ def test_unwritable_output_is_said(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(f"benchmarks.layers.plans.{part}", lambda *_: [])
     assert main(["--quick", "--json", str(tmp_path / "no" / "rows.json")]) == 2
     assert f"layers: cannot write {tmp_path / 'no' / 'rows.json'}: there is no folder" in capsys.readouterr().err
+
+
+def test_moves_of_published_hybrid_models_pay():
+    """Against equal counts and against the segments of Megatron-LM's own test; plans come near the bound."""
+    for row in hybrid_rows():
+        assert row.gain > 1.05 and 1 <= row.pays_after <= 5, row
+        assert row.seconds[2] < row.seconds[1] < row.seconds[0] and row.seconds[2] / row.seconds[1] > 0.8, row
+        assert row.before.replace("|", "") == row.after.replace("|", "")

@@ -13,6 +13,7 @@ from balancing.whatif.forecast import schedule_seconds, shorter
 from balancing.whatif.gains import ROUTING, expert_loads
 from balancing.whatif.routing import gini_popularity
 from balancing.whatif.step import StepModel
+from benchmarks.layers.hybrid import MODELS, command_line
 from benchmarks.whatif.gains import compare_gains
 from tests.support.made_up_run import Job as MadeUp
 from tests.support.made_up_run import write_run
@@ -167,7 +168,7 @@ def test_long_schedules_are_those_of_the_simulator():
     for more, count in (("", 37), (chunks, 40), (groups, 44)):
         job = read_flags((flags + more).split()).on(4)
         model = StepModel(job, Cluster.from_spec("h100-8x400g", 8))
-        costs = model.costs(model.layer(False), [])
+        costs = model.costs(model.works())
         seconds, bubble = schedule_seconds(costs, job.plan, count, 1e-4, job.schedule)
         exact = costs.simulate(job.plan, count, transfer=1e-4, schedule=job.schedule)
         idle = 1 - (exact.end - exact.start).sum(axis=1).mean() / exact.step_time
@@ -276,3 +277,10 @@ def test_files_of_lengths(tmp_path, capsys):
         assert main(["--lengths", str(tmp_path / name), *FLAGS]) == 2
         said = capsys.readouterr().err
         assert says in said and str(tmp_path / name) in said and said.count("\n") == 1
+
+
+def test_layers_of_a_pattern_are_cut_by_what_they_cost():
+    """Nemotron 3 Nano: a layer of experts costs two or three of Mamba, and the head several."""
+    found = told(command_line(MODELS["nemotron-3-nano"], stages=4, seq_length=8192), 64)
+    assert found["layers"].step_seconds < 0.9 * found["none"].step_seconds
+    assert found["layers"].layers < 1.1 < found["none"].layers

@@ -74,6 +74,16 @@ def test_experts_and_layouts():
     assert grouped.schedule == Schedule(group=4, in_parts=True)
 
 
+def test_patterns():
+    one = job("--hybrid-layer-pattern M-M*|E*-M --num-experts 8 --pipeline-model-parallel-size 2 --global-batch-size 8")
+    assert one.kinds == ("M", "-", "M", "*", "E", "*", "-", "M") and one.num_layers == 8
+    assert one.is_moe.tolist() == [symbol == "E" for symbol in "M-M*E*-M"]
+    assert one.plan.counts == ((4,), (4,)) and one.chunks == 1
+    chunks = job("--hybrid-layer-pattern M-|M*-|+ --pipeline-model-parallel-size 1 --num-layers 1".replace("*", "+"))
+    assert chunks.chunks == 3 and chunks.multi_latent_attention and chunks.num_layers == 6
+    assert job("--num-experts 8 --moe-layer-freq 2").kinds == ("*E", "*-") * 4
+
+
 @pytest.mark.parametrize(
     "more, says",
     [
@@ -83,7 +93,11 @@ def test_experts_and_layouts():
         ("--num-experts 6 --expert-model-parallel-size 4", "--num-experts 6 do not divide by 4"),
         ("--num-experts 6 --moe-layer-freq 2**9**9", "--moe-layer-freq"),
         ("--num-experts 6 --moe-layer-freq [1]*3", "tells of 3 layers, not of 8"),
-        ("--hybrid-layer-pattern M*M*", "a model that the forecast does not know"),
+        ("--hybrid-layer-pattern M*G-", "G (gated delta net), a kind of layer that the forecast does not know"),
+        ("--hybrid-layer-pattern M*M-/*", "prediction behind /"),
+        ("--hybrid-layer-pattern M*ME", "--num-experts None do not go together"),
+        ("--hybrid-layer-pattern M*M|-|M* --pipeline-model-parallel-size 2", "has 3 segments"),
+        ("--spec some model", "a model that the forecast does not know"),
         ("--hidden-size wide", "invalid int value"),
         ("--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2 --global-batch-size 4",
          "1 micro-batches a step are not a multiple of the 2 pipeline stages"),

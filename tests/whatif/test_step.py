@@ -36,14 +36,33 @@ def model(more: str = "", gpus: int = 8) -> StepModel:
 
 def test_parameters_by_hand():
     assert model().attention_parameters == 4 * 512 * 512
-    assert model().dense_parameters(False) == 4 * 512 * 512 + 2 * 512 * 2048
+    assert model().dense_parameters("*-") == 4 * 512 * 512 + 2 * 512 * 2048
     grouped = model("--group-query-attention --num-query-groups 2")
     assert grouped.attention_parameters == 2 * 512 * 512 + 2 * 512 * 128
     latent = model("--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32 "
                    "--qk-pos-emb-head-dim 16 --v-head-dim 24")  # fmt: skip
     assert latent.attention_parameters == 512 * 96 + 96 * 8 * 48 + 512 * 80 + 64 * 8 * 56 + 8 * 24 * 512
     experts = model("--num-experts 8 --moe-ffn-hidden-size 256 --swiglu --expert-model-parallel-size 4")
-    assert experts.layer_parameters(True) == experts.attention_parameters + 512 * 8 + 2 * 3 * 512 * 256
+    assert experts.layer_parameters("*E") == experts.attention_parameters + 512 * 8 + 2 * 3 * 512 * 256
+
+
+def test_layers_of_a_pattern_by_hand():
+    mamba = "--mamba-num-heads 16 --mamba-head-dim 32 --mamba-num-groups 2 --mamba-state-dim 64"
+    experts = "--num-experts 8 --moe-ffn-hidden-size 256 --moe-router-topk 2"
+    hybrid = model(f"--hybrid-layer-pattern M-*E {mamba} {experts}")
+    assert hybrid.dense_parameters("M") == 512 * (2 * 512 + 2 * 2 * 64 + 16) + 512 * 512
+    assert hybrid.dense_parameters("-") == 2 * 512 * 2048 and hybrid.dense_parameters("*") == 4 * 512 * 512
+    assert hybrid.dense_parameters("E") == 512 * 8 and hybrid.layer_parameters("E") == 512 * 8 + 8 * 2 * 512 * 256
+    works = dict(zip("M-*E", hybrid.works(), strict=True))
+    assert works["*"].attention > 0 == works["M"].attention == works["-"].attention
+    assert works["E"].experts > 0 == works["*"].experts
+    # A layer of a GPT model is one of attention and one of an MLP.
+    apart = works["*"], works["-"]
+    whole = model().layer("*-")
+    assert sum(work.total for work in apart) == pytest.approx(whole.total)
+    assert sum(hybrid._activation(kind) for kind in "*-") == pytest.approx(model()._activation("*-"))
+    wider = model(f"--hybrid-layer-pattern M-*E {mamba.replace('64', '128')} {experts}").layer("M")
+    assert wider.total > works["M"].total
 
 
 def test_what_costs_more_takes_longer():
@@ -53,9 +72,9 @@ def test_what_costs_more_takes_longer():
                        "--overlap-moe-expert-parallel-comm")  # fmt: skip
     assert overlapped.exchange_seconds() < even.exchange_seconds()
     again = model("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    assert again.layer(False).backward > model().layer(False).backward
+    assert again.layer("*-").backward > model().layer("*-").backward
     assert again.memory(again.job.plan).max() < model().memory(model().job.plan).max()
-    assert model("--fp8-format hybrid").layer(False).rest < model().layer(False).rest
+    assert model("--fp8-format hybrid").layer("*-").rest < model().layer("*-").rest
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])
