@@ -1,9 +1,9 @@
 """python -m balancing.layers --from-report DIR: the best pipeline layout for a recorded run.
 
 Reads the costs of layers, embedding and head from the directory that --balance-report named, plans the stages, and
-prints the --pipeline-model-parallel-layout to train with and its predicted gain. Layouts are simulated with Megatron's
-own schedule, without the optimizer and whatever else is outside of the schedule. With --repack it also shows the cost
-of fewer stages, and the ranks that they free.
+prints the --pipeline-model-parallel-layout to train with, or the --hybrid-layer-pattern with its segments, and its
+predicted gain. Layouts are simulated with Megatron's own schedule, without the optimizer and whatever else is outside
+of the schedule. With --repack it also shows the cost of fewer stages, and the ranks that they free.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from balancing.layers.cost import LayerSeconds
 from balancing.layers.from_report import RecordedRun, estimate_memory, read_run
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, stage_memory
+from balancing.layers.pattern import read_pattern
 from balancing.layers.plan import Pipeline, plan_pipeline
 from balancing.layers.repack import Repack, choose_repack, repack_options
 from balancing.layers.simulator.fill import weight_share
@@ -119,7 +120,7 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
     schedule = run.schedule if stages == run.plan.stages else _other_stages(run)
 
     if options.layout is not None:
-        plan = from_layout(options.layout, stages, layers=cost.layers)
+        plan = _given(run, options.layout, stages)
     else:
         pipeline = Pipeline(stages, count, virtual, schedule)
         plan = plan_pipeline(cost, pipeline, memory=memory, memory_limit=limit, current=run.plan, min_layers=0)
@@ -130,11 +131,13 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
     after = cost.simulate(plan, count, schedule=schedule).step_time
     if (plan.stages, plan.virtual) == (run.plan.stages, run.plan.virtual):
         _show_stages(run, plan, console)
+    if run.pattern is not None:
+        _show_kinds(run, console)
     print(
         f"{cost.layers} layers, {plan.stages} stages"
         + (f" of {plan.virtual} chunks" if plan.virtual > 1 else "")
         + f", {count} micro-batches. The recorded step took {_ms(run.step_seconds)}; its pipeline, by simulation, "
-        f"{_ms(before)} as recorded ({to_layout(run.plan, mtp_layers=options.mtp_layers)}), {_ms(after)} as planned: "
+        f"{_ms(before)} as recorded ({_text(run, run.plan, options)}), {_ms(after)} as planned: "
         + (f"{before / after - 1:+.1%} throughput" if after > 0 else "no time at all")
     )
     if plan.stages > 1 and after > 0 and not schedule.in_parts:
@@ -143,9 +146,36 @@ def _layout(run: RecordedRun, options: argparse.Namespace, memory: LayerMemory |
         print(f"--fill-with-weight-gradients would take it to {_ms(filled)}: {after / filled - 1:+.1%} throughput")
     if plan is run.plan:
         print("The recorded layout is as good as any that was found.")
-    print(f'--pipeline-model-parallel-layout "{to_layout(plan, mtp_layers=options.mtp_layers)}"')
+    flag = "--pipeline-model-parallel-layout" if run.pattern is None else "--hybrid-layer-pattern"
+    print(f'{flag} "{_text(run, plan, options)}"')
     if options.layout is None and options.virtual is None and not plan.mtp_layers:
         _show_chunks(cost, plan, pipeline, memory, limit)
+
+
+def _text(run: RecordedRun, plan: StagePlan, options: argparse.Namespace) -> str:
+    """The string of a plan, as Megatron-LM takes it."""
+    return to_layout(plan, mtp_layers=options.mtp_layers) if run.pattern is None else run.pattern.text(plan)
+
+
+def _given(run: RecordedRun, text: str, stages: int) -> StagePlan:
+    """The plan of --layout. Raises ValueError, in one line, for one of other layers."""
+    if run.pattern is None:
+        return from_layout(text, stages, layers=run.cost.layers)
+    given = read_pattern(text)
+    if given.symbols != run.pattern.symbols:
+        raise ValueError(f"--layout {text} has other layers than the run, {run.pattern.symbols}; move only its |")
+    return given.plan(stages)
+
+
+def _show_kinds(run: RecordedRun, console: Console) -> None:
+    """What a layer of each kind costs, of a hybrid model."""
+    assert run.pattern is not None
+    table = Table("kind", "layers", "seconds of one", "of all", box=box.SIMPLE_HEAD, pad_edge=False)
+    kinds, whole = np.array(run.pattern.kinds), float(run.cost.total.sum()) or 1.0
+    for kind in dict.fromkeys(run.pattern.kinds):
+        own = run.cost.total[kinds == kind]
+        table.add_row(kind, str(len(own)), _ms(float(own.mean())), f"{own.sum() / whole:.0%}")
+    console.print(table)
 
 
 def _show_chunks(

@@ -8,10 +8,12 @@ import numpy as np
 
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
+from balancing.layers.pattern import Pattern
 from balancing.layers.repack import Running
 from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 from balancing.report import History, read_history, summarize
+from balancing.report.summary import LayerCosts
 
 __all__ = ["RecordedRun", "estimate_memory", "read_run"]
 
@@ -23,11 +25,13 @@ class RecordedRun(Running):
     step_seconds: measured median.
     memory: float array [stage], the most bytes that a rank of each stage held; empty if not measured.
     recomputes: whether layers ran forward again in their backward passes.
+    pattern: of a hybrid model.
     """
 
     step_seconds: float = 0.0
     memory: np.ndarray = field(default_factory=lambda: np.zeros(0))
     recomputes: bool = False
+    pattern: Pattern | None = None
 
 
 def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
@@ -101,7 +105,12 @@ def read_run(report: History | str | os.PathLike[str]) -> RecordedRun:
         memory=memory,
         recomputes=bool(costs.recompute[numbered].any()),
         schedule=_schedule(lines[-1]),
+        pattern=_pattern(costs) if costs.hybrid else None,
     )
+
+
+def _pattern(costs: LayerCosts) -> Pattern | None:
+    return Pattern.of_kinds([kind for kind, known in zip(costs.kinds, costs.numbered, strict=True) if known])
 
 
 def _schedule(line: dict[str, Any]) -> Schedule:

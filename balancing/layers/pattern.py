@@ -4,6 +4,7 @@
 the layers of multi-token prediction, once for each depth: "M-M-|M*ME/*E" is two segments of four layers and one depth.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -48,6 +49,19 @@ class Pattern:
     def experts(self) -> tuple[int, ...]:
         """The layers with experts, from 0."""
         return self._of("E")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, by name."""
+        return tuple(KINDS[symbol] for symbol in self.symbols)
+
+    @classmethod
+    def of_kinds(cls, kinds: Sequence[str]) -> "Pattern | None":
+        """The pattern of layers of these kinds, without segments; None if there is another kind among them."""
+        symbols = {kind: symbol for symbol, kind in KINDS.items()}
+        if not all(kind in symbols for kind in kinds):
+            return None
+        return cls("".join(symbols[kind] for kind in kinds), (len(kinds),))
 
     def _of(self, symbols: str) -> tuple[int, ...]:
         return tuple(number for number, symbol in enumerate(self.symbols) if symbol in symbols)

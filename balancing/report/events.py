@@ -13,7 +13,8 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
     balancer "layers", unit "layer"    layers: names in the order of the model, "embedding" first, "head" last.
         forward_s, backward_s, recompute_s [layer]: device seconds per micro-batch, mean over micro-batches and over
         the ranks that hold the layer (what differs between replicas is their data, and stands in the other lines).
-        stage, chunk [layer]: who holds it. The imbalance is that of the numbered layers.
+        stage, chunk [layer]: who holds it. kinds [layer]: of a hybrid model, "attention", "Mamba" and the like. The
+        imbalance is that of the numbered layers.
     balancer "sequences", unit "rank"  tokens, attention_area, longest_sequence [rank]. The imbalance is that of the
         attention area; token_imbalance stands beside it.
         Lines with action "spread", unit "micro-batch", say what balancing did in a step, one for each pipeline `stage`
@@ -164,7 +165,7 @@ def observe(record: IterationRecord) -> list[dict[str, Any]]:
     costs = [_RankCosts(rank) for rank in ranks]
     events = [_stage_event(record, ranks, costs)]
     if any(cost.seconds for cost in costs):
-        events.append(_layer_event(record.iteration, ranks, costs))
+        events.append(_layer_event(record, ranks, costs))
     events.append(_sequence_event(record.iteration, ranks))
     events.extend(
         _expert_event(record.iteration, layer, ranks, costs)
@@ -232,7 +233,7 @@ def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_
     )
 
 
-def _layer_event(iteration: int, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
+def _layer_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
     total: dict[int | str, np.ndarray] = {}
     calls: dict[int | str, int] = {}  # micro-batches that went through the layer, over the ranks that hold it
     holder: dict[int | str, tuple[int, int]] = {}
@@ -244,8 +245,11 @@ def _layer_event(iteration: int, ranks: list[RankRecord], costs: list[_RankCosts
     layers = sorted(total, key=_model_order)
     mean = np.array([total[layer] / calls[layer] for layer in layers])  # [layer, phase]
     numbered = [isinstance(layer, int) for layer in layers]
+    kinds: dict[str, Any] = {}
+    if record.kinds:
+        kinds["kinds"] = [record.kinds[layer] if isinstance(layer, int) else layer for layer in layers]
     return event(
-        iteration,
+        record.iteration,
         "layers",
         "layer",
         imbalance_before=imbalance(mean.sum(1)[numbered]),
@@ -255,6 +259,7 @@ def _layer_event(iteration: int, ranks: list[RankRecord], costs: list[_RankCosts
         recompute_s=_seconds(mean[:, 2]),
         stage=[holder[layer][0] for layer in layers],
         chunk=[holder[layer][1] for layer in layers],
+        **kinds,
     )
 
 

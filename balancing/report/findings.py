@@ -111,6 +111,13 @@ def finding_rows(summary: Summary) -> list[Finding]:
         at = f" (stage {layer.stage})" if stages else ""
         over = f"{ratio(layer.over)} median {layer.kind}"
         rows.append(Finding("slowest layer", f"layer {layer.layer}{at}", _per_call(layer.seconds), over))
+    if (layers := summary.layers) and layers.hybrid:
+        whole = float(np.median(layers.total[layers.numbered])) or 1.0
+        for kind in layers.kinds_of_layers:
+            members = layers.of_kind(kind)
+            typical = float(np.median(layers.total[members]))
+            what = f"{len(members)} layer{'s' * (len(members) > 1)}"
+            rows.append(Finding(f"{kind} layers", what, _per_call(typical), f"{ratio(typical / whole)} median layer"))
     for name in ("embedding", "head"):
         if (layers := summary.layers) and (worth := layers.in_layers(name)) is not None:
             i = layers.names.index(name)

@@ -166,6 +166,8 @@ class History:
                     raise ValueError("step_s is 0")
                 self.stages[iteration] = line
             case "layers", "layer":
+                if "kinds" in line and len(_names(line["kinds"])) != len(line["layers"]):
+                    raise ValueError("layers and kinds differ in length")
                 self.layers[iteration] = line
             case "sequences", "rank":
                 self.sequences[iteration] = line

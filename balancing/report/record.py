@@ -83,6 +83,8 @@ class IterationRecord:
     microbatch_group_size               micro-batches that pass through a chunk before the next one runs; None for one
                                         chunk a stage
     overlap_moe_expert_parallel_comm    a forward and a backward run as one
+
+    kinds: of a hybrid model, the kind of each layer by name, in the order of the model.
     """
 
     iteration: int
@@ -90,3 +92,4 @@ class IterationRecord:
     ranks: list[RankRecord]
     microbatch_group_size: int | None = None
     overlap_moe_expert_parallel_comm: bool = False
+    kinds: tuple[str, ...] = ()

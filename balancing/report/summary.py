@@ -62,7 +62,11 @@ class SlowLayer:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Typical seconds per micro-batch of every layer in the order of the model, and the stage and chunk it is on."""
+    """Typical seconds per micro-batch of every layer in the order of the model, and the stage and chunk it is on.
+
+    kinds: of each, by name; of the model's body "MoE" and "dense", or what a hybrid model has.
+    hybrid: whether it is one.
+    """
 
     names: list[int | str]
     forward: np.ndarray
@@ -70,6 +74,8 @@ class LayerCosts:
     recompute: np.ndarray
     stage: np.ndarray
     chunk: np.ndarray
+    kinds: list[str]
+    hybrid: bool
 
     @property
     def total(self) -> np.ndarray:
@@ -80,6 +86,15 @@ class LayerCosts:
     def numbered(self) -> np.ndarray:
         """Which entries are layers of the model's body, not its embedding or head."""
         return np.array([isinstance(name, int) for name in self.names])
+
+    @property
+    def kinds_of_layers(self) -> list[str]:
+        """The kinds that layers of the model's body have."""
+        return sorted({kind for kind, numbered in zip(self.kinds, self.numbered, strict=True) if numbered})
+
+    def of_kind(self, kind: str) -> list[int]:
+        """Which entries are layers of this kind."""
+        return [i for i, name in enumerate(self.names) if isinstance(name, int) and self.kinds[i] == kind]
 
     def in_layers(self, name: str) -> float | None:
         """What "embedding" or "head" costs, counted in median layers; None if it was not measured."""
@@ -268,15 +283,14 @@ def _stages(summary: Summary, stages: list[dict[str, Any]], sequences: list[dict
 def _layers(summary: Summary, lines: list[dict[str, Any]], experts: list[dict[int, dict[str, Any]]]) -> None:
     last = lines[-1]
     forward, backward, recompute = (_median(lines, key) for key in ("forward_s", "backward_s", "recompute_s"))
-    costs = LayerCosts(last["layers"], forward, backward, recompute, last["stage"], last["chunk"])
-    summary.layers = costs
     moe = {layer for line in experts for layer in line}
-    for kind in ("MoE", "dense"):
-        members = [
-            i for i, name in enumerate(costs.names) if isinstance(name, int) and (name in moe) == (kind == "MoE")
-        ]
-        if not members:
-            continue
+    kinds = [str(each) for each in last.get("kinds", ["MoE" if name in moe else "dense" for name in last["layers"]])]
+    costs = LayerCosts(
+        last["layers"], forward, backward, recompute, last["stage"], last["chunk"], kinds, "kinds" in last
+    )
+    summary.layers = costs
+    for kind in costs.kinds_of_layers:
+        members = costs.of_kind(kind)
         seconds = costs.total[members]
         most, median = int(seconds.argmax()), float(np.median(seconds))
         layer = members[most]

@@ -189,6 +189,9 @@ def test_a_gpt_model_trains_alike(pool, tmp_path, case):
         runs[name] = join(pool.run(4 if EP2 in flags else 2, _named_as_gpt, argv))
     assert runs["hybrid"].losses == pytest.approx(runs["gpt"].losses, rel=1e-12)
     _assert_same_tensors(runs["hybrid"], runs["gpt"], 4)
+    told = [line for line in _events(tmp_path / "hybrid", "layers") if line["unit"] == "layer"]
+    names = {"*": "attention", "-": "MLP", "E": "MoE"}
+    assert told[-1]["kinds"] == ["embedding", *(names[symbol] for symbol in pattern.replace("|", "")), "head"]
     if "--balance-experts" in flags:
         plans = {name: _events(tmp_path / name, "experts") for name in runs}
         what = ("iteration", "action", "tokens_per_rank", "imbalance_after")

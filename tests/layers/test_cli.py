@@ -24,7 +24,8 @@ from balancing.layers import (
 )
 from balancing.layers.__main__ import main
 from balancing.layers.from_report import estimate_memory, read_run
-from balancing.report import EventLog, observe
+from balancing.report import EventLog, observe, read_history, summarize
+from balancing.report.findings import finding_rows
 from benchmarks.baselines.layers import first_fit
 from tests.support.made_up_run import Job, write_run
 
@@ -278,3 +279,41 @@ def test_a_recorded_schedule_is_that_of_the_plans(tmp_path, capsys):
     log.write_text(log.read_text().replace('"microbatch_group_size":6', '"microbatch_group_size":0'))
     with pytest.raises(ValueError):
         read_run(tmp_path / "groups")
+
+
+# ---- hybrid models
+
+
+def test_layers_of_a_pattern_are_told_by_name(tmp_path, capsys):
+    """The layout found is a pattern with segments, which a run begins with."""
+    kinds = ("Mamba", "MLP", "attention", "Mamba", "MLP", "attention", "MoE", "Mamba")
+    slow = {0: 0.5, 3: 0.5, 7: 0.5, 6: 4.0}
+    with EventLog(tmp_path) as log:
+        for iteration in range(1, 9):
+            record = Job(stages=2, experts=0, slow=slow, head=0.02).record(iteration)
+            log.write(observe(replace(record, kinds=kinds)))
+    run = read_run(tmp_path)
+    assert run.pattern is not None and run.pattern.symbols == "M-*M-*EM"
+    code, out, _ = command(capsys, tmp_path)
+    assert code == 0 and "as recorded (M-*M|-*EM)" in out
+    assert '--hybrid-layer-pattern "M-*M-*|EM"' in out and "--pipeline-model-parallel-layout" not in out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip().startswith(kinds)}
+    assert rows["Mamba"][0] == "3" and rows["MoE"][0] == "1" and rows["MLP"][0] == rows["attention"][0] == "2"
+    assert float(rows["MoE"][1]) == pytest.approx(8 * float(rows["Mamba"][1]), rel=0.05)
+    code, out, _ = command(capsys, tmp_path, "--layout", "M-*M-|*EM")
+    assert code == 0 and '--hybrid-layer-pattern "M-*M-|*EM"' in out
+    for layout, says in (("M-*M-|*EE", "other layers than the run, M-*M-*EM"), ("M-*|M-*|EM", "3 segments")):
+        code, _, err = command(capsys, tmp_path, "--layout", layout)
+        assert code == 2 and says in err and err.count("\n") == 1
+    findings = {(row.what, row.who) for row in finding_rows(summarize(read_history(tmp_path)))}
+    assert {("Mamba layers", "3 layers"), ("MoE layers", "1 layer")} <= findings
+
+
+def test_kinds_that_do_not_fit_are_damage(tmp_path):
+    with EventLog(tmp_path) as log:
+        for iteration in range(1, 5):
+            log.write(observe(replace(Job(stages=2, experts=0).record(iteration), kinds=("MLP",) * 8)))
+    path = tmp_path / "events.jsonl"
+    path.write_text(path.read_text().replace('"kinds":["MLP",', '"kinds":['))
+    with pytest.raises(ValueError, match="damaged"):
+        read_run(tmp_path)

@@ -6,6 +6,7 @@ The last rank writes, because a trainer's own TensorBoard and W&B writers are th
 import datetime
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ class ReportWriter:
 
     is_last: whether this is the last rank, which the process groups do not tell yet.
     timeout: of each exchange.
+    kinds: of a hybrid model, the kind of each layer by name.
     writers: gives the writers of TensorBoard and of W&B on this rank, None for one that it has not.
 
     Raises ValueError if the directory cannot be written to.
@@ -36,9 +38,11 @@ class ReportWriter:
         *,
         is_last: bool,
         timeout: datetime.timedelta,
+        kinds: tuple[str, ...] = (),
         writers: Callable[[], tuple[Any, Any]] = lambda: (None, None),
     ) -> None:
         self._directory, self._timeout, self._writers = directory, timeout, writers
+        self._kinds = kinds
         self._group: Any = None
         self._log: EventLog | None = None
         self._trace: TraceLog | None = None
@@ -72,7 +76,7 @@ class ReportWriter:
             return
         assert self._log is not None and self._trace is not None
         for iteration, *ranks in zip(iterations, *gathered, strict=True):
-            record = _joined(iteration, ranks, config)
+            record = replace(_joined(iteration, ranks, config), kinds=self._kinds)
             events = observe(record) + [line for rank in ranks for line in rank.events]
             self._log.write(events)
             self._trace.add(record)

@@ -176,7 +176,19 @@ def plan_lines(args: argparse.Namespace, config: BalanceConfig, frozen: int | No
             f"plan   {flag}: all {args.world_size} ranks make one plan; layers move along {len(pipelines)} "
             f"pipeline{several} of {len(pipelines[0])} ranks, the first of {_named(pipelines[0])}"
         )
+        lines += _kind_lines(args)
     return [*lines, *_gain_lines(args, config, frozen)] if lines else ["plan   no balancer is on"]
+
+
+def _kind_lines(args: argparse.Namespace) -> list[str]:
+    """What layers of a hybrid model move, and the segments that they begin with."""
+    if args.hybrid_layer_pattern is None:
+        return []
+    pattern = read_pattern(args.hybrid_layer_pattern)
+    ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    plan = pattern.plan(args.pipeline_model_parallel_size, first=ends[0], last=ends[1])
+    kinds = ", ".join(f"{pattern.kinds.count(kind)} {kind}" for kind in dict.fromkeys(pattern.kinds))
+    return [f"plan   --balance-layers: each of {kinds} layers by itself, from {pattern.text(plan)}"]
 
 
 def _state_lines(args: argparse.Namespace, ranks: int) -> list[str]:

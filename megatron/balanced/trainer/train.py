@@ -17,6 +17,7 @@ from megatron.training.models.base import ModelConfig
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
+from balancing.layers.pattern import read_pattern
 from balancing.run_lock import one_run
 from megatron.balanced.experts.balancer import ExpertBalancer, ReplicaMemoryError
 from megatron.balanced.layers.balancer import LayerBalancer
@@ -185,6 +186,7 @@ def _observer(args: argparse.Namespace, config: BalanceConfig) -> Observer:
             config.balance_report,
             is_last=args.rank == args.world_size - 1,
             timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+            kinds=() if args.hybrid_layer_pattern is None else read_pattern(args.hybrid_layer_pattern).kinds,
             writers=lambda: (get_tensorboard_writer(), get_wandb_writer()),
         )
     return Observer(
