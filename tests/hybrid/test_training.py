@@ -221,7 +221,8 @@ def test_a_pattern_without_segments(models):
     """Its layers are spread evenly, or as the flags of the ends say, as Megatron-LM does it."""
     model = models("attention")
     ends = "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5"
-    for flags in (PP2, f"{PP2} {ends} --fill-with-weight-gradients"):
+    spec = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"  # which is the default
+    for flags in (f"{PP2} {spec} --balance-layers", f"{PP2} {ends} --fill-with-weight-gradients"):
         run = train(model.pool, 2, base=model.from_start(f"{LOSS} {flags}"), parameters=True)
         assert_close(run, model.alone(LOSS))
 

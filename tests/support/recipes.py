@@ -64,6 +64,10 @@ def _translate(flags: dict[str, Any]) -> tuple[str, ...]:
         else:
             flags["cuda_graph_modules"] = scope
             words.append("--cuda-graph-modules")
+    if "hybrid_override_pattern" in flags:
+        flags["hybrid_layer_pattern"] = flags.pop("hybrid_override_pattern")
+        flags.pop("is_hybrid_model", None)
+        words.append("--hybrid-layer-pattern")
     if flags.get("cross_entropy_loss_fusion") is True and flags.get("cross_entropy_fusion_impl") == "te":
         flags["cross_entropy_fusion_impl"] = "native"
         words.append("--cross-entropy-fusion-impl native")

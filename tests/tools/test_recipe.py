@@ -11,6 +11,7 @@ from tests.support.recipes import command_line, markdown, verdicts
 REPOSITORY = Path(__file__).resolve().parents[2]
 SUPPORT = REPOSITORY / "docs/support.md"
 RECIPES = REPOSITORY / "benchmarks/recipes/moe_recipes.json"
+HYBRID = REPOSITORY / "benchmarks/recipes/hybrid.json"
 
 
 @pytest.mark.exhaustive
@@ -25,6 +26,17 @@ def test_the_table_of_the_support_page_is_current(pool):
     for name, (_, *balanced) in found.items():
         for verdict in balanced:
             assert verdict.refusal or verdict.idle or verdict.report, name
+
+
+@pytest.mark.exhaustive
+def test_the_table_of_hybrid_recipes_is_current(pool):
+    """To write it anew: python -m tests.support.recipes benchmarks/recipes/hybrid.json"""
+    (found,) = pool.run(1, verdicts, read_recipes(HYBRID))
+    assert f"\n{markdown(found).rstrip()}\n\n## " in SUPPORT.read_text(), "the table is of another time"
+    published = {name: verdicts for name, verdicts in found.items() if name.startswith("nvidia/")}
+    assert len(published) == 3
+    for alone, experts, layers, sequences in published.values():
+        assert not any(verdict.refusal for verdict in (alone, experts, layers, sequences)) and not layers.idle
 
 
 # Files.

@@ -18,6 +18,11 @@ _MAMBA: dict[str, object] = {
     "mamba_num_heads": None,
     "mamba_training_ssm_states_dtype": None,
 }
+# --spec for the layers that Megatron-LM has without it, as its own scripts give it.
+_SPECS = (
+    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+)
 # Names of the pattern in older versions of Megatron-LM.
 _OLD_NAMES = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
 # Kinds of layers that cannot be trained yet, and why.
@@ -46,6 +51,8 @@ def check_hybrid(args: argparse.Namespace) -> None:
         raise ValueError(f"{given[0]} is for Mamba layers, M in --hybrid-layer-pattern, and there are none; drop it")
     if pattern is None:
         return
+    if args.spec in _SPECS:
+        args.spec = None
     check_compatible(args, HYBRID, f"--hybrid-layer-pattern {text}")
     for symbol, why in _NOT_YET.items():
         if pattern.has(symbol):
