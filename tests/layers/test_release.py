@@ -88,11 +88,26 @@ def _train(
     return run, _whole([state for _, state, _ in done[:stay]])
 
 
+HYBRID = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --hybrid-layer-pattern"
+
 # ranks, those that stay, flags, plans
 CASES = {
     "PP 2 to 1, DP 2, both overlaps, validated": (4, 2, f"{PP2} {EXACTLY} {OVERLAPS} {VALIDATED}", {2: ((4,),)}),
     "PP 4 to 3 to 1": (4, 1, f"{PP4} {EXACTLY}", {1: ((1,), (2,), (1,)), 2: ((4,),)}),
     "PP 2 to 1, EP 2": (4, 2, f"{PP2} {EXACTLY} {EP2} --use-distributed-optimizer", {2: ((4,),)}),
+    # The final norm of a hybrid model has a name of its own.
+    "PP 2 to 1, EP 2, hybrid": (
+        4,
+        2,
+        f"{PP2} {EXACTLY} {EP2} {OVERLAPS} {HYBRID} M-*E|M-*E",
+        {1: ((1,), (7,)), 2: ((8,),)},
+    ),
+    "PP 4 to 3 to 1, hybrid, untied": (
+        4,
+        1,
+        f"{PP4} {EXACTLY} --untie-embeddings-and-output-weights {HYBRID} M-*M|*-|M|-",
+        {1: ((1,), (5,), (2,)), 2: ((8,),)},
+    ),
     "PP 4 to 2, bf16, untied": (
         4,
         2,
@@ -118,7 +133,9 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    sampled(CASES, "PP 2 to 1, DP 2, both overlaps, validated", "PP 4 to 2 to 1, early exit"),
+    sampled(
+        CASES, "PP 2 to 1, DP 2, both overlaps, validated", "PP 2 to 1, EP 2, hybrid", "PP 4 to 2 to 1, early exit"
+    ),
 )
 def test_nobody_misses_the_ranks_that_left(pool, case):
     ranks, stay, flags, plans = CASES[case]
