@@ -333,6 +333,22 @@ def test_it_goes_on_with_the_next_part(runner, tmp_path):
     assert "# Acceptance is incomplete on 1 x NVIDIA H200: " in (tmp_path / "out/acceptance.md").read_text()
 
 
+def test_its_own_table_makes_no_other_commit(tmp_path, monkeypatch):
+    """Else nothing would be resumed in a checkout."""
+    monkeypatch.setattr(acceptance, "REPOSITORY", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/support.md", "code.py"):
+        (tmp_path / name).write_text("before\n")
+    who = "-c user.name=a -c user.email=a".split()
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    about = acceptance._about(_machine())
+    (tmp_path / "docs/support.md").write_text("a table\n")
+    assert acceptance._about(_machine()) == about
+    (tmp_path / "code.py").write_text("other code\n")
+    assert acceptance._about(_machine()) == [*about[:-1], f"{about[-1]}-dirty"]
+
+
 def test_where_nccl_does_not_talk_tensors_go_through_the_host(runner, tmp_path):
     call, fates, ran = runner
     fates["nccl-2"] = "fails"
