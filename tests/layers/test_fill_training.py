@@ -21,7 +21,8 @@ EP2 = f"{' '.join(MOE)} --expert-model-parallel-size 2 --moe-token-dispatcher-ty
 BASE = [*MODEL, *MOCK_DATA, *EXACT, *"--init-method-std 0.1 --train-iters 3 --global-batch-size 8".split()]
 FILL = "--fill-with-weight-gradients"
 
-MOVES: Plans = {1: ((1, 3), (3, 1)), 2: ((2, 2), (1, 3))}
+# Whether stages have two chunks -> layers of each from an iteration on.
+MOVES: dict[bool, Plans] = {True: {1: ((1, 3), (3, 1)), 2: ((2, 2), (1, 3))}, False: {1: ((1,), (3,))}}
 
 # ranks, flags
 CASES = {
@@ -34,6 +35,7 @@ CASES = {
     "PP 2, TP 2": (4, f"{PP2} {TP2}"),
     "PP 2, EP 2, both overlaps": (4, f"{PP2} {EP2} {OVERLAPS}"),
     "PP 2, recomputed": (2, f"{PP2} {RECOMPUTE}"),
+    "PP 2, recomputed, layers that move": (2, f"{PP2} {RECOMPUTE} --balance-layers"),
     "PP 2, multi-token prediction": (
         2,
         f"{PP2} --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tttmL --untie-embeddings-and-output-weights",
@@ -88,7 +90,7 @@ def _rank(argv: list[str]) -> tuple[Run, Counted]:
     WeightGradients.compute = counted
     ReplicaSlots.accumulate_gradients = accumulated
     if "--balance-layers" in argv:
-        move_at(MOVES)
+        move_at(MOVES[VPP.split()[0] in argv])
     return train_rank(argv, True), told
 
 

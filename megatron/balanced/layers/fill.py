@@ -140,9 +140,10 @@ class WeightGradientFill(StepCallback):
 
     def _end_forward(self, module: Any, args: Any, output: Any) -> None:
         if self._schedule is not None and output.requires_grad:
-            output.register_hook(self._begin_backward)
+            # Not a hook of the tensor: if it got one before a checkpointed layer returned it, further ones are not called.
+            output.grad_fn.register_prehook(self._begin_backward)
 
-    def _begin_backward(self, gradient: Any) -> None:
+    def _begin_backward(self, gradients: Any) -> None:
         assert self._schedule is not None
         self._schedule.begin_backward()
 

@@ -346,7 +346,8 @@ class _Part:
             following.append(self)
         elif hidden_in is not None and hidden_in.requires_grad:
             hidden_in.register_hook(lambda gradient: hooks.close_backward(self))
-        if hidden_out.requires_grad:
+        # Megatron-LM adds residuals with gradients even where it will recompute; that graph has no backward pass.
+        if hidden_out.requires_grad and torch.is_grad_enabled():
             after: list[_Part] = []
             hidden_out.register_hook(lambda gradient: hooks.open_backward(self, micro_batch, after))
             hooks.boundary = weakref.ref(hidden_out), after
