@@ -140,7 +140,8 @@ class WeightGradientFill(StepCallback):
 
     def _end_forward(self, module: Any, args: Any, output: Any) -> None:
         if self._schedule is not None and output.requires_grad:
-            # Not a hook of the tensor: if it got one before a checkpointed layer returned it, further ones are not called.
+            # Not a hook of the tensor: further ones are not called if it got one before a checkpointed layer returned
+            # it.
             output.grad_fn.register_prehook(self._begin_backward)
 
     def _begin_backward(self, gradients: Any) -> None:
