@@ -40,7 +40,7 @@ from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, com
 from balancing.sequences.engine.routing import route
 from balancing.sequences.load import causal_area, zigzag_area
 from balancing.sequences.micro_batches import MicroBatchPlan, deal_whole, plan_micro_batches
-from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_sequences
+from balancing.sequences.plan import DEFAULT_CHUNK, METHODS, plan_attention, plan_sequences
 from balancing.sequences.planners.linear_layout import linear_layout
 from balancing.sequences.sequence_plan import AttentionShape, KVExchange, SequencePlan, Shard
 from balancing.sequences.traffic import TokenTraffic, kv_traffic, remap_traffic
@@ -67,6 +67,7 @@ __all__ = [
     "limit_seconds",
     "linear_layout",
     "make_program",
+    "plan_attention",
     "plan_micro_batches",
     "plan_sequences",
     "remap_traffic",

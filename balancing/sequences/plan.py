@@ -7,6 +7,7 @@ communication. It can also be made ahead, in a data loader's worker (`balancing.
 import difflib
 import numbers
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Literal, get_args
 
@@ -17,10 +18,11 @@ from balancing.sequences.cost import step_cost
 from balancing.sequences.planners.chunks import balanced_chunks
 from balancing.sequences.planners.kv_exchange import choose_exchange
 from balancing.sequences.planners.linear_layout import linear_layout
+from balancing.sequences.planners.stay import shed_tails
 from balancing.sequences.planners.zones import even_counts, even_layout, zone_layout
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan, Shard, same_exchange
 
-__all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "plan_sequences"]
+__all__ = ["DEFAULT_CHUNK", "METHODS", "Method", "plan_attention", "plan_sequences"]
 
 Method = Literal["auto", "chunks", "zones", "ring", "gather"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -88,6 +90,33 @@ def plan_sequences(
         return SequencePlan(checked, 1, name, whole, whole, same_exchange(whole, checked, "gather"), token_capacity)
     planner = _Planner(checked, cluster, shape, token_capacity, chunk, routed)
     return planner.auto() if method == "auto" else planner.plan(method)
+
+
+def plan_attention(
+    lengths: Sequence[int] | np.ndarray,
+    linear: Sequence[Shard],
+    cluster: Cluster,
+    *,
+    shape: AttentionShape,
+    method: str = "auto",
+) -> SequencePlan:
+    """The rank of every token of a batch in attention alone, where linear layers have a given layout.
+
+    linear: that layout; a rank's tokens are in the order of its shards.
+    lengths, cluster, shape: as in `plan_sequences`.
+    method: one of `plan_sequences`, or "auto": by `cost.step_cost` the cheapest of its plan, of the given layout
+        ("given"), and of the nearest to that which is balanced ("stay", `planners.stay`).
+
+    Raises ValueError for a layout that does not hold every token once, and where `plan_sequences` does.
+    """
+    checked, given = checked_lengths(lengths), tuple(linear)
+    plans = [replace(plan_sequences(checked, cluster, shape=shape, method=method), linear=given)]
+    if method == "auto":
+        for name, shards in (("given", given), ("stay", shed_tails(given, checked, cluster))):
+            layout = tuple(sorted(shards, key=itemgetter(3, 0, 1)))
+            exchange = choose_exchange(layout, checked, cluster, shape)
+            plans.append(SequencePlan(checked, cluster.world_size, name, layout, given, exchange))
+    return min(plans, key=lambda plan: step_cost(plan, cluster, shape).total)
 
 
 class _Planner:

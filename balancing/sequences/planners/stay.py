@@ -1,0 +1,104 @@
+"""Attention in equal shares where tokens already lie on ranks and linear layers keep them there.
+
+Of a document's tokens the last ones have the most query-key pairs, so a rank with too much work sheds the ends of its
+longest pieces, and few tokens travel. Whole documents go where one fits, since they need no keys of another rank.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences.sequence_plan import Shard, by_sequence, runs_of
+
+__all__ = ["Lengths", "shed_tails", "zigzag"]
+
+Lengths = tuple[tuple[int, ...], ...]  # tokens of the sequences of each data-parallel rank
+
+_EVEN = 0.01  # of the mean area, by which ranks may differ from it
+
+
+def shed_tails(linear: Sequence[Shard], lengths: Sequence[int], cluster: Cluster) -> list[Shard]:
+    """The layout of attention, of about equal area on all ranks of `cluster`, nearest to the given one.
+
+    linear: the given layout.
+    lengths: tokens of each sequence.
+    """
+    ranks = cluster.world_size
+    pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]  # [rank]: (sequence, start, stop)
+    for shard in linear:
+        pieces[shard.rank].append((shard.sequence, shard.start, shard.stop))
+    area = np.array([sum(map(_area, of_rank)) for of_rank in pieces], dtype=np.int64)
+    mean, node = area.mean(), np.arange(ranks) // cluster.ranks_per_node
+    for _ in range(4 * ranks + len(linear)):
+        giver = int(area.argmax())
+        near = np.where(node == node[giver], area, np.iinfo(np.int64).max)
+        taker = int(near.argmin())
+        if area[taker] > (1 - _EVEN) * mean:
+            taker = int(area.argmin())
+        wanted = math.floor(min(area[giver] - mean, mean - area[taker]))
+        if area[giver] <= (1 + _EVEN) * mean or wanted < 1:
+            break
+        moved = _choose(pieces[giver], lengths, wanted)
+        pieces[giver].remove(moved)
+        whole = _area(moved)
+        if whole > wanted:
+            sequence, start, stop = moved
+            kept = math.isqrt(8 * (stop * (stop + 1) // 2 - wanted) + 1)
+            cut = min(max((kept - 1) // 2, start + 1), stop - 1)
+            if cut <= start:  # a single token
+                pieces[giver].append(moved)
+                break
+            pieces[giver].append((sequence, start, cut))
+            moved = sequence, cut, stop
+        pieces[taker].append(moved)
+        area[giver] -= _area(moved)
+        area[taker] += _area(moved)
+    shards = [Shard(*piece, rank) for rank, of_rank in enumerate(pieces) for piece in of_rank]
+    return [
+        Shard(sequence, start, stop, rank)
+        for sequence, of_sequence in by_sequence(shards).items()
+        for rank in sorted({shard.rank for shard in of_sequence})
+        for start, stop in runs_of(shard for shard in of_sequence if shard.rank == rank)
+    ]
+
+
+def _area(piece: tuple[int, int, int]) -> int:
+    _, start, stop = piece
+    return (stop * (stop + 1) - start * (start + 1)) // 2
+
+
+def _choose(pieces: list[tuple[int, int, int]], lengths: Sequence[int], wanted: int) -> tuple[int, int, int]:
+    """The piece to move, or to cut: a whole document that has more than half of the `wanted` area and no more than it;
+    else the piece with the latest tokens."""
+    fitting = [p for p in pieces if p[1] == 0 and p[2] == lengths[p[0]] and wanted < 2 * _area(p) <= 2 * wanted]
+    return max(fitting, key=_area) if fitting else max(pieces, key=lambda piece: (piece[2], piece))
+
+
+def zigzag(lengths: Lengths, ways: int) -> list[Shard]:
+    """The layout of sequences that loops have: of each rank in the order of its rows.
+
+    lengths: of the sequences of each data-parallel rank.
+    ways: context-parallel ranks of each of them, which hold two of 2 x ways pieces of each of its sequences.
+
+    Raises ValueError for a sequence that does not cut into equal pieces.
+    """
+    shards = []
+    firsts = [0, *accumulate(len(of_rank) for of_rank in lengths)]
+    for replica, of_rank in enumerate(lengths):
+        for sequence, length in enumerate(of_rank, firsts[replica]):
+            if ways == 1:
+                shards.append(Shard(sequence, 0, length, replica))
+                continue
+            size, rest = divmod(length, 2 * ways)
+            if rest:
+                raise ValueError(
+                    f"a sequence of {length} tokens does not cut into {2 * ways} pieces for {ways} context-parallel "
+                    f"ranks; pad each sequence to a multiple of {2 * ways}"
+                )
+            for way in range(ways):
+                for piece in (way, 2 * ways - 1 - way):
+                    shards.append(Shard(sequence, piece * size, (piece + 1) * size, replica * ways + way))
+    return shards
