@@ -7,22 +7,34 @@ changes. `examples/plain_loop.py` shows it.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
+from balancing.layers.config import LayerConfig
+from balancing.layers.layout import from_layout
+from balancing.sequences.config import SequenceConfig
 from megatron.balanced.experts import balancer as experts
 from megatron.balanced.experts.exchange import balance_layers, use_balanced, use_plain
-from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.layers import balancer as layers
+from megatron.balanced.layers.loop import TrainingLoop
+from megatron.balanced.layers.source import LayerSource
+from megatron.balanced.observe.observer import Observer
+from megatron.balanced.sequences.in_place import AttentionBalancer
+from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
 from megatron.balanced.shared.job import Job
-from megatron.balanced.shared.micro_batches import schedule_of
+from megatron.balanced.shared.micro_batches import get_num_microbatches, schedule_of
+from megatron.balanced.shared.process_groups import gather_objects
 
-__all__ = ["Balancers", "ExpertBalancer"]
+__all__ = ["Balancers", "ExpertBalancer", "LayerBalancer", "SequenceBalancer"]
 
 _SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -55,22 +67,16 @@ class ExpertBalancer(experts.ExpertBalancer):
         cluster: Cluster | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
     ) -> None:
-        for chunk in chunks:
-            if not isinstance(chunk, DistributedDataParallel):
-                raise ValueError(
-                    f"a model chunk of class {type(chunk).__name__} cannot be balanced; wrap it in megatron.core's "
-                    "DistributedDataParallel first"
-                )
+        _check_wrapped(chunks)
         super().__init__(job, config or ExpertConfig(enabled=True), cluster, report)
         self._exchanged = balance_layers(chunks, self.config.replica_slots)
-        if not self._exchanged:
+        if not any(gather_objects(bool(self._exchanged), dist.group.WORLD)):  # some stages may have none
             raise ValueError("the model has no MoE layer of megatron.core that is not balanced yet; drop the balancer")
         self.attach(list(chunks))
         model = get_model_config(chunks[0])
         if model.grad_sync_func is not None:  # taken from the chunks before the balancer was there
             functions = [chunk.start_grad_sync for chunk in chunks]
             model.grad_sync_func = functions if isinstance(model.grad_sync_func, list) else functions[0]
-        use_plain(self._exchanged)
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -85,12 +91,23 @@ class ExpertBalancer(experts.ExpertBalancer):
 
     def restore(self) -> None:
         """Allocate the slots again, for the placements that there were. All ranks call it together."""
-        use_balanced(self._exchanged)
         self.layers_moved()
+
+    def held(self) -> HeldBytes:
+        use_balanced(self._exchanged)
+        held = super().held()
+        use_plain(self._exchanged)
+        return held
+
+    def layers_moved(self) -> None:
+        use_balanced(self._exchanged)
+        balance_layers(self._model, self.config.replica_slots)  # those that have arrived
+        self._exchanged = [layer for of_chunk in self._layers_of_model() for layer in of_chunk]
+        super().layers_moved()
         use_plain(self._exchanged)
 
     def begin_step(self, iteration: int, config: Any) -> None:
-        if not self._chunk_at:
+        if not self._chunk_at and self._exchanged:
             raise ValueError("the balancer has released its replica slots; call restore() before a training schedule")
         use_balanced(self._exchanged)
         super().begin_step(iteration, config)
@@ -98,6 +115,154 @@ class ExpertBalancer(experts.ExpertBalancer):
     def end_step(self) -> None:
         super().end_step()
         use_plain(self._exchanged)
+
+
+class SequenceBalancer(AttentionBalancer):
+    """Balanced attention for a model that exists, of packed sequences that stay on the ranks where the loop has them:
+    whole ones on data-parallel ranks, or each in Transformer Engine's zig-zag over context-parallel ranks. Made on all
+    ranks together, before the first step. Lengths are those of `PackedSeqParams`.
+
+    Other passes than training schedules of `Balancers` see the plain model, as do micro-batches that are not packed.
+
+    chunks: the model chunks of this rank, each in `DistributedDataParallel`.
+    config: `domain`, `planner` and `routing`; the domain is all data-parallel ranks unless it is "context".
+    job, cluster, report: as for `ExpertBalancer`; one rank of each domain reports.
+
+    Raises ValueError for a model whose attention cannot be balanced.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: SequenceConfig | None = None,
+        *,
+        job: Job,
+        cluster: Cluster | None = None,
+        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+    ) -> None:
+        _check_wrapped(chunks)
+        super().__init__(chunks, config or SequenceConfig(enabled=True), job.timeout_minutes, cluster, report)
+
+
+class LayerBalancer(StepCallback):
+    """Layers that move between the pipeline stages of a model that exists, between two steps. Made on all ranks
+    together, before the first step.
+
+    Each training schedule of `Balancers` is measured. `Balancers.after_step` decides every `interval` steps; where live
+    moves are unsafe, as in loops that keep copies of weights by name, set `moves` off and start again with the layout
+    that `advise` gives.
+
+    chunks: the model chunks of this rank, each in `DistributedDataParallel`.
+    optimizer: of `get_megatron_optimizer`. scheduler: of its learning rate, with Megatron-LM's `step`.
+    config: `interval`, `planner` and others.
+    layer_spec: the virtual stage of a chunk -> the layer spec that the model was built with, in the present layout.
+    job: the run.
+    overrides: the `config_overrides` that `get_megatron_optimizer` got.
+    steps: of the whole training, if known.
+    gloo_groups: the `use_gloo_process_groups` that `get_megatron_optimizer` got.
+    moves: whether `Balancers.after_step` moves layers.
+    on_layout: is told the string of each new layout, for checkpoints.
+    report: called on the first rank with each event, as a function that gives it.
+
+    Raises ValueError for a model or an optimizer whose layers cannot move.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        config: LayerConfig | None = None,
+        *,
+        layer_spec: Callable[[int | None], Any],
+        job: Job,
+        overrides: Any = None,
+        steps: int | None = None,
+        gloo_groups: bool = True,
+        moves: bool = True,
+        on_layout: Callable[[str], None] | None = None,
+        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+    ) -> None:
+        _check_wrapped(chunks)
+        config = config or LayerConfig(enabled=True)
+        model = get_model_config(chunks[0])
+        if not isinstance(optimizer, ChainedOptimizer):
+            raise ValueError(
+                f"layers cannot move with an optimizer of class {type(optimizer).__name__}; use get_megatron_optimizer"
+            )
+        if model.pipeline_model_parallel_size == 1:
+            raise ValueError("layers have one pipeline stage to be on; drop the balancer")
+        if config.repacks:
+            raise ValueError("only pretrain_gpt.py makes a pipeline shorter; leave the settings of repacking out")
+        self.chunks, self._moves, self._steps, self._micro_batches = list(chunks), moves, 0, 0
+        self._observer, self.beside = Observer(measures=True), [self]  # told of moves: all of `Balancers`
+        pattern = getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None)
+        source = LayerSource(model, layer_spec, pattern=pattern)
+        if on_layout is not None:
+            source.on_layout = on_layout
+        loop = TrainingLoop(
+            iterations=steps,
+            log_interval=1,
+            timeout_minutes=job.timeout_minutes,
+            gloo_groups=gloo_groups,
+            optimizer_overrides=lambda config: overrides,
+            trained=lambda: _Optimized(optimizer, scheduler),
+            callbacks=lambda: self.beside,
+        )
+        self._inner = layers.LayerBalancer(config, source, self._observer, loop, self._tell(report))
+        self._inner.attach(self.chunks)
+        self._observer.attach(self.chunks)
+        for number, chunk in enumerate(unwrap_model(self.chunks)):
+            chunk.register_forward_pre_hook(partial(self._enter, number))
+
+    def _tell(self, report: Callable[[Callable[[], dict[str, Any]]], None] | None) -> Callable[[dict[str, Any]], None]:
+        return lambda event: None if report is None else report(lambda: event)
+
+    def _enter(self, number: int, *unused: Any) -> None:
+        self._observer.documents(list, number)
+
+    @property
+    def layout(self) -> str:
+        """Where layers are, as --pipeline-model-parallel-layout has it."""
+        return self._inner.layout
+
+    def move(self, layout: str) -> None:
+        """Move layers now, between two steps, to where `layout` has them. All ranks call it together."""
+        plan = self._inner.mover.plan
+        self._inner.move(from_layout(layout, plan.stages, layers=plan.layers))
+
+    def advise(self) -> str:
+        """The layout that is best by what was measured. All ranks call it together, after at least two steps."""
+        with schedule_of(self._micro_batches):
+            return self._inner.advise()
+
+    def layer_arrived(self, layer: Any, chunk: int) -> None:
+        self._observer.layer_arrived(layer, chunk)
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        self._micro_batches = get_num_microbatches()
+        self._observer.begin_step(self._steps, config)
+
+    def begin_schedule(self) -> None:
+        self._observer.begin_schedule()
+
+    def end_schedule(self) -> None:
+        self._observer.end_schedule()
+
+    def end_step(self) -> None:
+        self._observer.end_step()
+
+    def after_step(self) -> None:
+        """An optimizer step has ended. Layers may move."""
+        self._steps += 1
+        if self._micro_batches:
+            with schedule_of(self._micro_batches):
+                self._inner.begin_step(self._steps, None)
+
+
+class _Optimized(NamedTuple):
+    optimizer: Any
+    scheduler: Any
 
 
 class Balancers:
@@ -109,6 +274,9 @@ class Balancers:
             raise ValueError(f"{kinds[0].__name__} is given twice; a model has one balancer of a kind")
         self._balancers = balancers
         self._chunks = {id(chunk) for balancer in balancers for chunk in getattr(balancer, "chunks", ())}
+        for balancer in balancers:
+            if isinstance(balancer, LayerBalancer):
+                balancer.beside = list(balancers)
         self._schedules = 0
         self._installed: list[tuple[str, Callable]] = []  # schedules of megatron.core that are wrapped
 
@@ -135,6 +303,12 @@ class Balancers:
 
         return run
 
+    def after_step(self) -> None:
+        """To be called on all ranks after each optimizer step, where layers are balanced; they may move here."""
+        for balancer in self._balancers:
+            if isinstance(balancer, LayerBalancer):
+                balancer.after_step()
+
     def install(self) -> None:
         """Wrap the schedules of `megatron.core` themselves, for a loop whose call one cannot edit. Schedules that the
         loop has looked up before are not wrapped."""
@@ -151,6 +325,17 @@ class Balancers:
         for balancer in self._balancers:
             if isinstance(balancer, ExpertBalancer):
                 balancer.release()
+            if isinstance(balancer, SequenceBalancer):
+                balancer.close()
+
+
+def _check_wrapped(chunks: Sequence[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel):
+            raise ValueError(
+                f"a model chunk of class {type(chunk).__name__} cannot be balanced; wrap it in megatron.core's "
+                "DistributedDataParallel first"
+            )
 
 
 def _first(model: Any) -> torch.nn.Module:

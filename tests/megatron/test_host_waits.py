@@ -68,7 +68,7 @@ ALLOWED: dict[tuple[str, str], str] = {
         "synchronize event",
     ): "likewise",
     (
-        "megatron/balanced/trainer/model.py:PackedDotProductAttention.forward",
+        "megatron/balanced/local/packed_attention.py:PackedDotProductAttention.forward",
         "tolist",
     ): "without Transformer Engine each document is attended to by itself",
     (

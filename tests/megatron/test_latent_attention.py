@@ -28,7 +28,7 @@ def _attention(lengths: list[int] | None) -> float:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from megatron.balanced.local.latent_attention import LatentDotProductAttention
-    from megatron.balanced.trainer.model import PackedLatentDotProductAttention
+    from megatron.balanced.local.packed_attention import PackedLatentDotProductAttention
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()

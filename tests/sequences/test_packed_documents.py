@@ -124,7 +124,7 @@ def _attention(lengths: list[int]) -> float:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.balanced.trainer.model import PackedDotProductAttention
+    from megatron.balanced.local.packed_attention import PackedDotProductAttention
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()

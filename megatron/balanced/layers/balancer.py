@@ -8,6 +8,7 @@ pipeline gets shorter if that saves GPU-hours: the last stages send their layers
 (`megatron.balanced.layers.repack`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from megatron.balanced.layers.planning import Choice, LayerPlanner
 from megatron.balanced.layers.repack import Repacker
 from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.observe.observer import Observer
-from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.log import print_once
 
@@ -36,6 +36,7 @@ class LayerBalancer(StepCallback):
     source: of the layers of the model.
     observer: measures what each iteration costs this rank, and is given the events.
     loop: that trains the model.
+    report: receives the events; the observer by default.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class LayerBalancer(StepCallback):
         source: LayerSource,
         observer: Observer,
         loop: TrainingLoop,
+        report: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.mover = LayerMover(source, loop)
         self.iteration = 0
-        self._config, self._source, self._observer, self._report = config, source, observer, observer.note
+        self._config, self._source, self._loop = config, source, loop
+        self._observer, self._report = observer, report or observer.note
         self._first: int | None = None
         self._warm = 0  # the last iteration that began with new layers
         self._settled = False
@@ -85,6 +88,20 @@ class LayerBalancer(StepCallback):
         if shorter is not None:
             self.move(shorter)
 
+    @property
+    def layout(self) -> str:
+        """Where layers are, as the value of Megatron-LM's flag."""
+        return self._source.text(self.mover.plan)
+
+    def advise(self) -> str:
+        """The layout that is best by what was measured, as `layout`. All ranks call it together."""
+        if not self._planner.has_measurements:
+            raise ValueError("no layer was measured yet; train some steps first")
+        plan, now, then = self._planner.advise()
+        text = self._source.text(plan)
+        print_once(f"> {self._source.flag} '{text}' takes {1 - then / now:.1%} off a step by prediction")
+        return text
+
     def _carry_out(self, choice: Choice) -> None:
         if self._config.once:
             self._settled = True
@@ -110,7 +127,7 @@ class LayerBalancer(StepCallback):
         """Move layers now, to where `plan` has them."""
         self._warm = self.iteration
         self._planner.forget()
-        trained, before = callbacks.trained(), self.mover.plan
+        trained, before = self._loop.trained(), self.mover.plan
         moved = self.mover.move(plan, trained.optimizer, trained.scheduler)
         if plan.stages < before.stages:
             self._planner.restart()

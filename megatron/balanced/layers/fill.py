@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.utils import unwrap_model
 
@@ -25,6 +24,7 @@ from balancing.layers.simulator.fill import SplitPasses, kept_share, simulate_fi
 from balancing.layers.simulator.schedule import Schedule, operations
 from megatron.balanced.layers.weight_gradients import WeightGradients, deferring
 from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.micro_batches import get_num_microbatches
 from megatron.balanced.shared.process_groups import duplicate_group, gather_objects
 
 __all__ = ["FilledSchedule", "WeightGradientFill", "use_filled_schedule", "with_filled_waits"]

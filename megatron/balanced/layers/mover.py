@@ -57,7 +57,6 @@ from megatron.balanced.layers.state import (
     take_inventory,
     transfer,
 )
-from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.optimizer_state import (
     ParameterState,
     Taken,
@@ -128,7 +127,7 @@ class LayerMover:
 
     source: of the layers of the model.
     loop: that trains the model.
-    plan: who has which layers now. Every move and release is reported to the registered callbacks
+    plan: who has which layers now. Every move and release is reported to the callbacks of the loop
         (`megatron.balanced.shared.callbacks`).
     """
 
@@ -196,7 +195,7 @@ class LayerMover:
 
     def _travelling(self, parameter: torch.nn.Parameter) -> float:
         dtype, of_expert = self._model.params_dtype, not getattr(parameter, "allreduce", True)
-        config = callbacks.trained().optimizer.config
+        config = self._loop.trained().optimizer.config
         weight = sum(tensor.nbytes for tensor in weight_tensors(parameter).values())
         matrix = is_managed_by_layer_wise_optimizer(parameter)
         state = state_bytes(self._chunks[0], dtype, of_expert=of_expert, of_matrix=matrix, config=config)
@@ -264,10 +263,11 @@ class LayerMover:
         departure = None
         ends: list[torch.nn.Module] = []
         if plan.stages < self.plan.stages:
-            for callback in callbacks.registered:
+            for callback in self._loop.callbacks():
                 callback.before_release()
             per_node = detect_launch().ranks_per_node
             release = release_of(dist.get_world_size(), self.plan.stages, plan.stages, per_node)
+            assert self._loop.depart is not None
             departure = self._loop.depart(release, list(self._chunks), self.gather)
             if departure.leaves:
                 return _After(departure)
@@ -298,7 +298,8 @@ class LayerMover:
             self.gather(None)  # fails at once if a rank has died; a later death would show only as a timeout
             after.departure.finish()
             self._make_groups()
-            callbacks.use_schedule(self._loop.schedule())
+            assert self._loop.renew_schedule is not None
+            self._loop.renew_schedule()
         return sent
 
     def _put_together(self, before: _Before, after: _After, optimizer: ChainedOptimizer, scheduler: Any) -> None:
@@ -313,11 +314,11 @@ class LayerMover:
     def _tell(self, after: _After) -> None:
         """Tell all callbacks what has changed."""
         for layer, chunk in after.arrived:
-            for callback in callbacks.registered:
+            for callback in self._loop.callbacks():
                 callback.layer_arrived(layer, chunk)
-        for callback in callbacks.registered if after.departure is not None else []:
+        for callback in self._loop.callbacks() if after.departure is not None else []:
             callback.after_release(self.models()[0] if after.ends else None)
-        for callback in callbacks.registered:
+        for callback in self._loop.callbacks():
             callback.layers_moved()
 
     def _free_buffers(self) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from megatron.core import mpu
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from balancing.layers import (
@@ -35,8 +34,8 @@ from balancing.report import RankRecord
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.mover import LayerMover, Moved
-from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.log import print_once
+from megatron.balanced.shared.micro_batches import get_num_microbatches
 
 __all__ = ["Choice", "LayerPlanner", "usable_memory"]
 
@@ -77,7 +76,8 @@ class LayerPlanner:
 
     def __init__(self, config: LayerConfig, mover: LayerMover, model: TransformerConfig, loop: TrainingLoop) -> None:
         self.costs = CostAverage(window=config.interval)
-        self._config, self._mover, self._model, self._iterations = config, mover, model, loop.iterations
+        self._config, self._mover, self._model, self._loop = config, mover, model, loop
+        self._iterations = loop.iterations
         self._gate: Gate | None = None
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
         self._steps: list[tuple[int, float]] = []  # iteration, seconds
@@ -147,6 +147,14 @@ class LayerPlanner:
             plan_ms=(time.perf_counter() - profiled) * 1e3,
         )
 
+    def advise(self) -> tuple[StagePlan, float, float]:
+        """The best plan by what was measured, however much its move would cost, and seconds of a step under the plan in
+        force and under that one. All ranks call it together."""
+        _, peaks = self._exchange()
+        cost = self.costs.cost
+        found = self._plan(cost, peaks)
+        return found, self._step_seconds(cost, self._mover.plan), self._step_seconds(cost, found)
+
     def _exchange(self) -> tuple[list[tuple[int, float]], np.ndarray]:
         """Add the measurements of all ranks since the last decision to the average.
 
@@ -213,7 +221,7 @@ class LayerPlanner:
     def _held_by_others(self) -> np.ndarray:
         """Bytes that the other features hold on a rank: with each layer, and whichever layers it has. [layers + 1]"""
         needed = np.zeros(self._mover.plan.layers + 1)
-        for callback in callbacks.registered:
+        for callback in self._loop.callbacks():
             held = callback.held()
             for layer, size in held.layers.items():
                 needed[layer] += size

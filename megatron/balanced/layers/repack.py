@@ -6,13 +6,13 @@ after a log line.
 """
 
 import numpy as np
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from balancing.launch import detect_launch
 from balancing.layers import LayerSeconds, StagePlan, choose_repack, repack_options
 from balancing.layers.config import LayerConfig
 from balancing.layers.from_report import RecordedRun, estimate_memory
 from megatron.balanced.layers.planning import usable_memory
+from megatron.balanced.shared.micro_batches import get_num_microbatches
 
 __all__ = ["Repacker"]
 

@@ -29,8 +29,6 @@ from balancing.layers.simulator.schedule import Schedule
 from balancing.messages import connect
 from balancing.ranges import named
 from balancing.sequences import (
-    AttentionShape,
-    SequenceAttention,
     SequencePlan,
     deal_whole,
     plan_micro_batches,
@@ -39,9 +37,7 @@ from balancing.sequences import (
 from balancing.sequences.ahead import PlanningAhead
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.engine.kernels import accumulation_dtype
-from balancing.sequences.engine.rank_program import RankProgram, TokenBytes, compile_rank
 from balancing.sequences.micro_batches import MICRO_BATCH_ROOM, document_seconds
-from balancing.sequences.window import in_window
 from balancing.upload import upload
 from megatron.balanced.sequences.attention import DocumentRotaryEmbedding, PlannedSequences
 from megatron.balanced.sequences.batches import Batches
@@ -50,6 +46,7 @@ from megatron.balanced.sequences.domain import Domain, count_tokens, token_weigh
 from megatron.balanced.sequences.events import MicroBatch, Sharing, spent, step_event
 from megatron.balanced.sequences.packed_messages import expect, expect_one_size
 from megatron.balanced.sequences.prediction import Prediction
+from megatron.balanced.sequences.programs import attentions_of, compile_layers, routing_of, token_bytes
 from megatron.balanced.sequences.states import DocumentOrder, document_rows
 from megatron.balanced.sequences.steps import Steps, WholeSteps, deal_documents, step_seconds
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
@@ -58,14 +55,6 @@ from megatron.balanced.shared.process_groups import cluster_of, duplicate_group,
 __all__ = ["SequenceBalancer"]
 
 _KEPT = 64  # plans with their programs
-
-
-class _Programs(NamedTuple):
-    """Plans and this rank's programs for layers whose tokens see all before them, and for those with a sliding window;
-    the same objects where the window hides nothing, None where the model has no such layers."""
-
-    whole: tuple[SequencePlan, RankProgram] | None
-    windowed: tuple[SequencePlan, RankProgram] | None
 
 
 class _Columns(NamedTuple):
@@ -85,17 +74,6 @@ class _Columns(NamedTuple):
     order: Any
     back: Any
     documents: Any
-
-
-def _compiled(plan: SequencePlan, shape: AttentionShape, **options: Any) -> _Programs:
-    """The programs for a plan. own: as in `compile_rank`."""
-    of_window = plan if shape.window is None else in_window(plan, shape.window)
-    whole = windowed = None
-    if shape.windowed_layers < shape.layers or of_window is plan:
-        whole = plan, compile_rank(plan, **options)
-    if shape.windowed_layers:
-        windowed = whole if of_window is plan else (of_window, compile_rank(of_window, **options))
-    return _Programs(whole, windowed)
 
 
 class SequenceBalancer(StepCallback):
@@ -165,12 +143,12 @@ class SequenceBalancer(StepCallback):
                 return dataset and [planned(part, steps) for part in dataset]
             padding = dataset.config.tokenizer.pad if self._batches.conversations else None
             compile = partial(
-                _compiled,
+                compile_layers,
                 shape=self._shape,
                 rank=self.domain.rank,
                 cluster=self._cluster,
-                routing=self._routing,
-                token_bytes=self._token_bytes,
+                routing=routing_of(self.config, self._cluster),
+                token_bytes=token_bytes(self._shape, self._model),
             )
             rows = replace(self._rows, fixed=False) if isinstance(steps, Steps) else self._rows
             ahead = PlanningAhead(self._plan, compile)
@@ -255,28 +233,6 @@ class SequenceBalancer(StepCallback):
         )
 
     @property
-    def _routing(self) -> str | int:
-        named: dict[int, str] = {0: "auto", 1: "off"}
-        return named.get(self.config.routing, self.config.routing) if self._cluster.nodes > 1 else "off"
-
-    @property
-    def _token_bytes(self) -> TokenBytes:
-        """Bytes of a token in the attention of this rank, for routes; of keys and values those that travel."""
-        shape, ways = self._shape, mpu.get_tensor_model_parallel_world_size()
-        heads, kv_heads = (max(number // ways, 1) for number in (shape.heads, shape.kv_heads))
-        item_bytes = self._model.params_dtype.itemsize
-        found = TokenBytes.of(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_size=shape.head_size,
-            item_bytes=item_bytes,
-            value_size=shape.value_size,
-        )
-        if shape.latent is None:
-            return found
-        return found._replace(kv=(shape.latent.size + shape.latent.shared) * item_bytes)
-
-    @property
     def _shifts(self) -> int:
         """Tokens that are predicted beyond the next one."""
         return self._model.mtp_num_layers or 0
@@ -358,7 +314,8 @@ class SequenceBalancer(StepCallback):
         dealt = self._steps is not None and self._step is not None
         tensors, read, planning_ms, waited_ms = self._receive(data_iterator, chunk, dealt)
         plan = read.plan
-        whole, windowed = self._attention(read.programs)
+        # Without a report nobody reads the times.
+        whole, windowed = attentions_of(read.programs, self._of_layers, timed=self._report is not None)
         attentions = [one for one in (whole, None if windowed is whole else windowed) if one is not None]
         self._most_rows = max(self._most_rows, *(one.program.program.rows for one in attentions))
         if self._step is not None:
@@ -425,16 +382,6 @@ class SequenceBalancer(StepCallback):
         read = self._unpickled(pickled)
         waited = min(waited, milliseconds) + (time.perf_counter() - begin) * 1e3
         return tensors, read, milliseconds, waited
-
-    def _attention(self, programs: _Programs) -> tuple[SequenceAttention | None, SequenceAttention | None]:
-        """Attention of layers without and with a window; None where the model has no such layers."""
-        process_group = self._of_layers
-        timed = self._report is not None  # nobody else reads the times
-        whole, windowed = (
-            kind and SequenceAttention(kind[0], program=kind[1], process_group=process_group, timed=timed)
-            for kind in programs
-        )
-        return whole, whole if programs.windowed is programs.whole else windowed
 
     def _columns(self, plan: SequencePlan, origins: tuple[int, ...], rows: int, dealt: bool) -> "_Columns":
         """On the host. origins: [document]. rows: of the micro-batch on this rank. dealt: as in `_receive`."""

@@ -16,6 +16,7 @@ from megatron.training.models.hybrid import HybridModelConfig
 
 from megatron.balanced.layers.loop import TrainingLoop
 from megatron.balanced.layers.source import LayerSource
+from megatron.balanced.shared import callbacks
 from megatron.balanced.trainer.checks.fill import deferred_share
 from megatron.balanced.trainer.release import Departure
 
@@ -70,7 +71,9 @@ def training_loop(args: argparse.Namespace, model: ModelConfig, *, fills: bool) 
         timeout_minutes=args.distributed_timeout_minutes,
         gloo_groups=args.use_gloo_process_groups,
         optimizer_overrides=overrides,
-        schedule=lambda: training.get_forward_backward_func(schedule_pg_collection=None),
+        trained=callbacks.trained,
+        callbacks=lambda: callbacks.registered,
+        renew_schedule=lambda: callbacks.use_schedule(training.get_forward_backward_func(schedule_pg_collection=None)),
         depart=partial(Departure, args),
         weight_share=deferred_share(args) if fills else 0.0,
     )

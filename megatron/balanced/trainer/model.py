@@ -11,13 +11,11 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -45,6 +43,7 @@ from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP
 from megatron.balanced.local.hybrid_stack import local_stack_spec
 from megatron.balanced.local.latent_attention import LatentDotProductAttention, LatentSelfAttention
 from megatron.balanced.local.mamba import ScannedMambaMixer
+from megatron.balanced.local.packed_attention import PackedDotProductAttention, PackedLatentDotProductAttention
 from megatron.balanced.sequences.attention import PlannedMoELayer, SequenceCoreAttention, of_documents
 from megatron.balanced.sequences.prediction import PredictionLayer
 from megatron.balanced.sequences.router import PackedRouter, SampleRouter
@@ -52,7 +51,7 @@ from megatron.balanced.sequences.states import of_whole_documents
 from megatron.balanced.sequences.travelling import latent_shape
 from megatron.balanced.trainer.sequence_rules import packs_samples_of_losses, routes_by_sample
 
-__all__ = ["LayerSpecs", "PackedDotProductAttention", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
+__all__ = ["LayerSpecs", "SequenceParallelNorm", "model_config", "replaces_in_prediction"]
 
 
 class SequenceParallelNorm:
@@ -69,39 +68,6 @@ class SequenceParallelNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
-
-
-class PackedDotProductAttention(DotProductAttention):
-    """Megatron's own attention over documents packed into one sequence. Each document attends only to itself."""
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """query [t, heads, head_dim], key and value [t, kv_heads, head_dim] -> [t, heads x head_dim].
-
-        Without `packed_seq_params` the shapes are upstream's, [s, b, heads, head_dim].
-        """
-        if packed_seq_params is None:
-            return super().forward(query, key, value, attention_mask, **kwargs)
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        outputs = [
-            super(PackedDotProductAttention, self).forward(
-                query[start:stop, None], key[start:stop, None], value[start:stop, None], None, **kwargs
-            )
-            for start, stop in pairwise(bounds)
-            if stop > start
-        ]
-        return torch.cat(outputs).squeeze(1)
-
-
-class PackedLatentDotProductAttention(PackedDotProductAttention, LatentDotProductAttention):
-    """The attention of `--multi-latent-attention` over documents packed into one sequence."""
 
 
 def _fill_in(value: Any, replacements: dict[Any, Any]) -> Any:

@@ -1,0 +1,151 @@
+"""Balanced attention in a loop whose sequences stay where it has them: no number changes, and ranks have equal work."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+VOCABULARY, LONGEST, LAYERS = 50, 768, 2
+# [step][micro-batch][data-parallel rank]: tokens of the sequences over 6, in multiples of 4 for context parallelism.
+RAGGED: list[list[list[list[int]]]] = [
+    [[[96, 8], [12, 4, 8]], [[8], [64, 8]]],
+    [[[128], [8, 8, 4, 12]]],
+    [[[16, 16], [100]], [[8, 80, 4], [8]]],
+]
+
+
+def _tokens(step: int, micro_batch: int, replica: int) -> list[np.ndarray]:
+    """Of each sequence: tokens, labels and what each token counts in the loss, [3, length]."""
+    draw = np.random.default_rng((step, micro_batch, replica))
+    return [
+        np.stack([draw.integers(0, VOCABULARY, n), draw.integers(0, VOCABULARY, n), draw.random(n).round(3) * 1000])
+        for n in 6 * np.array(RAGGED[step][micro_batch][replica])
+    ]
+
+
+def _rows(values: np.ndarray, way: int, ways: int) -> np.ndarray:
+    """The part of a sequence [..., length] that a context-parallel rank has, as Transformer Engine cuts it."""
+    if ways == 1:
+        return values
+    pieces = np.split(values, 2 * ways, axis=-1)
+    return np.concatenate([pieces[way], pieces[2 * ways - 1 - way]], axis=-1)
+
+
+def _train(ways: int, balanced: bool, recompute: bool, window: bool) -> tuple[list[float], dict[str, Any], list[dict]]:
+    """Two data-parallel ranks of `ways` context-parallel ones. Returns the losses of all ranks together, the weights,
+    and this rank's events."""
+    from megatron.balanced.cpu.device import use_cpu
+
+    use_cpu()
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from balancing.cluster import Cluster
+    from balancing.sequences.config import SequenceConfig
+    from megatron.balanced.local.packed_attention import PackedDotProductAttention
+    from megatron.balanced.loop import Balancers, SequenceBalancer
+    from megatron.balanced.shared.job import Job
+
+    class OfEngine(MegatronModule):
+        """Has no forward pass of its own, as Megatron-LM has none over context-parallel ranks without Transformer
+        Engine."""
+
+        def __init__(self, config: Any, **unused: Any) -> None:
+            super().__init__(config)
+
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=ways)
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, num_query_groups=2, context_parallel_size=ways,
+        params_dtype=torch.float64, attention_dropout=0.0, hidden_dropout=0.0, transformer_impl="local",
+        calculate_per_token_loss=True,
+        **({"window_size": (24, 0), "window_attn_skip_freq": 2} if window else {}),
+        **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+           if recompute else {}),
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = OfEngine if ways > 1 else PackedDotProductAttention
+    model: Any = GPTModel(config, spec, VOCABULARY, LONGEST).double()
+    # Several buckets, and reductions under backward passes.
+    of_data = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=5000)
+    model = DistributedDataParallel(config, of_data, model)
+    config.finalize_model_grads_func, config.no_sync_func = finalize_model_grads, model.no_sync
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    replica, way = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()
+    run, events = get_forward_backward_func(), []
+    if balanced:
+        # So slow that even these short sequences are worth a move.
+        cluster = Cluster(1, dist.get_world_size(), 1, 1e12, 1e12, 1e6, 1e9)
+        asked, job = SequenceConfig(enabled=True), Job(LONGEST, 1, 5)
+        sequences = SequenceBalancer([model], asked, job=job, cluster=cluster, report=events.append)
+        balancers = Balancers(sequences)
+        run = balancers.schedule(run)
+    core = type(model.module.decoder.layers[0].self_attention.core_attention)
+
+    def forward_step(at: Any, model: Any) -> tuple[Any, Any]:
+        step, micro_batch = next(at)
+        sequences = _tokens(step, micro_batch, replica)
+        ends = np.cumsum([0, *(part.shape[1] for part in sequences)])
+        bounds = torch.tensor(ends, dtype=torch.int32)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        mine = torch.from_numpy(np.concatenate([_rows(part, way, ways) for part in sequences], axis=1))
+        places = np.concatenate([_rows(np.arange(part.shape[1]), way, ways) for part in sequences])
+        tokens, labels, counts = mine[0].long()[None], mine[1].long()[None], mine[2] / 1000
+        losses = model(tokens, torch.from_numpy(places)[None], None, labels=labels, packed_seq_params=packed)
+
+        def loss(output: Any) -> tuple[Any, Any, dict[str, Any]]:
+            total = (output.flatten() * counts).sum()
+            return total, torch.tensor(mine.shape[1]), {"loss": total.detach()}
+
+        return losses, loss
+
+    told = []
+    for step, micro_batches in enumerate(RAGGED):
+        model.zero_grad_buffer()
+        given = run(
+            forward_step_func=forward_step, data_iterator=iter([(step, at) for at in range(len(micro_batches))]),
+            model=[model], num_microbatches=len(micro_batches), seq_length=LONGEST, micro_batch_size=1,
+            forward_only=False,
+        )  # fmt: skip
+        assert type(model.module.decoder.layers[0].self_attention.core_attention) is core, "not the plain model"
+        total = sum(each["loss"] for each in given)
+        dist.all_reduce(total)
+        told.append(float(total))
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad
+        optimizer.step()
+    if balanced:
+        balancers.close()
+    weights = {name: parameter.detach().numpy() for name, parameter in model.module.named_parameters()}
+    return told, weights, [event() for event in events]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("window", [False, True], ids=["", "window"])
+@pytest.mark.parametrize("ways", [1, 2], ids=["whole", "zigzag"])
+def test_attention_is_balanced_where_sequences_stay(pool, ways, window, recompute):
+    if recompute and window:
+        pytest.skip("one with each is enough")
+    plain = pool.run(2, _train, 1, False, False, window)[0]
+    balanced = pool.run(2 * ways, _train, ways, True, recompute, window)
+    for losses, weights, _ in balanced:
+        np.testing.assert_allclose(losses, plain[0], rtol=1e-12)
+        for name, expected in plain[1].items():
+            np.testing.assert_allclose(weights[name], expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+    events = [event for *_, told in balanced for event in told]
+    assert [event["iteration"] for event in events] == [1, 2, 3]
+    assert sum(event["moved_bytes"] for event in events) > 0
+    for event in events:
+        assert event["imbalance_before"] > 1.3 and event["imbalance_after"] < 1.06
