@@ -1,6 +1,6 @@
 """Imports inside `megatron.balanced` go one way: from the trainer to the balancers, and from them to what is shared.
 
-    trainer, loop  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared, local
+    loops  ->  trainer, loop  ->  experts, sequences, layers  ->  observe  ->  cpu  ->  shared, local
 
 No balancer imports another one, and only the trainer imports `megatron.training` and reads a namespace of arguments.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "megatron/balanced"
 FLOORS = {
+    "loops": 5,
     "trainer": 4, "loop": 4,
     "experts": 3, "sequences": 3, "layers": 3,
     "observe": 2,

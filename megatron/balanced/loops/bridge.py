@@ -1,0 +1,97 @@
+"""Balancers in Megatron-Bridge, as a callback of its `pretrain` and `finetune`.
+
+    pretrain(config, forward_step, callbacks=[Balance(experts=ExpertConfig(enabled=True), cluster=cluster)])
+
+Bridge asks for methods of these names, not for a class, as Megatron-LM's callbacks will.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from balancing.cluster import Cluster
+from balancing.experts.config import ExpertConfig
+from balancing.layers.config import LayerConfig
+from balancing.sequences.config import SequenceConfig
+from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, SequenceBalancer
+from megatron.balanced.shared.job import Job
+
+__all__ = ["Balance"]
+
+
+class Balance:
+    """One of a run. experts, sequences, layers: settings of the balancers that are on. cluster: speeds of the hardware.
+    report: as for the balancers."""
+
+    def __init__(
+        self,
+        *,
+        experts: ExpertConfig | None = None,
+        sequences: SequenceConfig | None = None,
+        layers: LayerConfig | None = None,
+        cluster: Cluster | None = None,
+        report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
+    ) -> None:
+        self._experts, self._sequences, self._layers = experts, sequences, layers
+        self._shared: dict[str, Any] = {"report": report}
+        self._cluster = cluster
+        self.balancers: Balancers | None = None
+
+    def on_data_init_start(self, context: Any) -> None:
+        """The model is wrapped, the optimizer built, a checkpoint loaded, and the schedule not yet looked up."""
+        config, model, made = context.state.cfg, context.model, []
+        minutes = config.dist.distributed_timeout_minutes
+        shared = self._shared | {"job": Job(config.model.seq_length, config.train.micro_batch_size, minutes)}
+        if self._experts is not None:
+            made.append(ExpertBalancer(model, self._experts, cluster=self._cluster, **shared))
+        if self._sequences is not None:
+            made.append(SequenceBalancer(model, self._sequences, cluster=self._cluster, **shared))
+        if self._layers is not None:
+            made.append(
+                LayerBalancer(
+                    model,
+                    context.optimizer,
+                    context.scheduler,
+                    self._layers,
+                    layer_spec=_layer_spec(config.model),
+                    overrides=_overrides(config, model),
+                    steps=config.train.train_iters,
+                    gloo_groups=config.dist.use_gloo_process_groups,
+                    **shared,
+                )
+            )
+        self.balancers = Balancers(*made)
+        self.balancers.install()
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Layers may move."""
+        assert self.balancers is not None
+        self.balancers.after_step()
+
+    def on_train_end(self, context: Any) -> None:
+        """The model is plain from now on."""
+        assert self.balancers is not None
+        self.balancers.close()
+
+
+def _layer_spec(provider: Any) -> Callable[[int | None], Any]:
+    """As Bridge's provider of a model determines it."""
+
+    def layer_spec(vp_stage: int | None) -> Any:
+        spec = provider.transformer_layer_spec
+        if not callable(spec):
+            return spec
+        takes_stage = "vp_stage" in inspect.signature(spec).parameters
+        return spec(provider, vp_stage=vp_stage) if takes_stage else spec(provider)
+
+    return layer_spec
+
+
+def _overrides(config: Any, chunks: Any) -> Any:
+    """The overrides of parameter groups that Bridge's optimizer got."""
+    from megatron.bridge.training.config import OptimizerConfigOverrideProviderContext as Context
+
+    if getattr(config.model, "use_mup", False):
+        raise ValueError("layers do not move with use_mup in Megatron-Bridge; leave one of them out")
+    found = Context(config.scheduler, config.optimizer, chunks)
+    return config.optimizer_config_override_provider.build_config_overrides(found)
