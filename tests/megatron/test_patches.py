@@ -72,7 +72,7 @@ def test_every_row_fits_the_installed_megatron(pool):
 
 def test_the_versions_are_those_of_the_package():
     setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
-    from megatron.balanced.trainer.checks.flags import MEGATRON_VERSIONS
+    from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS
 
     assert tuple(re.findall(r'"megatron-core==([\d.]+)"', setup)) == MEGATRON_VERSIONS
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.balanced.trainer.checks.flags import MEGATRON_VERSIONS, check_megatron
+from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS, check_megatron
 from tests.support.recipe_files import Recipe, read_recipes
 
 __all__ = ["Verdict", "command_line", "markdown", "verdicts"]

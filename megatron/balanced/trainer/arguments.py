@@ -31,8 +31,9 @@ from megatron.balanced.trainer.checks.checkpoints import check_load
 from megatron.balanced.trainer.checks.corpus import check_tokens
 from megatron.balanced.trainer.checks.engine_parts import check_engine
 from megatron.balanced.trainer.checks.fill import check_fill
-from megatron.balanced.trainer.checks.flags import check_data, check_folders, check_layout, check_megatron, check_saves
+from megatron.balanced.trainer.checks.flags import check_data, check_folders, check_layout, check_saves
 from megatron.balanced.trainer.checks.incompatible import REPORT, check_compatible, shown
+from megatron.balanced.trainer.checks.megatron import check_megatron
 from megatron.balanced.trainer.checks.model import check_model
 from megatron.balanced.trainer.checks.ranges import check_ranges
 from megatron.balanced.trainer.checks.refusal import is_refusal
@@ -254,7 +255,7 @@ def parse_arguments(
     argv = list(sys.argv[1:] if argv is None else argv)
     sys.argv[1:] = argv  # Megatron's parser reads it
     try:
-        check_megatron()
+        of_version = check_megatron()
         alone = "RANK" not in os.environ  # or assumed by the next line
         assume_ranks(argv)
         join_job(alone=alone)
@@ -291,7 +292,7 @@ def parse_arguments(
         if config.balance_report is not None:
             check_compatible(args, REPORT, "--balance-report")
         if _is_first_rank():
-            print(*(f"> {note}\n" for note in (*said, *notes)), sep="", end="", flush=True)
+            print(*(f"> {note}\n" for note in (*of_version, *said, *notes)), sep="", end="", flush=True)
         if args.sft:  # its dataset has no mask, and asserts that none is requested
             args.create_attention_mask_in_dataloader = False
         with contextlib.redirect_stdout(io.StringIO()) if assumes_gpus() else contextlib.nullcontext():

@@ -2,8 +2,7 @@
 
 A patch is the last resort (docs/overlay.md lists the alternatives). Each row has the target, the replacement, the
 reason and the signature it expects. `install` applies the rows that a run needs. A missing target or another signature
-stops the run, as a version does that is not in `MEGATRON_VERSIONS`: a patch that silently does nothing is worse than
-none.
+stops the run: a patch that silently does nothing is worse than none.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from megatron.balanced.layers.graphs import remembered
 from megatron.balanced.sequences.packed_messages import with_flat_batches, with_known_shapes
 from megatron.balanced.sequences.prediction import with_planned_losses
 from megatron.balanced.shared.callbacks import registered, with_callbacks
-from megatron.balanced.trainer.checks.flags import MEGATRON_VERSIONS
+from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS
 from megatron.balanced.trainer.config import BalanceConfig
 from megatron.balanced.trainer.dry_run import assumes_gpus
 from megatron.balanced.trainer.model import replaces_in_prediction, with_the_models_modules

@@ -12,38 +12,18 @@ import struct
 import tempfile
 from pathlib import Path
 
-from balancing.doctor.installed import find_megatron
 from megatron.balanced.shared.errors import LocalError
 from megatron.balanced.trainer.checks.corpus import INDEX_HEAD, check_lengths
 
 __all__ = [
-    "MEGATRON_VERSIONS",
     "check_data",
     "check_folders",
     "check_layout",
-    "check_megatron",
     "check_saves",
 ]
 
-MEGATRON_VERSIONS = ("0.19.2",)
-
 _MAGIC = b"MMIDIDX\x00\x00"
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
-
-
-def check_megatron() -> None:
-    """Raise ValueError unless the Megatron-LM that Python would import has a supported version."""
-    found = find_megatron()
-    wanted = f"pip install megatron-core=={MEGATRON_VERSIONS[-1]}"
-    if found["version"] is None:
-        raise ValueError(f"Megatron-LM is not installed; {wanted}")
-    if found["version"] not in MEGATRON_VERSIONS:
-        raise ValueError(
-            f"megatron-core {found['version']} (in {Path(found['core']).parent}) is not supported, only "
-            f"{' and '.join(MEGATRON_VERSIONS)}; {wanted}"
-        )
-    if not found["training"]:
-        raise ValueError(f"megatron-core {found['version']} is here without megatron.training; {wanted}")
 
 
 def check_layout(args: argparse.Namespace) -> None:
