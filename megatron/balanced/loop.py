@@ -255,7 +255,9 @@ class LayerBalancer(StepCallback):
     def after_step(self) -> None:
         """An optimizer step has ended. Layers may move."""
         self._steps += 1
-        if self._micro_batches:
+        if not self._moves:
+            self._inner.add_measured(self._steps)
+        elif self._micro_batches:
             with schedule_of(self._micro_batches):
                 self._inner.begin_step(self._steps, None)
 

@@ -70,13 +70,17 @@ class LayerBalancer(StepCallback):
 
     # Around a step.
 
-    def begin_step(self, iteration: int, config: Any) -> None:
+    def add_measured(self, iteration: int) -> None:
+        """Add what the observer has measured last to what plans are made from, before `iteration`."""
         self.iteration = iteration
         if self._observer.measured is not None:
             of, record = self._observer.measured
             # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
             if of > self._warm and not self._settled:
                 self._planner.add(of, record)
+
+    def begin_step(self, iteration: int, config: Any) -> None:
+        self.add_measured(iteration)
         if self._first is None:
             self._first = self._warm = iteration
         shorter = self._repacker.due(iteration)

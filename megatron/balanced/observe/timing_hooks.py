@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.utils import weak_method
 from megatron.core.pipeline_parallel.utils import ScheduleNode
+from megatron.core.timers import DummyTimer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
@@ -375,7 +376,8 @@ class _StageTimers:
         self.timers, self._hooks = timers, hooks
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
-        timer = self.timers(name, log_level=log_level)
+        # A loop of one's own may have no timers.
+        timer = DummyTimer() if self.timers is None else self.timers(name, log_level=log_level)
         if name == "forward-compute":
             return _StageTimer(timer, self._hooks.begin_call, self._hooks.end_forward_call)
         if name == "backward-compute":
