@@ -16,6 +16,8 @@ again.
 Layers with a sliding window cost what their own plan does (`window`): tiles outside of the window are neither computed
 nor sent.
 
+Gathered keys enter a node once and are copied inside it; their gradients leave it once (`traffic`).
+
 Besides, every kernel costs the device a launch, every round of keys the latency of a message, and every operation the
 host, which must start all of a layer's, attention and the rest, in no more time than the device takes for them
 (`rounds`; `Cluster.launch_seconds`, `message_seconds`, `host_seconds`).
@@ -30,7 +32,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.load import causal_area
 from balancing.sequences.rounds import turn_tokens, what_is_asked
 from balancing.sequences.sequence_plan import AttentionShape, SequencePlan
-from balancing.sequences.traffic import TokenTraffic, plan_traffic, remap_traffic, traffic_seconds
+from balancing.sequences.traffic import LinkTokens, link_tokens_seconds, plan_links, remap_traffic, traffic_seconds
 from balancing.sequences.window import in_window
 
 __all__ = [
@@ -132,10 +134,10 @@ def step_cost(
     return StepCost(**sums, linear=linear, launches=max(part.launches for part in parts))
 
 
-def _projection_seconds(moved: TokenTraffic, ranks: int, cluster: Cluster, shape: AttentionShape) -> float:
+def _projection_seconds(moved: LinkTokens, cluster: Cluster, shape: AttentionShape) -> float:
     """Seconds in which the rank that receives most latents projects them in one layer, forward and backward."""
     assert shape.latent is not None
-    most = np.bincount(moved.target, moved.tokens, ranks).max(initial=0.0)
+    most = moved.needed.max(initial=0.0)
     numbers = shape.latent.size * shape.kv_heads * (shape.head_size - shape.latent.shared + shape.value_size)
     return float((2 + _LINEAR_BACKWARD) * 2 * numbers * most / cluster.flops)
 
@@ -151,11 +153,11 @@ def _layers_cost(
     """The cost of attention in `layers` layers of one kind, with the host's operations for their other modules. The
     other parameters are as in `step_cost`."""
     latents = shape.latent is not None and plan.window is None
-    moved = plan_traffic(plan, in_step=True)
+    moved = plan_links(plan, cluster, in_step=True)
     token_bytes = latent_bytes(shape) if latents else kv_bytes(shape)
     forward, backward = kv_seconds(moved, plan.exchange, token_bytes, cluster, routed, gradient_width)
     asked = what_is_asked(plan, cluster, moved, turn_tokens(cluster, token_bytes))
-    projection = _projection_seconds(moved, plan.ranks, cluster, shape) if latents else 0.0
+    projection = _projection_seconds(moved, cluster, shape) if latents else 0.0
     more = _PROJECTION * asked.rounds if latents else 0
     latency = asked.rounds * cluster.message_seconds
     exchange = forward + latency, backward + 2 * latency  # gradients follow the keys
@@ -163,10 +165,9 @@ def _layers_cost(
     exposed = _exposed(plan, exchange, compute)
     remap = 0.0
     if plan.remapped:
-        moved = remap_traffic(plan)
         of_head = shape.head_size + shape.value_size
         numbers = (shape.heads + shape.kv_heads) * of_head  # q, k and v to attention; its output back
-        remap = traffic_seconds(moved, numbers * _BYTES, cluster, routed)  # both ways are equally long
+        remap = traffic_seconds(remap_traffic(plan), numbers * _BYTES, cluster, routed)  # both ways are equally long
     return StepCost(
         attention=layers * ((1 + _ATTENTION_BACKWARD) * compute + projection),
         exchange=layers * sum(exchange),
@@ -180,7 +181,7 @@ def _layers_cost(
 
 
 def kv_seconds(
-    moved: TokenTraffic,
+    moved: LinkTokens,
     exchange: Collection[str],
     token_bytes: float,
     cluster: Cluster,
@@ -189,17 +190,17 @@ def kv_seconds(
 ) -> tuple[float, float]:
     """Seconds of transfers of keys and values in one layer: forward, and backward with their gradients.
 
-    moved: tokens whose keys are sent forward.
+    moved: what links carry forward.
     exchange: of each sequence; if any is on a ring, gradients count as those of rings.
     token_bytes: bytes of one token's keys and values.
     cluster, routed: as in `traffic.traffic_seconds`.
     gradient_width: as in `step_cost`.
     """
-    forward = traffic_seconds(moved, token_bytes, cluster, routed)
+    forward = link_tokens_seconds(moved.near, moved.far, token_bytes, cluster, routed)
     if gradient_width is not None or "ring" not in exchange:
         return forward, (1 + (gradient_width or 1.0)) * forward
-    back = moved._replace(tokens=moved.tokens * np.where(moved.crossing(cluster), 2.0, 1 + _SUM_WIDTH))
-    return forward, traffic_seconds(back, token_bytes, cluster, routed)
+    near, far = moved.near * (1 + _SUM_WIDTH), moved.far * 2.0
+    return forward, link_tokens_seconds(near, far, token_bytes, cluster, routed)
 
 
 def routing_pays(
@@ -213,7 +214,7 @@ def routing_pays(
     remap_bytes: bytes of one token that are remapped to attention and back.
     flops_of_pair: `pair_flops` of the layer.
     """
-    moved = plan_traffic(plan, in_step=True)
+    moved = plan_links(plan, cluster, in_step=True)
     compute = float(tile_area(plan).max(initial=0.0)) * flops_of_pair / (cluster.flops * _ATTENTION_ACHIEVED)
     waits = []
     for routed in (False, True):

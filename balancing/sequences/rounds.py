@@ -17,7 +17,7 @@ import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences.sequence_plan import SequencePlan
-from balancing.sequences.traffic import TokenTraffic
+from balancing.sequences.traffic import LinkTokens
 from balancing.sequences.window import reaches
 
 __all__ = [
@@ -82,15 +82,18 @@ class Asked:
         return sum(self.launches) + sum(self.messages)
 
 
-def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens) -> tuple[np.ndarray, np.ndarray]:
+def plan_rounds(
+    plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens, copies: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """int64 [rank], rounds of rings and turns of gathering of each rank, those over nodes and those inside added up.
 
     plan: of the batch.
     cluster: of at least the plan's ranks.
     turn_tokens: least tokens of a turn.
+    copies: whether keys of other nodes are copied inside a node, a round after they came.
     """
     if plan.window is not None:
-        return np.zeros(plan.ranks, dtype=np.int64), _reaching(plan, cluster)
+        return np.zeros(plan.ranks, dtype=np.int64), _reaching(plan, cluster, copies)
     sequence, start, _, rank = plan.table[np.lexsort((plan.table[:, 1], plan.table[:, 0]))].T
     node = rank // cluster.ranks_per_node
     begins = np.flatnonzero(np.diff(sequence, prepend=-1))
@@ -109,36 +112,49 @@ def plan_rounds(plan: SequencePlan, cluster: Cluster, turn_tokens: TurnTokens) -
     rings, turns = np.zeros((2, plan.ranks), dtype=np.int64), np.zeros((2, plan.ranks), dtype=np.int64)
     over_nodes = elsewhere[whole] < np.iinfo(np.int64).max
     needs_far = (last > 0) & ((holder // cluster.ranks_per_node != first_node[whole]) | (elsewhere[whole] < last))
+    per_node = cluster.ranks_per_node
     for level in (False, True):
         counted = (how == "ring") & (over_nodes == level)
         np.maximum.at(rings[int(level)], holder[counted], members[whole[counted]] - 1)
         counted = (how == "gather") & (last > 0) & (needs_far == level) & (members[whole] > 1)
-        prefix = np.bincount(holder[counted], last[counted], plan.ranks).astype(np.int64)
-        turns[int(level)] = np.where(prefix > 0, number_of_turns(prefix, turn_tokens[level]), 0)
+        needs = np.bincount(holder[counted], minlength=plan.ranks) > 0
+        if level:  # all ranks of a node have each sequence cut alike
+            prefix = np.zeros((cluster.nodes, len(plan.lengths)), dtype=np.int64)
+            np.maximum.at(prefix, (holder[counted] // per_node, whole[counted]), last[counted])
+            tokens = np.repeat(prefix.sum(1) // per_node, per_node)[: plan.ranks]
+            if copies:  # a rank may receive for others
+                needs = np.repeat(prefix.any(1), per_node)[: plan.ranks]
+        else:
+            tokens = np.bincount(holder[counted], last[counted], plan.ranks).astype(np.int64)
+        turns[int(level)] = np.where(needs, number_of_turns(tokens, turn_tokens[level]) + (level and copies), 0)
     return rings.sum(0), turns.sum(0)
 
 
-def _reaching(plan: SequencePlan, cluster: Cluster) -> np.ndarray:
+def _reaching(plan: SequencePlan, cluster: Cluster, copies: bool) -> np.ndarray:
     """int64 [rank], turns that bring it the keys in its windows: one from inside the node, one from other nodes."""
     levels = {
         (reach.rank, any(not cluster.same_node(shard.rank, reach.rank) for shard in reach.holders))
         for reach in reaches(plan)
     }
-    return np.bincount([rank for rank, _ in levels], minlength=plan.ranks).astype(np.int64)
+    rounds = np.zeros(plan.ranks, dtype=np.int64)
+    for rank, inter in levels:
+        rounds[rank] += 1 + (inter and copies)
+    return rounds
 
 
-def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: TokenTraffic, turn_tokens: TurnTokens) -> Asked:
+def what_is_asked(plan: SequencePlan, cluster: Cluster, moved: LinkTokens, turn_tokens: TurnTokens) -> Asked:
     """Of the rank with most operations.
 
     plan, cluster, turn_tokens: as in `plan_rounds`.
-    moved: keys and values that are sent forward.
+    moved: what links carry forward.
     """
-    rings, turns = plan_rounds(plan, cluster, turn_tokens)
+    rings, turns = plan_rounds(plan, cluster, turn_tokens, bool(moved.copies.any()))
     rounds = rings + turns
-    pairs = np.unique(moved.source * plan.ranks + moved.target)
-    sends, receives = (np.bincount(end, minlength=plan.ranks) for end in np.divmod(pairs, plan.ranks))
     # Every round of a ring has a message either way; the peers of gathering are spread over its turns, some in several.
-    messages = 2 * rings + np.where(turns > 0, sends + receives + turns, 0)
+    # Copies of a turn come from all ranks of the node.
+    peers, copies = np.ceil(moved.peers.sum(0)[: plan.ranks]).astype(np.int64), moved.copies[: plan.ranks]
+    messages = 2 * rings + np.where(turns > 0, peers + turns, 0)
+    messages += np.where(copies, 2 * turns * (cluster.ranks_per_node - 1), 0)
     calls = 1 + rounds + (rings > 0)
     launches = [
         calls + of_pass + of_ring * rings + of_turn * turns

@@ -171,7 +171,7 @@ class SequencePlan:
         return self._by_rank[linear][rank]
 
     def ring(self, sequence: int) -> tuple[int, ...]:
-        """Ranks that hold `sequence` in attention, each once, in order of their first shard."""
+        """Ranks that hold `sequence` in attention, ascending, so that a ring enters each node once."""
         return self._rings[sequence]
 
     @cached_property
@@ -220,10 +220,10 @@ class SequencePlan:
 
     @cached_property
     def _rings(self) -> tuple[tuple[int, ...], ...]:
-        found: list[dict[int, None]] = [{} for _ in self.lengths]
+        found: list[set[int]] = [set() for _ in self.lengths]
         for shard in self.attention:
-            found[shard.sequence][shard.rank] = None
-        return tuple(tuple(ranks) for ranks in found)
+            found[shard.sequence].add(shard.rank)
+        return tuple(tuple(sorted(ranks)) for ranks in found)
 
 
 def columns(shards: Sequence[Shard]) -> np.ndarray:

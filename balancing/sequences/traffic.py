@@ -1,4 +1,8 @@
-"""Tokens that travel between ranks under a plan of sequences, and the seconds that links take for them."""
+"""Tokens that travel between ranks under a plan of sequences, and the seconds that links take for them.
+
+Gathered keys enter a node once, through ranks that each receive as many, and are copied inside it, as the engine does
+it (`balancing.sequences.engine.gather`).
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +14,16 @@ from balancing.cluster.links import link_seconds, routed_link_seconds
 from balancing.sequences.sequence_plan import SequencePlan, columns
 from balancing.sequences.window import reaches
 
-__all__ = ["TokenTraffic", "kv_traffic", "layout_traffic", "plan_traffic", "remap_traffic", "traffic_seconds"]
+__all__ = [
+    "LinkTokens",
+    "TokenTraffic",
+    "kv_traffic",
+    "layout_links",
+    "link_tokens_seconds",
+    "plan_links",
+    "remap_traffic",
+    "traffic_seconds",
+]
 
 
 class TokenTraffic(NamedTuple):
@@ -36,40 +49,135 @@ class TokenTraffic(NamedTuple):
         return table
 
 
-def kv_traffic(plan: SequencePlan) -> TokenTraffic:
-    """Tokens whose keys and values are sent in one layer, forward.
+class LinkTokens(NamedTuple):
+    """What links of ranks carry.
 
-    On a ring each rank passes to the next one all tokens that the next one does not hold. Gathered, a rank receives
-    every token that its last query sees and that it does not hold, from the rank that holds it; with a window, every
-    token that any of its queries sees.
+    near, far: float64 [sent or received, rank], tokens that a rank sends to and receives from its own node and other
+        nodes. What goes through a rank for others is counted.
+    needed: float64 [rank], tokens that the rank receives for its own queries.
+    peers: float64 [sent or received, rank], ranks that it sends to and receives from, in all turns of gathering.
+    copies: bool [rank], whether the rank's node copies gathered keys.
     """
-    return plan_traffic(plan)
+
+    near: np.ndarray
+    far: np.ndarray
+    needed: np.ndarray
+    peers: np.ndarray
+    copies: np.ndarray
+
+    def between(self) -> tuple[int, int]:
+        """Tokens that are sent inside nodes, and tokens that leave one."""
+        return round(float(self.near[0].sum())), round(float(self.far[0].sum()))
 
 
-def plan_traffic(plan: SequencePlan, *, in_step: bool = False) -> TokenTraffic:
-    """As `kv_traffic`. in_step: as in `layout_traffic`."""
-    if plan.window is None:
-        return layout_traffic(plan.table, plan.lengths, plan.exchange, in_step=in_step)
-    found = [
-        (shard.rank, reach.rank, min(shard.stop, reach.stop) - max(shard.start, reach.begin))
-        for reach in reaches(plan)
-        for shard in reach.holders
-    ]
-    return TokenTraffic(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
+def kv_traffic(plan: SequencePlan) -> TokenTraffic:
+    """Tokens whose keys and values a rank gets in one layer, forward, from the ranks that hold or hand them on.
+
+    On a ring each rank passes to the next one all tokens that the next one does not hold. Gathered, a rank gets every
+    token that its last query sees and that it does not hold, from the rank that holds it; with a window, every token
+    that any of its queries sees. `plan_links` has the way by which they come.
+    """
+    on_rings, gathered = _plan_traffic(plan, in_step=False)
+    return TokenTraffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered.traffic, strict=True)))
 
 
-def layout_traffic(
-    shards: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], *, in_step: bool = False
-) -> TokenTraffic:
-    """As `kv_traffic`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)].
+def plan_links(plan: SequencePlan, cluster: Cluster, *, in_step: bool = False) -> LinkTokens:
+    """What links carry in one layer, forward, for keys and values. in_step: as in `layout_links`.
+
+    Raises ValueError for a plan with more ranks than the cluster.
+    """
+    if plan.ranks > cluster.world_size:
+        raise ValueError(
+            f"a plan of {plan.ranks} ranks is not for a cluster of {cluster.world_size} ranks; plan for this cluster"
+        )
+    return _links(*_plan_traffic(plan, in_step=in_step), cluster, level=plan.window is None)
+
+
+def layout_links(
+    shards: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], cluster: Cluster, *, in_step: bool = False
+) -> LinkTokens:
+    """As `plan_links`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)].
 
     in_step: for times instead of bytes. The ranks of a ring go from round to round together, so each round takes as
     long as its largest share; every share counts as the largest.
     """
+    return _links(*_layout_traffic(shards, lengths, exchange, in_step), cluster, level=True)
+
+
+class _Gathered(NamedTuple):
+    """Gathered tokens. begin: int64 [transfer], number of the first token among those of all sequences."""
+
+    traffic: TokenTraffic
+    begin: np.ndarray
+
+
+def _plan_traffic(plan: SequencePlan, *, in_step: bool) -> tuple[TokenTraffic, _Gathered]:
+    """What goes round rings, and what is gathered."""
+    if plan.window is None:
+        return _layout_traffic(plan.table, plan.lengths, plan.exchange, in_step)
+    offset = np.cumsum([0, *plan.lengths]).tolist()
+    found = [
+        (shard.rank, reach.rank, min(shard.stop, reach.stop) - begin, offset[reach.sequence] + begin)
+        for reach in reaches(plan)
+        for shard in reach.holders
+        for begin in (max(shard.start, reach.begin),)
+    ]
+    *columns_of_traffic, begin = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    nothing = np.zeros(0, dtype=np.int64)
+    return TokenTraffic(nothing, nothing, nothing), _Gathered(TokenTraffic(*columns_of_traffic), begin)
+
+
+def _layout_traffic(
+    shards: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], in_step: bool
+) -> tuple[TokenTraffic, _Gathered]:
     how = np.array(exchange)[shards[:, 0]]
-    on_rings = _on_rings(shards[how == "ring"], lengths, in_step)
-    gathered = _gathered(shards[how == "gather"], len(lengths))
-    return TokenTraffic(*(np.concatenate(parts) for parts in zip(on_rings, gathered, strict=True)))
+    return _on_rings(shards[how == "ring"], lengths, in_step), _gathered(shards[how == "gather"], lengths)
+
+
+def _links(on_rings: TokenTraffic, gathered: _Gathered, cluster: Cluster, level: bool) -> LinkTokens:
+    """level: whether all ranks of a node receive equally many tokens of other nodes."""
+    ranks, per_node = cluster.world_size, cluster.ranks_per_node
+    near, far, needed = _by_rank(on_rings, cluster)
+    traffic, crossing = gathered.traffic, gathered.traffic.crossing(cluster)
+    inside, _, wanted = _by_rank(traffic, cluster)
+    near, needed = near + inside, needed + wanted
+    pairs = np.unique(np.where(crossing, ranks + traffic.target // per_node, traffic.target) * ranks + traffic.source)
+    target, source = np.divmod(pairs, ranks)
+    messages = np.bincount(target[target < ranks], minlength=ranks)
+    of_node = np.bincount(target[target >= ranks] - ranks, minlength=cluster.nodes)
+    peers = np.stack([np.bincount(source, minlength=ranks), messages + np.repeat(of_node / per_node, per_node)])
+    # Of each token that crosses, the first transfer to a node in order of tokens brings it, and all others are copies.
+    source, target, tokens = (column[crossing] for column in traffic)
+    node = target // per_node
+    begin = node * (int((gathered.begin + traffic.tokens).max(initial=0)) + 1) + gathered.begin[crossing]
+    order = np.argsort(begin, kind="stable")
+    stop = (begin + tokens)[order]
+    before = np.append(0, np.maximum.accumulate(stop)[:-1]) if len(stop) else stop
+    new = np.clip(stop - np.maximum(begin[order], before), 0, None)
+    again = tokens[order] - new
+    entering, copied = _sum(node[order], new, cluster.nodes), _sum(target[order], again, ranks)
+    received, copies = _sum(target[order], new, ranks), copied.reshape(-1, per_node).sum(1) > 0
+    if level:
+        received = np.repeat(entering / per_node, per_node)
+        copied = np.maximum(_sum(target, tokens, ranks) - received, 0)
+    of_node = copied.reshape(-1, per_node).sum(1)
+    near += np.stack([np.repeat(of_node / per_node, per_node), copied])
+    far += np.stack([_sum(source[order], new, ranks), received])
+    return LinkTokens(near, far, needed, peers, np.repeat(copies, per_node))
+
+
+def _by_rank(traffic: TokenTraffic, cluster: Cluster) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens inside nodes and between them, [sent or received, rank], and all that are received [rank]."""
+    ranks, crossing = cluster.world_size, traffic.crossing(cluster)
+    near, far = (
+        np.stack([_sum(end[part], traffic.tokens[part], ranks) for end in traffic[:2]])
+        for part in (~crossing, crossing)
+    )
+    return near, far, near[1] + far[1]
+
+
+def _sum(where: np.ndarray, tokens: np.ndarray, number: int) -> np.ndarray:
+    return np.bincount(where, tokens, number).astype(np.float64)
 
 
 def remap_traffic(plan: SequencePlan) -> TokenTraffic:
@@ -101,18 +209,22 @@ def traffic_seconds(
 
     Raises ValueError for ranks outside the cluster.
     """
-    ranks = cluster.world_size
     highest = max(int(traffic.source.max(initial=0)), int(traffic.target.max(initial=0)))
-    if highest >= ranks:
-        raise ValueError(f"rank {highest} of the plan is not in a cluster of {ranks} ranks; plan for this cluster")
-    crossing = traffic.crossing(cluster)
-    near, far = (
-        np.stack([np.bincount(end[part], traffic.tokens[part], ranks) for end in traffic[:2]]) * token_bytes
-        for part in (~crossing, crossing)
-    )
+    if highest >= cluster.world_size:
+        raise ValueError(
+            f"rank {highest} of the plan is not in a cluster of {cluster.world_size} ranks; plan for this cluster"
+        )
+    near, far, _ = _by_rank(traffic, cluster)
+    return link_tokens_seconds(near, far, token_bytes, cluster, routed)
+
+
+def link_tokens_seconds(
+    near: np.ndarray, far: np.ndarray, token_bytes: float, cluster: Cluster, routed: bool | None = None
+) -> float:
+    """As `traffic_seconds`, for tokens of links as in `LinkTokens`."""
     models = {False: link_seconds, True: routed_link_seconds}
     chosen = models.values() if routed is None else [models[routed]]
-    return min(float(seconds(near, far, cluster).max()) for seconds in chosen)
+    return min(float(seconds(near * token_bytes, far * token_bytes, cluster).max()) for seconds in chosen)
 
 
 class _Members(NamedTuple):
@@ -127,12 +239,11 @@ class _Members(NamedTuple):
 def _members(shards: np.ndarray) -> _Members:
     sequence, start, stop, rank = shards.T
     ranks = int(rank.max(initial=0)) + 1
-    member, first, which = np.unique(sequence * ranks + rank, return_index=True, return_inverse=True)
+    member, which = np.unique(sequence * ranks + rank, return_inverse=True)
     tokens, sees = np.zeros(len(member), dtype=np.int64), np.zeros(len(member), dtype=np.int64)
     np.add.at(tokens, which, stop - start)
     np.maximum.at(sees, which, stop)
-    order = np.lexsort((first, member // ranks))
-    return _Members(member[order] // ranks, member[order] % ranks, tokens[order], sees[order])
+    return _Members(member // ranks, member % ranks, tokens, sees)
 
 
 def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> TokenTraffic:
@@ -150,17 +261,20 @@ def _on_rings(shards: np.ndarray, lengths: Sequence[int], in_step: bool) -> Toke
     return _off_diagonal(members.rank, members.rank[following], handed)
 
 
-def _gathered(shards: np.ndarray, sequences: int) -> TokenTraffic:
+def _gathered(shards: np.ndarray, lengths: Sequence[int]) -> _Gathered:
     """Tokens that each rank needs of each shard, over all pairs of a shard and a member of its sequence."""
     members = _members(shards)
-    number = np.bincount(members.sequence, minlength=sequences)
+    number = np.bincount(members.sequence, minlength=len(lengths))
     sequence, start, stop, holder = shards.T
     pairs = number[sequence]
     shard = np.repeat(np.arange(len(shards)), pairs)
     within = np.arange(len(shard)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
     member = (np.cumsum(number) - number)[sequence[shard]] + within
-    tokens = np.clip(np.minimum(stop[shard], members.sees[member]) - start[shard], 0, None)
-    return _off_diagonal(holder[shard], members.rank[member], tokens)
+    tokens = np.minimum(stop[shard], members.sees[member]) - start[shard]
+    source, target = holder[shard], members.rank[member]
+    moves = (source != target) & (tokens > 0)
+    begin = (np.cumsum([0, *lengths])[sequence] + start)[shard]
+    return _Gathered(TokenTraffic(source[moves], target[moves], tokens[moves]), begin[moves])
 
 
 def _off_diagonal(source: np.ndarray, target: np.ndarray, tokens: np.ndarray) -> TokenTraffic:

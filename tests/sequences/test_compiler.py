@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from balancing.sequences.engine.program import (
 )
 from balancing.sequences.engine.routing import route, routes
 from balancing.sequences.planners.linear_layout import linear_layout, token_targets
-from balancing.sequences.rounds import MOST_TURNS
+from balancing.sequences.rounds import MOST_TURNS, TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard
 from balancing.sequences.traffic import TokenTraffic, kv_traffic
 from balancing.sequences.window import in_window
@@ -248,6 +249,60 @@ def test_ring_is_double_buffered_and_gathering_comes_in_turns() -> None:
     assert max(received) <= 60 // MOST_TURNS + 4
     computes = [step for step in program.backward if isinstance(step, Compute)]
     assert len(computes) == 1 + MOST_TURNS
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.sampled_from([(2, 3), (3, 2), (2, 4), (1, 4), (4, 1)]), st.integers(0, 1000), st.booleans())
+def test_a_key_enters_a_node_once_over_equally_loaded_ranks(lengths, shape, seed, zigzag) -> None:
+    """And its gradient leaves it once: one sum, after all copies' gradients have come back."""
+    nodes, per_node = shape
+    ranks, node = nodes * per_node, [rank // per_node for rank in range(nodes * per_node)]
+    make = zigzag_plan if zigzag else partial(random_plan, seed=seed)
+    plan = make(lengths, ranks, exchange="gather")
+    found = gather.gathering(plan, node)
+    entered: dict[tuple[int, int, int], int] = {}  # (node, sequence, token) -> round of its keys
+    returned: dict[tuple[int, int, int], int] = {}
+    received = np.zeros(ranks, int)
+    for one in found.transfers:
+        for token in range(one.begin, one.stop):
+            key = node[one.target], one.sequence, token
+            if node[one.source] != node[one.target]:
+                assert key not in entered
+                entered[key], returned[key] = one.round, one.back
+                received[one.target] += 1
+            elif key in entered:
+                assert one.round == entered[key] + 1 and one.back == returned[key] - 1
+    loads = received.reshape(nodes, per_node)
+    assert (loads.max(1) - loads.sum(1) / per_node <= gather.TILE).all()
+    copied = any(
+        one.round != entered.get((node[one.target], one.sequence, one.begin), one.round) for one in found.transfers
+    )
+    assert copied == found.copies
+
+
+def test_a_copy_is_sent_under_the_next_transfer() -> None:
+    """Both ranks of node 1 need the 32 tokens of node 0, in two turns: each receives a part and copies it to the
+    other."""
+    shards = (Shard(0, 0, 32, 0), Shard(0, 32, 40, 2), Shard(0, 40, 48, 3))
+    plan = SequencePlan((48,), 4, "test", shards, shards, ("gather",))
+    lines = str(make_program(plan, 2, nodes_of(4, 2), turn_tokens=TurnTokens(1, 10))).splitlines()
+    backward = lines.index("backward:")
+    assert lines[2:backward] == [
+        "  start gather inter-node: 8-20 from 0",
+        "  compute 0-8 x 0-8 causal",
+        "  wait for gather inter-node",
+        "  start gather inter-node round 1: 8-20+0-8 to 3, 36-40 from 0, 20-28 from 3",
+        "  wait for gather inter-node round 1",
+        "  start gather inter-node round 2: 36-40 to 3, 28-36 from 3",
+        "  compute 0-8 x 8-28",
+        "  wait for gather inter-node round 2",
+        "  compute 0-8 x 28-40",
+    ]
+    assert [line for line in lines[backward:] if "start return" in line] == [
+        "  start return inter-node: 20-28 to 3, 8-20 from 3",
+        "  start return inter-node round 1: 8-20 to 0, 28-36 to 3, 0-8+36-40 from 3",
+        "  start return inter-node round 2: 36-40 to 0",
+    ]
 
 
 def test_order_of_the_forward_pass() -> None:

@@ -87,8 +87,9 @@ class AttentionCall:
         rows: the workspace [row, kv_heads, head_size + value_size], of keys and values or of their gradients.
         dtype: of keys.
 
-        Gradients of gathered keys go straight to the rank that holds the keys, rounded once to the type of keys, as
-        kernels round them. Sums on a ring keep their type inside a node and are rounded where they leave it.
+        Gradients of gathered keys are rounded to the type of keys where they are sent, as kernels round them: by each
+        rank that saw the keys, and the sum of a node's ranks where it leaves the node. Sums on a ring keep their type
+        inside a node and are rounded where they leave it.
         """
         messages, slices = (
             self.rank_program.program.messages[transfer_group],

@@ -7,22 +7,24 @@ attention engine).
   the sequence they are. A shard of another rank is then seen whole or not at all by each run of own queries.
 - A "ring" sequence is on G ranks. In round t a rank computes with the keys and values of the t-th rank before it and
   passes them on meanwhile. In the backward pass the gradients of keys and values follow them and end on their rank.
-- A "gather" sequence: a rank receives all other ranks' keys before its last queries, in a few turns. All queries meet
-  the keys of a turn while the next is under way; then these keys' gradients go back to the ranks that hold them.
+- A "gather" sequence: a rank receives all other ranks' keys before its last queries, in a few turns, those of other
+  nodes once a node and then by a copy (`gather`). All queries meet the keys of a turn while the next is under way; then
+  these keys' gradients go back to the ranks that hold them, added up once a node.
 - In a window a rank receives the keys before its runs that its first queries see. These queries wait for them; all
   others meet own keys alone. Every query is computed once, with all of its keys, so nothing is merged.
 
 Sums have the same order in every run: of gradients along the ring, or by the rank that returns them.
 
 The workspace has one row for each token: first the rank's own tokens, sorted by sequence and position, then gathered
-keys, turn by turn, then two buffers for rings over nodes and two for rings inside the node.
+keys, turn by turn, then keys that the rank receives only to send copies, then two buffers for rings over nodes and two
+for rings inside the node.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.gather import Need, needs
+from balancing.sequences.engine.gather import Need, Transfer, gathering
 from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
 from balancing.sequences.engine.program import Messages, PeerRows, Program, Rows, Task, TransferGroup, in_calls
 from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens
@@ -104,6 +106,7 @@ class _Builder:
         }
         self.own_tasks: list[Task] = []
         self.local: list[bool] = []
+        self.came: dict[tuple[int, int], int] = {}  # (sequence, first token) -> row of tokens of other ranks
         self.gathered: dict[TransferGroup, list[Task]] = defaultdict(list)
         self.rounds = {True: _Rounds(), False: _Rounds()}  # over nodes; inside a node
 
@@ -119,7 +122,7 @@ class _Builder:
             if self.plan.exchange[sequence] == "ring" and len(ring) > 1:
                 inter = len({self.node[r] for r in ring}) > 1
                 self.rounds[inter].rings.append((sequence, ring.index(self.rank), ring))
-        self._gather()
+        copies = self._gather()
         for inter in (True, False):
             self._ring(inter)
         work = Work(
@@ -127,6 +130,7 @@ class _Builder:
             self.own_tasks,
             self.local,
             self.gathered,
+            copies,
             {inter: rounds.tasks for inter, rounds in self.rounds.items()},
             {inter: rounds.region for inter, rounds in self.rounds.items()},
         )
@@ -151,40 +155,78 @@ class _Builder:
 
     # Gathered keys.
 
-    def _gather(self) -> None:
-        sends: dict[TransferGroup, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
-        receives: dict[TransferGroup, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
-        for need in sorted(needs(self.plan, self.node, self.turn_tokens), key=lambda need: (need.turn, need.inter)):
-            if need.sequence not in self.shards:
-                continue
-            transfer_group = TransferGroup("gather", need.inter, need.turn)
-            arriving: list[tuple[int, Rows]] = []  # first token and rows, by position
-            for shard in self.shards[need.sequence]:
-                start, stop = max(shard.start, need.begin), min(shard.stop, need.stop)
-                if start >= stop or shard.rank == need.rank:
-                    continue
-                if shard.rank == self.rank:
-                    sends[transfer_group][need.rank].append(self._own_rows(need.sequence, start, stop))
-                if need.rank == self.rank:
-                    arriving.append((start, (self.rows, self.rows + stop - start)))
-                    self.rows += stop - start
-                    receives[transfer_group][shard.rank].append(arriving[-1][1])
-            if arriving and self.plan.window is not None:
-                self.gathered[transfer_group] += self._edges(need, arriving, self.plan.window)
-            elif arriving:
-                self._meet(self.gathered[transfer_group], need, arriving)
-        for transfer_group in sorted({*sends, *receives}):
-            sent, received = _messages(sends[transfer_group]), _messages(receives[transfer_group])
-            self.messages[transfer_group] = Messages(sent, received)
-            self.messages[transfer_group._replace(kind="return")] = Messages(received, sent, adds=True)
+    def _gather(self) -> bool:
+        """Make messages and tasks of gathered keys. Returns whether any ranks of the plan send copies."""
+        found = gathering(self.plan, self.node, self.turn_tokens)
+        own = [one for one in found.transfers if self.rank in (one.source, one.target)]
+        coming: dict[Need, list[Transfer]] = {need: [] for need in found.needs if need.rank == self.rank}
+        last: dict[tuple[bool, int], int] = defaultdict(int)  # (inter, turn) -> round in which its last keys come
+        for need in coming:
+            for one in own:
+                if one.target == self.rank and one.sequence == need.sequence and need.begin <= one.begin < need.stop:
+                    coming[need].append(one)
+                    last[need.inter, need.turn] = max(last[need.inter, need.turn], one.round)
+        # What comes last in the same round is computed together.
+        together: dict[TransferGroup, dict[int, list[Need]]] = defaultdict(lambda: defaultdict(list))
+        for need in sorted(coming):
+            if coming[need]:
+                transfer_group = TransferGroup("gather", need.inter, last[need.inter, need.turn])
+                together[transfer_group][need.sequence].append(need)
+        for transfer_group in sorted(together):
+            for needs in together[transfer_group].values():
+                self._arrive(self.gathered[transfer_group], needs, coming)
+        self._gather_messages(own)
+        return found.copies
 
-    def _meet(self, tasks: list[Task], need: Need, arriving: list[tuple[int, Rows]]) -> None:
-        """Add tasks of own queries that see keys of `need`. arriving: their first tokens and rows, in order."""
+    def _arrive(self, tasks: list[Task], needs: Sequence[Need], coming: Mapping[Need, Sequence[Transfer]]) -> None:
+        """Give rows to the keys of one sequence that are computed together, in order, and add their tasks."""
+        arriving: list[tuple[int, Rows]] = []  # first token and rows, by position
+        for need in needs:
+            if self.plan.window is not None:
+                arriving = []
+            for one in sorted(coming[need]):
+                self.came[one[:2]] = self.rows
+                arriving.append((one.begin, (self.rows, self.rows + one.stop - one.begin)))
+                self.rows += one.stop - one.begin
+            if self.plan.window is not None:
+                tasks += self._edges(need, arriving, self.plan.window)
+        if self.plan.window is None:
+            self._meet(tasks, needs[0].sequence, arriving)
+
+    def _gather_messages(self, transfers: Iterable[Transfer]) -> None:
+        """Messages of transfers from or to this rank. Both ends have them in one order, so their rows match."""
+        sides: dict[TransferGroup, tuple[dict[int, list[Rows]], dict[int, list[Rows]]]] = {}
+        for one in transfers:
+            sends = one.source == self.rank
+            rows, peer = self._rows_of(one), one.target if sends else one.source
+            for transfer_group, goes in (
+                (TransferGroup("gather", one.inter, one.round), sends),
+                (TransferGroup("return", one.inter, one.back), not sends),
+            ):
+                side = sides.setdefault(transfer_group, (defaultdict(list), defaultdict(list)))
+                side[0 if goes else 1][peer].append(rows)
+        for transfer_group in sorted(sides):
+            sent, received = map(_messages, sides[transfer_group])
+            self.messages[transfer_group] = Messages(sent, received, adds=transfer_group.kind == "return")
+
+    def _rows_of(self, transfer: Transfer) -> Rows:
+        """Rows of the tokens of a transfer: own ones, those that came, or new ones, from which copies are sent."""
+        sequence, begin, stop = transfer[:3]
+        if transfer.source == self.rank and (sequence, begin) not in self.came:
+            return self._own_rows(sequence, begin, stop)
+        if (sequence, begin) not in self.came:
+            self.came[sequence, begin] = self.rows
+            self.rows += stop - begin
+        row = self.came[sequence, begin]
+        return row, row + stop - begin
+
+    def _meet(self, tasks: list[Task], sequence: int, arriving: list[tuple[int, Rows]]) -> None:
+        """Add tasks of own queries that see keys that arrive. arriving: their first tokens and rows, in order."""
         first = arriving[0][1][0]
-        for start, stop in runs_of(self.parts[need.sequence, self.rank]):
+        for start, stop in runs_of(self.parts[sequence, self.rank]):
             seen = max((rows[1] for token, rows in arriving if token < start), default=first)
             if seen > first:
-                _join(tasks, Task(self._own_rows(need.sequence, start, stop), (first, seen), causal=False, merges=True))
+                _join(tasks, Task(self._own_rows(sequence, start, stop), (first, seen), causal=False, merges=True))
 
     def _edges(self, need: Need, arriving: list[tuple[int, Rows]], window: int) -> Iterable[Task]:
         """Tasks of the first queries of own runs that see keys of `need`. arriving: as in `_meet`."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.gather import needs
+from balancing.sequences.engine.gather import gathering
 from balancing.sequences.engine.program import TransferGroup
 from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens
 from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, columns
@@ -67,20 +67,11 @@ def _ring_flows(found: _Found, ring: Sequence[int], shards: Sequence[Shard], nod
 
 
 def _gather_flows(found: _Found, plan: SequencePlan, node: np.ndarray, turn_tokens: TurnTokens) -> None:
-    wanted: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for need in needs(plan, node.tolist(), turn_tokens):
-        if need.inter:
-            wanted[need.sequence].append((need.begin, need.stop, need.rank, need.turn))
-    for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in wanted).items():
-        begin, end, target, turn = np.array(wanted[sequence]).T
-        _, start, stop, source = columns(shards).T  # adjacent and in order
-        first = np.searchsorted(stop, begin, side="right")
-        count = np.searchsorted(start, end, side="left") - first
-        which = np.repeat(np.arange(len(count)), count)
-        shard = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
-        rows = np.minimum(stop[shard], end[which]) - np.maximum(start[shard], begin[which])
-        for one in np.unique(turn).tolist():
-            now = turn[which] == one
-            moved = TokenTraffic(source[shard[now]], target[which[now]], rows[now])
-            found[TransferGroup("gather", True, one)].append(moved)
-            found[TransferGroup("return", True, one)].append(TokenTraffic(moved.target, moved.source, moved.tokens))
+    moved: dict[TransferGroup, list[tuple[int, int, int]]] = defaultdict(list)
+    for one in gathering(plan, node.tolist(), turn_tokens).transfers:
+        if node[one.source] != node[one.target]:
+            tokens = one.stop - one.begin
+            moved[TransferGroup("gather", True, one.round)].append((one.source, one.target, tokens))
+            moved[TransferGroup("return", True, one.back)].append((one.target, one.source, tokens))
+    for transfer_group, rows in moved.items():
+        found[transfer_group].append(TokenTraffic(*np.array(rows, dtype=np.int64).T))

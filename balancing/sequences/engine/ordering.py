@@ -37,7 +37,9 @@ class Work:
     messages: by transfer group.
     own_tasks: of each sequence, the task of the rank's own queries and keys, in the order of their rows.
     local: of each of these, whether its sequence is on this rank alone.
-    gathered: by transfer group, tasks that need the keys that it brings.
+    gathered: by transfer group, tasks whose last keys it brings.
+    copies: whether ranks of the plan send on keys of other nodes, each in the transfer group after the one that brought
+        them (`gather`).
     rounds: tasks of each round of rings over nodes (True) and inside a node (False).
     regions: rows of the blocks of each round, likewise.
     """
@@ -46,6 +48,7 @@ class Work:
     own_tasks: Sequence[Task]
     local: Sequence[bool]
     gathered: Mapping[TransferGroup, Sequence[Task]]
+    copies: bool
     rounds: Mapping[bool, Mapping[int, Sequence[Task]]]
     regions: Mapping[bool, Mapping[int, Rows]]
 
@@ -61,17 +64,18 @@ class Work:
         transfer_group = TransferGroup(kind, inter, turn)
         return [Start(transfer_group)] if transfer_group in self.messages else []
 
-    def wait(self, kind: Kind, inter: bool, turn: int = 0) -> list[ProgramStep]:
+    def wait(self, kind: Kind, inter: bool, turn: int = 0) -> list[Wait]:
         """The step that waits for a transfer group, if the rank takes part in it."""
         transfer_group = TransferGroup(kind, inter, turn)
         return [Wait(transfer_group)] if transfer_group in self.messages else []
 
     def turns(self) -> list[tuple[int, bool]]:
-        """(turn, inter) of gathered keys and of their gradients, in the order of tasks: keys from inside the node
+        """(round, inter) of gathered keys and of their gradients, in the order of tasks: keys from inside the node
         arrive sooner. A rank that only relays may take part in one direction alone: gradients are wider than keys and
         may be routed differently."""
-        last = max((s.round for s in self.messages if s.kind in ("gather", "return")), default=-1)
-        return [(turn, inter) for turn in range(last + 1) for inter in (False, True)]
+        late = {"gather": 0, "return": int(self.copies)}
+        rounds = [group.round + late[group.kind] for group in self.messages if group.kind in late]
+        return [(turn, inter) for turn in range(max(rounds, default=-1) + 1) for inter in (False, True)]
 
     def first_transfers(self) -> list[ProgramStep]:
         """Transfers that depend on nothing, the slowest first; two turns of gathering, since more would share links
@@ -79,14 +83,19 @@ class Work:
         steps: list[ProgramStep] = []
         for turn in (0, 1):
             for inter in (True, False):
-                steps += self.start("gather", inter, turn)
+                steps += self.start("gather", inter, turn) if turn < self.ahead(inter) else []
         for inter in (True, False):
             steps += self.start("ring", inter, 1)
         return steps
 
+    def ahead(self, inter: bool) -> int:
+        """Turns of gathering that are under way at a time. Copies must have come before they are sent on."""
+        return 1 if inter and self.copies else 2
+
     def gather(self, turn: int, inter: bool) -> list[ProgramStep]:
-        """Wait for the keys of a turn, start the turn after the next, and compute with those that have arrived."""
-        steps = self.wait("gather", inter, turn) + self.start("gather", inter, turn + 2)
+        """Wait for the keys of a turn, start a later one, and compute with those that have arrived."""
+        later = turn + self.ahead(inter)
+        steps = self.wait("gather", inter, turn) + self.start("gather", inter, later)
         return [*steps, compute(self.gathered.get(TransferGroup("gather", inter, turn), ()))]
 
 
@@ -111,10 +120,16 @@ def backward_steps(work: Work) -> tuple[ProgramStep, ...]:
     last = work.last_round
     first, second = _own_tasks(work, last > 0 or bool(work.turns()))
     steps = [*work.first_transfers(), compute(first)]
-    returns: list[ProgramStep] = []
+    returns: list[Wait] = []
     for turn, inter in work.turns():  # after it, the gradients of its keys are complete
-        steps += work.gather(turn, inter) + work.start("return", inter, turn)
-        returns += work.wait("return", inter, turn)
+        steps += work.gather(turn, inter)
+        back = turn - (inter and work.copies)  # with copies ranks may only now be done with the turn before
+        started = work.start("return", inter, back)
+        if started and inter and work.copies:  # what leaves the node are sums, complete when these have come
+            steps += [wait for wait in returns if wait.group.inter]
+            returns = [wait for wait in returns if not wait.group.inter]
+        steps += started
+        returns += work.wait("return", inter, back)
     for turn in range(1, last + 2):
         if turn == last + 1:
             steps.append(compute(second))

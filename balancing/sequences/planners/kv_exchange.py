@@ -12,7 +12,7 @@ from balancing.cluster import Cluster
 from balancing.sequences.cost import hidden_seconds, kv_bytes, kv_seconds, latent_bytes
 from balancing.sequences.load import causal_area
 from balancing.sequences.sequence_plan import AttentionShape, KVExchange, Shard, columns, same_exchange
-from balancing.sequences.traffic import layout_traffic
+from balancing.sequences.traffic import layout_links
 
 __all__ = ["choose_exchange"]
 
@@ -51,7 +51,7 @@ def choose_exchange(
     table = columns(shards)
 
     def seconds(exchange: tuple[KVExchange, ...]) -> tuple[float, float]:
-        moved = layout_traffic(table, lengths, exchange, in_step=True)
+        moved = layout_links(table, lengths, exchange, cluster, in_step=True)
         token_bytes = kv_bytes(shape) if shape.latent is None else latent_bytes(shape)
         return kv_seconds(moved, exchange, token_bytes, cluster, routed)
 
