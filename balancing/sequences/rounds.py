@@ -118,10 +118,12 @@ def plan_rounds(
         np.maximum.at(rings[int(level)], holder[counted], members[whole[counted]] - 1)
         counted = (how == "gather") & (last > 0) & (needs_far == level) & (members[whole] > 1)
         needs = np.bincount(holder[counted], minlength=plan.ranks) > 0
-        if level:  # all ranks of a node have each sequence cut alike
+        if level:
             prefix = np.zeros((cluster.nodes, len(plan.lengths)), dtype=np.int64)
             np.maximum.at(prefix, (holder[counted] // per_node, whole[counted]), last[counted])
-            tokens = np.repeat(prefix.sum(1) // per_node, per_node)[: plan.ranks]
+            tokens = (
+                prefix.sum(1).max(initial=0, keepdims=True) // per_node
+            )  # keys of other nodes have the same turns on all ranks
             if copies:  # a rank may receive for others
                 needs = np.repeat(prefix.any(1), per_node)[: plan.ranks]
         else:
@@ -132,10 +134,11 @@ def plan_rounds(
 
 def _reaching(plan: SequencePlan, cluster: Cluster, copies: bool) -> np.ndarray:
     """int64 [rank], turns that bring it the keys in its windows: one from inside the node, one from other nodes."""
-    levels = {
-        (reach.rank, any(not cluster.same_node(shard.rank, reach.rank) for shard in reach.holders))
-        for reach in reaches(plan)
+    found = reaches(plan)
+    far = {
+        reach[:4:3] for reach in found if any(not cluster.same_node(shard.rank, reach.rank) for shard in reach.holders)
     }
+    levels = {(reach.rank, reach[:4:3] in far) for reach in found}  # of sequence and rank
     rounds = np.zeros(plan.ranks, dtype=np.int64)
     for rank, inter in levels:
         rounds[rank] += 1 + (inter and copies)

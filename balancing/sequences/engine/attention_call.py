@@ -1,8 +1,9 @@
 """One call of attention: a rank's program with the transport that carries its messages, and counts of what it sends."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import get_args
 
 import torch
@@ -13,7 +14,7 @@ from balancing.sequences.engine.kernels import Kernel
 from balancing.sequences.engine.program import TO_ATTENTION, TO_LINEAR, Kind, Messages, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.engine.routing import Slice
-from balancing.sequences.engine.transport import NOTHING_LISTED, Dtypes, Pending, Transport, dtype_of
+from balancing.sequences.engine.transport import NOTHING_LISTED, Chained, Dtypes, Pending, Transport, dtype_of
 
 __all__ = ["AttentionCall", "Statistics"]
 
@@ -44,7 +45,7 @@ class Statistics:
         self._marks.clear()
         return self._waited
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: Pending | Chained) -> None:
         """Wait for transfers and count the time."""
         if pending.on_cuda and not self.timed:
             pending.wait()
@@ -91,6 +92,17 @@ class AttentionCall:
         rank that saw the keys, and the sum of a node's ranks where it leaves the node. Sums on a ring keep their type
         inside a node and are rounded where they leave it.
         """
+        return self._prepare(transfer_group, rows, dtype)()
+
+    def chain(
+        self, transfer_groups: Sequence[TransferGroup], rows: torch.Tensor, dtype: torch.dtype
+    ) -> dict[TransferGroup, Chained]:
+        """Start transfer groups one after another, each once the one before has come; as in `start`."""
+        starts = [self._prepare(transfer_group, rows, dtype) for transfer_group in transfer_groups]
+        return dict(zip(transfer_groups, self.transport.chain(starts, rows.device), strict=True))
+
+    def _prepare(self, transfer_group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Callable[[], Pending]:
+        """Count the messages of a transfer group; returns what starts them."""
         messages, slices = (
             self.rank_program.program.messages[transfer_group],
             self.rank_program.routes.get(transfer_group, ()),
@@ -99,7 +111,7 @@ class AttentionCall:
         dtypes = {peer: near if self._same_node(peer) else dtype for peer in self._peers(messages, slices)}
         self._count(messages, rows, dtypes, slices, remap=False)
         listed = self.rows.messages.get(transfer_group, NOTHING_LISTED)
-        return self.transport.start(messages, rows, rows, listed, _tag(transfer_group), slices, dtypes)
+        return partial(self.transport.start, messages, rows, rows, listed, _tag(transfer_group), slices, dtypes)
 
     @named("remap of tokens")
     def change_layout(self, messages: Messages, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:

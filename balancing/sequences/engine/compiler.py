@@ -21,10 +21,10 @@ for rings inside the node.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from balancing.cluster import Cluster
-from balancing.sequences.engine.gather import Need, Transfer, gathering
+from balancing.sequences.engine.gather import Transfer, gathering
 from balancing.sequences.engine.ordering import Work, backward_steps, forward_steps
 from balancing.sequences.engine.program import Messages, PeerRows, Program, Rows, Task, TransferGroup, in_calls
 from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens
@@ -159,39 +159,29 @@ class _Builder:
         """Make messages and tasks of gathered keys. Returns whether any ranks of the plan send copies."""
         found = gathering(self.plan, self.node, self.turn_tokens)
         own = [one for one in found.transfers if self.rank in (one.source, one.target)]
-        coming: dict[Need, list[Transfer]] = {need: [] for need in found.needs if need.rank == self.rank}
-        last: dict[tuple[bool, int], int] = defaultdict(int)  # (inter, turn) -> round in which its last keys come
-        for need in coming:
-            for one in own:
-                if one.target == self.rank and one.sequence == need.sequence and need.begin <= one.begin < need.stop:
-                    coming[need].append(one)
-                    last[need.inter, need.turn] = max(last[need.inter, need.turn], one.round)
+        coming = sorted(one for one in own if one.target == self.rank and one.turn is not None)
+        last: dict[tuple[bool, int | None], int] = defaultdict(
+            int
+        )  # (inter, turn) -> round in which its last keys come
+        for one in coming:
+            last[one.inter, one.turn] = max(last[one.inter, one.turn], one.round)
         # What comes last in the same round is computed together.
-        together: dict[TransferGroup, dict[int, list[Need]]] = defaultdict(lambda: defaultdict(list))
-        for need in sorted(coming):
-            if coming[need]:
-                transfer_group = TransferGroup("gather", need.inter, last[need.inter, need.turn])
-                together[transfer_group][need.sequence].append(need)
+        together: dict[TransferGroup, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+        for one in coming:
+            together[TransferGroup("gather", one.inter, last[one.inter, one.turn])][one.sequence].append(one)
         for transfer_group in sorted(together):
-            for needs in together[transfer_group].values():
-                self._arrive(self.gathered[transfer_group], needs, coming)
+            for sequence, transfers in together[transfer_group].items():
+                arriving: list[tuple[int, Rows]] = []  # first token and rows, by position
+                for one in transfers:
+                    self.came[one[:2]] = self.rows
+                    arriving.append((one.begin, (self.rows, self.rows + one.stop - one.begin)))
+                    self.rows += one.stop - one.begin
+                if self.plan.window is None:
+                    self._meet(self.gathered[transfer_group], sequence, arriving)
+                else:
+                    self.gathered[transfer_group] += self._edges(sequence, arriving, self.plan.window)
         self._gather_messages(own)
         return found.copies
-
-    def _arrive(self, tasks: list[Task], needs: Sequence[Need], coming: Mapping[Need, Sequence[Transfer]]) -> None:
-        """Give rows to the keys of one sequence that are computed together, in order, and add their tasks."""
-        arriving: list[tuple[int, Rows]] = []  # first token and rows, by position
-        for need in needs:
-            if self.plan.window is not None:
-                arriving = []
-            for one in sorted(coming[need]):
-                self.came[one[:2]] = self.rows
-                arriving.append((one.begin, (self.rows, self.rows + one.stop - one.begin)))
-                self.rows += one.stop - one.begin
-            if self.plan.window is not None:
-                tasks += self._edges(need, arriving, self.plan.window)
-        if self.plan.window is None:
-            self._meet(tasks, needs[0].sequence, arriving)
 
     def _gather_messages(self, transfers: Iterable[Transfer]) -> None:
         """Messages of transfers from or to this rank. Both ends have them in one order, so their rows match."""
@@ -228,13 +218,13 @@ class _Builder:
             if seen > first:
                 _join(tasks, Task(self._own_rows(sequence, start, stop), (first, seen), causal=False, merges=True))
 
-    def _edges(self, need: Need, arriving: list[tuple[int, Rows]], window: int) -> Iterable[Task]:
-        """Tasks of the first queries of own runs that see keys of `need`. arriving: as in `_meet`."""
-        runs = runs_of(self.parts[need.sequence, self.rank])
+    def _edges(self, sequence: int, arriving: list[tuple[int, Rows]], window: int) -> Iterable[Task]:
+        """Tasks of the first queries of own runs, which see keys that arrive. arriving: as in `_meet`."""
+        runs = runs_of(self.parts[sequence, self.rank])
         came = [(token, token + stop - start, start) for token, (start, stop) in arriving]
-        own_keys = [(start, stop, self._own_rows(need.sequence, start, stop)[0]) for start, stop in runs]
+        own_keys = [(start, stop, self._own_rows(sequence, start, stop)[0]) for start, stop in runs]
         for start, stop in runs:
-            if not need.begin < start <= need.stop:
+            if not start:
                 continue
             begin, stop = max(0, start - window), min(stop, start + window)
             keys = [
@@ -243,7 +233,7 @@ class _Builder:
                 if first < stop and last > begin
             ]
             *before, last_keys = join_adjacent(keys)
-            queries = self._own_rows(need.sequence, start, stop)
+            queries = self._own_rows(sequence, start, stop)
             yield Task(queries, last_keys, causal=True, before=tuple(before), window=window)
 
     # Rings.

@@ -1,9 +1,9 @@
-"""Tokens that each rank must receive so that its queries of "gather" sequences see all keys before them, and their way.
+"""Keys that each rank must receive so that its queries of "gather" sequences see all keys before them, and their way.
 
 A rank needs each sequence up to its own last tokens. These keys arrive in a few turns of about as many tokens
 (`balancing.sequences.rounds`), and all of the rank's queries meet the keys of one turn while the next is under way. In
 the backward pass the gradients of a turn's keys are complete when the turn is computed, and are sent back while the
-next one is.
+next one is. A turn has a part of every shard, so in every turn all ranks that hold keys send some of them.
 
 A key that ranks of a node need enters the node once: one of them receives it over the network and sends copies inside
 the node. Receivers are chosen so that all ranks of a node receive equally many keys from other nodes, so all of its
@@ -12,39 +12,24 @@ way back: those of copies are added up by the receiver, and the sum leaves the n
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from balancing.sequences.cost import TILE
 from balancing.sequences.rounds import SMALLEST_TURNS, TurnTokens, number_of_turns
-from balancing.sequences.sequence_plan import SequencePlan, Shard, by_sequence, runs_of
+from balancing.sequences.sequence_plan import Range, SequencePlan, Shard, by_sequence, runs_of
 from balancing.sequences.window import reaches
 
-__all__ = ["Gathering", "Need", "Transfer", "gathering"]
-
-_Shards = Mapping[int, Sequence[Shard]]
-
-
-class Need(NamedTuple):
-    """Tokens [begin, stop) of `sequence` that `rank` must have in `turn`; some of them may be its own.
-
-    inter: whether any of the tokens that the rank needs of the sequence are on another node.
-    """
-
-    sequence: int
-    begin: int
-    stop: int
-    rank: int
-    inter: bool
-    turn: int
+__all__ = ["Gathering", "Transfer", "gathering"]
 
 
 class Transfer(NamedTuple):
     """Keys of tokens [begin, stop) of `sequence` go from `source` to `target`, and their gradients go back.
 
-    inter: of the needs that they serve.
+    turn: in which `target` computes with them; None if it only sends copies.
+    inter: whether the rank that they are for needs tokens of the sequence that are on another node.
     round: of the transfer group of the keys. back: of that of the gradients.
     """
 
@@ -53,6 +38,7 @@ class Transfer(NamedTuple):
     stop: int
     source: int
     target: int
+    turn: int | None
     inter: bool
     round: int
     back: int
@@ -62,130 +48,140 @@ class Transfer(NamedTuple):
 class Gathering:
     """The gathered keys of a plan.
 
-    needs: of all ranks, by turn, those inside a node first.
     transfers: of all ranks; a copy comes after the transfer that brings its keys to the node.
     copies: whether any rank sends on what it receives. Gradients then leave a node a transfer group later than those
         that stay in it.
     """
 
-    needs: tuple[Need, ...]
     transfers: tuple[Transfer, ...]
     copies: bool
 
 
 class _Piece(NamedTuple):
-    """Tokens of one shard that the same ranks of a node need."""
+    """Tokens of one shard that ranks of one node need, and in which turn."""
 
+    inter: bool
+    turn: int
+    node: int
+    needers: tuple[int, ...]
     sequence: int
     begin: int
     stop: int
     holder: int
-    needers: tuple[int, ...]
 
 
 def gathering(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens = SMALLEST_TURNS) -> Gathering:
-    """The needs of all ranks and the transfers that meet them. A rank that holds only the beginning of a sequence needs
-    nothing of it.
+    """The transfers that bring all ranks what they need.
 
     node: of each rank, ascending.
     turn_tokens: least tokens of a turn. With a window all keys arrive in one turn: they are few.
     """
-    needs = _in_windows(plan, node) if plan.window is not None else _in_turns(plan, node, turn_tokens)
-    needed = {need.sequence for need in needs}
-    shards = by_sequence(shard for shard in plan.attention if shard.sequence in needed)
-    found = list(_entering(needs, shards, node, level=plan.window is None))
-    copies = any(receiver is not None and piece.needers != (receiver,) for _, _, piece, receiver in found)
+    pieces = _in_windows(plan, node) if plan.window is not None else _in_turns(plan, node, turn_tokens)
+    near = [piece for piece in pieces if node[piece.holder] == piece.node]
+    entering = list(_entering(pieces, node, level=plan.window is None))
+    copies = any(piece.needers != (receiver,) for piece, receiver in entering)
     transfers: list[Transfer] = []
-    for inter, turn, piece, receiver in found:
-        tokens = piece[:3]
-        if receiver is None:  # the holder is on the node
-            transfers += [Transfer(*tokens, piece.holder, rank, inter, turn, turn) for rank in piece.needers]
-            continue
-        transfers.append(Transfer(*tokens, piece.holder, receiver, inter, turn, turn + copies))
-        others = (rank for rank in piece.needers if rank != receiver)
-        transfers += [Transfer(*tokens, receiver, rank, inter, turn + 1, turn) for rank in others]
-    return Gathering(tuple(needs), tuple(transfers), copies)
+    for piece in near:
+        inter, turn, _, needers, sequence, begin, stop, holder = piece
+        transfers += [Transfer(sequence, begin, stop, holder, rank, turn, inter, turn, turn) for rank in needers]
+    for piece, receiver in entering:
+        inter, turn, _, needers, sequence, begin, stop, holder = piece
+        its = turn if receiver in needers else None
+        transfers.append(Transfer(sequence, begin, stop, holder, receiver, its, inter, turn, turn + copies))
+        others = [rank for rank in needers if rank != receiver]
+        transfers += [Transfer(sequence, begin, stop, receiver, rank, turn, inter, turn + 1, turn) for rank in others]
+    return Gathering(tuple(transfers), copies)
 
 
-def _in_windows(plan: SequencePlan, node: Sequence[int]) -> list[Need]:
-    return [
-        Need(*reach[:4], inter=any(node[shard.rank] != node[reach.rank] for shard in reach.holders), turn=0)
-        for reach in reaches(plan)
-    ]
-
-
-def _in_turns(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) -> list[Need]:
-    """Beginnings of sequences, cut into turns. All ranks of a node that need a sequence of other nodes have it cut
-    alike, so a token comes to all of them in one turn."""
+def _in_turns(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) -> list[_Piece]:
+    """What ranks need of each shard, cut into turns. Keys of other nodes have the same turns on all ranks."""
     spread = {s for s, how in enumerate(plan.exchange) if how == "gather" and len(plan.ring(s)) > 1}
-    lengths: dict[tuple[bool, int], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
-    for sequence, shards in by_sequence(shard for shard in plan.attention if shard.sequence in spread).items():
+    by_number = by_sequence(shard for shard in plan.attention if shard.sequence in spread)
+    lengths: dict[int, dict[int, tuple[bool, int]]] = {}  # sequence -> rank -> (inter, tokens before its last run)
+    total: dict[tuple[bool, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))  # (inter, rank or node)
+    for sequence, shards in by_number.items():
         first: dict[int, int] = {}  # node -> its first token
         by_rank: dict[int, list[Shard]] = defaultdict(list)
         for shard in shards:
             first.setdefault(node[shard.rank], shard.start)
             by_rank[shard.rank].append(shard)
+        lengths[sequence] = {}
         for rank, of_rank in by_rank.items():
-            if length := runs_of(of_rank)[-1][0]:
-                inter = any(other != node[rank] and token < length for other, token in first.items())
-                # Those who have turns in common: the ranks of a node, or the rank alone.
-                lengths[inter, node[rank] if inter else rank][sequence][rank] = length
+            length = runs_of(of_rank)[-1][0]
+            inter = any(other != node[rank] and token < length for other, token in first.items())
+            lengths[sequence][rank] = inter, length
+            of_sequence = total[inter, node[rank] if inter else rank]
+            of_sequence[sequence] = max(of_sequence[sequence], length)
     members = [node.count(number) for number in range(max(node) + 1)]
-    found = []
-    for (inter, common), by_number in lengths.items():
-        total = sum(max(of_ranks.values()) for of_ranks in by_number.values())
-        turns = int(number_of_turns(total // members[common] if inter else total, turn_tokens[inter]))
-        for sequence, of_ranks in by_number.items():
-            longest = max(of_ranks.values())
-            ends = [_whole_tiles(longest * turn / turns) for turn in range(1, turns)] + [longest]
-            for rank, length in of_ranks.items():
-                begin = 0
-                for turn, end in enumerate(ends):
-                    if (stop := min(end, length)) > begin:
-                        found.append(Need(sequence, begin, stop, rank, inter, turn))
-                        begin = stop
-    return sorted(found, key=lambda need: (need.turn, need.inter, need))
+    tokens = {key: sum(found.values()) // (members[key[1]] if key[0] else 1) for key, found in total.items()}
+    turns = {key: int(number_of_turns(tokens[key], turn_tokens[key[0]])) for key in total}
+    turns_of_inter = max((number for (inter, _), number in turns.items() if inter), default=1)
+    pieces, before = [], 0
+    for sequence, shards in by_number.items():
+        for shard in shards:
+            needers: dict[tuple[bool, int], list[int]] = defaultdict(list)
+            for rank, (inter, length) in lengths[sequence].items():
+                if length > shard.start and rank != shard.rank:
+                    needers[inter, node[rank] if inter else rank].append(rank)
+            for (inter, which), ranks in needers.items():
+                number = turns_of_inter if inter else turns[inter, which]
+                for turn, (begin, stop) in enumerate(_slices(shard.tokens, number, before % TILE)):
+                    if begin < stop:
+                        tokens_of = sequence, shard.start + begin, shard.start + stop, shard.rank
+                        of_node = which if inter else node[which]
+                        pieces.append(_Piece(inter, turn, of_node, tuple(sorted(ranks)), *tokens_of))
+            before += shard.tokens
+    return sorted(pieces)
 
 
-def _whole_tiles(tokens: float) -> int:
-    return int(tokens / TILE + 0.5) * TILE
+def _slices(tokens: int, number: int, phase: int) -> Iterator[Range]:
+    """Ranges of tokens, cut at whole tiles. phase: of the rounding, so that short shards do not all fall into one."""
+    cuts = [min(tokens, (tokens * turn // number + phase) // TILE * TILE) for turn in range(number)]
+    return pairwise([0, *cuts[1:], tokens])
 
 
-def _entering(
-    needs: Iterable[Need], shards: _Shards, node: Sequence[int], level: bool
-) -> Iterator[tuple[bool, int, _Piece, int | None]]:
-    """(inter, turn, piece, receiver) of all tokens that come to a rank; no receiver where the holder is on the node.
-
-    level: whether a rank may receive what only others need.
-    """
-    together: dict[tuple[bool, int, int], dict[int, list[Need]]] = defaultdict(lambda: defaultdict(list))
-    for need in needs:
-        together[need.inter, need.turn, node[need.rank]][need.sequence].append(need)
-    receivers: dict[int, _Receivers] = {}
-    for (inter, turn, number), by_number in sorted(together.items(), key=lambda item: item[0]):
-        far: list[_Piece] = []
-        for sequence in sorted(by_number):
-            for piece in _pieces(sequence, by_number[sequence], shards[sequence]):
-                if node[piece.holder] == number:
-                    yield inter, turn, piece, None
-                else:
-                    far.append(piece)
-        if far:
-            if number not in receivers:
-                receivers[number] = _Receivers([rank for rank, its in enumerate(node) if its == number], level)
-            for piece, receiver in receivers[number].divide(far):
-                yield inter, turn, piece, receiver
+def _in_windows(plan: SequencePlan, node: Sequence[int]) -> list[_Piece]:
+    """What ranks need of each shard, all in one turn."""
+    found = reaches(plan)
+    inter = {
+        (reach.sequence, reach.rank)
+        for reach in found
+        if any(node[shard.rank] != node[reach.rank] for shard in reach.holders)
+    }
+    together: dict[tuple[int, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for sequence, begin, stop, rank, _ in found:
+        together[sequence, (sequence, rank) in inter, node[rank]].append((begin, stop, rank))
+    shards = by_sequence(shard for shard in plan.attention if shard.sequence in {reach.sequence for reach in found})
+    return sorted(
+        _Piece(far, 0, number, ranks, sequence, begin, stop, holder)
+        for (sequence, far, number), ranges in together.items()
+        for begin, stop, holder, ranks in _cut(ranges, shards[sequence])
+    )
 
 
-def _pieces(sequence: int, needs: Sequence[Need], shards: Sequence[Shard]) -> Iterator[_Piece]:
-    """Tokens that ranks of one node need, cut where the holder or the ranks change."""
-    ends = sorted({end for need in needs for end in need[1:3]})
+def _cut(
+    ranges: Sequence[tuple[int, int, int]], shards: Sequence[Shard]
+) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    """(begin, stop, holder, ranks) of tokens in ranges (begin, stop, rank), cut where holder or ranks change."""
+    ends = sorted({end for one in ranges for end in one[:2]})
     for shard in shards:
-        cuts = [shard.start, *(end for end in ends if shard.start < end < shard.stop), shard.stop]
-        for begin, stop in pairwise(cuts):
-            needers = {n.rank for n in needs if n.begin <= begin and stop <= n.stop and n.rank != shard.rank}
-            if needers:
-                yield _Piece(sequence, begin, stop, shard.rank, tuple(sorted(needers)))
+        for begin, stop in pairwise([shard.start, *(e for e in ends if shard.start < e < shard.stop), shard.stop]):
+            ranks = {rank for first, last, rank in ranges if first <= begin and stop <= last and rank != shard.rank}
+            if ranks:
+                yield begin, stop, shard.rank, tuple(sorted(ranks))
+
+
+def _entering(pieces: Iterable[_Piece], node: Sequence[int], *, level: bool) -> Iterator[tuple[_Piece, int]]:
+    """Pieces that come from another node, and the rank that receives them. level: as in `_Receivers`."""
+    together: dict[tuple[int, int], list[_Piece]] = defaultdict(list)
+    for piece in pieces:
+        if node[piece.holder] != piece.node:
+            together[piece.turn, piece.node].append(piece)
+    receivers: dict[int, _Receivers] = {}
+    for (_, number), of_turn in sorted(together.items()):
+        if number not in receivers:
+            receivers[number] = _Receivers([rank for rank, its in enumerate(node) if its == number], level)
+        yield from receivers[number].divide(of_turn)
 
 
 class _Receivers:
@@ -203,7 +199,7 @@ class _Receivers:
         """The pieces of a turn, cut where the receiver changes: a rank that needs the tokens, while it has room."""
         self._total += sum(piece.stop - piece.begin for piece in pieces)
         most = -(-self._total // len(self._load) // TILE) * TILE if self._level else self._total
-        for piece in sorted(pieces, key=lambda piece: (len(piece.needers), piece)):
+        for piece in sorted(pieces, key=lambda piece: (len(piece.needers), piece.needers, piece)):
             begin = piece.begin
             while begin < piece.stop:
                 receiver = min(piece.needers, key=self._load.__getitem__)

@@ -21,6 +21,7 @@ __all__ = [
     "TO_ATTENTION",
     "TO_LINEAR",
     "Call",
+    "Chain",
     "Compute",
     "Kind",
     "Messages",
@@ -143,6 +144,15 @@ class Start(NamedTuple):
     group: TransferGroup
 
 
+class Chain(NamedTuple):
+    """Start transfer groups one after another, each once the one before has come, beside the steps that follow.
+
+    So keys are sent on when they come, however long the rank computes meanwhile.
+    """
+
+    groups: tuple[TransferGroup, ...]
+
+
 class Wait(NamedTuple):
     """Wait until the messages of a transfer group have been sent and received."""
 
@@ -161,7 +171,7 @@ class Compute(NamedTuple):
     call: int | None = None
 
 
-ProgramStep = Start | Wait | Compute
+ProgramStep = Start | Chain | Wait | Compute
 
 
 @dataclass(frozen=True)
@@ -201,14 +211,16 @@ class Program:
                 f"{_span(task.queries)} x {'+'.join(map(_span, task.all_keys))}{' causal' if task.causal else ''}"
                 for task in step.tasks
             )
-        scope = "inter-node" if step.group.inter else "intra-node"
-        name = f"{step.group.kind} {scope}" + (f" round {step.group.round}" if step.group.round else "")
         if isinstance(step, Wait):
-            return f"wait for {name}"
-        messages = self.messages[step.group]
+            return f"wait for {_name(step.group)}"
+        groups = step.groups if isinstance(step, Chain) else (step.group,)
+        return "start " + ", then ".join(f"{_name(group)}: {self._moved(group)}" for group in groups)
+
+    def _moved(self, transfer_group: TransferGroup) -> str:
+        messages = self.messages[transfer_group]
         moved = [f"{_spans(message)} to {message.peer}" for message in messages.sends]
         moved += [f"{_spans(message)} from {message.peer}" for message in messages.receives]
-        return f"start {name}: {', '.join(moved)}"
+        return ", ".join(moved)
 
 
 def layout_change(
@@ -256,6 +268,11 @@ def _call(tasks: tuple[Task, ...]) -> Call:
     key_lengths = tuple(sum(stop - start for start, stop in task.all_keys) for task in tasks)
     pieces = Pieces(lengths, key_lengths, tasks[0].causal, window=tasks[0].window)
     return Call(tuple(join_adjacent(queries)), tuple(join_adjacent(keys)), pieces, tasks[0].merges)
+
+
+def _name(transfer_group: TransferGroup) -> str:
+    scope = "inter-node" if transfer_group.inter else "intra-node"
+    return f"{transfer_group.kind} {scope}" + (f" round {transfer_group.round}" if transfer_group.round else "")
 
 
 def _span(rows: Rows) -> str:

@@ -4,6 +4,9 @@ The messages of a transfer group, one for each peer, consist of ranges of rows. 
 receives first, because gloo holds back a receive that is posted after a send to the same rank. Adjacent rows are sent
 and received in place; others are packed, those of all messages of a group in one operation.
 
+Transfer groups can also start one after another, each once the one before has come (`Transport.chain`): on a GPU on a
+stream of their own, elsewhere in a thread.
+
 With a route, messages between nodes go in slices over other ranks, which relay them. On a GPU relaying is the order of
 transfers on the communicator's stream. Elsewhere a thread relays; it sleeps until a slice has arrived.
 """
@@ -22,7 +25,7 @@ from balancing.sequences.engine.call_rows import MessageRows
 from balancing.sequences.engine.program import Messages
 from balancing.sequences.engine.routing import Slice
 
-__all__ = ["NOTHING_LISTED", "Dtypes", "Pending", "Transport", "dtype_of"]
+__all__ = ["NOTHING_LISTED", "Chained", "Dtypes", "Pending", "Transport", "dtype_of"]
 
 Dtypes = Mapping[int, torch.dtype]  # by peer
 NOTHING_LISTED = MessageRows(None, None, None, None)  # all rows are adjacent
@@ -86,6 +89,35 @@ class Pending:
         self.works, self.arriving, self.sent = [], [], []
 
 
+class Chained:
+    """A transfer group of a chain, with `wait` as that of `Pending`."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self.on_cuda = on_cuda
+        self.event: torch.cuda.Event | None = None  # recorded when the group has come
+        self._came = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Say that the group has come, or why it will not."""
+        self._error = error
+        self._came.set()
+
+    @property
+    def came(self) -> bool:
+        """Whether the group has come, on the host."""
+        return self._came.is_set()
+
+    def wait(self) -> None:
+        """Return when all messages are sent and received; on a GPU the current stream waits."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+            return
+        self._came.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class Transport:
     """Starts messages on one communicator, that of `process_group` (all ranks by default). rank: in the group."""
 
@@ -94,6 +126,7 @@ class Transport:
         assert self.process_group is not None, "torch.distributed is initialized"
         self.rank = dist.get_rank(self.process_group)
         self._ranks = dist.get_process_group_ranks(self.process_group)
+        self._stream: torch.cuda.Stream | None = None  # of chains
         connect(self.process_group)
 
     @named("transfer of keys and values")
@@ -153,6 +186,25 @@ class Transport:
         else:
             self._on_host(pending, direct, slices, (sends, receives), tag)
         return pending
+
+    def chain(self, starts: Sequence[Callable[[], Pending]], device: torch.device) -> list[Chained]:
+        """Transfer groups one after another, each started once the one before has come.
+
+        starts: of each group, what calls `start`. Their tensors must live until all groups have been waited for.
+        device: of the tensors.
+        """
+        found = [Chained(device.type == "cuda") for _ in starts]
+        if device.type != "cuda":
+            threading.Thread(target=_run_chain, args=(starts, found), daemon=True).start()
+            return found
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for start, chained in zip(starts, found, strict=True):
+                start().wait()
+                chained.event = torch.cuda.Event()
+                chained.event.record()
+        return found
 
     def _on_host(
         self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
@@ -215,6 +267,17 @@ class Transport:
 
     def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._ranks[peer], self.process_group, tag)
+
+
+def _run_chain(starts: Sequence[Callable[[], Pending]], found: Sequence[Chained]) -> None:
+    try:
+        for start, chained in zip(starts, found, strict=True):
+            start().wait()
+            chained.finish()
+    except BaseException as error:  # raised again by `wait` of all that have not come
+        for chained in found:
+            if not chained.came:
+                chained.finish(error)
 
 
 def dtype_of(piece: Slice, dtypes: Dtypes) -> torch.dtype:
