@@ -3,7 +3,9 @@
 A rank needs each sequence up to its own last tokens. These keys arrive in a few turns of about as many tokens
 (`balancing.sequences.rounds`), and all of the rank's queries meet the keys of one turn while the next is under way. In
 the backward pass the gradients of a turn's keys are complete when the turn is computed, and are sent back while the
-next one is. A turn has a part of every shard, so in every turn all ranks that hold keys send some of them.
+next one is. A turn has a part of every shard, so in every turn all ranks that hold keys send some of them. The first
+turn and the last are half as long as the others: before the first keys come, and after the last have been computed,
+there may be nothing to do.
 
 A key that ranks of a node need enters the node once: one of them receives it over the network and sends copies inside
 the node. Receivers are chosen so that all ranks of a node receive equally many keys from other nodes, so all of its
@@ -23,6 +25,8 @@ from balancing.sequences.sequence_plan import Range, SequencePlan, Shard, by_seq
 from balancing.sequences.window import reaches
 
 __all__ = ["Gathering", "Transfer", "gathering"]
+
+_PHASE = 79  # by which the rounding of turns differs from shard to shard, in tokens
 
 
 class Transfer(NamedTuple):
@@ -116,7 +120,7 @@ def _in_turns(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) 
     tokens = {key: sum(found.values()) // (members[key[1]] if key[0] else 1) for key, found in total.items()}
     turns = {key: int(number_of_turns(tokens[key], turn_tokens[key[0]])) for key in total}
     turns_of_inter = max((number for (inter, _), number in turns.items() if inter), default=1)
-    pieces, before = [], 0
+    pieces, number_of_shard = [], 0
     for sequence, shards in by_number.items():
         for shard in shards:
             needers: dict[tuple[bool, int], list[int]] = defaultdict(list)
@@ -125,19 +129,22 @@ def _in_turns(plan: SequencePlan, node: Sequence[int], turn_tokens: TurnTokens) 
                     needers[inter, node[rank] if inter else rank].append(rank)
             for (inter, which), ranks in needers.items():
                 number = turns_of_inter if inter else turns[inter, which]
-                for turn, (begin, stop) in enumerate(_slices(shard.tokens, number, before % TILE)):
+                for turn, (begin, stop) in enumerate(_slices(shard.tokens, number, number_of_shard * _PHASE % TILE)):
                     if begin < stop:
                         tokens_of = sequence, shard.start + begin, shard.start + stop, shard.rank
                         of_node = which if inter else node[which]
                         pieces.append(_Piece(inter, turn, of_node, tuple(sorted(ranks)), *tokens_of))
-            before += shard.tokens
+            number_of_shard += 1
     return sorted(pieces)
 
 
 def _slices(tokens: int, number: int, phase: int) -> Iterator[Range]:
-    """Ranges of tokens, cut at whole tiles. phase: of the rounding, so that short shards do not all fall into one."""
-    cuts = [min(tokens, (tokens * turn // number + phase) // TILE * TILE) for turn in range(number)]
-    return pairwise([0, *cuts[1:], tokens])
+    """Ranges of tokens of a shard, one a turn, cut at whole tiles. The first and the last turn have half as many tokens
+    as the others. phase: of the rounding, so that short shards do not all fall into one turn."""
+    shares = [max(0, 2 * turn - 1) for turn in range(number)] if number > 2 else range(number)
+    whole = 2 * (number - 1) if number > 2 else number
+    tiles = [max(0, -((phase - tokens * share // whole) // TILE)) for share in shares]
+    return pairwise([0, *(min(tokens, at * TILE) for at in tiles[1:]), tokens])
 
 
 def _in_windows(plan: SequencePlan, node: Sequence[int]) -> list[_Piece]:
