@@ -57,7 +57,7 @@ _ATTENTION_ACHIEVED = 0.6  # FLOP/s of flash attention over those of large matri
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
 # Shares of transfers that stayed exposed although there was compute enough, on the emulated cluster
 # (benchmarks/log/2026-11-20-sequences-emulated.md).
-_NEVER_HIDDEN = {"ring": 0.2, "gather": 0.4}
+_NEVER_HIDDEN = {"ring": 0.2, "gather": 0.2}
 # Least share of attention's time to save by routing. Hops have a cost: below this nothing was saved (same file).
 _ROUTING_SAVES = 0.2
 _REST = 75  # operations of the host for the rest of a dense layer, about 25 forward and 50 backward
@@ -197,9 +197,11 @@ def kv_seconds(
     gradient_width: as in `step_cost`.
     """
     forward = link_tokens_seconds(moved.near, moved.far, token_bytes, cluster, routed)
-    if gradient_width is not None or "ring" not in exchange:
-        return forward, (1 + (gradient_width or 1.0)) * forward
-    near, far = moved.near * (1 + _SUM_WIDTH), moved.far * 2.0
+    near_width = far_width = gradient_width or 1.0
+    if gradient_width is None and "ring" in exchange:
+        near_width = _SUM_WIDTH
+    # Gradients go the other way, from the ranks that received keys to those that sent them.
+    near, far = moved.near + near_width * moved.near[::-1], moved.far + far_width * moved.far[::-1]
     return forward, link_tokens_seconds(near, far, token_bytes, cluster, routed)
 
 
@@ -298,7 +300,9 @@ def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) 
     """Seconds of the exchange in one layer that compute does not hide. compute: seconds of the forward pass."""
     forward, backward = exchange
     beyond = max(0.0, forward - compute) + max(0.0, backward - _ATTENTION_BACKWARD * compute)
-    return max(beyond, _never_hidden(plan) * (forward + backward))
+    never = _never_hidden(plan) * (forward + backward)
+    # Gathered, the first keys and the last gradients are exposed besides; the round that a ring waits for is beyond.
+    return beyond + never if "gather" in plan.exchange else max(beyond, never)
 
 
 def _never_hidden(plan: SequencePlan) -> float:
