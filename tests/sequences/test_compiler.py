@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,6 @@ from balancing.sequences.engine.call_rows import make_table, rows_on_device
 from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.internode_traffic import internode_traffic
 from balancing.sequences.engine.program import (
-    Chain,
     Compute,
     Messages,
     Program,
@@ -93,55 +92,34 @@ def _simulate(ranks: list[Simulated], *, backward: bool) -> None:
         exchange = ranks[rank].program.messages[group]
         return {m.peer: [rows[slice(*r)].copy() for r in m.rows] for m in exchange.sends}
 
-    def start(rank: int, group: TransferGroup) -> None:
-        for peer, rows in contents(rank, group).items():
-            sent[group, rank, peer] = rows
-
-    def wait(rank: int, group: TransferGroup) -> Iterator[None]:
-        one, exchange = ranks[rank], ranks[rank].program.messages[group]
-        while any((group, m.peer, rank) not in sent for m in exchange.receives):
-            yield
-        for peer, rows in contents(rank, group).items():
-            assert all((a == b).all() for a, b in zip(rows, sent[group, rank, peer], strict=True))
-        for message in exchange.receives:
-            came = np.concatenate(sent[group, message.peer, rank])
-            assert len(came) == message.tokens
-            into = one.rows(group)
-            for first, stop in message.rows:
-                into[first:stop] = came[: stop - first] + (into[first:stop] if exchange.adds else 0)
-                came = came[stop - first :]
-
-    def chain(rank: int, groups: Sequence[TransferGroup]) -> Iterator[None]:
-        for group in groups:
-            start(rank, group)
-            yield from wait(rank, group)
-            done.add((rank, group))
-            steps[rank] += 1
-
     def run(rank: int) -> Iterator[None]:
-        one, chained = ranks[rank], set[TransferGroup]()
+        one = ranks[rank]
         for step in one.program.backward if backward else one.program.forward:
             steps[rank] += 1
             if isinstance(step, Compute):
                 one.compute(step)
-            elif isinstance(step, Start):
-                start(rank, step.group)
-            elif isinstance(step, Chain):
-                chained |= set(step.groups)
-                running[rank, "chain"] = chain(rank, step.groups)
-            elif step.group in chained:
-                while (rank, step.group) not in done:
-                    yield
-            else:
-                yield from wait(rank, step.group)
+                continue
+            if isinstance(step, Start):
+                for peer, rows in contents(rank, step.group).items():
+                    sent[step.group, rank, peer] = rows
+                continue
+            exchange = one.program.messages[step.group]
+            while any((step.group, m.peer, rank) not in sent for m in exchange.receives):
+                yield
+            for peer, rows in contents(rank, step.group).items():
+                assert all((a == b).all() for a, b in zip(rows, sent[step.group, rank, peer], strict=True))
+            for message in exchange.receives:
+                came = np.concatenate(sent[step.group, message.peer, rank])
+                assert len(came) == message.tokens
+                into = one.rows(step.group)
+                for start, stop in message.rows:
+                    into[start:stop] = came[: stop - start] + (into[start:stop] if exchange.adds else 0)
+                    came = came[stop - start :]
 
-    done: set[tuple[int, TransferGroup]] = set()
-    running: dict[tuple[int, str], Iterator[None]] = {(rank, "steps"): run(rank) for rank in range(len(ranks))}
+    running = {rank: run(rank) for rank in range(len(ranks))}
     while running:
         before = sum(steps)
-        for key, program in list(running.items()):
-            if next(program, "done") == "done":
-                del running[key]
+        running = {rank: program for rank, program in running.items() if next(program, "done") != "done"}
         assert not running or sum(steps) > before, f"ranks {list(running)} wait in a circle"
 
 
@@ -243,10 +221,6 @@ def _check_calls(program: Program) -> None:
             assert (added == 1).all()
 
 
-def _started(step: ProgramStep) -> tuple[TransferGroup, ...]:
-    return step.groups if isinstance(step, Chain) else (step.group,) if isinstance(step, Start) else ()
-
-
 def _numbers(index: slice | torch.Tensor) -> slice | np.ndarray:
     return index if isinstance(index, slice) else index.numpy()
 
@@ -258,7 +232,7 @@ def test_two_ranks_start_their_common_stages_in_one_order(lengths, seed, exchang
     plan = random_plan(lengths, 6, seed, exchange=exchange)
     programs = [make_program(plan, rank, nodes_of(6, 3)) for rank in range(6)]
     for name in ("forward", "backward"):
-        orders = [[group for step in getattr(program, name) for group in _started(step)] for program in programs]
+        orders = [[s.group for s in getattr(program, name) if isinstance(s, Start)] for program in programs]
         for one in orders:
             for other in orders:
                 assert [s for s in one if s in other] == [s for s in other if s in one]
@@ -309,21 +283,21 @@ def test_a_key_enters_a_node_once_over_equally_loaded_ranks(lengths, shape, seed
 
 
 def test_a_copy_is_sent_under_the_next_transfer() -> None:
-    """Both ranks of node 1 need the 32 tokens of node 0, in two turns: each receives a part and sends it on."""
+    """Both ranks of node 1 need the 32 tokens of node 0, in two turns: each receives a part and copies it to the
+    other."""
     shards = (Shard(0, 0, 32, 0), Shard(0, 32, 40, 2), Shard(0, 40, 48, 3))
     plan = SequencePlan((48,), 4, "test", shards, shards, ("gather",))
-    lines = str(make_program(plan, 2, nodes_of(4, 2), turn_tokens=TurnTokens(1, 10))).splitlines()
+    program = make_program(plan, 2, nodes_of(4, 2), turn_tokens=TurnTokens(1, 10))
+    assert program.chained == tuple(TransferGroup("gather", True, turn) for turn in range(3))
+    lines = str(program).splitlines()
     backward = lines.index("backward:")
-    chain = [
-        "gather inter-node: 0-4 to 3, 8-16 from 0",
-        "gather inter-node round 1: 4-16 to 3, 24-32 from 0, 16-24 from 3",
-        "gather inter-node round 2: 24-32 to 3, 32-40 from 3",
-    ]
     assert lines[2:backward] == [
-        "  start " + ", then ".join(chain),
+        "  start gather inter-node: 0-4 to 3, 8-16 from 0",
         "  compute 0-8 x 0-8 causal",
         "  wait for gather inter-node",
+        "  start gather inter-node round 1: 4-16 to 3, 24-32 from 0, 16-24 from 3",
         "  wait for gather inter-node round 1",
+        "  start gather inter-node round 2: 24-32 to 3, 32-40 from 3",
         "  compute 0-8 x 8-24",
         "  wait for gather inter-node round 2",
         "  compute 0-8 x 24-40",
@@ -474,7 +448,7 @@ def test_a_proxy_takes_part_in_rounds_of_a_ring_it_is_not_in() -> None:
     relays = list(routes(plan, 1, cluster, lambda group: 4096, 2))
     assert relays
     program = make_program(plan, 1, cluster, relays=relays)
-    assert {group for step in (*program.forward, *program.backward) for group in _started(step)} == set(relays)
+    assert {step.group for step in (*program.forward, *program.backward) if isinstance(step, Start)} == set(relays)
 
 
 @pytest.mark.parametrize("kind", ["gather", "return"])
@@ -486,6 +460,6 @@ def test_a_proxy_takes_part_in_one_direction_alone(kind) -> None:
     assert group in internode_traffic(plan, cluster)
     program = make_program(plan, 1, cluster, relays=[group])
     forward, backward = (
-        [group for step in steps for group in _started(step)] for steps in (program.forward, program.backward)
+        [step.group for step in steps if isinstance(step, Start)] for steps in (program.forward, program.backward)
     )
     assert backward == [group] and forward == ([group] if kind == "gather" else [])

@@ -11,6 +11,7 @@ There is no dropout: its masks would have to be the same under every plan.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ from balancing.sequences.engine.call_rows import CallRows, DeviceRows, rows_on_d
 from balancing.sequences.engine.kernels import Kernel, accumulation_dtype, choose_kernel, sink_gradient, with_sink
 from balancing.sequences.engine.latents import Projection, is_received, rows_of_keys, shared_size
 from balancing.sequences.engine.merging import choose_add, choose_merge
-from balancing.sequences.engine.program import Chain, Compute, ProgramStep, Start, TransferGroup
+from balancing.sequences.engine.program import Compute, ProgramStep, Start, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
-from balancing.sequences.engine.transport import Chained, Pending, Transport
+from balancing.sequences.engine.transport import Pending, Transport
 from balancing.sequences.sequence_plan import SequencePlan
 
 __all__ = ["SequenceAttention"]
@@ -213,17 +214,22 @@ class _Pass:
         self.sent = kv if latents is None else latents  # the workspace whose rows travel
         self.received = () if projection is None else is_received(call.rank_program.program)
         self.dtype = accumulation_dtype(q.dtype)
-        self.moving: dict[TransferGroup, Pending | Chained] = {}
+        self.moving: dict[TransferGroup, Pending] = {}
         self._taken: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
     def steps(self, steps: tuple[ProgramStep, ...]) -> None:
+        chained = self.call.rank_program.program.chained
+        chain = self.call.chain(self.sent, self.q.dtype)
         for step in steps:
             if isinstance(step, Compute):
                 self.compute(step)
+            elif step.group in chained:
+                if isinstance(step, Start):
+                    chain.start(step.group)
+                else:
+                    self.call.statistics.timed_wait(partial(chain.wait, step.group), chain.on_cuda)
             elif isinstance(step, Start):
                 self.moving[step.group] = self.call.start(step.group, self.rows_of(step.group), self.q.dtype)
-            elif isinstance(step, Chain):
-                self.moving |= self.call.chain(step.groups, self.sent, self.q.dtype)
             else:
                 self.call.statistics.wait(self.moving.pop(step.group))
         assert not self.moving, "what is started is waited for"

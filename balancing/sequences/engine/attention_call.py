@@ -14,7 +14,7 @@ from balancing.sequences.engine.kernels import Kernel
 from balancing.sequences.engine.program import TO_ATTENTION, TO_LINEAR, Kind, Messages, TransferGroup
 from balancing.sequences.engine.rank_program import RankProgram
 from balancing.sequences.engine.routing import Slice
-from balancing.sequences.engine.transport import NOTHING_LISTED, Chained, Dtypes, Pending, Transport, dtype_of
+from balancing.sequences.engine.transport import NOTHING_LISTED, Chain, Dtypes, Pending, Transport, dtype_of
 
 __all__ = ["AttentionCall", "Statistics"]
 
@@ -45,20 +45,24 @@ class Statistics:
         self._marks.clear()
         return self._waited
 
-    def wait(self, pending: Pending | Chained) -> None:
+    def wait(self, pending: Pending) -> None:
         """Wait for transfers and count the time."""
-        if pending.on_cuda and not self.timed:
-            pending.wait()
+        self.timed_wait(pending.wait, pending.on_cuda)
+
+    def timed_wait(self, wait: Callable[[], None], on_cuda: bool) -> None:
+        """Wait for transfers by `wait` and count the time. on_cuda: whether the current stream waits."""
+        if on_cuda and not self.timed:
+            wait()
             return
-        if pending.on_cuda:
+        if on_cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            pending.wait()
+            wait()
             end.record()
             self._marks.append((begin, end))
             return
         start = time.perf_counter()
-        pending.wait()
+        wait()
         self._waited += time.perf_counter() - start
 
 
@@ -94,12 +98,11 @@ class AttentionCall:
         """
         return self._prepare(transfer_group, rows, dtype)()
 
-    def chain(
-        self, transfer_groups: Sequence[TransferGroup], rows: torch.Tensor, dtype: torch.dtype
-    ) -> dict[TransferGroup, Chained]:
-        """Start transfer groups one after another, each once the one before has come; as in `start`."""
-        starts = [self._prepare(transfer_group, rows, dtype) for transfer_group in transfer_groups]
-        return dict(zip(transfer_groups, self.transport.chain(starts, rows.device), strict=True))
+    def chain(self, rows: torch.Tensor, dtype: torch.dtype) -> Chain:
+        """What starts the program's transfer groups of keys that ranks send on. rows, dtype: as in `start`."""
+        groups = self.rank_program.program.chained
+        stream = self.transport.stream(rows.device) if groups and rows.is_cuda else None
+        return Chain({group: self._prepare(group, rows, dtype) for group in groups}, stream)
 
     def _prepare(self, transfer_group: TransferGroup, rows: torch.Tensor, dtype: torch.dtype) -> Callable[[], Pending]:
         """Count the messages of a transfer group; returns what starts them."""

@@ -135,7 +135,8 @@ class _Builder:
             {inter: rounds.region for inter, rounds in self.rounds.items()},
         )
         calls, (forward, backward) = in_calls(forward_steps(work), backward_steps(work))
-        return Program(self.rank, self.own_shards, self.rows, self.messages, calls, forward, backward)
+        gathers = sorted(group for group in self.messages if group.kind == "gather" and group.inter and copies)
+        return Program(self.rank, self.own_shards, self.rows, self.messages, calls, forward, backward, tuple(gathers))
 
     def _own_windows(self, sequence: int, window: int, local: bool) -> None:
         """Add tasks of own queries whose windows hold own keys alone: all of a run but its first, if it has any."""

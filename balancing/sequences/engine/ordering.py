@@ -6,8 +6,8 @@ Transfers between nodes start first, because they are the slowest (Zeppelin, arX
 the local sequences is kept for later, to be computed while a round or the last gradients are under way. So a pass makes
 two calls more than it has rounds.
 
-Keys that ranks send on (`gather`) come in a chain of transfer groups, which does not wait for computation; otherwise a
-rank that is busy with its own tokens would keep others waiting.
+Keys that ranks send on (`gather`) do not wait for computation, or a rank that is busy with its own tokens would keep
+others waiting: the transfer groups that bring and copy them follow each other by themselves (`Program.chained`).
 
 All ranks start transfer groups in one order: a group that a rank waits for was started before any group that another
 rank starts after a wait. So ranks cannot wait for each other in a circle, and a communicator that runs transfers in the
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from balancing.sequences.engine.program import (
-    Chain,
     Compute,
     Kind,
     Messages,
@@ -83,25 +82,23 @@ class Work:
 
     def first_transfers(self) -> list[ProgramStep]:
         """Transfers that depend on nothing, the slowest first; two turns of gathering, since more would share links
-        with the turn that is waited for. With copies all turns, one after another."""
+        with the turn that is waited for."""
         steps: list[ProgramStep] = []
-        if self.copies:
-            gathers = [group for group in self.messages if group.kind == "gather"]
-            order = sorted(gathers, key=lambda group: (group.round, not group.inter))
-            steps += [Chain(tuple(order))] if order else []
-        else:
-            for turn in (0, 1):
-                for inter in (True, False):
-                    steps += self.start("gather", inter, turn)
+        for turn in (0, 1):
+            for inter in (True, False):
+                steps += self.start("gather", inter, turn) if turn < self.ahead(inter) else []
         for inter in (True, False):
             steps += self.start("ring", inter, 1)
         return steps
 
+    def ahead(self, inter: bool) -> int:
+        """Turns of gathering that are under way at a time. Copies must have come before they are sent on."""
+        return 1 if inter and self.copies else 2
+
     def gather(self, turn: int, inter: bool) -> list[ProgramStep]:
-        """Wait for the keys of a turn, start the turn after the next, and compute with those that have arrived."""
-        steps: list[ProgramStep] = [*self.wait("gather", inter, turn)]
-        if not self.copies:
-            steps += self.start("gather", inter, turn + 2)
+        """Wait for the keys of a turn, start a later one, and compute with those that have arrived."""
+        later = turn + self.ahead(inter)
+        steps = self.wait("gather", inter, turn) + self.start("gather", inter, later)
         return [*steps, compute(self.gathered.get(TransferGroup("gather", inter, turn), ()))]
 
 

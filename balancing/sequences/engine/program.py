@@ -21,7 +21,6 @@ __all__ = [
     "TO_ATTENTION",
     "TO_LINEAR",
     "Call",
-    "Chain",
     "Compute",
     "Kind",
     "Messages",
@@ -144,15 +143,6 @@ class Start(NamedTuple):
     group: TransferGroup
 
 
-class Chain(NamedTuple):
-    """Start transfer groups one after another, each once the one before has come, beside the steps that follow.
-
-    So keys are sent on when they come, however long the rank computes meanwhile.
-    """
-
-    groups: tuple[TransferGroup, ...]
-
-
 class Wait(NamedTuple):
     """Wait until the messages of a transfer group have been sent and received."""
 
@@ -171,7 +161,7 @@ class Compute(NamedTuple):
     call: int | None = None
 
 
-ProgramStep = Start | Chain | Wait | Compute
+ProgramStep = Start | Wait | Compute
 
 
 @dataclass(frozen=True)
@@ -184,6 +174,8 @@ class Program:
     messages: by transfer group.
     calls: of the kernel, in either pass.
     forward, backward: steps of the two passes.
+    chained: transfer groups that start one after another, each when the one before has come, whatever the rank computes
+        meanwhile: those of keys that ranks send on. Steps say only in which order groups start.
     """
 
     rank: int
@@ -193,6 +185,7 @@ class Program:
     calls: tuple[Call, ...]
     forward: tuple[ProgramStep, ...]
     backward: tuple[ProgramStep, ...]
+    chained: tuple[TransferGroup, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -211,16 +204,14 @@ class Program:
                 f"{_span(task.queries)} x {'+'.join(map(_span, task.all_keys))}{' causal' if task.causal else ''}"
                 for task in step.tasks
             )
+        scope = "inter-node" if step.group.inter else "intra-node"
+        name = f"{step.group.kind} {scope}" + (f" round {step.group.round}" if step.group.round else "")
         if isinstance(step, Wait):
-            return f"wait for {_name(step.group)}"
-        groups = step.groups if isinstance(step, Chain) else (step.group,)
-        return "start " + ", then ".join(f"{_name(group)}: {self._moved(group)}" for group in groups)
-
-    def _moved(self, transfer_group: TransferGroup) -> str:
-        messages = self.messages[transfer_group]
+            return f"wait for {name}"
+        messages = self.messages[step.group]
         moved = [f"{_spans(message)} to {message.peer}" for message in messages.sends]
         moved += [f"{_spans(message)} from {message.peer}" for message in messages.receives]
-        return ", ".join(moved)
+        return f"start {name}: {', '.join(moved)}"
 
 
 def layout_change(
@@ -268,11 +259,6 @@ def _call(tasks: tuple[Task, ...]) -> Call:
     key_lengths = tuple(sum(stop - start for start, stop in task.all_keys) for task in tasks)
     pieces = Pieces(lengths, key_lengths, tasks[0].causal, window=tasks[0].window)
     return Call(tuple(join_adjacent(queries)), tuple(join_adjacent(keys)), pieces, tasks[0].merges)
-
-
-def _name(transfer_group: TransferGroup) -> str:
-    scope = "inter-node" if transfer_group.inter else "intra-node"
-    return f"{transfer_group.kind} {scope}" + (f" round {transfer_group.round}" if transfer_group.round else "")
 
 
 def _span(rows: Rows) -> str:

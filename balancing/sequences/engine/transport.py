@@ -4,8 +4,8 @@ The messages of a transfer group, one for each peer, consist of ranges of rows. 
 receives first, because gloo holds back a receive that is posted after a send to the same rank. Adjacent rows are sent
 and received in place; others are packed, those of all messages of a group in one operation.
 
-Transfer groups can also start one after another, each once the one before has come (`Transport.chain`): on a GPU on a
-stream of their own, elsewhere in a thread.
+Transfer groups of a `Chain` start one after another, each once the one before has come, however long the rank computes:
+on a GPU on a stream of their own, elsewhere in a thread.
 
 With a route, messages between nodes go in slices over other ranks, which relay them. On a GPU relaying is the order of
 transfers on the communicator's stream. Elsewhere a thread relays; it sleeps until a slice has arrived.
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from balancing.messages import connect, start_message
 from balancing.ranges import named
 from balancing.sequences.engine.call_rows import MessageRows
-from balancing.sequences.engine.program import Messages
+from balancing.sequences.engine.program import Messages, TransferGroup
 from balancing.sequences.engine.routing import Slice
 
-__all__ = ["NOTHING_LISTED", "Chained", "Dtypes", "Pending", "Transport", "dtype_of"]
+__all__ = ["NOTHING_LISTED", "Chain", "Dtypes", "Pending", "Transport", "dtype_of"]
 
 Dtypes = Mapping[int, torch.dtype]  # by peer
 NOTHING_LISTED = MessageRows(None, None, None, None)  # all rows are adjacent
@@ -89,33 +89,69 @@ class Pending:
         self.works, self.arriving, self.sent = [], [], []
 
 
-class Chained:
-    """A transfer group of a chain, with `wait` as that of `Pending`."""
+class Chain:
+    """Transfer groups that start one after another, each once the one before has come.
 
-    def __init__(self, on_cuda: bool) -> None:
-        self.on_cuda = on_cuda
-        self.event: torch.cuda.Event | None = None  # recorded when the group has come
-        self._came = threading.Event()
+    starts: by transfer group in their order, what starts its messages.
+    stream: on which they are packed, sent and received, of a GPU; None for a thread of the host.
+
+    `start` is called for each group in order, and then `wait`. In a thread all groups follow from the first call. On a
+    GPU a group is put on the stream when `start` is called, so that all ranks put the transfers of a communicator in
+    one order, and before the computation that the group before it makes possible.
+    """
+
+    def __init__(
+        self, starts: Mapping[TransferGroup, Callable[[], Pending]], stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self.on_cuda = stream is not None
+        self._starts, self._stream = starts, stream
+        self._under_way: tuple[TransferGroup, Pending] | None = None
+        self._events: dict[TransferGroup, torch.cuda.Event] = {}
+        self._came = {transfer_group: threading.Event() for transfer_group in starts}
+        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Say that the group has come, or why it will not."""
-        self._error = error
-        self._came.set()
+    def start(self, transfer_group: TransferGroup) -> None:
+        """Start the messages of a group once those of the group before it have come."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self._finish()
+                self._under_way = transfer_group, self._starts[transfer_group]()
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
 
-    @property
-    def came(self) -> bool:
-        """Whether the group has come, on the host."""
-        return self._came.is_set()
-
-    def wait(self) -> None:
-        """Return when all messages are sent and received; on a GPU the current stream waits."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+    def wait(self, transfer_group: TransferGroup) -> None:
+        """Return when the messages of a group have come; on a GPU the current stream waits."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self._finish()
+            torch.cuda.current_stream().wait_event(self._events.pop(transfer_group))
             return
-        self._came.wait()
+        self._came[transfer_group].wait()
         if self._error is not None:
             raise self._error
+
+    def _finish(self) -> None:
+        """Let the stream wait for the group under way."""
+        if self._under_way is not None:
+            transfer_group, pending = self._under_way
+            pending.wait()
+            self._events[transfer_group] = torch.cuda.Event()
+            self._events[transfer_group].record()
+            self._under_way = None
+
+    def _run(self) -> None:
+        try:
+            for transfer_group, start in self._starts.items():
+                start().wait()
+                self._came[transfer_group].set()
+        except BaseException as error:  # raised again by `wait` of all that have not come
+            self._error = error
+        for came in self._came.values():
+            came.set()
 
 
 class Transport:
@@ -126,8 +162,13 @@ class Transport:
         assert self.process_group is not None, "torch.distributed is initialized"
         self.rank = dist.get_rank(self.process_group)
         self._ranks = dist.get_process_group_ranks(self.process_group)
-        self._stream: torch.cuda.Stream | None = None  # of chains
+        self._stream: torch.cuda.Stream | None = None
         connect(self.process_group)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of chains."""
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream
 
     @named("transfer of keys and values")
     def start(
@@ -186,25 +227,6 @@ class Transport:
         else:
             self._on_host(pending, direct, slices, (sends, receives), tag)
         return pending
-
-    def chain(self, starts: Sequence[Callable[[], Pending]], device: torch.device) -> list[Chained]:
-        """Transfer groups one after another, each started once the one before has come.
-
-        starts: of each group, what calls `start`. Their tensors must live until all groups have been waited for.
-        device: of the tensors.
-        """
-        found = [Chained(device.type == "cuda") for _ in starts]
-        if device.type != "cuda":
-            threading.Thread(target=_run_chain, args=(starts, found), daemon=True).start()
-            return found
-        self._stream = self._stream or torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            for start, chained in zip(starts, found, strict=True):
-                start().wait()
-                chained.event = torch.cuda.Event()
-                chained.event.record()
-        return found
 
     def _on_host(
         self, pending: Pending, direct: Sequence[dist.P2POp], slices: Sequence[Slice], ends: Ends, tag: int
@@ -267,17 +289,6 @@ class Transport:
 
     def _operation(self, kind: Callable, tensor: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._ranks[peer], self.process_group, tag)
-
-
-def _run_chain(starts: Sequence[Callable[[], Pending]], found: Sequence[Chained]) -> None:
-    try:
-        for start, chained in zip(starts, found, strict=True):
-            start().wait()
-            chained.finish()
-    except BaseException as error:  # raised again by `wait` of all that have not come
-        for chained in found:
-            if not chained.came:
-                chained.finish(error)
 
 
 def dtype_of(piece: Slice, dtypes: Dtypes) -> torch.dtype:

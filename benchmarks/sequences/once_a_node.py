@@ -1,0 +1,200 @@
+"""Keys and values over network cards, sent to each rank and once a node, and modelled steps of planners and peers.
+
+    python -m benchmarks.sequences.once_a_node [--quick] [--ranks N ...]
+
+Batches of documents as long as those of published training sets, 4k tokens a rank, nodes of 8 ranks; means over
+distributions and batches.
+
+- Traffic: tokens whose keys and values are sent over network cards in one layer, forward, over all tokens of the
+  batch; in brackets those that the fullest node receives, times nodes. "each rank": the rank that holds a key sends it
+  to every rank that needs it. "once": a key enters a node once, as the engine does it.
+- Planners: modelled seconds of a step over the physical limit. "bound": no plan with equal tokens is faster, since the
+  node with the last token of the longest document receives all of its keys but those that it holds itself.
+- Peers: all-gather (Llama 3, Megatron-LM's `all_gather`) by NCCL's rings, or in two levels, as fast as all cards of a
+  node carry it, and exposed, as Transformer Engine says it is; a2a+p2p (Transformer Engine), heads exchanged inside a
+  node and a ring between nodes.
+- ODC: whole documents of a step of 8 micro-batches of 32k tokens a rank, data-parallel ranks that meet once a step and
+  may have different numbers of micro-batches; communication is free. `data` is our domain, with equal micro-batches.
+
+Nothing is trained here. Takes about two minutes on one core, with --quick one.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from balancing.cluster import Cluster
+from balancing.sequences import AttentionShape, SequencePlan, kv_traffic, limit_seconds, plan_sequences, step_cost
+from balancing.sequences.cost import attention_seconds, kv_bytes, linear_seconds, tile_area
+from balancing.sequences.load import causal_area
+from balancing.sequences.sequence_plan import LatentShape
+from balancing.sequences.traffic import plan_links
+from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
+
+__all__ = ["all_gather_seconds", "bound_seconds", "main", "odc_seconds", "ulysses_ring_seconds"]
+
+_TOKENS = 4096  # a rank
+_MACHINES = {
+    "A800, MHA": ("a800-4x200g", AttentionShape(4096, 32, 32, 32, 11008)),
+    "H200, MHA": ("h200-8x400g", AttentionShape(4096, 32, 32, 32, 11008)),
+    "A800, GQA 8:1": ("a800-4x200g", AttentionShape(4096, 32, 4, 32, 14336)),
+    "H200, GQA 8:1": ("h200-8x400g", AttentionShape(4096, 32, 4, 32, 14336)),
+    "H200, MLA": ("h200-8x400g", AttentionShape(7168, 128, 128, 61, 18432, 192, 128, latent=LatentShape(512, 64))),
+}
+_COUNTED = ("A800, MHA", "H200, GQA 8:1")
+_PLANNERS = ("chunks", "zones", "auto")
+_ODC_SAMPLE, _ODC_MICRO_BATCHES = 32768, 8
+
+
+def all_gather_seconds(
+    lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, plan: SequencePlan, *, two_level: bool
+) -> float:
+    """Seconds of a step with an all-gather of all keys and values before attention, in either pass, and a
+    reduce-scatter of their gradients. NCCL's rings carry all tokens but a rank's over each cut between nodes; in two
+    levels a node receives what it does not hold. plan: the layout, every document over all ranks."""
+    ranks, nodes = cluster.world_size, cluster.nodes
+    entering = sum(lengths) * ((nodes - 1) / nodes if two_level else (ranks - 1) / ranks)
+    network = entering / (cluster.nics_per_node * cluster.nic_bandwidth) if nodes > 1 else 0.0
+    inside = sum(lengths) * (ranks - 1) / ranks / cluster.intra_node_bandwidth
+    seconds = max(network, inside) * kv_bytes(shape)
+    whole = replace(plan, exchange=tuple("gather" if exchange == "ring" else exchange for exchange in plan.exchange))
+    compute = attention_seconds(float(tile_area(whole).max()), cluster, shape)
+    return compute + linear_seconds(int(plan.linear_tokens.max()), cluster, shape) + shape.layers * 3 * seconds
+
+
+def ulysses_ring_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds of a step of Transformer Engine's a2a+p2p: ranks of a node exchange heads, as many ranks as there are
+    key-value heads at most, and act as one rank of a ring over all such groups."""
+    together = min(cluster.ranks_per_node, shape.kv_heads)
+    groups = cluster.ranks_per_node // together
+    ring = replace(
+        cluster,
+        ranks_per_node=groups,
+        intra_node_bandwidth=cluster.intra_node_bandwidth * together,
+        flops=cluster.flops * together,
+    )
+    plan = plan_sequences(lengths, ring, shape=shape, method="ring")
+    numbers = 2 * (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)  # of q, k, v and the output
+    exchanged = sum(lengths) / cluster.world_size * (together - 1) / together * numbers / cluster.intra_node_bandwidth
+    return step_cost(plan, ring, shape, gradient_width=1.0).total + shape.layers * 2 * exchanged
+
+
+def bound_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds below which no plan of equal tokens comes, since keys of the longest document must enter a node."""
+    held = sum(lengths) / cluster.nodes
+    enters = max(0.0, max(lengths) - held) * kv_bytes(shape) / (cluster.nics_per_node * cluster.nic_bandwidth)
+    attention = attention_seconds(causal_area(lengths), cluster, shape) / cluster.world_size / shape.layers
+    passes = attention / 3.5, attention * 2.5 / 3.5
+    linear = linear_seconds(sum(lengths), cluster, shape) / cluster.world_size
+    return linear + shape.layers * sum(max(each, enters) for each in passes)
+
+
+def odc_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
+    """Seconds of the fullest rank, with whole documents, the longest first, each on the rank that is done first."""
+    busy = np.zeros(cluster.world_size)
+    for length in sorted(lengths, reverse=True):
+        seconds = attention_seconds(causal_area([length]), cluster, shape) + linear_seconds(length, cluster, shape)
+        busy[int(busy.argmin())] += seconds
+    return float(busy.max())
+
+
+def _batches(ranks: int, number: int, tokens: int = _TOKENS) -> Iterator[tuple[str, Sequence[int]]]:
+    for name in DISTRIBUTIONS:
+        for batch in range(number):
+            yield name, draw_batch(name, tokens * ranks, np.random.default_rng(batch))
+
+
+def _over_network(plan: SequencePlan, cluster: Cluster) -> tuple[float, ...]:
+    """(all, fullest node x nodes) tokens over network cards, sent to each rank; then once a node."""
+    moved = kv_traffic(plan)
+    crossing = moved.crossing(cluster)
+    each = np.bincount(moved.target[crossing] // cluster.ranks_per_node, moved.tokens[crossing], cluster.nodes)
+    once = plan_links(plan, cluster).far[1].reshape(cluster.nodes, -1).sum(1)
+    return tuple(
+        float(what) / sum(plan.lengths) for found in (each, once) for what in (found.sum(), found.max() * cluster.nodes)
+    )
+
+
+def _traffic(sizes: Sequence[int], number: int) -> None:
+    print("tokens over network cards / all tokens (fullest node x nodes)")
+    print(f"{'':22}" + "".join(f"{f'{method}, {how}':>20}" for method in _PLANNERS for how in ("each rank", "once")))
+    for machine in _COUNTED:
+        preset, shape = _MACHINES[machine]
+        for ranks in sizes:
+            cluster = Cluster.preset(preset, nodes=ranks // 8)
+            cells = []
+            for method in _PLANNERS:
+                found = [
+                    _over_network(plan_sequences(lengths, cluster, shape=shape, method=method), cluster)
+                    for _, lengths in _batches(ranks, number)
+                ]
+                total, most, once, most_once = np.mean(found, 0)
+                cells += [f"{total:.2f} ({most:.2f})", f"{once:.2f} ({most_once:.2f})"]
+            print(f"{f'{machine}, {ranks}':22}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+
+
+def _times(sizes: Sequence[int], number: int) -> None:
+    rows = ("ring", "all-gather, rings", "all-gather, 2 levels", "a2a+p2p", "zones", "chunks", "auto", "bound")
+    print(f"\n{'modelled step / limit':45}" + "".join(f"{row:>21}" for row in rows) + "  chunks/auto, worst")
+    for machine, (preset, shape) in _MACHINES.items():
+        for ranks in sizes:
+            cluster = Cluster.preset(preset, nodes=ranks // 8)
+            found: dict[str, list[np.ndarray]] = {name: [] for name in DISTRIBUTIONS}
+            for name, lengths in _batches(ranks, number):
+                ring = plan_sequences(lengths, cluster, shape=shape, method="ring")
+                seconds = [
+                    step_cost(ring, cluster, shape, routed=False, gradient_width=1.0).total,
+                    *(all_gather_seconds(lengths, cluster, shape, ring, two_level=two) for two in (False, True)),
+                    ulysses_ring_seconds(lengths, cluster, shape),
+                ]
+                for method in ("zones", "chunks", "auto"):
+                    plan = plan_sequences(lengths, cluster, shape=shape, method=method)
+                    seconds.append(step_cost(plan, cluster, shape).total)
+                seconds.append(bound_seconds(lengths, cluster, shape))
+                found[name].append(np.array(seconds) / limit_seconds(lengths, cluster, shape))
+            means = {name: np.mean(figures, 0) for name, figures in found.items()}
+            worst = max(means, key=lambda name: means[name][5] / means[name][6])
+            shown = {**means, "all of these": np.mean(list(means.values()), 0)}
+            for name, figures in shown.items():
+                line = f"{f'{machine}, {ranks}, {name}':45}" + "".join(f"{figure:21.3f}" for figure in figures)
+                last = f"  {means[worst][5] / means[worst][6]:.3f} ({worst})" if name == "all of these" else ""
+                print(line + last, flush=True)
+
+
+def _odc(sizes: Sequence[int]) -> None:
+    print("\nwhole documents on data-parallel ranks that meet once a step (ODC), and `data`: modelled step / limit")
+    preset, shape = _MACHINES["H200, GQA 8:1"]
+    for ranks in sizes:
+        cluster = Cluster.preset(preset, nodes=ranks // 8)
+        for name in DISTRIBUTIONS:
+            random = np.random.default_rng(0)
+            step = [draw_batch(name, _ODC_SAMPLE * ranks, random) for _ in range(_ODC_MICRO_BATCHES)]
+            limit = sum(limit_seconds(lengths, cluster, shape) for lengths in step)
+            ours = sum(step_cost(plan_sequences(each, cluster, shape=shape), cluster, shape).total for each in step)
+            odc = odc_seconds([length for lengths in step for length in lengths], cluster, shape)
+            print(f"{ranks:4} ranks, {name:12} ODC {odc / limit:6.3f}  data {ours / limit:6.3f}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sequences.once_a_node", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="one batch of each distribution instead of two")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", default=[16, 64, 128], help="multiples of 8")
+    options = parser.parse_args(arguments)
+    if wrong := [ranks for ranks in options.ranks if ranks < 8 or ranks % 8]:
+        print(f"--ranks {wrong[0]} does not fill nodes of 8 ranks; give multiples of 8", file=sys.stderr)
+        return 2
+    number = 1 if options.quick else 2
+    _traffic(options.ranks, number)
+    _times(options.ranks, number)
+    _odc([ranks for ranks in options.ranks if ranks <= 64])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
