@@ -137,8 +137,8 @@ def _traffic(sizes: Sequence[int], number: int) -> None:
 
 
 def _times(sizes: Sequence[int], number: int) -> None:
-    rows = ("ring", "all-gather, rings", "all-gather, 2 levels", "a2a+p2p", "zones", "chunks", "auto", "bound")
-    print(f"\n{'modelled step / limit':45}" + "".join(f"{row:>21}" for row in rows) + "  chunks/auto, worst")
+    rows = ("ring", "AG rings", "AG 2 levels", "a2a+p2p", "zones", "chunks", "auto", "bound")
+    print(f"\n{'modelled step / limit':31}" + "".join(f"{row:>12}" for row in rows) + "  chunks/auto, worst")
     for machine, (preset, shape) in _MACHINES.items():
         for ranks in sizes:
             cluster = Cluster.preset(preset, nodes=ranks // 8)
@@ -159,7 +159,7 @@ def _times(sizes: Sequence[int], number: int) -> None:
             worst = max(means, key=lambda name: means[name][5] / means[name][6])
             shown = {**means, "all of these": np.mean(list(means.values()), 0)}
             for name, figures in shown.items():
-                line = f"{f'{machine}, {ranks}, {name}':45}" + "".join(f"{figure:21.3f}" for figure in figures)
+                line = f"{f'{machine}, {ranks}, {name}':31}" + "".join(f"{figure:12.3f}" for figure in figures)
                 last = f"  {means[worst][5] / means[worst][6]:.3f} ({worst})" if name == "all of these" else ""
                 print(line + last, flush=True)
 

@@ -135,7 +135,10 @@ class _Builder:
             {inter: rounds.region for inter, rounds in self.rounds.items()},
         )
         calls, (forward, backward) = in_calls(forward_steps(work), backward_steps(work))
-        gathers = sorted(group for group in self.messages if group.kind == "gather" and group.inter and copies)
+        gathers = sorted(
+            (group for group in self.messages if group.kind == "gather" and copies),
+            key=lambda group: (group.round, not group.inter),
+        )
         return Program(self.rank, self.own_shards, self.rows, self.messages, calls, forward, backward, tuple(gathers))
 
     def _own_windows(self, sequence: int, window: int, local: bool) -> None:

@@ -175,7 +175,7 @@ class Program:
     calls: of the kernel, in either pass.
     forward, backward: steps of the two passes.
     chained: transfer groups that start one after another, each when the one before has come, whatever the rank computes
-        meanwhile: those of keys that ranks send on. Steps say only in which order groups start.
+        meanwhile: those of gathered keys where ranks send them on. Steps say only in which order groups start.
     """
 
     rank: int
