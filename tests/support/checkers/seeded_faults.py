@@ -21,6 +21,7 @@ SMALL_JOBS = {
     "slots, shared": ("slots", (True,)),
     "ring": ("attention", ("ring", "same")),
     "gather": ("attention", ("gather", "same")),
+    "gather, once a node": ("attention", ("gather", "same", 2)),
     "remap": ("attention", ("gather", "equal")),
     "layers": ("layers", ()),
     "buckets": ("buckets", ()),

@@ -58,12 +58,13 @@ def slots(shared: bool) -> list[np.ndarray]:
     return [torch.stack(outputs).detach().numpy(), *(w.numpy() for layer in homes for (w,) in layer)]
 
 
-def attention(exchange: str, linear: str) -> list[np.ndarray]:
-    """A layer of attention, forward and backward. exchange, linear: as `random_plan` takes them."""
+def attention(exchange: str, linear: str, per_node: int = 0) -> list[np.ndarray]:
+    """A layer of attention, forward and backward. exchange, linear: as `random_plan` takes them. per_node: ranks of a
+    node, of which the last one may have fewer; 0 for all."""
     from balancing.sequences.engine import gather
     from balancing.sequences.engine.attention import SequenceAttention
     from balancing.sequences.engine.rank_program import compile_rank
-    from tests.support.sequence_plans import random_plan, zigzag_plan
+    from tests.support.sequence_plans import nodes_of, random_plan, zigzag_plan
 
     gather.TILE = 8  # or short sequences would come in one turn
     dist.init_process_group("gloo")
@@ -73,7 +74,8 @@ def attention(exchange: str, linear: str) -> list[np.ndarray]:
     draw = torch.Generator().manual_seed(rank)
     shape = (int(plan.linear_tokens[rank]), 2, 4)
     qkv = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    out = SequenceAttention(plan, program=compile_rank(plan, rank))(*qkv)
+    cluster = nodes_of(2 * per_node, 2) if per_node else None
+    out = SequenceAttention(plan, program=compile_rank(plan, rank, cluster))(*qkv)
     gradients = torch.autograd.grad((out * out).sum(), qkv)
     return [part.detach().numpy() for part in (out, *gradients)]
 
