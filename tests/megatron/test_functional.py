@@ -25,7 +25,7 @@ from tests.support.training import MOCK_DATA, RankRun, Run, differences, join, t
 from tests.together.test_structures import _place_at_random
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SUPPORT = REPOSITORY / "docs/support.md"
+SUPPORT = REPOSITORY / "docs/recipes.md"
 RECIPES = REPOSITORY / "benchmarks/recipes/functional.json"
 EXPERTS, LAYERS, SEQUENCES = BALANCERS
 TOLERANCE = 1e-12  # in float64
@@ -253,7 +253,7 @@ def _names(flags: Mapping[str, str]) -> str:
 
 
 def _table() -> str:
-    """How many configurations each balancer applies to, and what becomes of them, as docs/support.md says it."""
+    """How many configurations each balancer applies to, and what becomes of them, as docs/recipes.md says it."""
     lines = ["| | applies to | equal | refused | accepted, not run |", "|---|---|---|---|---|"]
     for balancer in BALANCERS:
         counts = dict.fromkeys(("applies", "equal", "refused", "not run"), 0)

@@ -1,4 +1,4 @@
-"""Whether Megatron-LM and the balancers accept recipes, as the table of docs/support.md says.
+"""Whether Megatron-LM and the balancers accept recipes, as the table of docs/recipes.md says.
 
     python -m tests.support.recipes FILE...
 

@@ -1,4 +1,4 @@
-"""Recipes: files become command lines, and the table in docs/support.md is what Megatron-LM and the balancers say."""
+"""Recipes: files become command lines, and the table in docs/recipes.md is what Megatron-LM and the balancers say."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.support.recipe_files import Recipe, read_recipes
 from tests.support.recipes import command_line, markdown, verdicts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SUPPORT = REPOSITORY / "docs/support.md"
+SUPPORT = REPOSITORY / "docs/recipes.md"
 RECIPES = REPOSITORY / "benchmarks/recipes/moe_recipes.json"
 HYBRID = REPOSITORY / "benchmarks/recipes/hybrid.json"
 

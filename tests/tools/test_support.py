@@ -1,14 +1,53 @@
-"""The page of what works: each cell says tested, refused or not run, and nothing else."""
+"""The page of what works: cells say tested, refused or not run, and what is refused is what the table of checks has."""
 
 from pathlib import Path
 
-# Of the first table. The others are compared in tests/tools/test_recipe.py and tests/megatron/test_functional.py.
-MATRIX = (Path(__file__).parents[2] / "docs/support.md").read_text().partition("\n## ")[0]
-ROWS = [line.strip("|").split(" | ") for line in MATRIX.splitlines() if line.startswith("| ")]
+from megatron.balanced.trainer.checks import incompatible
+from megatron.balanced.trainer.checks.incompatible import INCOMPATIBLE, shown
+
+PAGE = (Path(__file__).parents[2] / "docs/support.md").read_text()
+FEATURES_PART = PAGE.partition("\n## Features\n")[2].partition("\n## ")[0]
+ROWS = [line.strip("|").split(" | ") for line in FEATURES_PART.splitlines() if line.startswith("| ")]
+# Feature of the checks -> flags that ask for it.
+FEATURES = {
+    incompatible.EXPERTS: "`--balance-experts`",
+    incompatible.OWN_EXPERTS: "`--balance-experts` without `--moe-grouped-gemm` of Transformer Engine",
+    incompatible.SEQUENCES: "`--balance-sequences`",
+    incompatible.SEQUENCES_OF_DATA: "`--balance-sequences --sequence-domain data`",
+    incompatible.SEQUENCES_OF_STEP: "`--sequence-micro-batches`",
+    incompatible.LAYERS: "`--balance-layers`",
+    incompatible.RELEASE: "`--repack-throughput-floor`",
+    incompatible.FILL: "`--fill-with-weight-gradients`",
+    incompatible.HYBRID: "`--hybrid-layer-pattern`",
+    incompatible.HYBRID_SEGMENTS: "`--hybrid-layer-pattern` with `\\|`",
+    incompatible.REPORT: "`--balance-report`",
+}
 
 
 def test_every_cell_says_what_was_seen():
-    assert len(ROWS) > 30
-    for row in ROWS[1:]:
+    features = [row for row in ROWS[1:] if not row[0].strip().startswith("**")]
+    assert len(features) > 30
+    for row in features:
         assert len(row) == 3, row
-        assert all(cell.strip().startswith(("tested", "refused", "not run")) for cell in row[1:]), row
+        assert all(cell.strip().startswith(("tested", "not run")) for cell in row[1:]), row
+
+
+def refused() -> str:
+    """The table of refused combinations, in markdown."""
+    lines = ["| with | refused |", "|---|---|"]
+    for feature, asked in FEATURES.items():
+        works: dict[str, set[object]] = {}
+        for row in INCOMPATIBLE:
+            if feature in row.features:
+                works[row.flag] = works.get(row.flag, set(row.allowed)) & set(row.allowed)
+        flags = []
+        for flag, allowed in works.items():
+            but = sorted(str(value) for value in allowed if isinstance(value, str))
+            flags.append(f"`{shown(flag, True)}`" + (f" other than {', '.join(but)}" if but else ""))
+        lines.append(f"| {asked} | {', '.join(sorted(flags))} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_what_is_refused_is_listed():
+    assert {feature for row in INCOMPATIBLE for feature in row.features} == set(FEATURES)
+    assert refused() in PAGE, f"write this into docs/support.md:\n{refused()}"
