@@ -200,8 +200,9 @@ def kv_seconds(
     near_width = far_width = gradient_width or 1.0
     if gradient_width is None and "ring" in exchange:
         near_width = _SUM_WIDTH
-    # Gradients go the other way, from the ranks that received keys to those that sent them.
-    near, far = moved.near + near_width * moved.near[::-1], moved.far + far_width * moved.far[::-1]
+    # On a ring gradients follow their keys. Else they go back from ranks that received keys to those that sent them.
+    way = 1 if "ring" in exchange else -1
+    near, far = moved.near + near_width * moved.near[::way], moved.far + far_width * moved.far[::way]
     return forward, link_tokens_seconds(near, far, token_bytes, cluster, routed)
 
 
