@@ -1,13 +1,14 @@
-"""A training loop of megatron.core alone, in which experts are balanced.
+"""A loop of megatron.core alone that balances experts, attention and layers, and continues from its checkpoints.
 
-    torchrun --nproc-per-node 2 examples/plain_loop.py
+    torchrun --nproc-per-node 4 examples/plain_loop.py FOLDER
 
-Two lines of `train` are for balancing: the balancer of a model that exists, and the wrapped schedule. Numbers of
-micro-batches differ from step to step, as in fine-tuning and reinforcement learning.
+Two pipeline stages of two data-parallel ranks, which are one expert-parallel group. A sample is packed documents of
+different lengths. Started again, it continues from the last checkpoint in FOLDER, with layers where they were.
 """
 
 import os
-from collections.abc import Callable
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,91 +16,132 @@ import torch.distributed as dist
 
 from megatron.balanced.cpu.device import choose_device, use_cpu
 
-SEQUENCE, SAMPLES, VOCABULARY = 64, 4, 100
+if choose_device("auto") == "cpu":
+    use_cpu()  # before megatron.core is imported
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from balancing.cluster import Cluster
+from balancing.layers.config import LayerConfig
+from megatron.balanced.local.packed_attention import PackedDotProductAttention
+from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, SequenceBalancer
+from megatron.balanced.shared.job import Job
+
+TOKENS, VOCABULARY, MICRO_BATCHES = 1024, 500, 4
+SLOW = Cluster(1, 4, 1, 1e12, 1e12, 1e6, 1e9)  # its ranks compute so slowly that short documents are worth a transfer
 
 
-def build(dtype: torch.dtype, *, overlap: bool = True) -> Any:
-    """A small mixture of experts on all ranks, which are one expert-parallel group, in DistributedDataParallel."""
-    if choose_device("auto") == "cpu":
-        use_cpu()  # before megatron.core is imported
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
+def build(layout: str, dtype: torch.dtype) -> tuple[DistributedDataParallel, Any]:
+    """The model chunk of this rank, and the function that gives its layer spec."""
+    config = TransformerConfig(
+        num_layers=6, hidden_size=32, num_attention_heads=4, num_moe_experts=8, moe_router_topk=2,
+        moe_ffn_hidden_size=64, moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none",
+        pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout, expert_model_parallel_size=2,
+        add_bias_linear=False, gated_linear_unit=True, params_dtype=dtype, pipeline_dtype=dtype, attention_dropout=0.0,
+        hidden_dropout=0.0, transformer_impl="local",
+    )  # fmt: skip
 
+    def layer_spec(vp_stage: int | None) -> Any:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+        for layer in spec.layer_specs:  # Megatron-LM's own attention takes no packed documents
+            layer.submodules.self_attention.submodules.core_attention = PackedDotProductAttention
+        return spec
+
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = GPTModel(config, layer_spec(None), VOCABULARY, TOKENS, pre_process=first, post_process=last)
+    model = model.to(torch.cuda.current_device(), dtype)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model), layer_spec
+
+
+def forward_step(at: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    """The losses of the micro-batch whose seed is next. at: iterator over seeds."""
+    draw = torch.Generator().manual_seed(2 * next(at) + parallel_state.get_data_parallel_rank())
+    tokens = torch.randint(0, VOCABULARY // 8, (1, TOKENS + 1), generator=draw).cuda()
+    documents = 1 if torch.rand((), generator=draw) < 0.5 else 8
+    cuts = 64 * (torch.randperm(TOKENS // 64 - 1, generator=draw)[: documents - 1].sort().values + 1)
+    bounds = torch.tensor([0, *cuts, TOKENS], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in bounds.diff()])[None].cuda()
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds.cuda(), cu_seqlens_kv=bounds.cuda())
+    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], packed_seq_params=packed)
+    return losses, lambda output: (output.mean(), {"loss": output.detach().mean()})
+
+
+def train(
+    steps: int, folder: Path, *, balanced: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], Any, str, list[dict[str, Any]]]:
+    """Train up to step `steps`, with a checkpoint in `folder` every five steps.
+
+    Returns the losses of this rank since the checkpoint that it began with, the model chunk, where layers are, and the
+    events of the balancers.
+    """
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.version.cuda and torch.cuda.is_available() else "gloo")
-    ranks = dist.get_world_size()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    dist.init_process_group()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4 * ranks, moe_router_topk=2,
-        moe_ffn_hidden_size=64, moe_token_dispatcher_type="alltoall", expert_model_parallel_size=ranks,
-        moe_router_load_balancing_type="none", add_bias_linear=False, gated_linear_unit=True, params_dtype=dtype,
-        attention_dropout=0.0, hidden_dropout=0.0, transformer_impl="local",
-    )  # fmt: skip
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    model = GPTModel(config, spec, VOCABULARY, SEQUENCE).to(device=torch.cuda.current_device(), dtype=dtype)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=overlap), model)
-
-
-def forward_steps() -> Callable:
-    """Forward steps on random tokens, other ones on each rank."""
-    draw = torch.Generator().manual_seed(dist.get_rank())
-
-    def forward_step(data: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-        tokens = torch.randint(0, VOCABULARY // 8, (SAMPLES, SEQUENCE + 1), generator=draw).cuda()
-        positions = torch.arange(SEQUENCE, device=tokens.device).expand(SAMPLES, -1)
-        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
-        return losses, lambda output: (output.mean(), {"loss": output.detach().mean()})
-
-    return forward_step
-
-
-def call(run: Callable, model: Any, forward_step: Callable, micro_batches: int, *, forward_only: bool = False) -> float:
-    """The mean loss of micro-batches that a schedule runs."""
-    losses = run(
-        forward_step_func=forward_step, data_iterator=None, model=[model], num_microbatches=micro_batches,
-        seq_length=SEQUENCE, micro_batch_size=SAMPLES, forward_only=forward_only,
-    )  # fmt: skip
-    return sum(float(loss["loss"]) for loss in losses) / len(losses)
-
-
-def train(steps: int, *, balanced: bool = True, dtype: torch.dtype = torch.float32) -> tuple[list[float], list[dict]]:
-    """Train, with an evaluation after each third step. Returns the losses of this rank and its events."""
-    model = build(dtype)
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-
-    from megatron.balanced.loop import Balancers, ExpertBalancer
-    from megatron.balanced.shared.job import Job
-
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0), [model])
+    saved = sorted(each for each in folder.iterdir() if dist_checkpointing.check_is_distributed_checkpoint(each))
+    begin = dist_checkpointing.load_common_state_dict(saved[-1]) if saved else {"step": 0, "layout": "Etttt|ttL"}
+    model, layer_spec = build(begin["layout"], dtype)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, min_lr=1e-3, clip_grad=0.0), [model])
+    scheduler = OptimizerParamScheduler(optimizer, 0.0, 1e-2, 1e-3, 0, 50, "linear", 0.0, 0.0, 50, "constant")
     model.config.finalize_model_grads_func, model.config.no_sync_func = finalize_model_grads, model.no_sync
-    run, forward_step, events = get_forward_backward_func(), forward_steps(), []
+    model.config.grad_scale_func = optimizer.scale_loss
+    run, layout, events = get_forward_backward_func(), lambda: begin["layout"], []
+    balancers = Balancers()
     if balanced:
-        experts = ExpertBalancer([model], job=Job(SEQUENCE, SAMPLES, timeout_minutes=10), report=events.append)
-        run = Balancers(experts).schedule(run)
-    losses = []
-    for step in range(steps):
+        told: Any = {"job": Job(TOKENS, 1, timeout_minutes=10), "report": events.append}
+        settings = LayerConfig(enabled=True, interval=4)
+        layers = LayerBalancer([model], optimizer, scheduler, settings, layer_spec=layer_spec, **told)
+        sequences = SequenceBalancer([model], cluster=SLOW, **told)
+        balancers = Balancers(ExpertBalancer([model], **told), sequences, layers)
+        run, layout = balancers.schedule(run), lambda: layers.layout
+
+    def sharded(loading: bool) -> dict[str, Any]:
+        weights = {"model": model.module.sharded_state_dict()}
+        return weights | {"optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
+
+    if saved:
+        loaded = dist_checkpointing.load(sharded(True), saved[-1])
+        model.module.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        scheduler.load_state_dict(begin["scheduler"])
+    losses: list[float] = []
+    for step in range(begin["step"], steps):
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        losses.append(call(run, model, forward_step, 1 + step % 3))
+        given = run(
+            forward_step_func=forward_step, data_iterator=iter(range(step * MICRO_BATCHES, (step + 1) * MICRO_BATCHES)),
+            model=[model], num_microbatches=MICRO_BATCHES, seq_length=TOKENS, micro_batch_size=1, forward_only=False,
+        )  # fmt: skip
+        losses += [float(each["loss"]) for each in given]  # none but on the last stage
         optimizer.step()
-        if step % 3 == 2:
-            losses.append(call(run, model, forward_step, 1, forward_only=True))
-    return losses, [event() for event in events]
+        scheduler.step(1)
+        balancers.after_step()  # layers may move
+        if (step + 1) % 5 == 0:
+            path = folder / f"{step + 1:06}"
+            path.mkdir(exist_ok=True)
+            where = {"step": step + 1, "layout": layout(), "scheduler": scheduler.state_dict()}
+            dist_checkpointing.save(sharded(False) | where, path)
+    return losses, model, layout(), [event() for event in events]
 
 
 if __name__ == "__main__":
-    losses, events = train(10)
-    if dist.get_rank() == 0:
-        print("losses:", *(f"{loss:.4f}" for loss in losses))
-        for event in events:
-            before, after = (event[f"imbalance_{when}"] for when in ("before", "after"))
-            print(f"step {event['iteration']}: busiest rank over mean {before:.2f} -> {after:.2f}", flush=True)
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    losses, _, layout, events = train(10, folder)
+    for event in events:
+        if event["iteration"] == 10:
+            before, after = event["imbalance_before"], event["imbalance_after"]
+            print(f"{event['balancer']} {event['unit']}: imbalance {before:.2f} -> {after:.2f}", flush=True)
+    if losses:
+        print(f"losses {losses[0]:.4f} to {losses[-1]:.4f}; layers lie as {layout}", flush=True)
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ def _train(balanced: bool, manager: str) -> tuple[list[float], list[dict]]:
 
     import torch
 
-    from examples.plain_loop import SAMPLES, SEQUENCE, build, call, forward_steps
+    from tests.support.small_moe import SAMPLES, SEQUENCE, build, call, forward_steps
 
     torch.set_default_dtype(torch.float64)
     model = build(torch.float64)

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.weights import assert_same_weights, named_weights
+
 STEPS, LAYERS, VOCABULARY, SEQUENCE, SAMPLES = 6, 5, 60, 16, 2
 PIPELINE, EXPERTS = 2, 2  # sizes
 
@@ -99,16 +101,7 @@ def _train(balanced: bool, moves: bool = True) -> tuple[list[float], dict[str, A
     advised = layers.advise() if balanced and not moves else ""
     if balanced and moves:
         assert layers.layout == layouts[-1] == "Et*5|tL"
-    weights = {}
-    expert = parallel_state.get_expert_model_parallel_rank()
-    for name, parameter in model.module.named_parameters():
-        if name.startswith("decoder.layers."):
-            _, _, number, rest = name.split(".", 3)
-            name = f"{model.module.decoder.layers[int(number)].layer_number}.{rest}"
-        weights[f"{name} of {expert}" if not getattr(parameter, "allreduce", True) else name] = (
-            parameter.detach().numpy()
-        )
-    return told, weights, layouts, [event() for event in events], advised
+    return told, named_weights([model.module]), layouts, [event() for event in events], advised
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +110,7 @@ def plain(pool):
 
 
 def _same(found: list, plain: list) -> None:
-    weights, expected = (
-        {name: value for _, of_rank, *_ in runs for name, value in of_rank.items()} for runs in (found, plain)
-    )
-    assert weights.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(weights[name], value, rtol=0, atol=1e-12 * np.abs(value).max())
+    assert_same_weights([weights for _, weights, *_ in found], [weights for _, weights, *_ in plain])
     for (losses, *_), (others, *_) in zip(found, plain, strict=True):
         np.testing.assert_allclose(losses, others, rtol=1e-12)
 

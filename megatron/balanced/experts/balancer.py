@@ -8,7 +8,7 @@ have been added.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from megatron.balanced.experts.planning import (
     transfer_lengths,
 )
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
-from megatron.balanced.experts.replay import take_known_loads
+from megatron.balanced.experts.replay import check_loads, gather_loads
 from megatron.balanced.experts.te_grouped_mlp import home_parameters
 from megatron.balanced.shared import callbacks
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback, trained
@@ -79,6 +79,7 @@ class ExpertBalancer(StepCallback):
         self._shared = self._attached = False
         self._iteration = 0
         self._plans: dict[BalancedMoELayer, LayerPlan] = {}  # of the layers on this rank
+        self._known: list[torch.Tensor] | None = None  # loads of the next schedule
         self._model_config: Any = None
         self._finalize: Callable | None = None
         self._captures = False  # whether one graph holds all passes of an iteration
@@ -212,6 +213,20 @@ class ExpertBalancer(StepCallback):
             f"are free beside the optimizer; {int(free // (need / slots))} would fit{more}"
         )
 
+    def will_route(self, loads: Sequence[Any]) -> None:
+        """Tell what the next training schedule will route, where that is known; replicas are placed for it. All ranks
+        call it together, before each such schedule.
+
+        loads: [micro-batch] -> int [layer, expert], what this rank sends to each expert; `replay.count_routed` counts
+            it. Layers are those of the whole model, from 0, with those of multi-token prediction behind. Rows of layers
+            on other ranks, and of layers without experts, are not read.
+
+        Raises ValueError for other shapes.
+        """
+        known, model = [torch.as_tensor(load) for load in loads], self._model_config
+        check_loads(known, model.num_layers + (model.mtp_num_layers or 0), model.num_moe_experts)
+        self._known = known
+
     # Around a step.
 
     def begin_step(self, iteration: int, config: Any) -> None:
@@ -266,15 +281,22 @@ class ExpertBalancer(StepCallback):
             chunk.begin_step()
 
     def _place_known(self) -> None:
-        """Place replicas for the routing of this step where it was told (`megatron.balanced.experts.replay`)."""
-        layers = {layer: chunk for chunk in self._chunk_at.values() for layer in chunk.layers}
-        loads = take_known_loads(list(layers))
-        if not loads:
+        """Place replicas for the routing of this schedule where it was told."""
+        known, self._known = self._known, None
+        if known is None:
             return
-        for (layer, chunk), known in zip(layers.items(), loads, strict=True):
+        if len(known) != get_num_microbatches():
+            raise ValueError(
+                f"will_route got loads of {len(known)} micro-batches for a schedule of {get_num_microbatches()}; call "
+                "it before each training schedule, with all of its micro-batches"
+            )
+        chunks = {layer: chunk for chunk in self._chunk_at.values() for layer in chunk.layers}
+        if not chunks:
+            return
+        for (layer, chunk), loads in zip(chunks.items(), gather_loads([*chunks], known), strict=True):
             plan = self._plans[layer]
-            plan.tables, plan.age = self._planner.place_known(layer, known, self._overlap(chunk, layer)), 0
-        check_same_plans([self._plans[layer] for layer in layers], self._hosts)
+            plan.tables, plan.age = self._planner.place_known(layer, loads, self._overlap(chunk, layer)), 0
+        check_same_plans([self._plans[layer] for layer in chunks], self._hosts)
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> Any:
         for chunk in self._chunk_at.values():

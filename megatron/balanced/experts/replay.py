@@ -1,66 +1,54 @@
 """Routing that is known before a step runs it, as in reinforcement learning, where the rollout has routed the tokens.
 
-Megatron-LM replays recorded experts with `--moe-enable-routing-replay` (`megatron.core.transformer.moe.router_replay`).
-Whoever sets the experts of a step's micro-batches there can tell them here first, all of them. Replicas are then placed
-by the load that the step will have, and nothing is predicted.
+`ExpertBalancer.will_route` takes the loads of the coming schedule. Replicas are then placed by the load that it will
+have, and nothing is predicted.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 
-__all__ = ["take_known_loads", "will_route"]
-
-_known: list[list[Sequence[torch.Tensor]]] = []  # of the next step, at most one
+__all__ = ["check_loads", "count_routed", "gather_loads"]
 
 
-def will_route(experts: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Tell the experts of all micro-batches of the next step; all ranks do, or none.
+def count_routed(experts: torch.Tensor, width: int) -> torch.Tensor:
+    """The load of one micro-batch: int64 [layer, expert].
 
-    To be called before the step's schedule, for instance from `begin_step` of a callback
-    (`megatron.balanced.shared.callbacks`).
-
-    experts: [micro-batch][router] -> int [token, k], of this rank. Routers are those of
-        `RouterReplay.global_router_replay_instances`, in that order, as in `RouterReplay.set_replay_data`.
-
-    Raises ValueError where there are not as many routers.
+    experts: int [token, layer, k], the experts of each token, as rollouts return them.
+    width: experts of a layer.
     """
-    routers = len(RouterReplay.global_router_replay_instances)
-    if not routers:
-        raise ValueError("no router replays; add --moe-enable-routing-replay")
-    for number, of_routers in enumerate(experts):
-        if len(of_routers) != routers:
-            raise ValueError(f"micro-batch {number} has the experts of {len(of_routers)} routers, not of {routers}")
-    _known[:] = [list(experts)]
+    of_layers = experts.long().transpose(0, 1).flatten(1)
+    empty = torch.zeros(len(of_layers), width, dtype=torch.int64, device=experts.device)
+    return empty.scatter_add(1, of_layers, torch.ones_like(of_layers))
 
 
-def take_known_loads(layers: Sequence[BalancedMoELayer]) -> list[list[Any]] | None:
-    """Loads of the step that begins, [layer][micro-batch] -> int [source_rank, expert]; None where none was told.
+def check_loads(loads: Sequence[torch.Tensor], layers: int, width: int) -> None:
+    """Raise ValueError unless the loads of `ExpertBalancer.will_route` fit a model of `layers` layers with `width`
+    experts."""
+    for number, load in enumerate(loads):
+        if tuple(load.shape) != (layers, width):
+            raise ValueError(
+                f"will_route got a load of shape {[*load.shape]} for micro-batch {number}; it takes [layer, expert], "
+                f"{[layers, width]}, with a row for every layer of the whole model"
+            )
 
-    layers: MoE layers of this rank. Collective over the ranks that route together, if it was told.
+
+def gather_loads(layers: Sequence[BalancedMoELayer], loads: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Loads of all ranks that route together, [layer][micro-batch] -> int [source_rank, expert]. All of them call it.
+
+    layers: MoE layers of this rank, at least one.
+    loads: of this rank, [micro-batch] -> int [layer of the model, expert].
     """
-    if not _known:
-        return None
-    (micro_batches,) = _known
-    _known.clear()
-    if not layers:
-        return []
-    at = [RouterReplay.global_router_replay_instances.index(layer.router.router_replay) for layer in layers]
-    width = layers[0].config.num_moe_experts
-    counts = torch.stack(
-        [
-            torch.stack([torch.bincount(given[place].flatten().long(), minlength=width) for given in micro_batches])
-            for place in at
-        ]
-    )  # [layer, micro-batch, expert]
+    here = torch.tensor([layer.index for layer in layers])
+    mine = torch.stack([load.cpu()[here] for load in loads])  # [micro-batch, layer, expert]
     dispatcher = layers[0].token_dispatcher
     gathered = gather_from_sequence_parallel_region(
-        counts.to(layers[0].router.weight.device).flatten(), group=dispatcher.tp_ep_group
+        mine.to(layers[0].router.weight.device, torch.int64).flatten(), group=dispatcher.tp_ep_group
     )
-    loads = gathered.view(-1, dispatcher.tp_size, *counts.shape).sum(1).cpu().numpy()
-    return [[loads[:, layer, number] for number in range(len(micro_batches))] for layer in range(len(layers))]
+    counts: np.ndarray = gathered.view(-1, dispatcher.tp_size, *mine.shape).sum(1).cpu().numpy()
+    return [[counts[:, number, layer] for number in range(len(loads))] for layer in range(len(layers))]
