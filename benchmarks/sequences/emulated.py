@@ -8,9 +8,11 @@ emulated cluster with fewer NICs than ranks. Keys, values, gradients and remappe
 this stands for and how it is scaled, `benchmarks.sequences.emulated_rank` how every step checks itself.
 
 All methods take turns, batch by batch, so that they see the same machine. ring stands for Transformer Engine's p2p,
-gather for Llama 3's all-gather, hybrid for Megatron-LM's hybrid context parallelism, planned by its own scheduler; none
-of them is routed. The limit is arithmetic: the batch's exact FLOPs spread evenly, every transfer hidden. "model" is
-what `balancing.sequences.step_cost`, by which `auto` chooses, predicts. Plans are made before, as in training.
+all-gather for Llama 3's and Megatron-LM's, in two levels over all network cards, a2a+p2p for Transformer Engine's
+hierarchical context parallelism (`benchmarks.sequences.peers`), hybrid for Megatron-LM's hybrid context parallelism,
+planned by its own scheduler; none of them is routed. The limit is arithmetic: the batch's exact FLOPs spread evenly,
+every transfer hidden. "model" is what `balancing.sequences.step_cost` predicts, or `benchmarks.sequences.peers`. Plans
+are made before, as in training.
 
 Routing alone: one round of one long sequence's ring over one rank of each node, through its own NIC, and through all.
 
@@ -51,7 +53,7 @@ _TIME = 100.0  # emulated seconds for each modelled one
 _ROUND_WIDTH = 128  # numbers of a head in the round of a long sequence
 
 _DISTRIBUTIONS = ("prolong", "packed", "mix")
-_QUICK_METHODS = ("ring", "gather", "hybrid", "zones", "chunks", "auto")
+_QUICK_METHODS = ("ring", "all-gather", "a2a+p2p", "hybrid", "zones", "chunks", "auto")
 # The paper's figures for its own ring on the data set of its ablation, ArXiv.
 _PAPER = {
     "ring + routing": 1.6,

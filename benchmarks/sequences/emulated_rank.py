@@ -16,7 +16,7 @@ import pickle
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from balancing.sequences.engine.rank_program import TokenBytes, compile_rank
 from balancing.sequences.engine.transport import Transport
 from balancing.sequences.sequence_plan import AttentionShape
 from benchmarks.emulated.device import Device
+from benchmarks.sequences.emulated_peers import AllGather, HeadsAndRing
 from benchmarks.sequences.emulated_workload import METHODS, SHAPES, Case, Scale, tile_pairs
 
 __all__ = ["Job", "Rounds", "ZeroScores"]
@@ -144,13 +145,22 @@ class _Part:
         dtype, width = (torch.float32, scale.width // 2) if how.peer else (torch.bfloat16, scale.width)
         heads, kv_heads = scale.heads(shape)
         rank, cluster = dist.get_rank(), scale.cluster
-        routing = "auto" if how.routed else "off"
-        kernel = ZeroScores(device, hidden_seconds(1, cluster, shape) * scale.time)
+        together = cluster.world_size // plan.ranks  # ranks that are one rank of the plan
+        kernel = ZeroScores(device, hidden_seconds(1, cluster, shape) * scale.time / together)
         token_bytes = TokenBytes.of(heads=heads, kv_heads=kv_heads, head_size=width, item_bytes=dtype.itemsize)
-        program = compile_rank(plan, rank, scale.engine_cluster, routing, token_bytes)
-        self.attention = SequenceAttention(plan, program=program, kernel=kernel)
-        shards = plan.shards(rank, linear=True)
-        position, self.last, self.factor = _tokens(shards, plan.lengths)
+        self.attention: SequenceAttention | AllGather | HeadsAndRing
+        rows = slice(None)
+        if how.moves == "all-gather":
+            self.attention = AllGather(plan, cluster, kernel)
+        elif how.moves == "a2a+p2p":
+            machine = replace(scale.engine_cluster, ranks_per_node=cluster.ranks_per_node // together)
+            self.attention = HeadsAndRing(plan, together, machine, token_bytes, kernel)
+            rows = self.attention.rows
+        else:
+            program = compile_rank(plan, rank, scale.engine_cluster, "auto" if how.routed else "off", token_bytes)
+            self.attention = SequenceAttention(plan, program=program, kernel=kernel)
+        shards = plan.shards(rank // together, linear=True)
+        position, self.last, self.factor = (of_tokens[rows] for of_tokens in _tokens(shards, plan.lengths))
         self.position = position
         value = ((position + 1) * self.factor)[:, None, None]
         self.q = torch.zeros(len(position), heads, width, dtype=dtype, requires_grad=True)

@@ -13,6 +13,7 @@ with as many bytes as keys and values, as those systems do; ours send them in fl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from balancing.sequences import AttentionShape, SequencePlan, plan_sequences, st
 from balancing.sequences.cost import TILE
 from balancing.sequences.engine.kernels import Pieces
 from benchmarks.sequences.lengths import draw_batch
+from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 from benchmarks.sequences.plans import baseline_parts
 
 __all__ = ["CLUSTERS", "METHODS", "SHAPES", "Case", "Method", "Scale", "make_case", "predicted_seconds", "tile_pairs"]
@@ -40,6 +42,7 @@ class Method:
 
     planner: of `plan_sequences`. routed: whether the routing layer is on. remapped: whether linear layers have the
     plan's linear layout; otherwise they have that of attention. peer: it stands for another system.
+    moves: how keys and values move; by the engine, or as a peer moves them (`benchmarks.sequences.emulated_peers`).
     """
 
     name: str
@@ -47,13 +50,15 @@ class Method:
     routed: bool = True
     remapped: bool = True
     peer: bool = False
+    moves: Literal["engine", "all-gather", "a2a+p2p"] = "engine"
 
 
 METHODS = {
     method.name: method
     for method in (
         Method("ring", "ring", routed=False, peer=True),
-        Method("gather", "gather", routed=False, peer=True),
+        Method("all-gather", "gather", peer=True, moves="all-gather"),
+        Method("a2a+p2p", "ring", peer=True, moves="a2a+p2p"),
         Method("hybrid", "hybrid", routed=False, remapped=False, peer=True),
         Method("ring + routing", "ring", peer=True),
         Method("zones: engine only", "zones", routed=False, remapped=False),
@@ -136,6 +141,8 @@ def make_case(
 
 
 def _parts(method: Method, lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> tuple[SequencePlan, ...]:
+    if method.moves == "a2a+p2p":
+        return (heads_and_ring(lengths, cluster, shape).plan,)
     if method.peer:
         return tuple(baseline_parts(method.planner, lengths, cluster, shape))
     routed = None if method.routed else False
@@ -148,6 +155,10 @@ def predicted_seconds(case: Case, method: Method, cluster: Cluster) -> float:
     routed = None if method.routed else False
     shape, width = SHAPES[case.model], 1.0 if method.peer else None  # baselines send gradients in bf16
     parts = case.parts[method.name]
+    if method.moves == "all-gather":
+        return all_gather_seconds(case.lengths, cluster, shape, parts[0])
+    if method.moves == "a2a+p2p":
+        return heads_and_ring(case.lengths, cluster, shape).seconds(shape)
     return sum(step_cost(plan, cluster, shape, routed=routed, gradient_width=width).total for plan in parts)
 
 

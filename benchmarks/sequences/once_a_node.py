@@ -10,11 +10,9 @@ distributions and batches.
   to every rank that needs it. "once": a key enters a node once, as the engine does it.
 - Planners: modelled seconds of a step over the physical limit. "bound": no plan with equal tokens is faster, since the
   node with the last token of the longest document receives all of its keys but those that it holds itself.
-- Peers: all-gather (Llama 3, Megatron-LM's `all_gather`) by NCCL's rings, or in two levels, as fast as all cards of a
-  node carry it, and exposed, as Transformer Engine says it is; a2a+p2p (Transformer Engine), heads exchanged inside a
-  node and a ring between nodes.
-- ODC: whole documents of a step of 8 micro-batches of 32k tokens a rank, data-parallel ranks that meet once a step and
-  may have different numbers of micro-batches; communication is free. `data` is our domain, with equal micro-batches.
+- Peers: ring (Transformer Engine), all-gather by NCCL's rings ("AG rings") and in two levels, and a2a+p2p
+  (`benchmarks.sequences.peers`).
+- ODC, with a step of 8 micro-batches of 32k tokens a rank. `data` is our domain, with equal micro-batches.
 
 Nothing is trained here. Takes about two minutes on one core, with --quick one.
 """
@@ -22,19 +20,19 @@ Nothing is trained here. Takes about two minutes on one core, with --quick one.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from balancing.cluster import Cluster
 from balancing.sequences import AttentionShape, SequencePlan, kv_traffic, limit_seconds, plan_sequences, step_cost
-from balancing.sequences.cost import attention_seconds, kv_bytes, linear_seconds, tile_area
+from balancing.sequences.cost import attention_seconds, kv_bytes, linear_seconds
 from balancing.sequences.load import causal_area
 from balancing.sequences.sequence_plan import LatentShape
 from balancing.sequences.traffic import plan_links
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
+from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring, odc_seconds
 
-__all__ = ["all_gather_seconds", "bound_seconds", "main", "odc_seconds", "ulysses_ring_seconds"]
+__all__ = ["bound_seconds", "main"]
 
 _TOKENS = 4096  # a rank
 _MACHINES = {
@@ -49,39 +47,6 @@ _PLANNERS = ("chunks", "zones", "auto")
 _ODC_SAMPLE, _ODC_MICRO_BATCHES = 32768, 8
 
 
-def all_gather_seconds(
-    lengths: Sequence[int], cluster: Cluster, shape: AttentionShape, plan: SequencePlan, *, two_level: bool
-) -> float:
-    """Seconds of a step with an all-gather of all keys and values before attention, in either pass, and a
-    reduce-scatter of their gradients. NCCL's rings carry all tokens but a rank's over each cut between nodes; in two
-    levels a node receives what it does not hold. plan: the layout, every document over all ranks."""
-    ranks, nodes = cluster.world_size, cluster.nodes
-    entering = sum(lengths) * ((nodes - 1) / nodes if two_level else (ranks - 1) / ranks)
-    network = entering / (cluster.nics_per_node * cluster.nic_bandwidth) if nodes > 1 else 0.0
-    inside = sum(lengths) * (ranks - 1) / ranks / cluster.intra_node_bandwidth
-    seconds = max(network, inside) * kv_bytes(shape)
-    whole = replace(plan, exchange=tuple("gather" if exchange == "ring" else exchange for exchange in plan.exchange))
-    compute = attention_seconds(float(tile_area(whole).max()), cluster, shape)
-    return compute + linear_seconds(int(plan.linear_tokens.max()), cluster, shape) + shape.layers * 3 * seconds
-
-
-def ulysses_ring_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of a step of Transformer Engine's a2a+p2p: ranks of a node exchange heads, as many ranks as there are
-    key-value heads at most, and act as one rank of a ring over all such groups."""
-    together = min(cluster.ranks_per_node, shape.kv_heads)
-    groups = cluster.ranks_per_node // together
-    ring = replace(
-        cluster,
-        ranks_per_node=groups,
-        intra_node_bandwidth=cluster.intra_node_bandwidth * together,
-        flops=cluster.flops * together,
-    )
-    plan = plan_sequences(lengths, ring, shape=shape, method="ring")
-    numbers = 2 * (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)  # of q, k, v and the output
-    exchanged = sum(lengths) / cluster.world_size * (together - 1) / together * numbers / cluster.intra_node_bandwidth
-    return step_cost(plan, ring, shape, gradient_width=1.0).total + shape.layers * 2 * exchanged
-
-
 def bound_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
     """Seconds below which no plan of equal tokens comes, since keys of the longest document must enter a node."""
     held = sum(lengths) / cluster.nodes
@@ -90,15 +55,6 @@ def bound_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShap
     passes = attention / 3.5, attention * 2.5 / 3.5
     linear = linear_seconds(sum(lengths), cluster, shape) / cluster.world_size
     return linear + shape.layers * sum(max(each, enters) for each in passes)
-
-
-def odc_seconds(lengths: Sequence[int], cluster: Cluster, shape: AttentionShape) -> float:
-    """Seconds of the fullest rank, with whole documents, the longest first, each on the rank that is done first."""
-    busy = np.zeros(cluster.world_size)
-    for length in sorted(lengths, reverse=True):
-        seconds = attention_seconds(causal_area([length]), cluster, shape) + linear_seconds(length, cluster, shape)
-        busy[int(busy.argmin())] += seconds
-    return float(busy.max())
 
 
 def _batches(ranks: int, number: int, tokens: int = _TOKENS) -> Iterator[tuple[str, Sequence[int]]]:
@@ -148,7 +104,7 @@ def _times(sizes: Sequence[int], number: int) -> None:
                 seconds = [
                     step_cost(ring, cluster, shape, routed=False, gradient_width=1.0).total,
                     *(all_gather_seconds(lengths, cluster, shape, ring, two_level=two) for two in (False, True)),
-                    ulysses_ring_seconds(lengths, cluster, shape),
+                    heads_and_ring(lengths, cluster, shape).seconds(shape),
                 ]
                 for method in ("zones", "chunks", "auto"):
                     plan = plan_sequences(lengths, cluster, shape=shape, method=method)

@@ -3,19 +3,22 @@
     python -m benchmarks.sequences.plans [--quick] [--lengths FILE] [--ranks N ...] [--json FILE]
 
 One micro-batch a step and 4k tokens a rank, Zeppelin's regime, on 16 to 128 ranks; batches of documents as long as
-those of published training sets, or recorded lengths. Baselines: ring (Transformer Engine's p2p), gather (Llama 3's
-all-gather), hybrid (Megatron-LM's own scheduler, its groups one after another as Megatron-LM runs them).
+those of published training sets, or recorded lengths. Baselines: ring (Transformer Engine's p2p), all-gather (Llama 3's
+and Megatron-LM's, in two levels) and a2a+p2p (Transformer Engine's hierarchical one), both of
+`benchmarks.sequences.peers`, hybrid (Megatron-LM's own scheduler, its groups one after another as Megatron-LM runs
+them).
 
 - Balance: the fullest rank over the mean, in area of attention and in tokens; for hybrid summed over its groups.
 - Model: modelled seconds of the step over the physical limit (`balancing.sequences.cost`), on A800 nodes with 4 NICs
   and a 7B model with multi-head attention, and on H200 nodes with 8 NICs and an 8B model with grouped queries.
   Baselines run without routing, as their systems do; zones and auto with and without it, zones also without remapping.
-- Traffic: keys and values that a rank receives forward in a layer, as a share of all tokens of the batch.
+- Traffic: tokens whose keys and values a rank receives forward in a layer, and those that all network cards carry, as
+  a share of all tokens of the batch.
 - Time: of one plan, and of compiling it for one rank, routes included ("program"). Processor time of one thread, the
   quickest of several runs.
 
 Each row has its ratio to ring and to the limit, which for balance and modelled time is 1. "all of these" are means over
-the distributions. Nothing is trained here. gather stops at 64 ranks. Takes about 5 minutes on one core, with --quick
+the distributions. Nothing is trained here. Takes about 5 minutes on one core, with --quick
 one. Exit code 1 if a row misses its target.
 """
 
@@ -47,22 +50,25 @@ from balancing.sequences.engine.compiler import make_program
 from balancing.sequences.engine.program import LAYOUT_CHANGES
 from balancing.sequences.engine.rank_program import TokenBytes
 from balancing.sequences.engine.routing import routes
+from balancing.sequences.traffic import plan_links
 from benchmarks.baselines.sequences import hybrid_groups, plan_sequences
 from benchmarks.processor_time import milliseconds
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
+from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 
 __all__ = ["Row", "baseline_parts", "plans", "sources", "times"]
 
 _TOKENS = 4096  # a rank
-_METHODS = ("ring", "gather", "hybrid", "zones", "chunks", "auto")
+_METHODS = ("ring", "all-gather", "a2a+p2p", "hybrid", "zones", "chunks", "auto")
 _OURS = ("zones", "chunks", "auto")
+_LAYOUTS = {"all-gather": "ring", "a2a+p2p": "ring"}
 _MACHINES: dict[str, tuple[str, AttentionShape]] = {
     "A800, MHA": ("a800-4x200g", AttentionShape(4096, 32, 32, 32, 11008)),
     "H200, GQA 8:1": ("h200-8x400g", AttentionShape(4096, 32, 4, 32, 14336)),
 }
 _BALANCE_ON = "A800, MHA"  # balance depends little on the machine
 _AREA, _EVEN = "attention max / mean", "token max / mean in attention"
-_TIME, _KV, _FAR = "modelled time / limit", "keys and values received / tokens", "of these from other nodes / tokens"
+_TIME, _KV, _FAR = "modelled time / limit", "keys and values received / tokens", "tokens over network cards / tokens"
 _SECTIONS = [_AREA, _EVEN, *(f"{what}, {machine}" for what in (_TIME, _KV, _FAR) for machine in _MACHINES)]
 
 
@@ -111,7 +117,7 @@ def plans(sources: dict[str, str | np.ndarray], sizes: Sequence[int], batches: i
             kept: dict[str, list[SequencePlan]] = {}
             for machine, (preset, shape) in _MACHINES.items():
                 cluster = Cluster.preset(preset, nodes=ranks // 8)
-                for method in _METHODS if ranks < 128 else [method for method in _METHODS if method != "gather"]:
+                for method in _METHODS:
                     _measure(method, lengths, machine, cluster, shape, found, kept)
         rows += _rows(f"{name}, {ranks} ranks", found)
         for section, by_method in found.items():
@@ -139,21 +145,32 @@ def _measure(
     found: figures are added to it.
     kept: plans of baselines, which are the same for every machine.
     """
+    name = _LAYOUTS.get(method, method)
     if method in _OURS:
         parts = [plan_sequences(lengths, cluster, shape=shape, method=method)]
     else:
-        if method not in kept:
-            kept[method] = baseline_parts(method, lengths, cluster, shape)
-        parts = kept[method]
+        if name not in kept:
+            kept[name] = baseline_parts(name, lengths, cluster, shape)
+        parts = kept[name]
+    if method == "a2a+p2p":
+        both, tokens = heads_and_ring(lengths, cluster, shape), sum(lengths)
+        found.add(f"{_FAR}, {machine}", method, plan_links(both.plan, both.cluster).between()[1] / tokens)
+        found.add(f"{_TIME}, {machine}", method, both.seconds(shape) / limit_seconds(lengths, cluster, shape))
+        return
     if not parts:
         return  # upstream's scheduler fails on some batches; the others count
     mean, limit = causal_area(lengths) / cluster.world_size, limit_seconds(lengths, cluster, shape)
     if machine == _BALANCE_ON:
         found.add(_AREA, method, sum(int(plan.area.max()) for plan in parts) / mean)
         found.add(_EVEN, method, sum(int(plan.tokens.max()) for plan in parts) / _TOKENS)
-    crossing = [kv_traffic(plan).between(cluster) for plan in parts]
-    found.add(f"{_KV}, {machine}", method, sum(sum(both) for both in crossing) / cluster.world_size / sum(lengths))
-    found.add(f"{_FAR}, {machine}", method, sum(far for _, far in crossing) / cluster.world_size / sum(lengths))
+    received = sum(sum(kv_traffic(plan).between(cluster)) for plan in parts)
+    found.add(f"{_KV}, {machine}", method, received / cluster.world_size / sum(lengths))
+    if method == "all-gather":
+        found.add(f"{_FAR}, {machine}", method, cluster.nodes - 1.0)
+        found.add(f"{_TIME}, {machine}", method, all_gather_seconds(lengths, cluster, shape, parts[0]) / limit)
+        return
+    far = sum(plan_links(plan, cluster).between()[1] for plan in parts) / sum(lengths)
+    found.add(f"{_FAR}, {machine}", method, far)
 
     def model(name: str, routed: bool | None = None, remapped: bool = True) -> None:
         width = None if method in _OURS else 1.0  # baselines send gradients in bf16

@@ -6,14 +6,15 @@ One layer, forward and backward, of the batches and machines of `benchmarks.sequ
 Every rank runs the program that the engine would (`compile_rank`): it starts transfer groups, waits for them, and
 computes as long as its whole tiles take. A message moves once both ends have started its group. Messages under way
 share links fairly: a network card on either side, or the links of two ranks of a node. Host and launches take no time.
-"routed": all cards of a node are one. Changes of layout take what the cost model says. Takes seconds on one core.
+"routed": all cards of a node are one. Changes of layout and collectives of peers (`benchmarks.sequences.peers`) take
+what the cost model says; peers are not routed. Takes seconds on one core.
 """
 
 import argparse
 import heapq
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from balancing.sequences.engine.rank_program import TokenBytes, compile_rank
 from balancing.sequences.traffic import remap_traffic, traffic_seconds
 from benchmarks.sequences.emulated_workload import CLUSTERS, SHAPES, Scale, tile_pairs
 from benchmarks.sequences.lengths import draw_batch
+from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 
 __all__ = ["simulated_seconds"]
 
@@ -33,14 +35,17 @@ _Link = tuple[str, int]
 _Message = tuple[TransferGroup, int, int]  # of a group, from one rank to another
 
 
-def simulated_seconds(plan: SequencePlan, cluster: Cluster, shape: AttentionShape, *, routed: bool) -> float:
-    """Seconds of one layer, forward and backward, of the slowest rank. routed: whether a node's cards act as one."""
+def simulated_seconds(
+    plan: SequencePlan, cluster: Cluster, shape: AttentionShape, *, routed: bool, peer: bool = False
+) -> float:
+    """Seconds of one layer, forward and backward, of the slowest rank. routed: whether a node's cards act as one.
+    peer: whether gradients on rings have as many bytes as keys inside nodes, too."""
     token = TokenBytes.of(heads=shape.heads, kv_heads=shape.kv_heads, head_size=shape.head_size, item_bytes=2)
     programs = [compile_rank(plan, rank, cluster, "off", token).program for rank in range(plan.ranks)]
     linear = [linear_seconds(int(tokens), cluster, shape) / shape.layers for tokens in plan.linear_tokens]
     clocks = [seconds / 3 for seconds in linear]
     for backward in (False, True):
-        clocks = _Pass(programs, cluster, shape, clocks, backward=backward, routed=routed).run()
+        clocks = _Pass(programs, cluster, shape, clocks, backward=backward, routed=routed, peer=peer).run()
     remap = 0.0
     if plan.remapped:
         numbers = (shape.heads + shape.kv_heads) * (shape.head_size + shape.value_size)
@@ -60,8 +65,9 @@ class _Pass:
         *,
         backward: bool,
         routed: bool,
+        peer: bool,
     ) -> None:
-        self.programs, self.cluster, self.routed = programs, cluster, routed
+        self.programs, self.cluster, self.routed, self.peer = programs, cluster, routed, peer
         self.steps = [program.backward if backward else program.forward for program in programs]
         self.pair_seconds = hidden_seconds(1, cluster, shape) * (_BACKWARD if backward else 1)
         self.token_bytes = kv_bytes(shape)
@@ -127,7 +133,7 @@ class _Pass:
             message = group, source, target
             if message in self.posted:
                 self.posted.remove(message)
-                wide = group.kind == "ring return" and self.cluster.same_node(source, target)
+                wide = not self.peer and group.kind == "ring return" and self.cluster.same_node(source, target)
                 self.moving[message] = float(tokens * self.token_bytes * (2 if wide else 1))
             else:
                 self.posted.add(message)
@@ -177,6 +183,26 @@ class _Pass:
         return self.cluster.nic_bandwidth * (self.cluster.nics_per_node if self.routed else 1)
 
 
+def _rows(
+    lengths: Sequence[int], cluster: Cluster, shape: AttentionShape
+) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    """Seconds of one layer by method: modelled, simulated, and simulated routed."""
+    layers = shape.layers
+    ring = plan_sequences(lengths, cluster, shape=shape, method="ring")
+    modelled = step_cost(ring, cluster, shape, routed=False, gradient_width=1.0).total / layers
+    simulated = simulated_seconds(ring, cluster, shape, routed=False, peer=True)
+    yield "ring", (modelled, simulated, simulated)
+    gathered = all_gather_seconds(lengths, cluster, shape, ring) / layers
+    yield "all-gather", (gathered, gathered, gathered)
+    both = heads_and_ring(lengths, cluster, shape)
+    simulated = simulated_seconds(both.plan, both.cluster, shape, routed=True, peer=True) + both.exchange / layers
+    yield "a2a+p2p", (both.seconds(shape) / layers, simulated, simulated)
+    for method in ("zones", "chunks"):
+        plan = plan_sequences(lengths, cluster, shape=shape, method=method)
+        direct, routed = (simulated_seconds(plan, cluster, shape, routed=routed) for routed in (False, True))
+        yield method, (step_cost(plan, cluster, shape).total / layers, direct, routed)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -186,22 +212,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=list(SHAPES), help="only this one; both by default")
     parser.add_argument("--documents", nargs="+", default=["prolong", "packed", "mix"], metavar="NAME")
     options = parser.parse_args(arguments)
-    print(f"{'step / limit':32}{'method':>8}{'model':>11}{'simulated':>11}{'routed':>11}")
+    print(f"{'step / limit':32}{'method':>11}{'model':>11}{'simulated':>11}{'routed':>11}")
     for name in [options.cluster] if options.cluster else CLUSTERS:
         cluster = Scale(*CLUSTERS[name], 1.0).cluster
         for model in [options.model] if options.model else SHAPES:
             for documents in options.documents:
                 lengths = draw_batch(documents, 4096 * cluster.world_size, np.random.default_rng(0))
                 limit = limit_seconds(lengths, cluster, SHAPES[model])
-                for method in ("zones", "chunks"):
-                    plan = plan_sequences(lengths, cluster, shape=SHAPES[model], method=method)
-                    modelled = step_cost(plan, cluster, SHAPES[model]).total / limit
-                    found = [
-                        simulated_seconds(plan, cluster, SHAPES[model], routed=routed) / limit * SHAPES[model].layers
-                        for routed in (False, True)
-                    ]
-                    case, figures = f"{name}, {model}, {documents}", (modelled, *found)
-                    print(f"{case:32}{method:>8}" + "".join(f"{figure:11.3f}" for figure in figures), flush=True)
+                for method, seconds in _rows(lengths, cluster, SHAPES[model]):
+                    case, layer = f"{name}, {model}, {documents}", limit / SHAPES[model].layers
+                    print(f"{case:32}{method:>11}" + "".join(f"{one / layer:11.3f}" for one in seconds), flush=True)
     return 0
 
 
