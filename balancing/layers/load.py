@@ -15,6 +15,7 @@ from balancing.layers.cost import LayerSeconds, over_ranks
 from balancing.layers.memory import LayerMemory, stage_memory
 from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
+from balancing.report.exposed import exposed_seconds
 from balancing.report.record import RankRecord
 
 __all__ = ["fit_activations", "join_ranks", "layer_seconds"]
@@ -26,11 +27,12 @@ def layer_seconds(record: RankRecord, layers: int, *, in_turn: bool = False) -> 
     """Seconds per micro-batch of each part of the model on one rank in one iteration.
 
     in_turn: whether passes run in turn with those of another micro-batch, whose time a pass's wall-clock time contains.
-        Messages then run beside the other's computation and are no cost.
+        Messages then run beside the other's computation, and cost what of them is exposed.
 
     Returns a float array [layers + 3, 2, 2]: the layers, the embedding, the head and multi-token prediction; forward,
-    and backward with recomputation; device seconds, and wall-clock seconds (device seconds again with `in_turn`). nan
-    for parts that the rank does not hold. A pass may have several spans, one after the other among those of its part.
+    and backward with recomputation; device seconds, and wall-clock seconds (with `in_turn`, device seconds and exposed
+    messages). nan for parts that the rank does not hold. A pass may have several spans, one after the other among those
+    of its part.
     """
     seconds = np.zeros((layers + 3, 2, 2))
     passes = np.zeros(layers + 3)
@@ -43,7 +45,10 @@ def layer_seconds(record: RankRecord, layers: int, *, in_turn: bool = False) -> 
                 latest[span.layer] = span.micro_batch
                 passes[row[span.layer]] += 1
     counted = passes[:, None, None]
-    return np.where(counted > 0, seconds / np.maximum(counted, 1), np.nan)
+    each = np.where(counted > 0, seconds / np.maximum(counted, 1), np.nan)
+    for (part, phase), exposed in exposed_seconds(record.spans).items():
+        each[row[part], phase, 1] += exposed
+    return each
 
 
 def join_ranks(

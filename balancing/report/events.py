@@ -13,6 +13,7 @@ always max / mean: 1.0 is perfect. A run must never stop because its log cannot 
     balancer "layers", unit "layer"    layers: names in the order of the model, "embedding" first, "head" last.
         forward_s, backward_s, recompute_s [layer]: device seconds per micro-batch, mean over micro-batches and over
         the ranks that hold the layer (what differs between replicas is their data, and stands in the other lines).
+        With overlap_moe_expert_parallel_comm they include exposed_s, messages of experts that nothing hides.
         stage, chunk [layer]: who holds it. kinds [layer]: of a hybrid model, "attention", "Mamba" and the like. The
         imbalance is that of the numbered layers.
     balancer "sequences", unit "rank"  tokens, attention_area, longest_sequence [rank]. The imbalance is that of the
@@ -52,6 +53,7 @@ from typing import Any
 import numpy as np
 
 from balancing.files import check_output
+from balancing.report.exposed import exposed_seconds
 from balancing.report.record import IterationRecord, RankRecord
 
 __all__ = ["STANDARD_KEYS", "EventLog", "event", "imbalance", "observe"]
@@ -177,7 +179,7 @@ def observe(record: IterationRecord) -> list[dict[str, Any]]:
 class _RankCosts:
     """Device seconds by layer of one rank: layer -> [forward, backward, recompute], summed over micro-batches."""
 
-    __slots__ = ("chunk", "micro_batches", "seconds")
+    __slots__ = ("chunk", "exposed", "micro_batches", "seconds")
 
     def __init__(self, rank: RankRecord) -> None:
         self.seconds: dict[int | str, list[float]] = {}
@@ -194,6 +196,7 @@ class _RankCosts:
             seconds[phase] += busy
             micro_batches.add(micro_batch)
         self.micro_batches = len(micro_batches)
+        self.exposed = exposed_seconds(rank.spans)  # (layer, phase) -> seconds per micro-batch
 
 
 def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
@@ -235,17 +238,23 @@ def _stage_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_
 
 def _layer_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_RankCosts]) -> dict[str, Any]:
     total: dict[int | str, np.ndarray] = {}
+    exposed: dict[int | str, float] = {}
     calls: dict[int | str, int] = {}  # micro-batches that went through the layer, over the ranks that hold it
     holder: dict[int | str, tuple[int, int]] = {}
     for rank, cost in zip(ranks, costs, strict=True):
         for layer, seconds in cost.seconds.items():
-            total[layer] = total.get(layer, 0.0) + np.array(seconds)
+            waits = [cost.micro_batches * cost.exposed.get((layer, phase), 0.0) for phase in range(3)]
+            total[layer] = total.get(layer, 0.0) + np.array(seconds) + waits
+            exposed[layer] = exposed.get(layer, 0.0) + sum(waits)
             calls[layer] = calls.get(layer, 0) + cost.micro_batches
             holder.setdefault(layer, (rank.stage, cost.chunk[layer]))
     layers = sorted(total, key=_model_order)
     mean = np.array([total[layer] / calls[layer] for layer in layers])  # [layer, phase]
     numbered = [isinstance(layer, int) for layer in layers]
     kinds: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
+    if any(exposed.values()):
+        messages["exposed_s"] = _seconds(np.array([exposed[layer] / calls[layer] for layer in layers]))
     if record.kinds:
         kinds["kinds"] = [record.kinds[layer] if isinstance(layer, int) else layer for layer in layers]
     return event(
@@ -257,6 +266,7 @@ def _layer_event(record: IterationRecord, ranks: list[RankRecord], costs: list[_
         forward_s=_seconds(mean[:, 0]),
         backward_s=_seconds(mean[:, 1]),
         recompute_s=_seconds(mean[:, 2]),
+        **messages,
         stage=[holder[layer][0] for layer in layers],
         chunk=[holder[layer][1] for layer in layers],
         **kinds,

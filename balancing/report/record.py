@@ -16,7 +16,8 @@ class Span(NamedTuple):
     """One timed piece of work of one rank. A tuple, since an iteration has thousands of them.
 
     kind         "forward", "backward" or "recompute" of one layer; "forward-step" or "backward-step" for the whole call
-                 of a stage on one micro-batch; anything else ("plan", "apply", "optimizer") is shown as it is named
+                 of a stage on one micro-batch; "forward-exposed" or "backward-exposed" for messages of one layer that
+                 no computation hides; anything else ("plan", "apply", "optimizer") is shown as it is named
     layer        global layer number from 0, "embedding", "head", "mtp", or "" where no layer is meant
     chunk        virtual pipeline chunk of the rank, from 0
     micro_batch  number of the micro-batch in this iteration, from 0

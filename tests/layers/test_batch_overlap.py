@@ -17,7 +17,7 @@ from tests.layers.test_balance import _decisions
 from tests.support.events import events_in
 from tests.support.moving import Plans, move_at, train_moving
 from tests.support.sampled import sampled
-from tests.support.set_clock import SetClock, slow_parts
+from tests.support.set_clock import SetClock, TwoStreams, slow_parts
 from tests.support.settings import settings
 from tests.support.training import EXACT, MOCK_DATA, MODEL, MOE, RankRun, Run, differences, train_rank
 
@@ -109,16 +109,17 @@ def test_layers_in_parts_and_replicas_of_experts(pool, tmp_path):
         assert np.array_equal(tensor, runs[1].parameters[name]), name
 
 
-# Seconds of parts, forward and backward. Messages to experts and back take long, but overlap compute.
-MESSAGES = {"dispatch": (3.0, 5.0), "combine": (7.0, 9.0)}
+# Seconds of parts, forward and backward.
+ATTENTION, EXPERTS = (0.01, 0.02), (0.04, 0.08)
+MESSAGES = {"dispatch": (0.03, 0.05), "combine": (0.07, 0.09)}
 
 
 def _costs(layer: int) -> dict[str, tuple[float, float]]:
-    return {"attention": (0.01, 0.02), "experts": (0.04 if layer < 2 else 0.02, 0.08), **MESSAGES}
+    return {"attention": ATTENTION, "experts": EXPERTS if layer < 2 else (0.02, 0.08), **MESSAGES}
 
 
-def _train_with_slow_parts(argv: list[str]) -> RankRun:
-    slow_parts(SetClock().install(), _costs)
+def _train_with_slow_parts(argv: list[str], clock: type[SetClock]) -> RankRun:
+    slow_parts(clock().install(), _costs)
     return train_rank(argv, False)
 
 
@@ -126,29 +127,51 @@ def _layers(report: Path) -> list[dict[str, Any]]:
     return events_in(report, balancer="layers", unit="layer")
 
 
-def test_what_a_layer_in_parts_computes_is_its_cost(pool, tmp_path):
-    """In the report, which has every part of the model; messages between ranks are no cost of a layer."""
+def test_where_nothing_overlaps_messages_are_all_exposed(pool, tmp_path):
+    """A CPU runs in order. In the report, which has every part of the model."""
     flags = f"--num-layers 3 --train-iters 3 {IN_PARTS} --mtp-num-layers 1 --untie-embeddings-and-output-weights"
-    pool.run(2, _train_with_slow_parts, [*BASE, *flags.split(), "--balance-report", str(tmp_path)])
+    pool.run(2, _train_with_slow_parts, [*BASE, *flags.split(), "--balance-report", str(tmp_path)], SetClock)
     lines = _layers(tmp_path)
     assert len(lines) == 3
     for line in lines:
         assert line["layers"] == ["embedding", 0, 1, 2, "mtp", "head"]
-        assert line["forward_s"] == pytest.approx([0.0, 0.05, 0.05, 0.03, 0.05, 0.0])
-        assert line["backward_s"] == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1, 0.0])
+        assert line["exposed_s"] == pytest.approx([0.0, 0.24, 0.24, 0.24, 0.24, 0.0])
+        assert line["forward_s"] == pytest.approx([0.0, 0.15, 0.15, 0.13, 0.15, 0.0])
+        assert line["backward_s"] == pytest.approx([0.0, 0.24, 0.24, 0.24, 0.24, 0.0])
     busy = [line["busy_s"] for line in events_in(tmp_path, unit="stage")]
     assert busy == [pytest.approx([4 * (0.05 + 0.05 + 0.03 + 0.05 + 4 * 0.1)])] * 3
+
+
+def test_what_no_computation_hides_is_a_cost_of_its_layer(pool, tmp_path):
+    """A forward pass of one micro-batch in turn with a backward of another, as Megatron-LM orders them on two streams,
+    seconds / 100; * is exposed:
+
+        computes  attention 1 |          | experts back 8 | experts 4 |   | attention back 2 |     | attention 1 of the next
+        sends     combine back 9 (8*)    | dispatch 3     | dispatch back 5 (1*) | combine 7 (5*)  | combine back ...
+    """
+    flags = f"--num-layers 3 --train-iters 3 {IN_PARTS} --untie-embeddings-and-output-weights"
+    pool.run(2, _train_with_slow_parts, [*BASE, *flags.split(), "--balance-report", str(tmp_path)], TwoStreams)
+    lines = _layers(tmp_path)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["layers"] == ["embedding", 0, 1, 2, "head"]
+        # Layer 2, whose experts take 2, runs forward while layer 0 runs backward and hides less of its dispatch.
+        assert line["forward_s"] == pytest.approx([0.0, 0.05 + 0.05, 0.05 + 0.05, 0.03 + 0.05, 0.0])
+        assert line["backward_s"] == pytest.approx([0.0, 0.1 + 0.11, 0.1 + 0.09, 0.1 + 0.09, 0.0])
+        assert line["exposed_s"] == pytest.approx([0.0, 0.16, 0.14, 0.14, 0.0])
+    busy = [line["busy_s"] for line in events_in(tmp_path, unit="stage")]
+    assert busy == [pytest.approx([4 * (0.05 + 0.05 + 0.03 + 3 * 0.1)])] * 3
 
 
 def _train_willing(argv: list[str]) -> RankRun:
     from megatron.balanced.layers import planning
 
     planning._BANDWIDTH, planning._FIXED_SECONDS = 1e18, 0.0
-    return _train_with_slow_parts(argv)
+    return _train_with_slow_parts(argv, TwoStreams)
 
 
 @pytest.mark.exhaustive
-def test_layers_in_parts_settle_by_what_they_compute(pool, tmp_path):
+def test_layers_in_parts_settle_by_their_share_of_the_step(pool, tmp_path):
     flags = (
         f"{INTERLEAVED} Ett|t|t|tL {IN_PARTS} --train-iters 5 --balance-layers-once --layer-balance-interval 3 "
         f"--balance-report {tmp_path} --global-batch-size 16 {settings('layers', min_gain=0.02)}"

@@ -4,15 +4,16 @@ A real clock measures the load of the machine as well. In a rank with this clock
 as the test says, so that costs, plans and decisions are the same in every run.
 """
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["SetClock", "slow_layers", "slow_parts"]
+__all__ = ["SetClock", "TwoStreams", "slow_layers", "slow_parts"]
 
 
 class SetClock:
@@ -51,6 +52,49 @@ class SetClock:
         self, origin: tuple[float, float], begin: tuple[float, float], end: tuple[float, float]
     ) -> tuple[float, float, float]:
         return begin[0] - origin[0], end[0] - begin[0], end[1] - begin[1]
+
+
+class TwoStreams(SetClock):
+    """A `SetClock` of a device with streams: work occupies the current stream, and a stream that waits for an event is
+    idle until then. Megatron-LM computes on one stream and sends tokens to experts on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: dict[Any, float] = {}
+        self._current: Any = None
+
+    def install(self) -> "TwoStreams":
+        super().install()
+        from megatron.balanced.cpu import fakes
+
+        clock, first = self, torch.cuda.current_stream()
+        self._current = first
+
+        def record(self: Any, stream: Any = None) -> None:
+            self.at = clock._times.get(stream or clock._current, 0.0)
+
+        def wait(self: Any, stream: Any = None) -> None:
+            stream = stream or clock._current
+            clock._times[stream] = max(clock._times.get(stream, 0.0), getattr(self, "at", 0.0))
+
+        @contextlib.contextmanager
+        def stream_is(stream: Any = None) -> Iterator[None]:
+            before, clock._current = clock._current, stream or clock._current
+            try:
+                yield
+            finally:
+                clock._current = before
+
+        fakes.Event.record, fakes.Event.wait = record, wait
+        torch.cuda.stream, torch.cuda.current_stream = stream_is, lambda device=None: clock._current
+        return self
+
+    def work(self, seconds: float) -> None:
+        self._times[self._current] = self._times.get(self._current, 0.0) + seconds
+
+    def mark(self) -> tuple[float, float]:
+        now = self._times.get(self._current, 0.0)
+        return now, now
 
 
 class _Counting(TorchDispatchMode):

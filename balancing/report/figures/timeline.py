@@ -70,7 +70,7 @@ def timeline(
     ranks = ranks_shown(one, slowest_rank)
     with new_figure(height=1.15 + max(len(ranks), 2) * (0.3 if len(ranks) <= 16 else 0.2)) as figure:
         axes = figure.subplots()
-        rows = [one.spans[rank] for rank in ranks]
+        rows = [[span for span in one.spans[rank] if not span.kind.endswith("-exposed")] for rank in ranks]  # idle
         end = max([one.step_seconds, *(span.start + span.seconds for spans in rows for span in spans)])
         scale, unit = (1e3, "ms") if max(end, seconds) < 2 else (1.0, "s")
         lower = _draw(axes, rows, end, scale, inch=max(end, seconds) / (figure.get_figwidth() - 1.3))

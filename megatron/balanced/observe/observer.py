@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from balancing.clock import CpuClock, CudaClock
 from balancing.launch import detect_launch
 from balancing.report import RankRecord, Span
+from balancing.report.exposed import exposed_spans
 from balancing.sequences import SequencePlan, causal_area, zigzag_area
 from megatron.balanced.cpu.device import is_cpu
 from megatron.balanced.observe.report_writer import ReportWriter
@@ -177,7 +178,12 @@ class Observer(StepCallback):
 
     def _record(self, step: Step) -> RankRecord:
         rank, seconds = dist.get_rank(), self._hooks.clock.seconds
-        spans = [Span(*of, *_whole([seconds(step.origin, *piece) for piece in pieces])) for *of, pieces in step.spans]
+        timed = [(of, [seconds(step.origin, *piece) for piece in pieces]) for *of, pieces in step.spans]
+        spans = [Span(*of, *_whole(pieces)) for of, pieces in timed]
+        if step.messages:
+            computed = [piece[:2] for of, pieces in timed if of[1] == "" for piece in pieces]
+            messages = [Span(*of, *seconds(step.origin, begin, end)) for *of, begin, end in step.messages]
+            spans += exposed_spans(messages, computed)
         return RankRecord(
             rank=rank,
             stage=mpu.get_pipeline_model_parallel_rank(),

@@ -8,8 +8,9 @@ outputs. Hooks on hidden states do: the gradient of a layer's output is there wh
 input when it ends.
 
 With `--overlap-moe-expert-parallel-comm` no layer runs as a whole. Megatron-LM's plan of a micro-batch consists of
-nodes, which run in turn with those of another micro-batch, and the nodes that compute are marked. Those that send
-tokens to experts and back run beside them, and are no cost of a layer.
+nodes, which run in turn with those of another micro-batch. Nodes that compute are marked, and so are those that send
+tokens to experts and back, on their own stream: what of a message no computation hides is a cost of its layer
+(`balancing.report.exposed`).
 """
 
 import weakref
@@ -43,6 +44,7 @@ class Step:
     began: seconds since the epoch.
     origin, end: marks.
     spans: kind, layer or part, model chunk, micro-batch, and begin and end of each piece of work in it.
+    messages: to experts and back, of layers that run in parts: kind, layer, model chunk, micro-batch, begin and end.
     tokens: of this rank in all micro-batches.
     area: query-key pairs that attention computes on this rank.
     longest: tokens of the longest document.
@@ -56,6 +58,7 @@ class Step:
     origin: Mark
     end: Mark = None
     spans: list[tuple[str, int | str, int, int, list[tuple[Mark, Mark]]]] = field(default_factory=list)
+    messages: list[tuple[str, int | str, int, int, Mark, Mark]] = field(default_factory=list)
     tokens: int = 0
     area: int = 0
     longest: int = 0
@@ -191,20 +194,23 @@ class TimingHooks:
             is_mtp = isinstance(of.layer, MultiTokenPredictionLayer)
             part = "mtp" if is_mtp else of.layer.layer_number - 1
             nodes += [(part, node) for node in (of.pre_dispatch_computation, of.mlp, of.mtp_post_process)]
+            for node in (of.moe_dispatch, of.moe_combine):
+                if isinstance(node, ScheduleNode):  # a dense layer has none
+                    self._watch_node(node, part, chunk, self._add_message)
         nodes += [("head", plan.post_process)] if model.post_process else []
         for part, node in nodes:
             if isinstance(node, ScheduleNode):  # others do nothing
-                self._watch_node(node, part, chunk)
+                self._watch_node(node, part, chunk, self._add_piece)
 
-    def _watch_node(self, node: ScheduleNode, part: int | str, chunk: int) -> None:
-        """Mark what `node` computes. Its methods mark on its stream, behind what this stream waits for."""
+    def _watch_node(self, node: ScheduleNode, part: int | str, chunk: int, add: Callable[..., None]) -> None:
+        """Have `add` called with what `node` ran. Its methods mark on its stream, behind what this stream waits for."""
         micro_batch = self.micro_batch.get(chunk, 0)
 
         def timed(run: Callable, kind: str) -> Callable:
             def run_timed(*args: Any) -> Any:
                 begin = self.clock.mark()
                 result = run(*args)
-                self._add_piece(kind, part, chunk, micro_batch, begin)
+                add(kind, part, chunk, micro_batch, begin)
                 return result
 
             return run_timed
@@ -226,6 +232,11 @@ class TimingHooks:
                 latest = self._latest[span[1] == ""] = (*span, [])
                 self.step.spans.append(latest)
             latest[-1].append(piece)
+
+    def _add_message(self, kind: str, part: int | str, chunk: int, micro_batch: int, begin: Mark) -> None:
+        """Add what was sent to experts or back since `begin`."""
+        if self.step is not None:
+            self.step.messages.append((kind, part, chunk, micro_batch, begin, self.clock.mark()))
 
     @contextmanager
     def weight_gradients(self, layer: torch.nn.Module, chunk: int) -> Iterator[None]:
