@@ -174,17 +174,19 @@ def _train_willing(argv: list[str]) -> RankRun:
 def test_layers_in_parts_settle_by_their_share_of_the_step(pool, tmp_path):
     flags = (
         f"{INTERLEAVED} Ett|t|t|tL {IN_PARTS} --train-iters 5 --balance-layers-once --layer-balance-interval 3 "
-        f"--balance-report {tmp_path} --global-batch-size 16 {settings('layers', min_gain=0.02)}"
+        f"--balance-report {tmp_path} --global-batch-size 16 {settings('layers', min_gain=0.01)}"
     )
     pool.run(4, _train_willing, [*BASE, *flags.split()])
     (decision,) = _decisions(tmp_path)
     assert (decision["iteration"], decision["action"]) == (4, "move")
     assert decision["layout_before"] == "Ett|t|t|tL"
-    assert decision["stage_cost_before"] == pytest.approx([0.15 + 0.15 + 0.13, 0.13 + 0.13])
-    assert max(decision["stage_cost_after"]) == pytest.approx(0.15 + 0.13 + 0.13)
-    # In parts warm-up is one forward pass longer; 3.33 s without.
-    assert decision["predicted_step_before"] == pytest.approx(3.47)
-    assert decision["predicted_step_after"] == pytest.approx(3.39)
+    line = _layers(tmp_path)[0]
+    assert min(line["exposed_s"][1:-1]) > 0.14
+    of_layers = (np.array(line["forward_s"]) + line["backward_s"])[1:-1]
+    shares = [of_layers[[0, 1, 3]].sum(), of_layers[[2, 4]].sum()]
+    assert decision["stage_cost_before"] == pytest.approx(shares), "the gate and the report differ"
+    assert max(decision["stage_cost_after"]) == pytest.approx(of_layers[[0, 2, 3]].sum())
+    assert decision["predicted_step_after"] < 0.99 * decision["predicted_step_before"]
 
 
 def _left_over(argv: list[str], plans: Plans) -> tuple[int, list[str]]:
