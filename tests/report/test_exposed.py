@@ -54,7 +54,8 @@ def test_where_every_pass_runs_alone_all_count():
 def _record(rank: int, busy: float, exposed: float) -> RankRecord:
     """A dense layer and one with experts, in two micro-batches of which each runs in turn with the other."""
     spans = [*_steps("forward", 2, 2), *_exposed("forward", 1, exposed, exposed)]
-    spans += [Span("forward", layer, 0, at, 0.0, 50.0, took) for at in range(2) for layer, took in ((0, 2.0), (1, busy))]
+    for layer, took in ((0, 2.0), (1, busy)):
+        spans += [Span("forward", layer, 0, at, 0.0, 50.0, took) for at in range(2)]
     spans += [Span("forward", name, 0, 0, 0.0, 50.0, 0.5) for name in ("embedding", "head")]
     return RankRecord(rank, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0, 0, 0, 0, 0, spans)
 
