@@ -23,7 +23,7 @@ from balancing.experts.cost import TransferWindow, layer_cost
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.emulated_workload import SHAPE, Loads, Scale, made_up_loads, recorded_loads
 
-__all__ = ["METHODS", "MICRO_BATCHES", "of_forced_balance"]
+__all__ = ["METHODS", "MICRO_BATCHES", "modelled_seconds", "of_forced_balance"]
 
 MICRO_BATCHES, METHODS = (1, 2, 4, 8, 16), ("none", "prophet", "eplb", "quota")
 _LAYERS, _LOADS, _STEPS = 4, 4, 3
@@ -31,15 +31,23 @@ _TARGET, _LEAST = 1.03, 0.99  # with 8 micro-batches, and with fewer
 
 
 def of_forced_balance(loads: Loads, scale: Scale, method: Any, micro_batches: int) -> float:
-    """Throughput over that of even loads, of all layers and steps together.
+    """Throughput over that of even loads, of all layers and steps together. Parameters as in `modelled_seconds`."""
+    even, own = modelled_seconds(loads, scale, method, micro_batches)
+    return even / own
+
+
+def modelled_seconds(
+    loads: Loads, scale: Scale, method: Any, micro_batches: int, slots: int = ExpertConfig().replica_slots
+) -> tuple[float, float]:
+    """Seconds of even loads, and of these loads with replicas, of all layers, steps and given micro-batches together.
 
     loads: with few micro-batches, which stand for all of an iteration.
     scale: the machine.
     method: of `plan_replicas`.
     micro_batches: of an iteration.
+    slots: most replicas on a rank.
     """
     cluster, hidden = scale.cluster, scale.attention_seconds
-    slots = ExpertConfig().replica_slots
     even = own = 0.0
     for now, before, level in zip(loads.now, loads.before, loads.even.now, strict=True):
         for layer in range(now.shape[1]):
@@ -59,7 +67,7 @@ def of_forced_balance(loads: Loads, scale: Scale, method: Any, micro_batches: in
             for batch in range(now.shape[2]):
                 even += seconds(tokens(level[:, layer, batch]), alone)
                 own += seconds(tokens(now[:, layer, batch]), plan)
-    return even / own
+    return even, own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

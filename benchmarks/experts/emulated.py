@@ -75,6 +75,7 @@ class _Plan:
 
 _PLANS = {
     "shadow": _Plan("shadow", knows="exposed"),
+    "shadow 8": _Plan("shadow", slots=8, knows="exposed"),
     "prophet": _Plan("prophet"),
     "prophet 8": _Plan("prophet", slots=8),
     "eplb": _Plan("eplb", knows="balance"),
@@ -92,6 +93,7 @@ VARIANTS = {
         Variant("quota on even load", "quota even", even=True),  # next to what it is compared with
         Variant("none"),
         Variant("shadow", "shadow"),
+        Variant("shadow, 8 slots", "shadow 8", slots=8),
         Variant("prophet", "prophet"),
         Variant("prophet, 8 slots", "prophet 8", slots=8),
         Variant("eplb", "eplb"),

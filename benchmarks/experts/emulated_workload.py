@@ -15,6 +15,7 @@ fill theirs; uneven ones leave half a tile a home expert or replica empty. Not m
 all multiprocessors, which weigh the less the more tiles there are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,12 +171,14 @@ def _spread(length: int, number: int) -> np.ndarray:
     return ((np.arange(number) + 0.5) * length / number).astype(int)
 
 
-def made_up_loads(scale: Scale, layers: int, micro_batches: int, steps: int) -> Loads:
-    """Synthetic loads (`benchmarks.experts.synthetic`) by Zipf's law, which drift; imbalance differs between layers."""
+def made_up_loads(
+    scale: Scale, layers: int, micro_batches: int, steps: int, imbalance: Sequence[float] = _IMBALANCE
+) -> Loads:
+    """Synthetic loads (`benchmarks.experts.synthetic`) by Zipf's law, which drift. imbalance: of layers, in turn."""
     rng = np.random.default_rng(0)
     ranks = scale.ranks
     popularity = [
-        zipf_popularity(scale.experts, ranks, min(_IMBALANCE[at % len(_IMBALANCE)], 0.9 * ranks), rng)
+        zipf_popularity(scale.experts, ranks, min(imbalance[at % len(imbalance)], 0.9 * ranks), rng)
         for at in range(layers)
     ]
     drawn = np.empty((steps + 1, ranks, layers, micro_batches, scale.experts))

@@ -55,7 +55,7 @@ from benchmarks.experts.synthetic import DISTRIBUTIONS, drifted, sampled_load, z
 from benchmarks.experts.workloads import print_workloads
 from benchmarks.processor_time import milliseconds
 
-__all__ = ["Row", "grid", "replay", "times"]
+__all__ = ["Row", "grid", "made_up_run", "replay", "times"]
 
 _CLUSTER = "h200-8x400g"
 _IMBALANCE, _DRIFT = (1.0, 1.3, 2.0, 4.0), (0.0, 0.03, 0.1, 0.2, 0.3)
@@ -301,7 +301,7 @@ def _thin(items: Sequence, most: int) -> list:
     return list(items) if len(items) <= most else [items[int(at)] for at in np.linspace(0, len(items) - 1, most)]
 
 
-def _made_up_run(records: int) -> LoadTrace:
+def made_up_run(records: int) -> LoadTrace:
     """Four layers, from nearly balanced to very imbalanced, which drift by 1 % a micro-batch and 7 % a record."""
     generator, sources, experts = np.random.default_rng(0), 32, 64
     counts = np.zeros((records, sources, 4, 4, experts), dtype=np.int64)
@@ -381,7 +381,7 @@ def _links(row: Row) -> tuple[str, str, str]:
 
 def _read(options: argparse.Namespace) -> LoadTrace:
     if options.trace is None:
-        return _made_up_run(6 if options.quick else 20)
+        return made_up_run(6 if options.quick else 20)
     return read_load_trace(options.trace)
 
 

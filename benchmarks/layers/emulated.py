@@ -26,7 +26,7 @@ from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.layers.fill import filled_step
 from benchmarks.layers.traces import TRACES, trace
 
-__all__ = ["Row", "main", "measure"]
+__all__ = ["Row", "main", "measure", "slowed"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
@@ -63,12 +63,7 @@ def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan], float]:
     run = trace(name, _LAYERS, 40)
     given = run.costs[-1]
     uniform = plan_stages(np.ones(_LAYERS), 8, method="uniform")
-    slower = _STEP / given.simulate(uniform, _MICRO_BATCHES).step_time
-    cost = LayerSeconds(
-        given.forward * slower,
-        given.backward * slower,
-        head=(given.head[0] * slower, given.head[1] * slower),
-    )
+    cost = slowed(given, _STEP / given.simulate(uniform, _MICRO_BATCHES).step_time)
 
     def optimal(stages: int) -> StagePlan:
         return refine_plan(plan_stages(cost.total, stages, head=sum(cost.head)), cost, _MICRO_BATCHES)
@@ -80,7 +75,17 @@ def _pipelines(name: str) -> tuple[LayerSeconds, dict[str, StagePlan], float]:
     return cost, plans, run.weight_share
 
 
-def measure(stages: int, jobs: list[tuple[LayerSeconds, StagePlan, float]], repeats: int) -> list[float]:
+def slowed(cost: LayerSeconds, times: float) -> LayerSeconds:
+    """The costs of layers and head, so many times as long."""
+    return LayerSeconds(cost.forward * times, cost.backward * times, head=(cost.head[0] * times, cost.head[1] * times))
+
+
+def measure(
+    stages: int,
+    jobs: list[tuple[LayerSeconds, StagePlan, float]],
+    repeats: int,
+    micro_batches: int = _MICRO_BATCHES,
+) -> list[float]:
     """Seconds of a step under each plan on as many emulated ranks, the quickest of `repeats`. jobs: costs, plan, and
     the share of the backward whose weight gradients fill waits."""
     pipelines = []
@@ -92,7 +97,7 @@ def measure(stages: int, jobs: list[tuple[LayerSeconds, StagePlan, float]], repe
         else:
             arrays = dict(zip(("forward", "backward"), cost.stage_seconds(plan), strict=True))
         pipeline = {name: values.tolist() for name, values in arrays.items()}
-        pipelines.append(pipeline | {"micro_batches": _MICRO_BATCHES, "repeats": repeats})
+        pipelines.append(pipeline | {"micro_batches": micro_batches, "repeats": repeats})
     with EmulatedCluster(1, stages) as cluster:
         arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
         run = cluster.run("-W", arguments, timeout=280, environment=_ENVIRONMENT)

@@ -76,18 +76,19 @@ class Scale:
     """The modelled machine and what becomes of it.
 
     nodes, ranks_per_node: the machine. time: emulated seconds for each modelled one. width: numbers of an
-    emulated head.
+    emulated head. preset: whose GPUs and network cards.
     """
 
     nodes: int
     ranks_per_node: int
     time: float
     width: int = _HEAD_SIZE
+    preset: str = "a800-4x200g"
 
     @property
     def cluster(self) -> Cluster:
         """The modelled machine, without latencies: launches and messages are not emulated."""
-        machine = Cluster.preset("a800-4x200g").relabel(self.nodes, self.ranks_per_node)
+        machine = Cluster.preset(self.preset).relabel(self.nodes, self.ranks_per_node)
         return replace(machine, launch_seconds=0.0, message_seconds=0.0, host_seconds=0.0)
 
     @property

@@ -1,0 +1,1 @@
+"""Published headlines beside the project's own figures: `python -m benchmarks.headlines`."""
