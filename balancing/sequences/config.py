@@ -33,11 +33,10 @@ class SequenceConfig:
         flag="--sequence-micro-batches",
     )
     planner: str = setting(
-        "auto",
+        "chunks",
         "chunks: equal tokens and equal attention in one layout. zones: as in Zeppelin. ring, gather: as in "
-        "Transformer Engine and Llama 3. auto: the planner with the least predicted time for each batch on the "
-        "--cluster.",
-        choices=("auto", "chunks", "zones", "ring", "gather"),
+        "Transformer Engine and Llama 3.",
+        choices=("chunks", "zones", "ring", "gather"),
     )
     chunk: int = setting(0, "Tokens of a chunk; 0 leaves it to the planner.", least=0)
     token_capacity: int = setting(0, "Most tokens that a rank may hold in attention; 0 is no limit.", least=0)

@@ -62,7 +62,7 @@ class DomainChoice:
 
 
 def choose_domain(
-    steps: DrawnSteps, context: Cluster, domain: Cluster, *, shape: AttentionShape, method: str = "auto"
+    steps: DrawnSteps, context: Cluster, domain: Cluster, *, shape: AttentionShape, method: str = "chunks"
 ) -> DomainChoice:
     """The domain "context" or "data" for a job, the same for the same arguments.
 

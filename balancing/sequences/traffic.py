@@ -18,7 +18,6 @@ __all__ = [
     "LinkTokens",
     "TokenTraffic",
     "kv_traffic",
-    "layout_links",
     "link_tokens_seconds",
     "plan_links",
     "remap_traffic",
@@ -82,7 +81,10 @@ def kv_traffic(plan: SequencePlan) -> TokenTraffic:
 
 
 def plan_links(plan: SequencePlan, cluster: Cluster, *, in_step: bool = False) -> LinkTokens:
-    """What links carry in one layer, forward, for keys and values. in_step: as in `layout_links`.
+    """What links carry in one layer, forward, for keys and values.
+
+    in_step: for times instead of bytes. The ranks of a ring go from round to round together, so each round takes as
+    long as its largest share; every share counts as the largest.
 
     Raises ValueError for a plan with more ranks than the cluster.
     """
@@ -91,17 +93,6 @@ def plan_links(plan: SequencePlan, cluster: Cluster, *, in_step: bool = False) -
             f"a plan of {plan.ranks} ranks is not for a cluster of {cluster.world_size} ranks; plan for this cluster"
         )
     return _links(*_plan_traffic(plan, in_step=in_step), cluster, level=plan.window is None)
-
-
-def layout_links(
-    shards: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], cluster: Cluster, *, in_step: bool = False
-) -> LinkTokens:
-    """As `plan_links`, of a layout that is not a plan yet: int64 [shard, (sequence, start, stop, rank)].
-
-    in_step: for times instead of bytes. The ranks of a ring go from round to round together, so each round takes as
-    long as its largest share; every share counts as the largest.
-    """
-    return _links(*_layout_traffic(shards, lengths, exchange, in_step), cluster, level=True)
 
 
 class _Gathered(NamedTuple):
@@ -114,7 +105,9 @@ class _Gathered(NamedTuple):
 def _plan_traffic(plan: SequencePlan, *, in_step: bool) -> tuple[TokenTraffic, _Gathered]:
     """What goes round rings, and what is gathered."""
     if plan.window is None:
-        return _layout_traffic(plan.table, plan.lengths, plan.exchange, in_step)
+        how = np.array(plan.exchange)[plan.table[:, 0]]
+        on_rings = _on_rings(plan.table[how == "ring"], plan.lengths, in_step)
+        return on_rings, _gathered(plan.table[how == "gather"], plan.lengths)
     offset = np.cumsum([0, *plan.lengths]).tolist()
     found = [
         (shard.rank, reach.rank, min(shard.stop, reach.stop) - begin, offset[reach.sequence] + begin)
@@ -125,13 +118,6 @@ def _plan_traffic(plan: SequencePlan, *, in_step: bool) -> tuple[TokenTraffic, _
     *columns_of_traffic, begin = np.array(found, dtype=np.int64).reshape(-1, 4).T
     nothing = np.zeros(0, dtype=np.int64)
     return TokenTraffic(nothing, nothing, nothing), _Gathered(TokenTraffic(*columns_of_traffic), begin)
-
-
-def _layout_traffic(
-    shards: np.ndarray, lengths: Sequence[int], exchange: Sequence[str], in_step: bool
-) -> tuple[TokenTraffic, _Gathered]:
-    how = np.array(exchange)[shards[:, 0]]
-    return _on_rings(shards[how == "ring"], lengths, in_step), _gathered(shards[how == "gather"], lengths)
 
 
 def _links(on_rings: TokenTraffic, gathered: _Gathered, cluster: Cluster, level: bool) -> LinkTokens:

@@ -236,13 +236,13 @@ def sequence_loads(
     alone = _Spread(float(np.mean(slowest)), float(np.mean(fullest)), *_planned(model, batches, ranks, "ring"))
     found: dict[str, _Spread] = {}
     if ranks > 1 and (job.sequence_domain != "data" or job.data_parallel == 1):
-        factor, level = _planned(model, batches, ranks, "auto")
-        found["context"] = alone._replace(factor=min(alone.factor, factor), imbalance=level)
+        factor, level = _planned(model, batches, ranks, "chunks")
+        found["context"] = alone._replace(factor=factor, imbalance=level)
     if job.sequence_domain != "context" and job.data_parallel > 1:
         per_node = max(1, model.cluster.ranks_per_node // model.tensor)
         shared_by = planned_ranks(job.data_parallel, ranks, per_node, _MOST_RANKS)
         wide = [sum((documents() for _ in range(shared_by // ranks)), ()) for _ in range(_SHARED_BATCHES)]
-        planned = _planned(model, wide, shared_by, "auto")
+        planned = _planned(model, wide, shared_by, "chunks")
         found["data"] = _Spread(float(areas.mean()), float(np.mean(shared)), *planned)
     domain = "data" if "data" in found else "context"
     if len(found) == 2 and found["data"].seconds > (1 - DOMAIN_WORTH) * found["context"].seconds:
@@ -259,17 +259,17 @@ def batch_loads(model: StepModel, batches: Sequence[tuple[int, ...]]) -> Sequenc
     """Attention of known micro-batches, lengths of documents each, that all replicas have alike."""
     ranks = model.job.context_parallel_size
     areas = np.array([causal_area(lengths) for lengths in batches]) / ranks
-    ring, auto = (
+    ring, balanced = (
         _Spread(float(areas.mean()), float(areas.max()), *_planned(model, batches, ranks, method))
-        for method in ("ring", "auto")
+        for method in ("ring", "chunks")
     )
-    return SequenceLoads.of(ring, auto._replace(factor=min(ring.factor, auto.factor)), "context")
+    return SequenceLoads.of(ring, balanced, "context")
 
 
 def _planned(model: StepModel, batches: Sequence[tuple[int, ...]], ranks: int, method: str) -> tuple[float, float]:
     """Attention with its exchange over attention alone, and the fullest of `ranks` ranks over the mean.
 
-    method: "auto", or "ring", which is that of other systems: each rank sends through its own NIC, and gradients of
+    method: "chunks", or "ring", which is that of other systems: each rank sends through its own NIC, and gradients of
         keys in bf16.
     """
     job = model.job

@@ -29,7 +29,7 @@ def plan_sequences(
     cluster: Cluster,
     *,
     shape: AttentionShape,
-    method: str = "auto",
+    method: str = "chunks",
     token_capacity: int | None = None,
     scheduler: Scheduler | None = None,
     **options: Any,

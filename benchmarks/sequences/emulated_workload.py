@@ -66,7 +66,6 @@ METHODS = {
         Method("zones, not routed", "zones", routed=False),
         Method("zones", "zones"),
         Method("chunks", "chunks"),
-        Method("auto", "auto"),
     )
 }
 
@@ -146,8 +145,7 @@ def _parts(method: Method, lengths: Sequence[int], cluster: Cluster, shape: Atte
         return (heads_and_ring(lengths, cluster, shape).plan,)
     if method.peer:
         return tuple(baseline_parts(method.planner, lengths, cluster, shape))
-    routed = None if method.routed else False
-    plan = plan_sequences(lengths, cluster, shape=shape, method=method.planner, routed=routed)
+    plan = plan_sequences(lengths, cluster, shape=shape, method=method.planner)
     return (plan if method.remapped else replace(plan, linear=plan.attention),)
 
 

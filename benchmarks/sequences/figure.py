@@ -26,9 +26,8 @@ LABELS = {
     "hybrid": "hybrid (Megatron-LM)",
     "zones": "zones (Zeppelin)",
     "chunks": "chunks (ours)",
-    "auto": "auto (ours)",
 }
-COLORS = {"ring": "#9aa0a6", "hybrid": "#c9a227", "zones": "#d9733a", "chunks": "#2f7d5b", "auto": "#3b6ea5"}
+COLORS = {"ring": "#9aa0a6", "hybrid": "#c9a227", "zones": "#d9733a", "chunks": "#2f7d5b"}
 PANELS = {
     "attention max / mean": ("attention of the busiest rank / mean", (0.95, 4.2), [1, 1.5, 2, 3, 4]),
     f"modelled time / limit, {MACHINE}": ("modelled time of a step / limit", (0.9, 44), [1, 2, 4, 8, 16, 32]),

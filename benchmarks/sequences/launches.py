@@ -15,8 +15,8 @@ without data, with messages that are not sent and a kernel that computes nothing
 - host microseconds: processor time of the engine's Python and of torch's dispatch of operations on one number a token,
   without a driver's or Triton's time for a launch; the quickest of several runs.
 
-Then modelled seconds of a step on H100 and H200 nodes (`balancing.sequences.cost`): of the plan that auto takes, and of
-the one that it would take if launches, messages and the host cost nothing, over what the step would be without them.
+Then modelled seconds of a step on H100 and H200 nodes (`balancing.sequences.cost`), planned by chunks, over what they
+would be if launches, messages and the host cost nothing.
 
 With --window counts are of layers with a sliding window, modelled seconds those of a model whose layers all have it.
 
@@ -245,24 +245,20 @@ def launches(
 def modelled(
     known: dict[str, str | np.ndarray], sizes: Sequence[int], batches: int, shape: AttentionShape = _SHAPE
 ) -> list[Row]:
-    """Modelled time with latencies over that without: of the plan that auto takes, and of the one that it would take
-    without; and the time without of the first over that of the second."""
+    """Modelled time with latencies over that without."""
     rows = []
     for preset in _PRESETS:
         for ranks in sizes:
             cluster = _cluster(preset, ranks)
             free = replace(cluster, launch_seconds=0.0, message_seconds=0.0, host_seconds=0.0)
             for name, source in known.items():
-                figures: dict[str, list[float]] = {}
+                found = []
                 for batch in range(batches):
                     lengths = draw_batch(source, _TOKENS * ranks, np.random.default_rng(batch))
-                    taken, blind = (plan_sequences(lengths, one, shape=shape) for one in (cluster, free))
-                    least = step_cost(blind, free, shape).total
-                    for what, plan in (("taken", taken), ("blind", blind)):
-                        figures.setdefault(what, []).append(step_cost(plan, cluster, shape).total / least)
-                    figures.setdefault("taken, without", []).append(step_cost(taken, free, shape).total / least)
-                for what, found in figures.items():
-                    rows.append(Row(ranks, name, preset, what, float(np.mean(found)), max(found), 0.0))
+                    plan = plan_sequences(lengths, cluster, shape=shape)
+                    with_latencies, without = (step_cost(plan, one, shape).total for one in (cluster, free))
+                    found.append(with_latencies / without)
+                rows.append(Row(ranks, name, preset, "chunks", float(np.mean(found)), max(found), 0.0))
     return rows
 
 
@@ -306,12 +302,10 @@ def _show(rows: Sequence[Row], console: Console) -> None:
     for preset in _PRESETS:
         own = [row for row in rows if row.direction == preset]
         table = Table(title=f"modelled seconds over those without latencies, {preset}", title_justify="left", box=None)
-        for head in ("ranks", "lengths", "auto", "auto without latencies", "auto's, without latencies"):
+        for head in ("ranks", "lengths", "chunks"):
             table.add_column(head, justify="left" if head == "lengths" else "right", no_wrap=True)
-        for ranks, name in dict.fromkeys((row.ranks, row.method) for row in own):
-            line = [row for row in own if (row.ranks, row.method) == (ranks, name)]
-            by_name = {row.what: f"{row.figure:.3f} ({row.most:.3f})" for row in line}
-            table.add_row(str(ranks), name, *(by_name[what] for what in ("taken", "blind", "taken, without")))
+        for row in own:
+            table.add_row(str(row.ranks), row.method, f"{row.figure:.3f} ({row.most:.3f})")
         console.print(table, "")
 
 

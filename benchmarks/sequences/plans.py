@@ -11,7 +11,8 @@ them).
 - Balance: the fullest rank over the mean, in area of attention and in tokens; for hybrid summed over its groups.
 - Model: modelled seconds of the step over the physical limit (`balancing.sequences.cost`), on A800 nodes with 4 NICs
   and a 7B model with multi-head attention, and on H200 nodes with 8 NICs and an 8B model with grouped queries.
-  Baselines run without routing, as their systems do; zones and auto with and without it, zones also without remapping.
+  Baselines run without routing, as their systems do; zones and chunks with and without it, zones also without
+  remapping.
 - Traffic: tokens whose keys and values a rank receives forward in a layer, and those that all network cards carry, as
   a share of all tokens of the batch.
 - Time: of one plan, and of compiling it for one rank, routes included ("program"). Processor time of one thread, the
@@ -59,8 +60,8 @@ from benchmarks.sequences.peers import all_gather_seconds, heads_and_ring
 __all__ = ["Row", "baseline_parts", "plans", "sources", "times"]
 
 _TOKENS = 4096  # a rank
-_METHODS = ("ring", "all-gather", "a2a+p2p", "hybrid", "zones", "chunks", "auto")
-_OURS = ("zones", "chunks", "auto")
+_METHODS = ("ring", "all-gather", "a2a+p2p", "hybrid", "zones", "chunks")
+_OURS = ("zones", "chunks")
 _LAYOUTS = {"all-gather": "ring", "a2a+p2p": "ring"}
 _MACHINES: dict[str, tuple[str, AttentionShape]] = {
     "A800, MHA": ("a800-4x200g", AttentionShape(4096, 32, 32, 32, 11008)),
@@ -184,7 +185,7 @@ def _measure(
     if method == "zones":
         model(", not routed", routed=False)
         model(", not remapped", remapped=False)
-    if method == "auto":
+    if method == "chunks":
         model(", not routed", routed=False)
 
 
@@ -246,13 +247,9 @@ def times(repeats: int, progress: Progress) -> list[Row]:
             plan = partial(plan_sequences, lengths, cluster, shape=shape, method=method)
             figure = milliseconds(plan, repeats)
             case = f"{source}, {ranks} ranks, {len(lengths)} sequences"
-            target = aim if method != "auto" or ranks == 64 else None  # auto plans with several, ahead of the step
-            rows.append(Row("planner ms", case, method, figure, "ms", figure, None, figure / aim, target))
-            if method != "auto":
-                figure = milliseconds(partial(_compile, plan(), cluster, shape), max(1, repeats // 3))
-                rows.append(
-                    Row("planner ms", case, f"{method}: program", figure, "ms", figure, None, figure / aim, None)
-                )
+            rows.append(Row("planner ms", case, method, figure, "ms", figure, None, figure / aim, aim))
+            figure = milliseconds(partial(_compile, plan(), cluster, shape), max(1, repeats // 3))
+            rows.append(Row("planner ms", case, f"{method}: program", figure, "ms", figure, None, figure / aim, None))
     return rows
 
 

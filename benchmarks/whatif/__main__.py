@@ -102,8 +102,7 @@ def _emulated() -> None:
 
 def _planners() -> None:
     print(f"{'':7}{'sequences, one plan':>20}{'in groups':>20}   {'of a micro-batch, %':>22}{'area, max / mean':>20}")
-    print(f"{'ranks':>7}" + f"{'chunks':>10}{'auto':>10}" * 2 + f"{'chunks':>14}{'auto':>11}{'one':>10}{'groups':>10}"
-          "   milliseconds")  # fmt: skip
+    print(f"{'ranks':>7}{'chunks':>20}{'chunks':>20}{'chunks':>25}{'one':>10}{'groups':>10}   milliseconds")
     for name, shape, tokens, context in PLANNED:
         print(name)
         for ranks in (64, 256, 1024, 4096, 16384):
@@ -119,21 +118,12 @@ def _sequence_planners(ranks: int, shape: AttentionShape, tokens: int, context: 
     samples = [draw_batch("prolong", tokens, random) for _ in range(ranks // context)]
     ends, cluster = np.cumsum([len(sample) for sample in samples]), Cluster.from_spec("h100-8x400g", ranks)
     lengths = np.fromiter(chain.from_iterable(samples), np.int64, int(ends[-1]))
-    one, grouped, fullest = [], [], []
-    for method in ("chunks", "auto"):
-        spent, plan = _timed(partial(plan_sequences, lengths, cluster, shape=shape, method=method), 1 + (ranks < 4096))
-        one.append(spent)
-        spent, areas = _timed(partial(_of_heaviest_group, lengths, ends, ranks, shape, method), 3)
-        grouped.append(spent)
-        if method == "chunks":
-            fullest = [
-                float(plan.area.max() / plan.area.mean()),
-                float(areas.max() * ranks / area_of_first(lengths).sum()),
-            ]
+    one, plan = _timed(partial(plan_sequences, lengths, cluster, shape=shape), 1 + (ranks < 4096))
+    grouped, areas = _timed(partial(_of_heaviest_group, lengths, ends, ranks, shape), 3)
+    fullest = plan.area.max() / plan.area.mean(), areas.max() * ranks / area_of_first(lengths).sum()
     batch = 1e3 * limit_seconds(lengths.tolist(), cluster, shape)
-    cells = "".join(f"{spent:10.1f}" for spent in (*one, *grouped))
-    shares = "".join(f"{spent / batch:11.2%}" for spent in grouped)
-    print(f"{ranks:7,}{cells}   {shares}" + "".join(f"{each:10.3f}" for each in fullest), flush=True)
+    figures = f"{one:20.1f}{grouped:20.1f}{grouped / batch:25.2%}" + "".join(f"{each:10.3f}" for each in fullest)
+    print(f"{ranks:7,}{figures}", flush=True)
 
 
 def _other_planners(ranks: int) -> None:
@@ -147,9 +137,7 @@ def _other_planners(ranks: int) -> None:
     print(f"{ranks:7,}{experts:12.1f}{layers:9.1f}", flush=True)
 
 
-def _of_heaviest_group(
-    lengths: np.ndarray, ends: np.ndarray, ranks: int, shape: AttentionShape, method: str
-) -> np.ndarray:
+def _of_heaviest_group(lengths: np.ndarray, ends: np.ndarray, ranks: int, shape: AttentionShape) -> np.ndarray:
     """Area of each rank of the group that has most, planned as a rank of it plans: groups first, then its own.
 
     lengths: int64 [document], of all samples. ends: int64 [sample], documents of the samples up to this one.
@@ -161,7 +149,7 @@ def _of_heaviest_group(
     held = np.flatnonzero(dealt == heaviest)
     own = np.concatenate([lengths[start:end] for start, end in zip(starts[held], ends[held], strict=True)])
     cluster = Cluster.from_spec("h100-8x400g", ranks // groups)
-    return plan_sequences(own, cluster, shape=shape, method=method).area
+    return plan_sequences(own, cluster, shape=shape).area
 
 
 def _timed[T](action: Callable[[], T], repeats: int) -> tuple[float, T]:

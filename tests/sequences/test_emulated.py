@@ -86,7 +86,7 @@ def test_predictions_know_what_is_switched_off():
     scale = Scale(2, 8, 20.0)
     case = make_case(scale.cluster, "MHA", "prolong", 0, list(METHODS.values()))
     seconds = {name: predicted_seconds(case, METHODS[name], scale.cluster) for name in case.parts}
-    assert seconds["auto"] == min(seconds.values())
+    assert seconds["chunks"] == min(seconds.values())
     assert seconds["ring + routing"] < seconds["ring"]
     assert seconds["zones"] < seconds["zones, not remapped"] < seconds["zones: engine only"] < seconds["ring"]
     (unmapped,) = case.parts["zones, not remapped"]
@@ -100,6 +100,6 @@ def test_targets_are_missed_by_what_is_too_slow():
     def met(*rows: Row, gain: float = 3.3) -> list[bool]:
         return [each for *_, each in targets(rows, [RoutingRow("2 x 8", 4, gain, 1.0)])]
 
-    assert met(row("ring", 6.0), row("zones", 1.2), row("auto", 1.1)) == [True, True, True]
-    assert met(row("ring", 6.0), row("zones", 1.0), row("auto", 1.1)) == [True, False, True]
-    assert met(row("ring", 6.0), row("auto", 2.5), gain=3.1) == [False, True, False]
+    assert met(row("ring", 6.0), row("zones", 1.2), row("chunks", 1.1)) == [True, True, True]
+    assert met(row("ring", 6.0), row("zones", 1.0), row("chunks", 1.1)) == [True, False, True]
+    assert met(row("ring", 6.0), row("chunks", 2.5), gain=3.1) == [False, True, False]
