@@ -1,9 +1,13 @@
 """The benchmark of layers: its traces match their sources, and the balancer beats a static plan."""
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from balancing.layers import LayerSeconds, plan_stages
+from benchmarks.layers import overlap
 from benchmarks.layers.hybrid import rows as hybrid_rows
 from benchmarks.layers.plans import _MICRO_BATCHES, _STAGES, _Run, main
 from benchmarks.layers.record import replay
@@ -96,3 +100,67 @@ def test_moves_of_published_hybrid_models_pay():
         assert row.gain > 1.05 and 1 <= row.pays_after <= 5, row
         assert row.seconds[2] < row.seconds[1] < row.seconds[0] and row.seconds[2] / row.seconds[1] > 0.8, row
         assert row.before.replace("|", "") == row.after.replace("|", "")
+
+
+class _Node:
+    """A node of Megatron-LM's plan of a layer on simulated streams."""
+
+    def __init__(self, streams, layer, forward, backward, weights=0.0, stream="compute"):
+        self._streams, self._layer, self._stream = streams, layer, stream
+        self._forward, self._backward, self._weights = forward, backward, weights
+
+    def forward(self, given):
+        self._streams.run("forward", self._layer, self._forward, self._stream)
+
+    def backward(self, given):
+        self._streams.run("backward", self._layer, self._backward, self._stream)
+
+    def backward_dw(self):
+        self._streams.weight_gradient(self._layer, self._weights)
+
+
+def test_simulated_calls_run_as_megatrons_do():
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+
+    draw = np.random.default_rng(0)
+    model = overlap.Model(draw.uniform(1, 2, 6), draw.uniform(1, 2, 6), draw.uniform(1, 2, 6) * [0, 1, 1, 1, 0, 1])
+    streams = overlap._Streams()
+
+    def plan(layer):
+        attention, experts, message = model.attention[layer], model.experts[layer], model.message[layer]
+        sent = dict(forward=message, backward=message, stream="messages")
+        return SimpleNamespace(
+            pre_dispatch_computation=_Node(streams, layer, attention, attention, attention),
+            mlp=_Node(streams, layer, experts, experts, experts),
+            moe_dispatch=_Node(streams, layer, **sent),
+            moe_combine=_Node(streams, layer, **sent),
+            mtp_post_process=_Node(streams, layer, 0.0, 0.0),
+            config=SimpleNamespace(ep_overlap_early_attn_memory_release=False),
+            get_low_precision_context=contextlib.nullcontext,
+        )
+
+    pairs = [(0, 5), (1, 4), (2, 3), (None, 2)]
+    for ahead, back in pairs:
+        TransformerLayerSchedulePlan.run(None if ahead is None else plan(ahead), plan(back))
+    call = overlap._call(model, (0, 3), (2, 6))
+    assert call.pieces == streams.call.pieces and call.messages == streams.call.messages
+    assert {len(call.pieces), len(call.messages)} == {3 * 2 + 4 * 4, 2 * 2 + 2 * 3}
+
+
+def test_a_partition_is_for_the_step_that_its_costs_were_measured_in():
+    (row,) = [row for row in overlap.rows((4,), (2.0,)) if row.case == "dense half"]
+    by_serial, by_computation, measured = row.overlapped
+    assert by_serial < 0.95 < by_computation < 1.05 < measured
+    assert row.serial[0] > 1.05 * row.serial[2] > 1.05 > row.serial[1]
+    assert abs(row.predicted[2] - 1) < 0.06 < 0.2 < min(abs(row.predicted[0] - 1), abs(row.predicted[1] - 1))
+
+
+def test_measured_shares_add_up_to_the_calls():
+    model = dict(overlap._models(2.0))["dense first"]
+    plan = plan_stages(np.ones(model.layers), 4, virtual=2, method="uniform")
+    shares = overlap.measured_cost(model, plan)
+    for rank in range(4):
+        in_turn = [call.seconds for at, passes, call in overlap._calls(model, plan) if at == rank and len(passes) == 2]
+        assert shares.stage_loads(plan)[rank] * len(in_turn) / 2 == pytest.approx(sum(in_turn), rel=0.03)
+    assert (shares.total >= model.cost(messages=False).total - 1e-9).all()
+    assert (shares.total <= model.cost(messages=True).total + 1e-9).all()
