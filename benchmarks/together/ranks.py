@@ -68,7 +68,7 @@ def train(
     Raises SystemExit where a rank fails or the ranks do not end.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    flags = [*FLAGS, *variant.flags, "--exit-interval", str(steps), "--global-batch-size", str(2 * micro_batches)]
+    flags = [*FLAGS, *variant.flags, "--exit-interval", str(steps), "--global-batch-size", str(micro_batches)]
     flags += ["--balance-report", str(folder / "report")] if report else []
     children = {}
     for rank, place in enumerate(cluster.places()):
@@ -158,19 +158,22 @@ class _Wait(torch.autograd.Function):
 
 
 def _train(flags: Sequence[str], steps: Path | None, pace: Pace) -> None:
+    from examples.dynamic_models.extension import DynamicModel
     from megatron.balanced.trainer.arguments import parse_arguments
 
-    args, config = parse_arguments(list(flags))
+    model = DynamicModel()
+    args, config = parse_arguments(list(flags), extension=model)
 
     from megatron.balanced.shared.callbacks import StepCallback
     from megatron.balanced.trainer.train import train as run
 
     class Clock(StepCallback):
-        """Writes the seconds from the beginning of one step to that of the next."""
+        """Writes the seconds from the beginning of one step to that of the next, and tells routers the step."""
 
         began: float | None = None
 
         def begin_step(self, iteration: int, config: Any) -> None:
+            step[0] = iteration
             now = time.perf_counter()
             if self.began is not None and steps is not None:
                 with steps.open("a") as file:
@@ -178,19 +181,22 @@ def _train(flags: Sequence[str], steps: Path | None, pace: Pace) -> None:
             self.began = now
 
         def end_training(self) -> None:
-            self.begin_step(0, None)
+            self.begin_step(-1, None)
 
-    called = _pace(pace)
+    step = [0]
+    called = _pace(pace, step)
     try:
-        run(args, config, [Clock()])
+        run(args, config, [Clock()], extension=model)
     finally:
         if missing := sorted(REPLACED - called):
             print(f"together: nothing called {', '.join(missing)}, so this was another workload", file=sys.stderr)
             os._exit(1)
 
 
-def _pace(pace: Pace) -> set[str]:
+def _pace(pace: Pace, step: list[int]) -> set[str]:
     """Replace what takes time in the layers of this process, and what is uneven.
+
+    step: holds the number of the present one.
 
     Returns a set to which each of REPLACED is added when it is called.
     """
@@ -219,21 +225,21 @@ def _pace(pace: Pace) -> set[str]:
     layer_forward = TransformerLayer.forward
 
     def layer(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        hidden_states = _Wait.apply(hidden_states, work, pace.linear(self.layer_number - 1))
+        hidden_states = _Wait.apply(hidden_states, work, pace.linear)
         return layer_forward(self, hidden_states, *args, **kwargs)
 
     TransformerLayer.forward = layer
     for experts in (SequentialMLP, ReplicatedSequentialMLP):
         experts.forward = _paced_experts(experts.forward, work, pace.token)
 
-    maps: dict[tuple[int, int], torch.Tensor] = {}
+    maps: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def routing(self: Any, logits: torch.Tensor, *unused: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = logits.numel() // logits.shape[-1]
-        key = self.layer_number, tokens
+        key = self.layer_number, tokens, step[0]
         if key not in maps:
             rank = mpu.get_expert_model_parallel_rank()
-            maps[key] = routing_map(routed(rank, self.layer_number, tokens, pace.even), TOP_K)
+            maps[key] = routing_map(routed(rank, self.layer_number - 1, tokens, pace.even, step[0]), TOP_K)
         chosen = maps[key]
         return (logits.reshape(tokens, -1) * 0 + 1 / TOP_K) * chosen, chosen
 

@@ -1,27 +1,40 @@
 """A workload that is uneven in three ways, and the same work spread evenly.
 
-Eight layers on two stages, of which the first two take more time in their linear parts; every micro-batch holds
-documents of very different length; and routers prefer some experts, others in each layer. Each can be forced even at
-the same total of work, so that the limit of each balancer alone and of all together is a run like the others.
+A model with the proportions of Mixtral 8x7B (8 experts, two for each token, 16 of its layers on two stages) continues
+its training on long documents, with its first layers frozen:
+
+- Layers: frozen layers have no backward pass, so the first stage is light.
+- Sequences: micro-batches of 131,072 tokens from ProLong's mix of long and short documents (`balancing.whatif.lengths`).
+- Experts: routing as recorded while a small model trained without a loss that balances it
+  (`benchmarks/traces/routing.npz`), another record in each step.
+
+A token of this workload stands for 32. Each unevenness can be forced even at the same total of work, so that the limit
+is a run like the others.
 """
 
 import os
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from balancing.sequences.engine.kernels import Pieces
+from balancing.whatif.lengths import draw_batch
 from benchmarks.emulated.device import Device
 from benchmarks.settings import settings
 
-__all__ = ["FLAGS", "RANKS", "VARIANTS", "Pace", "Variant", "lengths_of", "pairs_of", "routed"]
+__all__ = ["FLAGS", "FROZEN", "LAYERS", "RANKS", "VARIANTS", "Pace", "Variant", "lengths_of", "pairs_of", "routed"]
 
-LAYERS, STAGES, CONTEXT, EXPERT_RANKS, RANKS = 8, 2, 4, 8, 16
-TOKENS, EXPERTS, TOP_K = 4096, 16, 2  # of a micro-batch over context-parallel ranks; of a layer; of a token
-_LENGTHS = (1920, 896, 512, 384, 128, 128, 128)
+LAYERS, STAGES, CONTEXT, EXPERT_RANKS, RANKS = 16, 2, 4, 4, 8
+FROZEN = 6  # of the first layers
+TOKENS, EXPERTS, TOP_K = 4096, 8, 2  # of a micro-batch over context-parallel ranks; of a layer; of a token
+# Parts of a layer's forward pass by Mixtral's shapes, per token in MFLOP: attention over documents as long as a token
+# of ProLong's mix sees them, 39,000 tokens in the mean; two experts; projections.
+_ATTENTION, _EXPERTS, _LINEAR = 0.29, 0.64, 0.07
+_STANDS_FOR = 32  # tokens
 _EVEN_LENGTHS = (1024,) * 4
-_HEAVY = 2  # layers in front, whose linear parts take so long that two of them cost as much as the six others
-_SKEW = 0.8  # exponent of Zipf's law over experts
+_TRACE = Path(__file__).parents[1] / "traces" / "routing.npz"
 
 FLAGS = (
     f"--device cpu --num-layers {LAYERS} --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 1 "
@@ -58,8 +71,9 @@ class Variant:
 
     @property
     def flags(self) -> list[str]:
-        """Balancers of pretrain_gpt.py."""
+        """Balancers of pretrain_gpt.py, and what is frozen."""
         flags = settings("sequences", planner="chunks").split()
+        flags += [] if self.even else ["--freeze-layers", str(FROZEN)]
         flags += ["--balance-layers", "--layer-balance-interval", "1"] if self.layers else []
         return flags + (["--balance-experts"] if self.experts else [])
 
@@ -80,9 +94,15 @@ VARIANTS = {
 }
 
 
+@cache
 def lengths_of(even: bool) -> tuple[int, ...]:
     """Tokens of each document of a micro-batch."""
-    return _EVEN_LENGTHS if even else _LENGTHS
+    if even:
+        return _EVEN_LENGTHS
+    drawn = draw_batch("mix", TOKENS * _STANDS_FOR, np.random.default_rng(4))
+    lengths = [max(1, round(length / _STANDS_FOR)) for length in drawn]
+    lengths[int(np.argmax(lengths))] += TOKENS - sum(lengths)
+    return tuple(lengths)
 
 
 def pairs_of(pieces: Pieces) -> float:
@@ -97,8 +117,7 @@ def pairs_of(pieces: Pieces) -> float:
 class Pace:
     """How long computation takes.
 
-    seconds: forward, of a rank's mean share of attention, of experts, and of linear parts of a light layer, each, in
-        one layer and micro-batch.
+    seconds: of a rank's mean share of one layer and micro-batch, forward; backward takes twice that.
     even: whether layers and documents are even, which changes the seconds of a layer and of a pair, not their totals.
     hybrid: whether Megatron-LM's scheduler spreads the documents.
     """
@@ -108,20 +127,29 @@ class Pace:
     hybrid: bool = False
 
     @property
+    def layer(self) -> float:
+        """Seconds of a layer's forward pass. Where work is even no layer is frozen, and each is as much shorter."""
+        return self.seconds * ((LAYERS - FROZEN * 2 / 3) / LAYERS if self.even else 1)
+
+    @property
     def pair(self) -> float:
         """Seconds of a query-key pair."""
-        return self.seconds * CONTEXT / sum(length**2 / 2 for length in lengths_of(self.even))
+        return self.layer * _ATTENTION * CONTEXT / sum(length**2 / 2 for length in lengths_of(self.even))
 
     @property
     def token(self) -> float:
         """Seconds of an expert for a token."""
-        return self.seconds * CONTEXT / (TOKENS * TOP_K)
+        return self.layer * _EXPERTS * CONTEXT / (TOKENS * TOP_K)
 
-    def linear(self, layer: int) -> float:
-        """Seconds of the linear parts of a layer (from 0)."""
-        heavy = 3 * (LAYERS - _HEAVY) / _HEAVY - 2  # of a light layer's three equal parts, two are the same in all
-        of_layers = [heavy if number < _HEAVY else 1.0 for number in range(LAYERS)]
-        return self.seconds * (sum(of_layers) / LAYERS if self.even else of_layers[layer])
+    @property
+    def linear(self) -> float:
+        """Seconds of the linear parts of a layer."""
+        return self.layer * _LINEAR
+
+    def step(self, micro_batches: int) -> float:
+        """Seconds of a step of even work: passes of all stages, of which the first and last micro-batch are not
+        overlapped."""
+        return 3 * Pace(self.seconds, even=True).layer * LAYERS / STAGES * (micro_batches + STAGES - 1)
 
 
 class Work(Device):
@@ -146,14 +174,21 @@ class Work(Device):
         return (int(ran) + int(waited)) / 1e9
 
 
-def routed(rank: int, layer: int, tokens: int, even: bool) -> np.ndarray:
+@cache
+def _recorded() -> np.ndarray:
+    """float [record, source, layer, expert], tokens that sources of a recorded run sent to experts."""
+    with np.load(_TRACE) as trace:
+        return trace["counts"].astype(float)
+
+
+def routed(rank: int, layer: int, tokens: int, even: bool, step: int = 0) -> np.ndarray:
     """int64 [expert], the assignments of a rank's tokens in a layer. rank: of the expert-parallel group."""
     if even:
         return np.full(EXPERTS, tokens * TOP_K // EXPERTS)
-    random = np.random.default_rng(layer)
-    share = (1 + np.arange(EXPERTS)) ** -_SKEW
-    share = random.permutation(share / share.sum()) * np.random.default_rng((layer, rank)).uniform(0.9, 1.1, EXPERTS)
-    counts = np.minimum((share / share.sum() * tokens * TOP_K).astype(np.int64), tokens)
+    recorded = _recorded()
+    share = recorded[step % len(recorded), rank % recorded.shape[1], layer % recorded.shape[2]]
+    share = share / share.sum()
+    counts = np.minimum((share * tokens * TOP_K).astype(np.int64), tokens)
     while missing := tokens * TOP_K - int(counts.sum()):
         counts[np.argsort(-np.where(counts < tokens, share, -1))[:missing]] += 1
     return counts
