@@ -1,16 +1,17 @@
-"""All three balancers together on 16 emulated ranks, each alone, each pair, and the limit.
+"""All three balancers together on 8 emulated ranks, each alone, each pair, and the limit.
 
     python -m benchmarks.together [--quick] [--json FILE]
     python -m benchmarks.together --demo DIR [--short]
 
-The real trainer (`benchmarks.together.ranks`) on an emulated cluster of 8 nodes with 2 ranks each: pipeline parallel 2,
-context parallel 4, expert parallel 8, context-parallel ranks among the expert-parallel ones. The workload is uneven in
+The real trainer (`benchmarks.together.ranks`) on an emulated cluster of 4 nodes with 2 ranks each: pipeline parallel 2,
+context parallel 4, expert parallel 4, context-parallel ranks being the expert-parallel ones. The workload is uneven in
 three ways (`benchmarks.together.workload`). Without balanced sequences, documents are spread by Megatron-LM's own
 scheduler of packed documents. The limit is the same work with even layers, documents and routing, unbalanced. Each
 run has its own ranks; runs take turns, and the median of the steps after the move of layers counts. `none` runs at the
 beginning and at the end of each turn, which says how noisy the machine is.
 
---demo runs some of them once, as balancers switch on one after another, and draws step times and the pipeline.
+--demo (`benchmarks.together.demo`) runs each balancer alone and all together once, at a pace that this machine can
+keep, and draws what each gains and the pipeline.
 """
 
 import argparse
@@ -22,17 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.emulated import EmulatedCluster
+from benchmarks.together.demo import MICRO_BATCHES, demonstrate, emulated, quick_steps
 from benchmarks.together.ranks import as_json, prepare, train
-from benchmarks.together.workload import VARIANTS, Variant
+from benchmarks.together.workload import VARIANTS
 
 __all__ = ["main", "rows_of"]
 
-_NODES, _RANKS_PER_NODE, _NIC = 8, 2, "400MB/s"
-_MICRO_BATCHES = 4
-_STEPS = 6  # of a run that moves layers, which it does after three
-_COUNTED = 2  # the last ones of a run
-_DEMO = ("none", "layers", "layers + sequences", "all", "limit")
+_COUNTED = 2  # steps, the last ones of a run
 
 
 @dataclass(frozen=True)
@@ -69,21 +66,20 @@ def rows_of(steps: dict[str, list[float]]) -> list[Row]:
     return rows
 
 
-def _steps_of(variant: Variant) -> int:
-    return _STEPS if variant.layers else 1 + _COUNTED
-
-
 def _measure(turns: int, seconds: float, folder: Path) -> tuple[dict[str, list[float]], list[list[float]], str | None]:
     """Steps by variant; the medians of `none`, in the order of its runs; and why the network is not limited."""
     steps: dict[str, list[float]] = {name: [] for name in VARIANTS}
     noise: list[list[float]] = []
-    with EmulatedCluster(_NODES, _RANKS_PER_NODE, nic=_NIC) as cluster:
+    with emulated() as cluster:
         for turn in range(turns):
             for number, name in enumerate([*VARIANTS, "none"]):
                 own = folder / f"{turn}-{number}"
                 variant = VARIANTS[name]
-                pace = {"steps": _steps_of(variant), "micro_batches": _MICRO_BATCHES, "seconds": seconds}
-                found = train(cluster, variant, own, **pace)[-_COUNTED:]  # type: ignore[arg-type]
+                quick = quick_steps(variant)
+                found = train(
+                    cluster, variant, own, steps=quick[-1] + 1 + _COUNTED, micro_batches=MICRO_BATCHES,
+                    seconds=seconds, quick=quick,
+                )[-_COUNTED:]  # fmt: skip
                 steps[name] += found
                 if name == "none":
                     noise.append(found)
@@ -97,9 +93,9 @@ def _bench(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         steps, noise, reason = _measure(1 if options.quick else 2, options.pace / 1e3, Path(folder))
     rows = rows_of(steps)
-    network = f"network not limited: {reason}" if reason else f"NICs of {_NIC}"
+    network = f"network not limited: {reason}" if reason else "NICs limited"
     cores = f"{os.cpu_count()} cores, load {load:.1f} before and {os.getloadavg()[0]:.1f} after"
-    print(f"emulated: {_NODES} nodes x {_RANKS_PER_NODE} ranks, PP 2, CP 4, EP 8; {network}; {cores}")
+    print(f"emulated: 4 nodes x 2 ranks, PP 2, CP 4, EP 4; {network}; {cores}")
     print("sequences planned with chunks, of none with hybrid; layers may move in each step\n")
     print(f"{'':20}  s/step    gain  of the limit  product of gains alone  steps")
     for row in rows:
@@ -119,33 +115,6 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
-    from benchmarks.together.figure import draw
-
-    folder = Path(options.demo)
-    names = ("none", "all") if options.short else _DEMO
-    seconds, micro_batches = (0.002, 2) if options.short else (options.pace / 1e3, _MICRO_BATCHES)
-    found: dict[str, float] = {}
-    with EmulatedCluster(_NODES, _RANKS_PER_NODE, nic=_NIC) as cluster:
-        print(
-            f"{cluster.ranks} emulated ranks, PP 2, CP 4, EP 8: layers, documents and routing are uneven"
-            + ("" if cluster.shaped else f" (network not limited: {cluster.not_shaped_because})"),
-            flush=True,
-        )
-        for name in names:
-            own, variant = folder / name.replace(" ", ""), VARIANTS[name]
-            print(f"{name:20}", end="", flush=True)
-            steps = train(
-                cluster, variant, own, steps=_steps_of(variant), micro_batches=micro_batches, seconds=seconds,
-                report=True, on_step=lambda each: print(f" {each:5.1f} s", end="", flush=True),
-            )  # fmt: skip
-            found[name] = statistics.median(steps[-_COUNTED:])
-            print(f"  -> {found[name]:.1f} s a step, {found['none'] / found[name]:.2f} times none", flush=True)
-
-    draw(found, {name: folder / name.replace(" ", "") / "report" for name in ("none", "all")}, folder / "together.png")
-    return 0
-
-
 def _milliseconds(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of milliseconds; give one, such as 25")
@@ -160,15 +129,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one turn, noisier figures")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     parser.add_argument(
-        "--pace", type=_milliseconds, default=25, metavar="MS",
-        help="milliseconds of a layer's attention, and of its experts, forward (25); more takes longer and makes the "
-        "host's own work a smaller part of a step",
+        "--pace", type=_milliseconds, default=300, metavar="MS",
+        help="milliseconds of a layer's forward pass (300); more takes longer and makes the host's own work a smaller "
+        "part of a step",
     )  # fmt: skip
-    parser.add_argument("--demo", metavar="DIR", help="switch balancers on one after another, and draw a picture there")
+    parser.add_argument("--demo", metavar="DIR", help="run each balancer alone and all together, and draw them there")
     parser.add_argument("--short", action="store_true", help="with --demo: two runs of short steps, to try it")
     options = parser.parse_args(arguments)
     prepare()
-    return _demo(options) if options.demo else _bench(options)
+    if options.demo:
+        return demonstrate(Path(options.demo), options.short)
+    return _bench(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Step time as balancers switch on, and the pipeline before and after: the picture of `scripts/demo.sh`."""
+"""What each balancer gains, and the pipeline before and after: the picture of `scripts/demo.sh`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,36 +15,48 @@ from balancing.report.trace import TraceIteration
 __all__ = ["draw"]
 
 _COLORS = {"forward": FORWARD, "backward": BACKWARD}
+_BEFORE = 2  # the iteration of a run that moves layers in which nothing is balanced yet
 
 
-def draw(seconds: Mapping[str, float], reports: Mapping[str, Path], path: Path) -> None:
+def draw(seconds: Mapping[str, float], before: Path, after: Path, path: Path) -> None:
     """Draw the picture into `path`.
 
-    seconds: of a step, by name of the variant, in the order of the bars.
-    reports: folders of two reports by name, before and after.
+    seconds: of a step, by name of the variant. "none" is what gains are over; "limit" becomes a line; the others are
+        bars.
+    before: folder of the report of a run that moves layers.
+    after: the same with all balancers.
 
     Raises ValueError where a report has no timeline.
     """
-    figure, (bars, *pipelines) = plt.subplots(3, 1, figsize=(9, 9), height_ratios=(1, 1.25, 1.25))
-    names = list(seconds)
-    colors = ["#b0b0b0" if name in ("none", "limit") else "#2f7d5b" for name in names]
-    drawn = bars.bar(range(len(names)), [seconds[name] for name in names], 0.6, color=colors)
-    bars.bar_label(drawn, [f"{seconds[name]:.1f} s" for name in names])
-    bars.set_xticks(range(len(names)), names)
-    bars.set_ylabel("seconds of a step")
-    bars.margins(y=0.15)
-    bars.set_title("Emulated: 16 ranks, layers, documents and routing uneven", fontsize=10, loc="left")
-    steps = {name: _last_step(report) for name, report in reports.items()}
+    figure, (bars, *pipelines) = plt.subplots(3, 1, figsize=(9, 8.5), height_ratios=(1, 1, 1))
+    names = [name for name in seconds if name not in ("none", "limit")]
+    gains = [seconds["none"] / seconds[name] for name in names]
+    labels = [f"{name} alone" if name != "all" else "all three" for name in names]
+    drawn = bars.bar(labels, gains, 0.6, color=["#2f7d5b" if name == "all" else "#7fb59c" for name in names])
+    bars.bar_label(drawn, [f"{gain:.2f}x" for gain in gains])
+    bars.axhline(1, color="#808080", linewidth=1)
+    if "limit" in seconds:
+        limit = seconds["none"] / seconds["limit"]
+        bars.axhline(limit, color="#d1495b", linestyle="--", linewidth=1)
+        bars.annotate(
+            f"limit: even work, {limit:.2f}x", (-0.45, limit), (0, 3), textcoords="offset points", color="#d1495b"
+        )
+    bars.set_ylabel("times faster than without")
+    bars.margins(y=0.2)
+    bars.set_title("Emulated, 8 ranks: frozen layers, documents and routing uneven", fontsize=10, loc="left")
+    steps = {"before": _step(before, _BEFORE), "after": _step(after, None)}
     longest = max(step.step_seconds for step in steps.values())
-    for axes, (name, step) in zip(pipelines, steps.items(), strict=True):
+    for axes, (when, step) in zip(pipelines, steps.items(), strict=True):
         _pipeline(axes, step)
         axes.set_xlim(0, longest)
         layers = " and ".join(str(len(each)) for each in step.layers.values())
-        axes.set_title(f"Pipeline, balancers on: {name}; layers of the stages: {layers}", fontsize=10, loc="left")
+        what = "no balancer" if when == "before" else "all three"
+        title = f"Pipeline {when} ({what}): {step.step_seconds:.1f} s a step, layers of the stages {layers}; white is waiting"
+        axes.set_title(title, fontsize=10, loc="left")
     pipelines[-1].set_xlabel("seconds")
-    pipelines[0].legend(
+    figure.legend(
         handles=[plt.Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in _COLORS.items()],
-        frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1),
+        frameon=False, ncols=2, loc="lower right",
     )  # fmt: skip
     for axes in (bars, *pipelines):
         axes.spines[["top", "right"]].set_visible(False)
@@ -53,11 +65,13 @@ def draw(seconds: Mapping[str, float], reports: Mapping[str, Path], path: Path) 
     plt.close(figure)
 
 
-def _last_step(report: Path) -> TraceIteration:
+def _step(report: Path, iteration: int | None) -> TraceIteration:
+    """The timeline of this iteration, or of the last."""
     timed = [one for one in read_history(report).timelines if any(one.spans.values())]
-    if not timed:
+    found = [one for one in timed if iteration in (None, one.iteration)]
+    if not found:
         raise ValueError(f"{report} has no timeline; record a run with --balance-report")
-    return timed[-1]
+    return found[-1]
 
 
 def _pipeline(axes: plt.Axes, step: TraceIteration) -> None:

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ from benchmarks.together.workload import FLAGS, TOP_K, Pace, Variant, Work, leng
 __all__ = ["prepare", "train"]
 
 _PATIENCE = 600.0  # seconds of a run
+_QUICK = 0.1  # of the seconds of a quick step
+_IMPORTED = (
+    "megatron.training.training", "megatron.balanced.trainer.train", "megatron.balanced.trainer.arguments",
+    "megatron.core.models.mimo", "megatron.core.tokenizers.text.libraries.null_tokenizer", "torch.utils.tensorboard",
+    "examples.dynamic_models.callbacks", "examples.dynamic_models.extension", "examples.dynamic_models.freezing",
+    "benchmarks.baselines.sequences", "benchmarks.experts.emulated_rank", "benchmarks.sequences.emulated_rank",
+    "rich.console", "rich.progress",
+)  # fmt: skip
 REPLACED = {"choose_kernel", "routing", "document_lengths", "plan_sequences"}
 
 
@@ -42,7 +50,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     import importlib
 
-    for name in ("megatron.training.training", "megatron.balanced.trainer.train", "torch.utils.tensorboard"):
+    for name in _IMPORTED:
         importlib.import_module(name)
 
 
@@ -54,6 +62,7 @@ def train(
     steps: int,
     micro_batches: int,
     seconds: float,
+    quick: Collection[int] = (),
     report: bool = False,
     on_step: Callable[[float], None] = lambda seconds: None,
 ) -> list[float]:
@@ -62,6 +71,7 @@ def train(
     folder: for its logs, its steps and its report.
     steps, micro_batches: of the run, and of a step and pipeline.
     seconds: of `Pace`.
+    quick: steps, from 0, that take a tenth of it: those that only warm up.
     report: whether it writes one, which holds what the figures of a pipeline need.
     on_step: called with each of them as it comes.
 
@@ -74,7 +84,7 @@ def train(
     for rank, place in enumerate(cluster.places()):
         child = os.fork()
         if not child:
-            _be_rank(rank, place, flags, folder, Pace(seconds, variant.even, variant.hybrid))
+            _be_rank(rank, place, flags, folder, Pace(seconds, variant.even, variant.hybrid), quick)
         children[child] = rank
     return _wait(children, folder, on_step)
 
@@ -115,7 +125,12 @@ def _steps(folder: Path) -> list[float]:
 
 
 def _be_rank(
-    rank: int, place: tuple[dict[str, str], dict[str, Any]], flags: list[str], folder: Path, pace: Pace
+    rank: int,
+    place: tuple[dict[str, str], dict[str, Any]],
+    flags: list[str],
+    folder: Path,
+    pace: Pace,
+    quick: Collection[int],
 ) -> None:
     """Train, and end the process. place: as of `EmulatedCluster.places`."""
     environment, node = place
@@ -128,7 +143,7 @@ def _be_rank(
         os.environ |= environment | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         if node["namespace"] is not None:
             enter_node(node["namespace"], node["hostname"], node["hosts"])
-        _train(flags, folder / "steps.txt" if rank == 0 else None, pace)
+        _train(flags, folder / "steps.txt" if rank == 0 else None, pace, quick)
         code = 0
     except SystemExit as ended:  # at --exit-interval
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
@@ -157,7 +172,7 @@ class _Wait(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def _train(flags: Sequence[str], steps: Path | None, pace: Pace) -> None:
+def _train(flags: Sequence[str], steps: Path | None, pace: Pace, quick: Collection[int]) -> None:
     from examples.dynamic_models.extension import DynamicModel
     from megatron.balanced.trainer.arguments import parse_arguments
 
@@ -173,18 +188,19 @@ def _train(flags: Sequence[str], steps: Path | None, pace: Pace) -> None:
         began: float | None = None
 
         def begin_step(self, iteration: int, config: Any) -> None:
-            step[0] = iteration
             now = time.perf_counter()
             if self.began is not None and steps is not None:
                 with steps.open("a") as file:
                     file.write(f"{now - self.began:.4f}\n")
             self.began = now
+            step[0] += 1
+            work.begin(_QUICK if step[0] in quick else 1.0)
 
         def end_training(self) -> None:
-            self.begin_step(-1, None)
+            self.begin_step(0, None)
 
-    step = [0]
-    called = _pace(pace, step)
+    step, work = [-1], Work()
+    called = _pace(pace, step, work)
     try:
         run(args, config, [Clock()], extension=model)
     finally:
@@ -193,10 +209,11 @@ def _train(flags: Sequence[str], steps: Path | None, pace: Pace) -> None:
             os._exit(1)
 
 
-def _pace(pace: Pace, step: list[int]) -> set[str]:
+def _pace(pace: Pace, step: list[int], work: Work) -> set[str]:
     """Replace what takes time in the layers of this process, and what is uneven.
 
-    step: holds the number of the present one.
+    step: holds the number of the present one, from 0.
+    work: what this process waits by.
 
     Returns a set to which each of REPLACED is added when it is called.
     """
@@ -211,8 +228,6 @@ def _pace(pace: Pace, step: list[int]) -> set[str]:
     from benchmarks.sequences import emulated_rank
     from megatron.balanced.experts.moe_layer import ReplicatedSequentialMLP
     from megatron.balanced.sequences import balancer, dataset
-
-    work = Work()
 
     emulated_rank.tile_pairs = pairs_of  # type: ignore[assignment]
 

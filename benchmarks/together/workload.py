@@ -27,7 +27,7 @@ from benchmarks.settings import settings
 __all__ = ["FLAGS", "FROZEN", "LAYERS", "RANKS", "VARIANTS", "Pace", "Variant", "lengths_of", "pairs_of", "routed"]
 
 LAYERS, STAGES, CONTEXT, EXPERT_RANKS, RANKS = 16, 2, 4, 4, 8
-FROZEN = 6  # of the first layers
+FROZEN = 9  # of the first layers: with 11 and 5 layers stages are even
 TOKENS, EXPERTS, TOP_K = 4096, 8, 2  # of a micro-batch over context-parallel ranks; of a layer; of a token
 # Parts of a layer's forward pass by Mixtral's shapes, per token in MFLOP: attention over documents as long as a token
 # of ProLong's mix sees them, 39,000 tokens in the mean; two experts; projections.
@@ -161,11 +161,16 @@ class Work(Device):
 
     def __init__(self) -> None:
         super().__init__(shortest=0.001)
+        self.scale = 1.0
         self._scheduled = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._host = 0.0
 
+    def begin(self, scale: float) -> None:
+        """Begin a step, in which all takes `scale` of its seconds. What the last one was late is forgotten."""
+        self.scale, self.late, self._host = scale, 0.0, self._host_seconds()
+
     def run(self, seconds: float) -> None:
-        super().run(seconds - (self._host_seconds() - self._host))
+        super().run(self.scale * seconds - (self._host_seconds() - self._host))
         self._host = self._host_seconds()
 
     def _host_seconds(self) -> float:
