@@ -51,8 +51,8 @@ def draw(seconds: Mapping[str, float], before: Path, after: Path, path: Path) ->
         axes.set_xlim(0, longest)
         layers = " and ".join(str(len(each)) for each in step.layers.values())
         what = "no balancer" if when == "before" else "all three"
-        title = f"Pipeline {when} ({what}): {step.step_seconds:.1f} s a step, layers of the stages {layers}; white is waiting"
-        axes.set_title(title, fontsize=10, loc="left")
+        title = f"Pipeline {when} ({what}): {step.step_seconds:.1f} s a step, layers of the stages {layers}"
+        axes.set_title(f"{title}; white is waiting", fontsize=10, loc="left")
     pipelines[-1].set_xlabel("seconds")
     figure.legend(
         handles=[plt.Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in _COLORS.items()],

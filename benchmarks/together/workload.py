@@ -4,9 +4,10 @@ A model with the proportions of Mixtral 8x7B (8 experts, two for each token, 16 
 its training on long documents, with its first layers frozen:
 
 - Layers: frozen layers have no backward pass, so the first stage is light.
-- Sequences: micro-batches of 131,072 tokens from ProLong's mix of long and short documents (`balancing.whatif.lengths`).
-- Experts: routing as recorded while a small model trained without a loss that balances it
-  (`benchmarks/traces/routing.npz`), another record in each step.
+- Sequences: a micro-batch has 131,072 tokens of ProLong's mix of long and short documents
+  (`balancing.whatif.lengths`).
+- Experts: routing as recorded while a small model trained (`benchmarks/traces/README.md`), another iteration in each
+  step.
 
 A token of this workload stands for 32. Each unevenness can be forced even at the same total of work, so that the limit
 is a run like the others.

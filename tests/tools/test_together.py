@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 
 from benchmarks.together.__main__ import rows_of
-from benchmarks.together.workload import CONTEXT, EXPERTS, LAYERS, TOKENS, TOP_K, Pace, lengths_of, pairs_of, routed
+from benchmarks.together.demo import pace_of, quick_steps
+from benchmarks.together.workload import (
+    CONTEXT,
+    EXPERTS,
+    FROZEN,
+    LAYERS,
+    TOKENS,
+    TOP_K,
+    VARIANTS,
+    Pace,
+    lengths_of,
+    pairs_of,
+    routed,
+)
 from tests.support.command import run_python
 from tests.support.patience import PATIENCE
 
@@ -17,25 +30,42 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_even_work_is_the_same_work():
     from balancing.sequences.engine.kernels import Pieces
 
-    uneven, even = Pace(0.02, even=False), Pace(0.02, even=True)
+    uneven, even = Pace(0.03, even=False), Pace(0.03, even=True)
     for pace in (uneven, even):
         lengths = lengths_of(pace.even)
         assert sum(lengths) == TOKENS
-        assert pairs_of(Pieces(lengths, lengths, causal=True)) * pace.pair == pytest.approx(0.02 * CONTEXT)
-    seconds = [[pace.linear(layer) for layer in range(LAYERS)] for pace in (uneven, even)]
-    assert sum(seconds[0]) == pytest.approx(sum(seconds[1])) and len(set(seconds[1])) == 1
-    cost = np.add(seconds[0], 2 * 0.02)  # with attention and experts
-    assert cost[:2].sum() == pytest.approx(cost[2:].sum()), "a cut between two layers evens out the stages"
+        attention = pairs_of(Pieces(lengths, lengths, causal=True)) * pace.pair / CONTEXT
+        assert attention + pace.linear + pace.token * TOKENS * TOP_K / CONTEXT == pytest.approx(pace.layer)
+    passes = np.where(np.arange(LAYERS) < FROZEN, 1, 3)  # frozen layers run forward alone
+    assert passes.sum() * uneven.layer == pytest.approx(3 * LAYERS * even.layer)
+    assert (passes.cumsum() == passes.sum() / 2).any(), "a cut between two layers evens out the stages"
+    assert pace_of(even.step(3)) == pytest.approx(0.03)
 
 
-def test_routing_is_uneven_and_complete():
+def test_routing_is_recorded_uneven_and_complete():
     tokens = TOKENS // CONTEXT
+    imbalance = []
     for even in (False, True):
-        counts = np.array([routed(rank, 3, tokens, even) for rank in range(8)])
-        assert counts.shape == (8, EXPERTS) and (counts.sum(1) == tokens * TOP_K).all() and counts.max() <= tokens
-        of_ranks = counts.sum(0).reshape(8, -1).sum(1)
-        imbalance = of_ranks.max() / of_ranks.mean()
-        assert imbalance == 1 if even else imbalance > 1.5
+        for layer in range(LAYERS):
+            counts = np.array([routed(rank, layer, tokens, even, step=9) for rank in range(4)])
+            assert counts.shape == (4, EXPERTS) and (counts.sum(1) == tokens * TOP_K).all() and counts.max() <= tokens
+            of_ranks = counts.sum(0).reshape(4, -1).sum(1)
+            imbalance.append(of_ranks.max() / of_ranks.mean())
+    assert np.mean(imbalance[:LAYERS]) > 1.4 and set(imbalance[LAYERS:]) == {1}
+
+
+def test_steps_count_behind_those_that_warm_up():
+    assert quick_steps(VARIANTS["sequences"]) == (0,)
+    assert quick_steps(VARIANTS["all"]) == (0, 3), "layers move after the third step"
+
+
+def test_a_busy_machine_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    from benchmarks.together import demo
+
+    monkeypatch.setattr(demo, "_own_seconds", lambda *unused: 2.0)
+    assert demo.demonstrate(tmp_path, short=False) == demo.BUSY
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "too busy" in said and not list(tmp_path.iterdir())
 
 
 def test_gains_alone_are_multiplied():
@@ -57,6 +87,7 @@ def test_the_demonstration_ends_with_a_picture(tmp_path):
     command = ["-W", "ignore", "-m", "benchmarks.together", "--demo", tmp_path, "--short"]
     done = run_python(*command, timeout=3 * PATIENCE)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["16", "none", "all"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["8", "layers", "all"]
     assert (tmp_path / "together.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "all/report/trace.json").exists()
+    assert "layers now lie as" in "".join(path.read_text() for path in (tmp_path / "all").glob("rank_*.log"))
