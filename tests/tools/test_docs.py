@@ -113,7 +113,7 @@ def test_the_readme_keeps_to_its_length_and_shows_every_balancer():
 
 
 def test_every_patch_is_documented():
-    rows = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/overlay.md").read_text(), re.M)
+    rows = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/internals/overlay.md").read_text(), re.M)
     code = (REPOSITORY / "megatron/balanced/trainer/patches.py").read_text()
     targets = re.findall(r'target="([^"]+)"', code)
     assert targets
