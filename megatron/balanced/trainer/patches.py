@@ -1,8 +1,8 @@
 """The table of all patches: every attribute of Megatron-LM that is replaced.
 
-A patch is the last resort (docs/internals/overlay.md lists the alternatives). Each row has the target, the replacement, the
-reason and the signature it expects. `install` applies the rows that a run needs. A missing target or another signature
-stops the run: a patch that silently does nothing is worse than none.
+A patch is the last resort (docs/internals/overlay.md lists the alternatives). Each row has the target, the replacement,
+the reason and the signature it expects. `install` applies the rows that a run needs. A missing target or another
+signature stops the run: a patch that silently does nothing is worse than none.
 """
 
 import argparse
