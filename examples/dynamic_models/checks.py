@@ -3,7 +3,7 @@
 import argparse
 
 from examples.dynamic_models.config import DynamicsConfig, shown
-from megatron.balanced.trainer.checks.incompatible import Incompatible, check_compatible
+from megatron.balanced.shared.incompatible import Incompatible, check_compatible
 
 __all__ = ["INCOMPATIBLE", "check_dynamics"]
 

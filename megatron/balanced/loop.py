@@ -5,6 +5,7 @@ of micro-batches and whether it runs forward only. `Balancers.schedule` wraps th
 changes. `examples/plain_loop.py` shows it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, unwrap_model
@@ -21,6 +22,7 @@ from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.layers.config import LayerConfig
 from balancing.layers.layout import from_layout
+from balancing.layers.plan import ONE_CHUNK
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.experts import balancer as experts
 from megatron.balanced.experts.exchange import balance_layers, use_balanced, use_plain
@@ -32,6 +34,7 @@ from megatron.balanced.sequences.in_place import AttentionBalancer
 from megatron.balanced.shared.callbacks import HeldBytes, StepCallback
 from megatron.balanced.shared.job import Job
 from megatron.balanced.shared.micro_batches import get_num_microbatches, schedule_of
+from megatron.balanced.shared.model_checks import check_model, mark_model, unmark_model
 from megatron.balanced.shared.process_groups import gather_objects
 
 __all__ = ["Balancers", "ExpertBalancer", "LayerBalancer", "SequenceBalancer"]
@@ -67,16 +70,18 @@ class ExpertBalancer(experts.ExpertBalancer):
         cluster: Cluster | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
     ) -> None:
-        _check_wrapped(chunks)
-        super().__init__(job, config or ExpertConfig(enabled=True), cluster, report)
+        check_model("ExpertBalancer", chunks)
+        config = _slots(config or ExpertConfig(enabled=True), get_model_config(chunks[0]))
+        super().__init__(job, config, cluster, report)
         self._exchanged = balance_layers(chunks, self.config.replica_slots)
         if not any(gather_objects(bool(self._exchanged), dist.group.WORLD)):  # some stages may have none
-            raise ValueError("the model has no MoE layer of megatron.core that is not balanced yet; drop the balancer")
+            raise ValueError("no MoE layer of the model is megatron.core's own MoELayer; drop the ExpertBalancer")
         self.attach(list(chunks))
         model = get_model_config(chunks[0])
         if model.grad_sync_func is not None:  # taken from the chunks before the balancer was there
             functions = [chunk.start_grad_sync for chunk in chunks]
             model.grad_sync_func = functions if isinstance(model.grad_sync_func, list) else functions[0]
+        mark_model("ExpertBalancer", chunks)
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -140,8 +145,9 @@ class SequenceBalancer(AttentionBalancer):
         cluster: Cluster | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
     ) -> None:
-        _check_wrapped(chunks)
+        check_model("SequenceBalancer", chunks)
         super().__init__(chunks, config or SequenceConfig(enabled=True), job.timeout_minutes, cluster, report)
+        mark_model("SequenceBalancer", chunks)
 
 
 class LayerBalancer(StepCallback):
@@ -183,7 +189,7 @@ class LayerBalancer(StepCallback):
         on_layout: Callable[[str], None] | None = None,
         report: Callable[[Callable[[], dict[str, Any]]], None] | None = None,
     ) -> None:
-        _check_wrapped(chunks)
+        check_model("LayerBalancer", chunks, optimizer)
         config = config or LayerConfig(enabled=True)
         model = get_model_config(chunks[0])
         if not isinstance(optimizer, ChainedOptimizer):
@@ -211,9 +217,20 @@ class LayerBalancer(StepCallback):
         )
         self._inner = layers.LayerBalancer(config, source, self._observer, loop, self._tell(report))
         self._inner.attach(self.chunks)
+        plan = self._inner.mover.plan
+        if config.planner in ONE_CHUNK and plan.virtual > 1:
+            raise ValueError(f"the planner {config.planner} plans one chunk a stage, not {plan.virtual}; use optimal")
+        if config.planner in ONE_CHUNK and plan.behind:
+            raise ValueError(
+                f"the planner {config.planner} cannot leave stages behind multi-token prediction without layers; use "
+                "optimal"
+            )
         self._observer.attach(self.chunks)
-        for number, chunk in enumerate(unwrap_model(self.chunks)):
+        self._hooks = [
             chunk.register_forward_pre_hook(partial(self._enter, number))
+            for number, chunk in enumerate(unwrap_model(self.chunks))
+        ]
+        mark_model("LayerBalancer", chunks)
 
     def _tell(self, report: Callable[[Callable[[], dict[str, Any]]], None] | None) -> Callable[[dict[str, Any]], None]:
         return lambda event: None if report is None else report(lambda: event)
@@ -251,6 +268,12 @@ class LayerBalancer(StepCallback):
 
     def end_step(self) -> None:
         self._observer.end_step()
+
+    def close(self) -> None:
+        """Measure no more. Layers stay where they are."""
+        self._observer.stop_measuring()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def after_step(self) -> None:
         """An optimizer step has ended. Layers may move."""
@@ -327,17 +350,25 @@ class Balancers:
         for balancer in self._balancers:
             if isinstance(balancer, ExpertBalancer):
                 balancer.release()
-            if isinstance(balancer, SequenceBalancer):
+            if isinstance(balancer, SequenceBalancer | LayerBalancer):
                 balancer.close()
+            unmark_model(type(balancer).__name__, getattr(balancer, "chunks", ()))
 
 
-def _check_wrapped(chunks: Sequence[torch.nn.Module]) -> None:
-    for chunk in chunks:
-        if not isinstance(chunk, DistributedDataParallel):
-            raise ValueError(
-                f"a model chunk of class {type(chunk).__name__} cannot be balanced; wrap it in megatron.core's "
-                "DistributedDataParallel first"
-            )
+def _slots(config: ExpertConfig, model: Any) -> ExpertConfig:
+    """The settings with no more replica slots than there are experts on other ranks."""
+    if not model.num_moe_experts:
+        raise ValueError("the model has no experts; drop the ExpertBalancer")
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    if ranks == 1:
+        raise ValueError("the expert-parallel group is one rank, which has all experts; drop the ExpertBalancer")
+    most = model.num_moe_experts - model.num_moe_experts // ranks
+    if most < config.replica_slots != ExpertConfig().replica_slots:
+        raise ValueError(
+            f"replica_slots={config.replica_slots} is more than there are experts to copy: {model.num_moe_experts} on "
+            f"{ranks} expert-parallel ranks leave {most} on other ranks; use at most {most}"
+        )
+    return dataclasses.replace(config, replica_slots=min(most, config.replica_slots))
 
 
 def _first(model: Any) -> torch.nn.Module:

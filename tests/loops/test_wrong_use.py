@@ -1,42 +1,152 @@
 """Wrong use of balancers in a loop of one's own is one line that says the way out."""
 
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 
+WAYS_OUT = re.compile(r"; (use|drop|wrap|call|close|make|set|switch|leave|pad)|use at most|close\(\) its Balancers")
 
-def _refusals() -> list[str]:
-    from megatron.balanced.cpu.device import use_cpu
 
-    use_cpu()
+@contextlib.contextmanager
+def _with(owner: Any, **fields: Any) -> Iterator[None]:
+    """A context in which `owner` has these attributes."""
+    before = {name: vars(owner).get(name) for name in fields}
+    vars(owner).update(fields)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            vars(owner).pop(name) if value is None else vars(owner).update({name: value})
+
+
+def _refusals() -> dict[str, str]:
+    """What is wrong -> the message."""
     import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.balanced.loop import Balancers, ExpertBalancer
-    from megatron.balanced.shared.callbacks import StepCallback
+    from tests.support.small_moe import SAMPLES, SEQUENCE, build
+
+    model = build(torch.float32)
+    import torch.distributed as dist
+    from megatron.core.distributed import TorchFullyShardedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from balancing.experts.config import ExpertConfig
+    from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, SequenceBalancer
     from megatron.balanced.shared.job import Job
 
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    job, linear = Job(8, 1, 5), torch.nn.Linear(2, 2)
-    linear.config = config
-    dense = DistributedDataParallel(config, DistributedDataParallelConfig(), linear)
-    told = []
-    for wrong in (
-        lambda: ExpertBalancer([linear], job=job),
-        lambda: ExpertBalancer([dense], job=job),
-        lambda: Balancers(StepCallback(), StepCallback()),
-    ):
-        with pytest.raises(ValueError) as refused:
-            wrong()
-        told.append(str(refused.value))
+    told, config, job = {}, model.config, Job(SEQUENCE, SAMPLES, 5)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), [model])
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    layer = model.module.decoder.layers[0]
+
+    def experts(**settings: Any) -> Any:
+        return ExpertBalancer([model], ExpertConfig(enabled=True, **settings), job=job)
+
+    def layers(optimizer: Any = optimizer) -> Any:
+        return LayerBalancer([model], optimizer, None, layer_spec=lambda vp_stage: None, job=job)
+
+    def refused(name: str, call: Callable[[], Any], owner: Any = None, **fields: Any) -> None:
+        with _with(config if owner is None else owner, **fields), pytest.raises(ValueError) as error:
+            call()
+        told[name] = str(error.value)
+
+    def sharded(of: type) -> Any:
+        wrapper: Any = of.__new__(of)
+        torch.nn.Module.__init__(wrapper)
+        return wrapper
+
+    refused("unwrapped", lambda: ExpertBalancer([model.module], job=job))
+    refused("fsdp", lambda: ExpertBalancer([sharded(FullyShardedDataParallel)], job=job))
+    refused("fsdp2", lambda: SequenceBalancer([sharded(TorchFullyShardedDataParallel)], job=job))
+    refused("fsdp of the config", layers, model.ddp_config, use_megatron_fsdp=True)
+    refused("echo", experts, moe_enable_echo=True)
+    refused("scheduler", experts, moe_enable_scheduler=True)
+    refused("moonep", experts, moe_flex_dispatcher_backend="moonep")
+    refused("grouped weight", experts, moe_single_grouped_weight=True)
+    refused("delayed scaling", experts, fp8="hybrid", fp8_recipe="delayed")
+    refused("graphs", experts, cuda_graph_impl="full_iteration")
+    refused("graphs of layers", layers, cuda_graph_impl="transformer_engine")
+    refused("captured", lambda: SequenceBalancer([model], job=job), layer, cuda_graphs=[object()])
+    refused("group", experts, model.module.pg_collection, ep=alone)
+    refused("slots", lambda: experts(replica_slots=5))
+    refused("no experts", experts, num_moe_experts=None)
+    refused("linears", experts, layer.mlp.experts.local_experts[0], _modules={
+        "linear_fc1": torch.nn.Linear(2, 2), "linear_fc2": torch.nn.Linear(2, 2)})  # fmt: skip
+    refused("offload", layers, optimizer.config, optimizer_cpu_offload=True)
+    refused("main parameters", layers, optimizer.config, main_params_dtype=torch.float16)
+    refused("torch's optimizer", lambda: layers(torch.optim.Adam(model.parameters())))
+    refused("one stage", layers)
+    refused("dropout", lambda: SequenceBalancer([model], job=job), attention_dropout=0.1)
+    first, attention = experts(), SequenceBalancer([model], job=job)
+    refused("a second one", experts)
+    refused("a second one of sequences", lambda: SequenceBalancer([model], job=job))
+    refused("twice", lambda: Balancers(first, first))
+    Balancers(first, attention).close()
+    Balancers(experts(), SequenceBalancer([model], job=job)).close()  # may be attached again
     return told
 
 
+EXPECTED = {
+    "unwrapped": "GPTModel cannot be balanced; wrap it in megatron.core's DistributedDataParallel",
+    "fsdp": "FullyShardedDataParallel cannot be balanced, which shards",
+    "fsdp2": "TorchFullyShardedDataParallel cannot be balanced, which shards",
+    "fsdp of the config": "LayerBalancer is incompatible with use_megatron_fsdp=True",
+    "echo": "moe_enable_echo=True: Megatron-LM balances experts itself then; drop it",
+    "scheduler": "moe_enable_scheduler=True: Megatron-LM balances experts itself then; drop it",
+    "moonep": "moe_flex_dispatcher_backend=moonep: Megatron-LM balances experts itself then; use deepep",
+    "grouped weight": "moe_single_grouped_weight=True",
+    "delayed scaling": "use tensorwise, blockwise or mxfp8",
+    "graphs": "ExpertBalancer is incompatible with cuda_graph_impl=full_iteration",
+    "graphs of layers": "LayerBalancer is incompatible with cuda_graph_impl=transformer_engine",
+    "captured": "has CUDA graphs already",
+    "group": "process group ep has ranks",
+    "slots": "8 on 2 expert-parallel ranks leave 4 on other ranks; use at most 4",
+    "no experts": "the model has no experts; drop the ExpertBalancer",
+    "linears": "experts of class SequentialMLP",
+    "offload": "optimizer_cpu_offload=True: it keeps optimizer state on the host; use use_distributed_optimizer",
+    "main parameters": "main_params_dtype=fp16",
+    "torch's optimizer": "optimizer of class Adam; use get_megatron_optimizer",
+    "one stage": "layers have one pipeline stage to be on; drop the balancer",
+    "dropout": "attention_dropout=0.1",
+    "a second one": "the model has a balancer of class ExpertBalancer already; close() its Balancers",
+    "a second one of sequences": "a balancer of class SequenceBalancer already",
+    "twice": "ExpertBalancer is given twice",
+}
+
+
 def test_wrong_use_is_one_line_that_says_the_way_out(pool):
-    ((unwrapped, dense, twice),) = pool.run(1, _refusals)
-    assert "Linear cannot be balanced; wrap it in megatron.core's DistributedDataParallel" in unwrapped
-    assert "has no MoE layer" in dense and "is given twice" in twice
-    assert not any("\n" in line for line in (unwrapped, dense, twice))
+    for told in pool.run(2, _refusals):
+        assert told.keys() == EXPECTED.keys()
+        for name, message in told.items():
+            assert EXPECTED[name] in message and "\n" not in message, (name, message)
+            assert WAYS_OUT.search(message) or "a model has one balancer of a kind" in message, message
+
+
+def _groups_that_do_not_fit() -> list[str]:
+    import torch
+
+    from tests.support.small_moe import build
+
+    model = build(torch.float32)
+    from megatron.core import parallel_state
+
+    from megatron.balanced.loop import ExpertBalancer
+    from megatron.balanced.shared.job import Job
+
+    told = []
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            ExpertBalancer([model], job=Job(8, 1, 5))
+        told.append(str(error.value))
+        parallel_state.destroy_model_parallel()
+    return told
+
+
+def test_groups_that_do_not_fit_are_named(pool):
+    ((alone, without),) = pool.run(1, _groups_that_do_not_fit)
+    assert "the expert-parallel group is one rank, which has all experts; drop the ExpertBalancer" in alone
+    assert "has no process groups, which balancers take; call initialize_model_parallel" in without

@@ -227,9 +227,9 @@ def _flags_that_do_not_exist(argv: list[str]) -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     from examples.dynamic_models import checks
+    from megatron.balanced.shared.incompatible import INCOMPATIBLE, shown
     from megatron.balanced.trainer import arguments, balancers
     from megatron.balanced.trainer.checks import hybrid, ranges
-    from megatron.balanced.trainer.checks.incompatible import INCOMPATIBLE, shown
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)

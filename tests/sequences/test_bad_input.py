@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from balancing.sequences.config import SequenceConfig
-from megatron.balanced.trainer.checks.incompatible import SEQUENCES, check_compatible
+from megatron.balanced.shared.incompatible import SEQUENCES, check_compatible
 from megatron.balanced.trainer.checks.sequences import check_sequences
 from tests.support.refusals import assert_accepted, assert_refused
 from tests.support.settings import settings

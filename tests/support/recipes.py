@@ -143,9 +143,9 @@ def _answer(arguments: Sequence[str], environment: Mapping[str, str]) -> Verdict
 
     environment: with WORLD_SIZE; replaces the launcher's.
     """
+    from megatron.balanced.shared.incompatible import IncompatibleError
     from megatron.balanced.trainer import patches
     from megatron.balanced.trainer.arguments import parse_arguments
-    from megatron.balanced.trainer.checks.incompatible import IncompatibleError
     from megatron.balanced.trainer.dry_run import plan_lines
 
     for name in _LAUNCHER:

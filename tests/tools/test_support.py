@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megatron.balanced.trainer.checks import incompatible
-from megatron.balanced.trainer.checks.incompatible import INCOMPATIBLE, shown
+from megatron.balanced.shared import incompatible
+from megatron.balanced.shared.incompatible import INCOMPATIBLE, shown
 
 PAGE = (Path(__file__).parents[2] / "docs/support.md").read_text()
 FEATURES_PART = PAGE.partition("\n## Features\n")[2].partition("\n## ")[0]

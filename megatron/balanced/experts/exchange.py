@@ -7,6 +7,7 @@ checkpoints whether they were made before.
 from collections.abc import Iterable
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
@@ -26,7 +27,7 @@ def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[Balanc
     """
     layers = [module for model in unwrap_model(list(chunks)) for module in model.modules() if type(module) is MoELayer]
     for layer in layers:
-        if type(layer.experts) not in _BALANCED:
+        if type(layer.experts) not in _BALANCED or not _has_own_linears(layer.experts):
             raise ValueError(
                 f"experts of class {type(layer.experts).__name__} cannot have replicas; use SequentialMLP without "
                 "Transformer Engine, or grouped GEMM with it (moe_grouped_gemm)"
@@ -42,6 +43,15 @@ def balance_layers(chunks: Iterable[torch.nn.Module], slots: int) -> list[Balanc
                 if getattr(linear, "gradient_accumulation_fusion", False):
                     linear.gradient_accumulation_fusion = False
     return layers
+
+
+def _has_own_linears(experts: torch.nn.Module) -> bool:
+    """Whether sequential experts have linear layers of megatron.core, not of Transformer Engine, whose gradients go to
+    buffers that replicas do not have."""
+    names = ("linear_fc1", "linear_fc2")
+    own = ColumnParallelLinear, RowParallelLinear
+    linears = [getattr(expert, name) for expert in getattr(experts, "local_experts", ()) for name in names]
+    return all(isinstance(linear, own) for linear in linears)
 
 
 def use_balanced(layers: Iterable[MoELayer]) -> None:

@@ -24,6 +24,7 @@ import torch
 from balancing.doctor.installed import find_apex
 from balancing.launch import detect_launch
 from megatron.balanced.cpu.device import choose_device, is_cpu, use_cpu
+from megatron.balanced.shared.incompatible import REPORT, check_compatible, shown
 from megatron.balanced.trainer.agreement import check_agreement
 from megatron.balanced.trainer.auto_domain import settle_domain
 from megatron.balanced.trainer.balancers import check_balancers, switch_on
@@ -32,7 +33,6 @@ from megatron.balanced.trainer.checks.corpus import check_tokens
 from megatron.balanced.trainer.checks.engine_parts import check_engine
 from megatron.balanced.trainer.checks.fill import check_fill
 from megatron.balanced.trainer.checks.flags import check_data, check_folders, check_layout, check_saves
-from megatron.balanced.trainer.checks.incompatible import REPORT, check_compatible, shown
 from megatron.balanced.trainer.checks.megatron import check_megatron
 from megatron.balanced.trainer.checks.model import check_model
 from megatron.balanced.trainer.checks.ranges import check_ranges

@@ -2,7 +2,7 @@
 
 Megatron-LM's own modules and dispatchers run the replicas. Flags that replace these, or that reduce an expert's
 gradient before those of its replicas were added, would give wrong numbers or a hang, so they are refused
-(`megatron.balanced.trainer.checks.incompatible`).
+(`megatron.balanced.shared.incompatible`).
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 from balancing.experts.config import ExpertConfig
 from balancing.experts.split.placed_split import MOST_RANKS
 from megatron.balanced.experts.graphs import captures_iterations
-from megatron.balanced.trainer.checks.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
+from megatron.balanced.shared.incompatible import EXPERTS, OWN_EXPERTS, check_compatible, shown
 from megatron.balanced.trainer.dry_run import assumes_gpus
 
 __all__ = ["captures_experts", "check_experts", "leave_out_preprocessing", "with_captured_iterations"]

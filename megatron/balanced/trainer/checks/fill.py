@@ -10,7 +10,7 @@ from balancing.layers.simulator.fill import weight_share
 from balancing.layers.simulator.schedule import Schedule
 from balancing.layers.stage_plan import StagePlan
 from megatron.balanced.sequences.travelling import latent_shape
-from megatron.balanced.trainer.checks.incompatible import FILL, check_compatible
+from megatron.balanced.shared.incompatible import FILL, check_compatible
 from megatron.balanced.trainer.config import BalanceConfig
 
 __all__ = ["check_fill", "deferred_share"]

@@ -4,7 +4,7 @@ import argparse
 
 from balancing.layers.pattern import KINDS, Pattern, read_pattern
 from megatron.balanced.cpu.device import is_cpu
-from megatron.balanced.trainer.checks.incompatible import HYBRID, HYBRID_SEGMENTS, check_compatible, shown
+from megatron.balanced.shared.incompatible import HYBRID, HYBRID_SEGMENTS, check_compatible, shown
 from megatron.balanced.trainer.dry_run import is_available
 from megatron.balanced.trainer.sequence_rules import mamba_heads
 

@@ -2,7 +2,7 @@
 
 A move sends the tensors of a layer and builds the layer anew on another stage. Flags that keep parts of a layer where a
 move does not look, or that record what a stage computes, would give wrong numbers, so they are refused
-(`megatron.balanced.trainer.checks.incompatible`).
+(`megatron.balanced.shared.incompatible`).
 """
 
 import argparse
@@ -13,7 +13,7 @@ from balancing.layers.layout import from_layout
 from balancing.layers.pattern import read_pattern
 from balancing.layers.plan import ONE_CHUNK
 from balancing.layers.stage_plan import StagePlan
-from megatron.balanced.trainer.checks.incompatible import LAYERS, RELEASE, check_compatible
+from megatron.balanced.shared.incompatible import LAYERS, RELEASE, check_compatible
 
 __all__ = ["check_layers"]
 

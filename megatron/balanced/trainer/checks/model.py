@@ -3,8 +3,8 @@
 import argparse
 
 from balancing.doctor.installed import find_apex
+from megatron.balanced.shared.incompatible import shown
 from megatron.balanced.trainer.checks.hybrid import check_hybrid
-from megatron.balanced.trainer.checks.incompatible import shown
 from megatron.balanced.trainer.sequence_rules import balancing_losses
 
 __all__ = ["check_model"]

@@ -6,7 +6,7 @@ and on one rank only.
 
 import argparse
 
-from megatron.balanced.trainer.checks.incompatible import shown
+from megatron.balanced.shared.incompatible import shown
 
 __all__ = ["check_ranges"]
 

@@ -2,7 +2,7 @@
 
 The balancer replaces attention, its positions and the way batches are split over ranks. Flags that assume another
 layout of tokens or another attention would give wrong numbers or a hang, so they are refused
-(`megatron.balanced.trainer.checks.incompatible`).
+(`megatron.balanced.shared.incompatible`).
 """
 
 import argparse
@@ -12,7 +12,7 @@ from balancing.layers.pattern import read_pattern
 from balancing.sequences.config import SequenceConfig
 from balancing.sequences.planners.groups import number_of_groups
 from megatron.balanced.sequences.travelling import latent_shape
-from megatron.balanced.trainer.checks.incompatible import (
+from megatron.balanced.shared.incompatible import (
     SEQUENCES,
     SEQUENCES_OF_DATA,
     SEQUENCES_OF_STEP,

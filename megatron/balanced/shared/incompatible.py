@@ -1,14 +1,14 @@
-"""Flags of Megatron-LM that are incompatible with a feature: one table for all balancers.
+"""Flags of Megatron-LM, and fields of its configs, that are incompatible with a feature: one table for all balancers.
 
 Most of these flags would make numbers wrong or hang without a word, because they replace a module that the feature
 replaces, keep state in places that it does not read, or replay work that it changes. They are refused at start-up.
 """
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "shown"]
+__all__ = ["INCOMPATIBLE", "Incompatible", "IncompatibleError", "check_compatible", "refused", "shown"]
 
 # Features. Balanced experts that are not Transformer Engine's are checked as OWN_EXPERTS, too.
 OWN_EXPERTS = "own experts"
@@ -49,6 +49,11 @@ class Incompatible:
     why: str
     instead: str = "drop it"
 
+    def refuses(self, given: Mapping[str, object]) -> bool:
+        """Whether `given` has a value that does not work. given: values by their name among the arguments."""
+        value = given.get(self.flag, self.allowed[0])
+        return value not in self.allowed and bool(value or all(self.allowed))
+
 
 class IncompatibleError(ValueError):
     """Flags that a feature does not work with. why: flag, as a user gives it -> the reason."""
@@ -59,7 +64,7 @@ class IncompatibleError(ValueError):
 
 
 def check_compatible(
-    args: argparse.Namespace,
+    args: Any,
     feature: str | tuple[str, ...],
     given: str,
     also: Sequence[tuple[str, str, str]] = (),
@@ -73,9 +78,7 @@ def check_compatible(
     also: further flags that are incompatible, each as the user gave it, with why and the way out.
     table: in the place of the one below, whose features are then those of its rows.
     """
-    features = (feature,) if isinstance(feature, str) else feature
-    table = INCOMPATIBLE if table is None else table
-    rows = [row for row in table if any(_meets(row, args, each) for each in features)]
+    rows = refused(vars(args), feature, table)
     found = [(shown(row.flag, getattr(args, row.flag)), row.why, row.instead) for row in rows] + list(also)
     if found:
         (flag, why, instead), *others = found
@@ -85,10 +88,14 @@ def check_compatible(
         )
 
 
-def _meets(row: Incompatible, args: argparse.Namespace, feature: str) -> bool:
-    """Whether `args` have a value that `row` refuses for `feature`."""
-    value = getattr(args, row.flag, row.allowed[0])
-    return feature in row.features and value not in row.allowed and bool(value or all(row.allowed))
+def refused(
+    given: Mapping[str, object], feature: str | tuple[str, ...], table: Sequence[Incompatible] | None = None
+) -> list[Incompatible]:
+    """The rows of the table that refuse a value for `feature`. given: values by their name among the arguments."""
+    features = {feature} if isinstance(feature, str) else {*feature}
+    return [
+        row for row in (INCOMPATIBLE if table is None else table) if features & {*row.features} and row.refuses(given)
+    ]
 
 
 def shown(name: str, value: object) -> str:

@@ -1,0 +1,132 @@
+"""Models that a balancer cannot take: what a loop of one's own has made is looked at before anything is changed.
+
+The rows of `megatron.balanced.shared.incompatible` hold for fields of `megatron.core`'s configs as for the flags of
+Megatron-LM, which have the same names.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron.balanced.shared.incompatible import EXPERTS, LAYERS, Incompatible, refused
+
+__all__ = ["check_model", "mark_model", "unmark_model"]
+
+_CAPTURED = "a graph that was captured repeats what the plain model does"
+_OWN = "Megatron-LM balances experts itself then"
+# In the place of rows about graphs that `pretrain_gpt.py` captures again.
+_GRAPHS = (
+    Incompatible("cuda_graph_impl", ("none",), (), _CAPTURED, "use none"),
+    Incompatible("enable_cuda_graph", (None,), (), _CAPTURED),
+    Incompatible("external_cuda_graph", (None,), (), _CAPTURED),
+)
+# Balancers of Megatron-LM that 0.19.2 does not have, and what `pretrain_gpt.py` finds out from several flags.
+_OF_EXPERTS = (
+    Incompatible("moe_enable_echo", (None,), (), _OWN),
+    Incompatible("moe_enable_scheduler", (None,), (), _OWN),
+    Incompatible("moe_flex_dispatcher_backend", ("deepep", "hybridep", "ncclep", None), (), _OWN, "use deepep"),
+    Incompatible("fp8_recipe", ("tensorwise", "blockwise", "mxfp8"), (),
+                 "scales follow from the history of an expert's tokens, which are on several ranks",
+                 "use tensorwise, blockwise or mxfp8"),
+)  # fmt: skip
+_FEATURES = {"ExpertBalancer": EXPERTS, "LayerBalancer": LAYERS}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "fp8"}
+_MARK = "balanced_by"  # on a model chunk: the kinds of balancers that it has
+
+
+def check_model(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
+    """Raise ValueError, in one line that says the way out, for model chunks that a balancer of class `kind` cannot
+    take. optimizer: of the model, if the balancer needs it."""
+    for chunk in chunks:
+        _check_wrapped(chunk)
+        if kind in vars(chunk).get(_MARK, ()):
+            raise ValueError(
+                f"the model has a balancer of class {kind} already; close() its Balancers before another one"
+            )
+    _check_groups(chunks)
+    _check_configs(kind, chunks, optimizer)
+    for chunk in chunks:
+        for module in chunk.modules():
+            if getattr(module, "cuda_graphs", None) or hasattr(module, "cudagraph_manager"):
+                raise ValueError(
+                    f"a {type(module).__name__} of the model has CUDA graphs already: {_CAPTURED}; make the {kind} "
+                    "first, and capture none"
+                )
+
+
+def mark_model(kind: str, chunks: Sequence[torch.nn.Module]) -> None:
+    """The chunks have a balancer of class `kind`, until `unmark_model`."""
+    for chunk in chunks:
+        vars(chunk).setdefault(_MARK, set()).add(kind)
+
+
+def unmark_model(kind: str, chunks: Sequence[torch.nn.Module]) -> None:
+    """The chunks may get another balancer of class `kind`."""
+    for chunk in chunks:
+        vars(chunk).get(_MARK, set()).discard(kind)
+
+
+def _check_wrapped(chunk: torch.nn.Module) -> None:
+    if isinstance(chunk, DistributedDataParallel):
+        return
+    name = type(chunk).__name__
+    if "FullySharded" in name or "FSDP" in name:
+        raise ValueError(
+            f"a model chunk in {name} cannot be balanced, which shards the parameters of a layer over ranks; use "
+            "megatron.core's DistributedDataParallel with use_distributed_optimizer"
+        )
+    raise ValueError(
+        f"a model chunk of class {name} cannot be balanced; wrap it in megatron.core's DistributedDataParallel first"
+    )
+
+
+def _check_groups(chunks: Sequence[torch.nn.Module]) -> None:
+    """Balancers take the process groups of `parallel_state`. Models may have been built with other ones."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            "megatron.core.parallel_state has no process groups, which balancers take; call initialize_model_parallel "
+            "with the sizes of the model"
+        )
+    theirs = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+    }
+    for model in unwrap_model(list(chunks)):
+        of_model = getattr(model, "pg_collection", None)
+        for name, process_group in theirs.items():
+            own = getattr(of_model, name, None)
+            if isinstance(own, list) or isinstance(process_group, list) or own is None:
+                continue
+            ranks, others = dist.get_process_group_ranks(own), dist.get_process_group_ranks(process_group)
+            if ranks != others:
+                raise ValueError(
+                    f"the model's process group {name} has ranks {ranks}, and that of megatron.core.parallel_state "
+                    f"{others}; call initialize_model_parallel with the sizes of the model"
+                )
+
+
+def _check_configs(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    known: dict[str, Any] = {}
+    for config in (get_model_config(chunks[0]), chunks[0].ddp_config, getattr(optimizer, "config", None)):
+        known |= {} if config is None else vars(config)
+    known = {name: _DTYPES.get(value, value) if _is_dtype(value) else value for name, value in known.items()}
+    if not known.get("fp8"):
+        known.pop("fp8_recipe", None)
+    rows = [row for row in refused(known, _FEATURES.get(kind, ())) if row.flag not in {row.flag for row in _GRAPHS}]
+    rows += [row for row in (*_GRAPHS, *(_OF_EXPERTS if kind == "ExpertBalancer" else ())) if row.refuses(known)]
+    if rows:
+        row = rows[0]
+        instead = re.sub(r"--[a-z0-9-]+", lambda flag: flag[0][2:].replace("-", "_"), row.instead)
+        raise ValueError(f"{kind} is incompatible with {row.flag}={known[row.flag]}: {row.why}; {instead}")
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, torch.dtype)
