@@ -9,6 +9,7 @@ transfers cost time, too: on a link that an all-to-all uses at the same time, ea
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -131,28 +132,25 @@ def layer_cost(
     """
     forward = int(tokens.sum(0).max()) * shape.forward_seconds(cluster)
     all_to_all = exchange_seconds(tokens * (shape.hidden * shape.bytes_per_parameter), cluster)
-    return with_transfers(all_to_all, forward, placement, cluster, shape, window)
+    return with_transfers(all_to_all, forward, copy_seconds(placement, cluster), shape, window)
 
 
 def with_transfers(
-    all_to_all: float,
-    forward: float,
-    placement: ReplicaPlacement,
-    cluster: Cluster,
-    shape: ExpertShape,
-    window: TransferWindow,
+    all_to_all: Any, forward: Any, copied: Any, shape: ExpertShape, window: TransferWindow
 ) -> MoELayerCost:
-    """The cost from seconds that are known: `all_to_all` of one exchange of tokens, `forward` of expert compute.
+    """The cost from seconds that are known: numbers, or arrays of one shape for as many layers.
 
-    The other parameters are those of `layer_cost`.
+    all_to_all: of one exchange of tokens.
+    forward: of expert compute.
+    copied: `copy_seconds` of the placement.
+    shape, window: as in `layer_cost`.
     """
-    copy = copy_seconds(placement, cluster)
-    trans, agg = copy * shape.weight_bytes, copy * shape.parameters * shape.gradient_bytes
+    trans, agg = copied * shape.weight_bytes, copied * shape.parameters * shape.gradient_bytes
     hidden, slowed = 0.0, 0.0
     if window.hidden_under is not None:
         hidden = window.hidden_under + (0.0 if window.first else forward)
         busy = 4 * all_to_all + 3 * (forward + window.hidden_under)
-        exchanging = 4 * all_to_all / busy if busy else 0.0  # part of the time that all-to-alls take
+        exchanging = 4 * all_to_all / np.maximum(busy, np.finfo(float).tiny)  # part of the time that all-to-alls take
         # A transfer has half the bandwidth during that part, so it takes 1 / (1 - exchanging / 2) times as long.
         slowed = (trans + agg) * exchanging / (2 - exchanging)
     return MoELayerCost(
@@ -160,8 +158,8 @@ def with_transfers(
         forward=forward,
         trans=trans,
         agg=agg,
-        trans_exposed=max(0.0, trans - hidden),
-        agg_exposed=max(0.0, agg - 2 * hidden),
+        trans_exposed=np.maximum(0.0, trans - hidden),
+        agg_exposed=np.maximum(0.0, agg - 2 * hidden),
         slowed=slowed,
         micro_batches=window.micro_batches,
     )

@@ -30,12 +30,12 @@ import numpy as np
 
 from balancing.experts import ReplicaPlacement, contiguous_homes, plan_replicas, traffic
 from balancing.experts.cost import TransferWindow, layer_cost
-from balancing.experts.planners.lower_bound import CostLowerBound
 from balancing.files import write_text
 from benchmarks.emulated import RankFailed, RunTimeout
 from benchmarks.experts.beyond_even import of_forced_balance
 from benchmarks.experts.emulated import CEILING, EXPERT_SECONDS, VARIANTS, measure_all
 from benchmarks.experts.emulated_workload import SHAPE, Loads, Scale, made_up_loads
+from benchmarks.experts.lower_bound import CostLowerBound
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 
 __all__ = ["Cell", "bound_of_forced_balance", "of_exact_search"]
@@ -128,7 +128,7 @@ def of_exact_search(micro_batches: int, *, first: bool, imbalance: float, seed: 
         ReplicaPlacement(plan.home, np.array(each)[:, None], "level", plan.ranks_per_node, plan.nics_per_node)
         for each in itertools.product(*away)
     ]
-    least = np.array([cost.total for cost in CostLowerBound(load, plan.home, cluster, SHAPE, window)(every)])
+    least = CostLowerBound(load, plan.home, cluster, SHAPE, window)(np.stack([each.slot_expert for each in every]))
     own = best = layer_cost(traffic(load, plan), plan, cluster, SHAPE, window).total
     for at in np.argsort(least):
         if least[at] >= best:

@@ -18,8 +18,9 @@ from balancing.experts import (
     traffic,
 )
 from balancing.experts.cost import TransferWindow, copy_seconds
-from balancing.experts.planners.lower_bound import CostLowerBound
+from balancing.experts.planners.estimate import CostEstimate
 from balancing.experts.planners.prophet import paper_seconds
+from benchmarks.experts.lower_bound import CostLowerBound
 from benchmarks.experts.synthetic import sampled_load, zipf_popularity
 
 SHAPE = ExpertShape(hidden=1000, ffn_hidden=500, bytes_per_parameter=2)
@@ -209,12 +210,15 @@ def test_no_split_costs_less_than_the_bound(nics, options):
         odd = np.array([[generator.choice(np.flatnonzero(home != rank)), -1] for rank in range(ranks)])
         good, none = (plan_replicas(load, cluster, slots=2, home=home, method=each) for each in ("quota", "none"))
         placements = good, none, ReplicaPlacement(home, odd, ranks_per_node=per_node)
-        bounds = CostLowerBound(load, home, cluster, SHAPE, TransferWindow(**options))(placements)
+        slots = np.stack([placement.slot_expert for placement in placements])
         window = TransferWindow(**options)
-        costs = [layer_cost(traffic(load, each), each, cluster, SHAPE, window) for each in placements]
+        bounds = CostLowerBound(load, home, cluster, SHAPE, window)(slots)
+        costs = [layer_cost(traffic(load, each), each, cluster, SHAPE, window).total for each in placements]
         for bound, cost in zip(bounds, costs, strict=True):
-            assert 0.5 * cost.total < bound.total <= cost.total * (1 + 1e-9)
-        assert bounds[1].total == pytest.approx(costs[1].total)
+            assert 0.5 * cost < bound <= cost * (1 + 1e-9)
+        assert bounds[1] == pytest.approx(costs[1])
+        estimates = CostEstimate(load, home, cluster, SHAPE, window)(slots)
+        assert estimates == pytest.approx(costs, rel=0.2) and estimates[1] == pytest.approx(costs[1])
 
 
 def test_no_tokens_under_nothing_take_no_time():

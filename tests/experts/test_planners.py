@@ -140,7 +140,7 @@ class TestCosts:
 
     def test_slots_that_cost_nothing_are_used(self):
         """Between slow NICs few copies pay; within nodes more of them cost nothing, and help when the load drifts."""
-        cluster = Cluster(2, 4, 4, 200e9, 1e9, 250e12, 80e9)
+        cluster = Cluster(2, 4, 4, 200e9, 1e8, 250e12, 80e9)
         costs = {"shape": SHAPE, "hidden_under": 1e-3, "first": True, "micro_batches": 4}
         placement = plan_replicas(self.hot(4000), cluster, slots=2, **costs)
         _, source, rank = placement.hops.T
@@ -205,7 +205,7 @@ def test_as_many_copies_as_are_hidden_are_taken():
             sent = traffic(load, placement)
             return layer_cost(sent, placement, scale.cluster, EMULATED, TransferWindow(**window)).total
 
-        copies, _ = pack_replicas(load.sum(0).astype(float), home, 16, 2, ranks_per_node=8, least=(0.0, 0.0))
+        copies = pack_replicas(load.sum(0).astype(float), home, 16, 2, ranks_per_node=8)
         fewer = []
         for end in range(len(copies) + 1):
             slots = [[expert for expert, at in copies[:end] if at == rank] for rank in range(16)]

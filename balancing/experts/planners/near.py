@@ -61,9 +61,9 @@ def _near(
     free = [[at for at, expert in enumerate(of_rank) if expert < 0][::-1] for of_rank in filled]
     able = [[rank for rank in range(at, at + ranks_per_node) if free[rank]] for at in range(0, ranks, ranks_per_node)]
     found: list[np.ndarray] = []
-    homes, added = home.tolist(), 0
+    homes, added, most = home.tolist(), 0, min(numbers[-1], sum(map(len, free)))
     for node, expert, tokens in leaving:
-        if len(found) == len(numbers):
+        if added == most:
             break
         if not able[node] or (node, expert) in served:
             continue
@@ -74,7 +74,6 @@ def _near(
         serves[best] += tokens
         serves[homes[expert]] -= tokens
         added += 1
-        while len(found) < len(numbers) and added == numbers[len(found)]:
+        if added in numbers:
             found.append(np.array(filled))
-    more = len(found) < len(numbers) and added > (numbers[len(found) - 1] if found else 0)
-    return found + [np.array(filled)] * more
+    return found if not added or added in numbers else [*found, np.array(filled)]

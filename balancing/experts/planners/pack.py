@@ -24,16 +24,16 @@ def pack_replicas(
     slots: int,
     *,
     ranks_per_node: int,
-    least: tuple[float, float] = (0.0, 0.0),
-) -> tuple[list[tuple[int, int]], float]:
-    """Choose replicas; returns them as (expert, rank), most useful first, and the tokens of the busiest rank with all.
+    inside: bool = False,
+) -> list[tuple[int, int]]:
+    """Choose replicas; returns them as (expert, rank), most useful first.
 
     totals: float [expert], tokens.
     home: int [expert], home ranks.
     ranks: number of ranks.
     slots: maximal number of replicas on a rank.
     ranks_per_node: ranks of a node.
-    least: tokens that a replica must serve to pay for its transfer, within a node and between nodes.
+    inside: whether replicas are only in the node of the rank that they relieve.
 
     Every step depends on the one before, so this is plain Python.
     """
@@ -51,7 +51,7 @@ def pack_replicas(
         if height <= mean + 1 or (len(copies) >= _MANY and height <= _BALANCED * mean):
             break
         fullest = giving.index(height)
-        found = _copy(fullest, height, serves[fullest], holders, taking, mean, ranks_per_node, least)
+        found = _copy(fullest, height, serves[fullest], holders, taking, mean, ranks_per_node, inside)
         if found is None:
             giving[fullest] = -math.inf
             continue
@@ -68,7 +68,7 @@ def pack_replicas(
             if giving[at] > -math.inf:
                 giving[at] = after
             taking[at] = after if free[at] else math.inf
-    return copies, max(load)
+    return copies
 
 
 def _copy(
@@ -79,29 +79,30 @@ def _copy(
     taking: list[float],
     mean: float,
     ranks_per_node: int,
-    least: tuple[float, float],
+    inside: bool,
 ) -> tuple[int, int] | None:
-    """The largest instance on the busiest rank of which a replica pays on some rank, and that rank."""
+    """The largest instance on the busiest rank of which a replica can be on a rank with fewer tokens, and that rank."""
     first = fullest // ranks_per_node * ranks_per_node
     node = slice(first, first + ranks_per_node)
-    anywhere, in_node = min(taking), min(taking[node])
-    if anywhere >= height - 1 or max(height - in_node - 2 * least[0], height - anywhere - 2 * least[1]) <= 0:
+    in_node = min(taking[node])
+    anywhere = in_node if inside else min(taking)
+    if anywhere >= height - 1:
         return None
-    emptiest, floor = (taking.index(in_node, first), taking.index(anywhere)), min(least)
+    emptiest = taking.index(in_node, first), taking.index(anywhere, first if inside else 0)
     for expert in sorted(serves, key=serves.__getitem__, reverse=True):
-        if serves[expert] <= floor:
+        if serves[expert] <= 0:
             break
         (near, far), open_to = emptiest, taking
         if near in holders[expert] or far in holders[expert]:
             open_to = taking.copy()
             for rank in holders[expert]:
                 open_to[rank] = math.inf
-            near, far = open_to.index(min(open_to[node]), first), open_to.index(min(open_to))
+            near = open_to.index(min(open_to[node]), first)
+            far = near if inside else open_to.index(min(open_to))
         # A rank of the node will do if it has half as much room as the emptiest of all.
         order = (near, far) if mean - open_to[near] >= (mean - open_to[far]) / 2 else (far, near)
         for rank in order:
-            takes = min(serves[expert], (height - open_to[rank]) / 2)
-            if open_to[rank] < height - 1 and takes > least[0 if first <= rank < first + ranks_per_node else 1]:
+            if open_to[rank] < height - 1:
                 return expert, rank
     return None
 
