@@ -36,18 +36,23 @@ def sorted_deal(lengths: Sequence[int], micro_batches: int) -> np.ndarray:
     return number
 
 
-def differencing_deal(weights: Sequence[int], micro_batches: int) -> np.ndarray:
-    """int64 [document], the micro-batch of each. weights: what is to be even, the squares of lengths for verl's.
+def differencing_deal(weights: Sequence[int], micro_batches: int, *, equal: bool = False) -> np.ndarray:
+    """int64 [document], the micro-batch of each. weights: what is to be even, the squares of lengths for verl's. equal:
+    whether each gets equally many documents, of which there are a multiple then.
 
     Partial deals of all micro-batches are merged two at a time, those with the largest spread first, the heavy subsets
     of one with the light subsets of the other.
     """
+    order = sorted(range(len(weights)), key=lambda document: (int(weights[document]), document))
+    several = micro_batches if equal else 1  # documents that a partial deal begins with, one in each of its subsets
+    assert len(order) % several == 0, "documents do not divide"
     heap: list[tuple[int, int, list[tuple[int, Any]]]] = []
-    for document, weight in enumerate(weights):
-        subsets: list[tuple[int, Any]] = [(0, ())] * (micro_batches - 1) + [
-            (int(weight), (document, ()))
+    for first in range(0, len(order), several):
+        own = order[first : first + several]
+        subsets: list[tuple[int, Any]] = [(0, ())] * (micro_batches - several) + [
+            (int(weights[document]), (document, ())) for document in own
         ]  # documents as linked pairs
-        heap.append((-int(weight), document, subsets))
+        heap.append((subsets[0][0] - subsets[-1][0], own[0], subsets))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, at, one = heapq.heappop(heap)
