@@ -22,7 +22,7 @@ _CAPTURED = "a graph that was captured repeats what the plain model does"
 _OWN = "Megatron-LM balances experts itself then"
 # In the place of rows about graphs that `pretrain_gpt.py` captures again.
 _GRAPHS = (
-    Incompatible("cuda_graph_impl", ("none",), (), _CAPTURED, "use none"),
+    Incompatible("cuda_graph_impl", ("none", None), (), _CAPTURED, "use none"),
     Incompatible("enable_cuda_graph", (None,), (), _CAPTURED),
     Incompatible("external_cuda_graph", (None,), (), _CAPTURED),
 )
