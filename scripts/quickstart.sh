@@ -3,7 +3,7 @@
 # processes (two pipeline stages, in each two ranks that share documents and experts) with all three balancers, and
 # reports what they gained. After a while the first layers are frozen, which makes the first stage idle until layers move.
 #
-#     scripts/quickstart.sh            what is already there is kept; an interrupted training goes on from its last checkpoint
+#     scripts/quickstart.sh            safe to run again: finished steps are skipped, training continues from its last checkpoint
 #     scripts/quickstart.sh --again    train from the beginning
 #     scripts/quickstart.sh --venv     in .venv, also where the Python at hand has what is needed
 #
@@ -95,9 +95,13 @@ else
     trained || fail "training ended without its last checkpoint; its log is $run/train.log"
 fi
 
-"$python" -m balancing.report "$run/report" --html "$run/report.html"
+"$python" -m balancing.report "$run/report" --html "$run/report.html" >"$run/report.txt"
+echo
+sed '/^(figures are of/,$d' "$run/report.txt"
 echo
 echo "Checkpoint:  $run/checkpoint"
-echo "Report:      $run/report.html"
+echo "Report:      $run/report.html (tables: $run/report.txt)"
 echo "Timeline:    $run/report/trace.json (open it in https://ui.perfetto.dev)"
 echo "TensorBoard: $python -m tensorboard.main --logdir $run/tensorboard"
+# What each balancer gained in this run, last on the screen.
+sed -n '/what balancing gained/,/^ *$/p' "$run/report.txt"

@@ -1,4 +1,4 @@
-"""A summary in words: one paragraph of verdict, and rows that name each thing.
+"""A summary in words: the answers to what is asked first, and rows that name each thing.
 
 The terminal and the HTML page say the same, so the words are made in one place.
 """
@@ -12,8 +12,8 @@ from balancing.report.summary import Summary, Worst
 from balancing.report.units import byte_count, count, duration, ratio, share
 
 __all__ = [
-    "ACTIONS", "FINDINGS", "GAINS", "PROSPECTS", "Finding", "GainRow", "Prospect", "action_rows", "basis",
-    "finding_rows", "gain_rows", "prospect_rows", "rank_name", "shown_columns", "verdict",
+    "ACTIONS", "FINDINGS", "GAINS", "PROSPECTS", "Answer", "Finding", "GainRow", "Prospect", "action_rows", "answers",
+    "basis", "finding_rows", "gain_rows", "prospect_rows", "rank_name", "shown_columns", "verdict",
 ]  # fmt: skip
 
 # Heads of the tables.
@@ -30,6 +30,9 @@ _WORTH_NAMING = 0.03
 _ALIKE = 1.005
 
 _MOVED = {"rollback": "when layers moved back"}
+
+# Which balancer evens out what an estimate supposes even.
+_FLAGS = {"stages": "layers", "sequences": "sequences", "experts": "experts"}
 
 _BALANCED = {
     "stages": "pipeline stages balanced (layers)",
@@ -59,6 +62,13 @@ class GainRow(NamedTuple):
     what: str
     before: str
     after: str
+
+
+class Answer(NamedTuple):
+    """What is asked, in a word, and the answer in sentences."""
+
+    about: str
+    text: str
 
 
 class Prospect(NamedTuple):
@@ -202,32 +212,62 @@ def action_rows(summary: Summary) -> list[tuple[str, ...]]:
     ]
 
 
-def verdict(summary: Summary) -> str:
-    """The run in one paragraph: step time, idle share, what balancing gained, the culprits that matter, and what
-    levelling the rest would give."""
+def answers(summary: Summary) -> list[Answer]:
+    """What a reader asks first: how long a step is, who is slow, what balancing brought and would bring, which flag."""
     if summary.step_seconds is None or summary.ranks is None:
-        return "No step was timed, so there is no verdict; what was measured stands below."
-    text = [f"A step takes {duration(summary.step_seconds)}"]
+        return [Answer("step", "No step was timed, so there is no verdict; what was measured stands below.")]
+    text = f"A step takes {duration(summary.step_seconds)}"
     saved = {estimate.balanced: estimate for estimate in summary.estimates}
     if (everything := saved.get("all")) is None:
-        return f"{text[0]}. With one rank there is nothing to balance."
-    text[0] += f", and the average rank is idle for {share(summary.bubble or 0.0)} of it"
+        return [Answer("step", f"{text}. With one rank there is nothing to balance.")]
+    found = [Answer("step", f"{text}, and the average rank is idle for {share(summary.bubble or 0.0)} of it.")]
+    slow = [
+        culprit(summary)
+        for balanced, culprit in (
+            ("stages", _stage_culprit),
+            ("sequences", _rank_culprit),
+            ("experts", _expert_culprit),
+        )
+        if balanced in saved and saved[balanced].saved >= _WORTH_NAMING
+    ]
+    found.append(Answer("slow", " ".join(f"{each}." for each in slow if each) or "Nobody by much."))
     if gained := [
         f"{gain.balancer} from {ratio(gain.before)} to {ratio(gain.after)}"
         for gain in summary.gains
         if gain.before - gain.after >= _ALIKE - 1
     ]:
-        text.append(f"Balancing took the fullest over the mean down: {', '.join(gained)}")
-    for balanced, culprit in (("stages", _stage_culprit), ("sequences", _rank_culprit), ("experts", _expert_culprit)):
-        if balanced in saved and saved[balanced].saved >= _WORTH_NAMING:
-            text.append(culprit(summary))
+        found.append(Answer("gained", f"Balancing took the fullest over the mean down: {', '.join(gained)}."))
     if everything.saved < _WORTH_NAMING:
-        text.append(f"The ranks are balanced: perfect balance would save {share(everything.saved)} of a step")
+        would = f"The ranks are balanced: perfect balance would save {share(everything.saved)} of a step."
     else:
-        would = "at best bring" if everything.at_best else "bring"
-        gain = f"Perfect balance would {would} the step to about {duration(everything.step_seconds)}"
-        text.append(f"{gain}, {share(everything.saved)} less")
-    return ". ".join(text) + "."
+        most = "at best bring" if everything.at_best else "bring"
+        would = f"Perfect balance would {most} the step to about {duration(everything.step_seconds)}, "
+        would += f"{share(everything.saved)} less."
+    return [*found, Answer("to gain", would), Answer("flag", _flags(summary))]
+
+
+def _flags(summary: Summary) -> str:
+    """The flags of balancers that are off and would save something, most first."""
+    on = {gain.balancer for gain in summary.gains} | set(summary.actions)
+    worth = sorted(
+        (each for each in summary.estimates if each.balanced in _FLAGS and each.saved >= _WORTH_NAMING),
+        key=lambda each: -each.saved,
+    )
+    off = [each for each in worth if _FLAGS[each.balanced] not in on]
+    if off:
+        named = ", ".join(
+            f"--balance-{_FLAGS[each.balanced]} ({'at best' if each.at_best else 'about'} {share(each.saved)} less)"
+            for each in off
+        )
+        return f"Switch on {named}."
+    if worth:
+        return f"None: what is left is beside {' and '.join(_FLAGS[each.balanced] for each in worth)}, which are on."
+    return "None is needed."
+
+
+def verdict(summary: Summary) -> str:
+    """The answers in one paragraph."""
+    return " ".join(each.text for each in answers(summary))
 
 
 def _stage_culprit(summary: Summary) -> str:

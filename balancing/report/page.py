@@ -1,8 +1,8 @@
 """The report as one HTML file that opens anywhere: no script, no font, no image from elsewhere.
 
-It is read from the top: the verdict, what balancing gained, the names, what balance would still give, then a figure for
-each question with one sentence that says what to look at. A figure without data is replaced by one line that says why.
-`page.html.jinja` lays it out.
+It is read from the top: the answers to what is asked first, what balancing gained, the names, what balance would still
+give, then a figure for each question with one sentence that says what to look at. A figure without data is replaced by
+one line that says why. `page.html.jinja` lays it out.
 """
 
 import os
@@ -21,12 +21,12 @@ from balancing.report.findings import (
     FINDINGS,
     PROSPECTS,
     action_rows,
+    answers,
     basis,
     finding_rows,
     prospect_rows,
     rank_name,
     shown_columns,
-    verdict,
 )
 from balancing.report.history import History, report_files
 from balancing.report.summary import Summary
@@ -69,7 +69,7 @@ def page(history: History, summary: Summary) -> str:
     return environment.get_template("page.html.jinja").render(
         name=history.directory.resolve().name,
         basis=_size(summary) + basis(summary),
-        verdict=verdict(summary),
+        answers=answers(summary),
         gains=_gains(summary),
         steps=list(_steps(summary)),
         tables=[

@@ -6,6 +6,7 @@ from typing import TextIO
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from balancing.report.findings import (
     ACTIONS,
@@ -13,12 +14,12 @@ from balancing.report.findings import (
     GAINS,
     PROSPECTS,
     action_rows,
+    answers,
     basis,
     finding_rows,
     gain_rows,
     prospect_rows,
     shown_columns,
-    verdict,
 )
 from balancing.report.summary import Summary
 
@@ -28,12 +29,15 @@ WIDTH = 100
 
 
 def print_summary(summary: Summary, file: TextIO | None = None) -> None:
-    """Print verdict, findings, what perfect balance would give and, last, what balancing gained to `file` (standard
-    output if None)."""
+    """Print the answers, findings, what perfect balance would give and, last, what balancing gained to `file`
+    (standard output if None)."""
     console = Console(file=file, highlight=False, markup=False)
     if not console.is_terminal or console.width > WIDTH:
         console.width = WIDTH
-    console.print(verdict(summary), style="bold")
+    first = Table.grid(padding=(0, 2))
+    for each in answers(summary):
+        first.add_row(Text(each.about, style="dim"), Text(each.text, style="bold"))
+    console.print(first)
     console.print(f"({basis(summary)})\n", style="dim")
     for head, rows in (
         (FINDINGS, finding_rows(summary)),

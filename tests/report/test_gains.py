@@ -1,6 +1,7 @@
 """The report must show what balancing gained: figures worked out by hand, in tables, on the page and over the run."""
 
 import io
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from balancing.report import EventLog, History, TraceLog, event, observe, read_history, summarize
 from balancing.report.figures import imbalance_curves
 from balancing.report.figures.imbalance import _mark
-from balancing.report.findings import finding_rows, gain_rows, verdict
+from balancing.report.findings import answers, finding_rows, gain_rows, verdict
 from balancing.report.gains import over_the_run
 from balancing.report.page import page
 from balancing.report.table import print_summary
@@ -143,6 +144,8 @@ def test_verdict_and_last_table_of_the_terminal(history):
 def test_page_shows_before_and_after(history):
     text = page(history, summarize(history))
     assert text.count('<div class="gain">') == 4, "three balancers and the step"
+    assert re.findall("<dt>(.+)</dt>", text) == ["step", "slow", "gained", "to gain", "flag"]
+    assert "--balance-" not in answers(summarize(history))[-1].text, "all of them are on"
     assert text.count('class="bar before"') == text.count('class="bar after"') == 3
     for title in (
         "Stages before and after layers moved", "Attention of ranks in a micro-batch",

@@ -12,7 +12,7 @@ import pytest
 from balancing.report import EventLog, History, Summary, event, observe, read_history, summarize
 from balancing.report.__main__ import main
 from balancing.report.figures.timeline import MOST_ROWS, ranks_shown
-from balancing.report.findings import finding_rows, verdict
+from balancing.report.findings import answers, finding_rows, verdict
 from balancing.report.page import page
 from balancing.report.summary import warm_up
 from balancing.report.trace import TraceIteration, TraceLog
@@ -104,6 +104,19 @@ def test_names_a_memory_hog_and_a_slow_rank(tmp_path):
     assert summary.memory and summary.memory.value == pytest.approx(12 << 30, rel=0.001)
     assert rows(summary)["slowest rank"] == "rank 6 (stage 3, node 1)"
     assert "Rank 6 (stage 3, node 1) is busy 20 % longer than the mean rank of its stage" in verdict(summary)
+
+
+def test_the_first_screen_answers_in_order_and_names_the_flag(tmp_path):
+    _, summary = report(tmp_path, Job(slow={5: 2.5}))
+    said = answers(summary)
+    assert [each.about for each in said] == ["step", "slow", "to gain", "flag"]
+    assert said[0].text.startswith("A step takes") and "Stage 2" in said[1].text and "less" in said[2].text
+    assert re.fullmatch(r"Switch on --balance-layers \(about \d+ % less\)\.", said[3].text)
+
+
+def test_no_flag_is_named_where_nothing_is_uneven(tmp_path):
+    _, summary = report(tmp_path, Job(noise=0.001))
+    assert answers(summary)[1].text == "Nobody by much." and answers(summary)[-1].text == "None is needed."
 
 
 def test_a_level_run_is_called_level(tmp_path):
