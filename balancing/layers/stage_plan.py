@@ -16,7 +16,7 @@ __all__ = ["StagePlan"]
 class StagePlan:
     """The layers of every stage.
 
-    chunks[stage][virtual]: global layer numbers from 0, ascending.
+    chunks: by stage and virtual stage, global layer numbers from 0, ascending.
     method: the planner that made it.
     mtp_layers: layers of multi-token prediction, which come after all others.
     mtp_chunk: the chunk that has these, counted along the pipeline; None for the last one.
@@ -44,7 +44,7 @@ class StagePlan:
 
     @classmethod
     def from_counts(cls, counts: tuple[tuple[int, ...], ...]) -> "StagePlan":
-        """The plan with counts[stage][virtual] layers in each chunk."""
+        """The plan with so many layers in each chunk, by stage and virtual stage."""
         stages, virtual = len(counts), len(counts[0])
         chunks: list[list[tuple[int, ...]]] = [[] for _ in range(stages)]
         first = 0
@@ -89,7 +89,7 @@ class StagePlan:
 
     @property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """[stage][virtual]: the number of layers in each chunk."""
+        """The number of layers in each chunk, by stage and virtual stage."""
         return tuple(tuple(len(chunk) for chunk in stage) for stage in self.chunks)
 
     @property

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +40,29 @@ def test_links_lead_somewhere(page):
         linked = page.parent / path if path else page
         assert linked.exists(), f"{_name(page)} links to {target}"
         assert not anchor or anchor in _anchors(linked), f"{_name(page)} links to {target}: no such heading"
+
+
+def test_every_page_is_part_of_the_site():
+    listed = set(re.findall(r": ([\w/]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M))
+    pages = {str(path.relative_to(REPOSITORY / "docs")) for path in REPOSITORY.glob("docs/**/*.md")}
+    assert listed == pages | {"index.md"}, "README.md is index.md"
+
+
+def test_links_out_of_the_site_become_paths():
+    spec = importlib.util.spec_from_file_location("docs_links", REPOSITORY / "scripts/docs_links.py")
+    assert spec and spec.loader
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+
+    def mended(page: str, text: str) -> str:
+        return hook.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=page)))
+
+    assert mended("index.md", "[a](docs/layers.md#flags)") == "[a](layers.md#flags)"
+    assert mended("internals/layers.md", "[a](../layers.md) [b](#c)") == "[a](../layers.md) [b](#c)"
+    assert mended("layers.md", "[log](../benchmarks/log/README.md)") == "log (`benchmarks/log/README.md`)"
+    assert mended("layers.md", "[first](../README.md#install)") == "[first](index.md#install)"
+    with pytest.raises(ValueError, match=r"links to nowhere\.md, which is not there"):
+        mended("layers.md", "[a](nowhere.md)")
 
 
 def test_the_log_of_measurements_is_listed_newest_first():
