@@ -13,12 +13,12 @@ class ExpertConfig:
 
     enabled: bool = setting(
         False,
-        "Give hot experts replicas on other expert-parallel ranks. Routing and losses do not change.",
+        "Copy hot experts to other expert-parallel ranks and split their tokens. Routing and losses do not change.",
         flag="--balance-experts",
     )
     replica_slots: int = setting(
         2,
-        "Maximal number of replicas of one layer's experts on a rank.",
+        "Most replicas of one layer's experts on a rank.",
         flag="--expert-replica-slots",
         metavar="N",
         least=0,

@@ -1,4 +1,4 @@
-"""python -m balancing.report DIR: name who is slow in a run, and draw it."""
+"""python -m balancing.report DIR: how long a step is, who is slow, what balancing would bring, and which flag."""
 
 import argparse
 import sys

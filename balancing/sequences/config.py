@@ -13,8 +13,8 @@ class SequenceConfig:
 
     enabled: bool = setting(
         False,
-        "Spread each batch of documents over ranks so that all have the same tokens in linear layers and the same work "
-        "in attention. Losses do not change.",
+        "Spread each batch of packed documents over ranks so that all have the same tokens and the same attention. "
+        "Needs --dataloader-inter-document-masking or --sft. Losses do not change.",
         flag="--balance-sequences",
     )
     domain: str = setting(
@@ -27,9 +27,9 @@ class SequenceConfig:
     )
     micro_batches: bool = setting(
         False,
-        "Deal the documents of a step over its micro-batches, so that pipeline stages wait as little as possible. A "
-        "micro-batch has at most 1.25 times the tokens that it had, or what token_capacity allows. With losses of "
-        "routers or fp8, Megatron-LM's micro-batches are dealt as a whole. Losses do not change.",
+        "Distribute the documents of a step over its micro-batches, so that pipeline stages wait less. A micro-batch "
+        "gets at most 1.25 times its tokens, or what token_capacity allows. With router losses or fp8, whole "
+        "micro-batches are reordered instead. Losses do not change.",
         flag="--sequence-micro-batches",
     )
     planner: str = setting(

@@ -15,7 +15,7 @@ from balancing.report.trace import TraceIteration
 __all__ = ["draw"]
 
 _COLORS = {"forward": FORWARD, "backward": BACKWARD}
-_BEFORE = 2  # the iteration of a run that moves layers in which nothing is balanced yet
+_BEFORE = 3  # the iteration, from 1, of a run that moves layers behind it
 
 
 def draw(seconds: Mapping[str, float], before: Path, after: Path, path: Path) -> None:

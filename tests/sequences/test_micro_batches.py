@@ -281,7 +281,7 @@ def test_baselines_are_what_they_say():
         (dict(lengths=[4, 5], micro_batches=2, token_capacity=0), "must be at least 1"),
         (dict(lengths=[40, 5], micro_batches=2, token_capacity=9), "the longest document of 40, take 10"),
         (dict(lengths=[20] * 4, micro_batches=2, token_capacity=9), "80 tokens in 2 micro-batches"),
-        (dict(lengths=[28] * 5, micro_batches=4, token_capacity=9), "no deal of 5 documents with 140 tokens"),
+        (dict(lengths=[28] * 5, micro_batches=4, token_capacity=9), "no distribution of 5 documents with 140 tokens"),
     ],
 )
 def test_bad_steps_are_refused(arguments, reason):

@@ -55,8 +55,9 @@ def balanced_deal(
         found = _longest_first(costs, tokens, before, capacity, fullest=True)
     if found is None and drawn is None:
         raise ValueError(
-            f"no deal of {len(tokens)} documents with {int(tokens.sum())} tokens over {micro_batches} micro-batches of "
-            f"at most {capacity} tokens is found; raise the capacity (the longest document has {int(tokens.max())})"
+            f"no distribution of {len(tokens)} documents with {int(tokens.sum())} tokens over {micro_batches} "
+            f"micro-batches of at most {capacity} tokens is found; "
+            f"raise the capacity (the longest document has {int(tokens.max())})"
         )
     start = drawn if found is None else found
     assert start is not None

@@ -118,7 +118,7 @@ _SEGMENTS = "the segments of the pattern, between |, say which stage has which l
 _COUNTS = "it counts the layers of a stage in advance"
 _LEAVE = "it takes ranks that leave for failed ones"
 _DROPS = "it drops tokens by the others on their rank"
-_STEPS = "documents are dealt over steps of one size"
+_STEPS = "documents are distributed over the micro-batches of a step, and steps must have one size"
 _SCALES = "it is stored with a scale for each shard, and a move cuts other shards"
 _IN_PARTS = "it steps the optimizer in parts, and weights must be complete between steps"
 

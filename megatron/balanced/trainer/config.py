@@ -50,8 +50,8 @@ class BalanceConfig:
     )
     balance: str | None = setting(
         None,
-        "Balancers to switch on, such as experts,layers. all: every one that has something to balance and works with "
-        "the other flags; what stays off is said once. The flag of each balancer does the same for it.",
+        "Balancers to switch on, such as experts,layers. all: every balancer that has something to balance and works "
+        "with the other flags. One line says which stay off and why. Each balancer also has a flag of its own.",
         flag="--balance",
         metavar="all|LIST",
     )

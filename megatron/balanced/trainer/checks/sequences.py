@@ -148,8 +148,7 @@ def _check_dealt(args: argparse.Namespace) -> list[str]:
     check_compatible(args, SEQUENCES_OF_STEP, "--sequence-micro-batches", found)
     if whole:
         return [
-            "--sequence-micro-batches deals Megatron-LM's micro-batches as a whole, not their single documents, since "
-            f"{whole}"
+            f"--sequence-micro-batches reorders whole micro-batches and leaves their documents together, since {whole}"
         ]
     number, ready = _micro_batches(args), _PREFETCHED * args.num_workers
     if ready >= number:
