@@ -33,7 +33,7 @@ def draw(seconds: Mapping[str, float], before: Path, after: Path, path: Path) ->
     gains = [seconds["none"] / seconds[name] for name in names]
     labels = [f"{name} alone" if name != "all" else "all three" for name in names]
     drawn = bars.bar(labels, gains, 0.6, color=["#2f7d5b" if name == "all" else "#7fb59c" for name in names])
-    bars.bar_label(drawn, [f"{gain:.2f}x" for gain in gains])
+    bars.bar_label(drawn, [f"{gain:.2f}x" for gain in gains], label_type="center", fontsize=12)
     bars.axhline(1, color="#808080", linewidth=1)
     if "limit" in seconds:
         limit = seconds["none"] / seconds["limit"]
