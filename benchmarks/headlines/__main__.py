@@ -13,7 +13,7 @@ have the same machine, model and loads.
 - counted: loads of ranks, no times
 - emulated (--emulated): real schedules, collectives and transfers by the clock, paced compute, limited network cards
 
-Takes a minute on one core; --emulated about 20 more on two idle ones. --page replaces the table of docs/results.md.
+Takes a minute on one core; --emulated 20 to 25 more on two idle ones. --page replaces the table of docs/results.md.
 --trace reads SmartMoE's public record of routing (moe_routing_counts.npz), which this repository does not hold; without
 it loads are made up, as skewed as that record. Exit code 1 if a headline is not reached and its row knows no reason.
 """
@@ -58,9 +58,9 @@ from benchmarks.headlines.table import Row, table
 from benchmarks.layers import emulated as layers_emulated
 from benchmarks.layers.plans import reach_settings
 from benchmarks.layers.traces import TRACES, trace
-from benchmarks.sequences import emulated as sequences_emulated
 from benchmarks.sequences import emulated_workload as documents
-from benchmarks.sequences.emulated_rank import Job
+from benchmarks.sequences.emulated import Row as SequenceRow
+from benchmarks.sequences.emulated import measure_rows
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
 from benchmarks.sequences.once_a_node import all_gather_seconds
 
@@ -99,6 +99,8 @@ class _Pipeline:
         slowest = float(self.cost.stage_loads(plan_stages(self.cost.total, 8, head=sum(self.cost.head))).max())
         times = {name: [each] for name, each in (*seconds.items(), ("limit", self.micro_batches * slowest))}
         reason = "four micro-batches a stage fill and drain too long" if self.name == "layer freezing " else ""
+        if how == "emulated" and self.micro_batches == 512:
+            reason = "the plan has 2.23 to give, and so many micro-batches cost the two cores of this machine 1 s"
         return Row(f"DynMo, {self.name.strip()}", f"{how}, {self.micro_batches} micro-batches", self.setting, times,
                    "DeepSpeed", usual=self.setting == "L2", reason=reason)  # fmt: skip
 
@@ -175,31 +177,24 @@ def _of_documents(how: str, model: str, times: Mapping[str, Sequence[float]], ri
     yield Row("Zeppelin, largest", how, setting, times, rival, pick="largest", usual=usual, reason=reason)
 
 
-def _sequences_emulated() -> Iterator[Row]:
-    scales = {name: documents.Scale(*size, 100.0) for name, size in documents.CLUSTERS.items()}
-    for model in documents.SHAPES:
-        rows = [
-            row
-            for name, scale in scales.items()
-            for row in _on_cluster(name, scale, model, ("prolong", "packed", "mix"))
-        ]
-        yield from _of_documents("emulated, 16 ranks", model, _of_methods(rows), "Megatron-LM's hybrid")
-    scale = documents.Scale(2, 8, 250.0, preset="h200-8x400g")
-    times = _of_methods(_on_cluster("2 x 8, H200", scale, "MHA", ("prolong",)))
-    yield Row("Zeppelin, largest", "emulated, 16 ranks", "S3", times, "Megatron-LM's hybrid", pick="largest")
-
-
 _EMULATED = {"none": "ring", "paper": "zones", "rival": "hybrid", "ours": "auto"}
 
 
-def _on_cluster(name: str, scale: documents.Scale, model: str, lengths: Sequence[str]) -> list[sequences_emulated.Row]:
-    methods = [documents.METHODS[method] for method in _EMULATED.values()]
-    cases = tuple(documents.make_case(scale.cluster, model, each, 0, methods) for each in lengths)
-    job = Job(scale, 1, tuple(_EMULATED.values()), cases, None)
-    return sequences_emulated.make_rows(name, job, sequences_emulated.measure(job)[0])
+def _sequences_emulated() -> Iterator[Row]:
+    rows = [
+        row
+        for name, size in documents.CLUSTERS.items()
+        for row in measure_rows(name, documents.Scale(*size, 100.0), tuple(_EMULATED.values()), tuple(documents.SHAPES))
+    ]
+    for model in documents.SHAPES:
+        own = _of_methods([row for row in rows if row.model == model])
+        yield from _of_documents("emulated, 16 ranks", model, own, "Megatron-LM's hybrid")
+    scale = documents.Scale(2, 8, 250.0, preset="h200-8x400g")
+    times = _of_methods(measure_rows("H200", scale, tuple(_EMULATED.values()), ("MHA",), ("prolong",)))
+    yield Row("Zeppelin, largest", "emulated, 16 ranks", "S3", times, "Megatron-LM's hybrid", pick="largest")
 
 
-def _of_methods(rows: Sequence[sequences_emulated.Row]) -> dict[str, list[float]]:
+def _of_methods(rows: Sequence[SequenceRow]) -> dict[str, list[float]]:
     """Times by role. Megatron-LM's scheduler finds no plan for some batches."""
     of = {(row.cluster, row.distribution, row.method): row for row in rows}
     cases = [key[:2] for key in of if key[2] == "auto"]

@@ -44,7 +44,7 @@ from benchmarks.emulated.rate import format_rate
 from benchmarks.sequences.emulated_rank import Job, Rounds
 from benchmarks.sequences.emulated_workload import CLUSTERS, METHODS, SHAPES, Case, Scale, make_case, predicted_seconds
 
-__all__ = ["RoutingRow", "Row", "measure"]
+__all__ = ["RoutingRow", "Row", "measure", "measure_rows"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
@@ -127,6 +127,20 @@ def _tell(job: Job, rank: int, line: str) -> None:
         case = job.cases[done["case"]]
         about = f"{case.model}, {case.distribution}, {done['method']}"
         print(f"{about}: {done['seconds']:.2f} s", file=sys.stderr, flush=True)
+
+
+def measure_rows(
+    name: str,
+    scale: Scale,
+    methods: Sequence[str],
+    models: Sequence[str],
+    distributions: Sequence[str] = _DISTRIBUTIONS,
+) -> list[Row]:
+    """Run these methods, "ring" among them, on one batch of each model and distribution. name: of the cluster."""
+    planned = [METHODS[method] for method in methods]
+    cases = [make_case(scale.cluster, model, each, 0, planned) for model in models for each in distributions]
+    job = Job(scale, 1, tuple(methods), tuple(cases), None)
+    return make_rows(name, job, measure(job)[0])
 
 
 def make_rows(name: str, job: Job, lines: Iterable[dict[str, Any]]) -> list[Row]:
