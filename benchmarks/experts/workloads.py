@@ -4,8 +4,11 @@
 
 The pull request names what each workload isolates, not its numbers, at least where we could read it. These are our
 numbers: hot experts have four times the popularity of others. As there, the popularity follows from workload and step
-alone, and the draws from workload, seed and step. Replicas are placed from the step before, as in training, and from
-the step itself, which shows what staleness costs.
+alone, and the draws from workload, seed and step. Replicas are placed from the step before, as in training, by every
+planner, and by ours from the step itself, too, which shows what staleness costs.
+
+The last two are not of the pull request: popularity by Zipf's law and lognormal, both with a busiest rank of twice the
+mean, since a lognormal fits recorded loads of DeepSeek-V3 best (`benchmarks.experts.synthetic`).
 """
 
 import zlib
@@ -14,13 +17,17 @@ from collections.abc import Callable
 import numpy as np
 
 from balancing.cluster import Cluster
-from balancing.experts import ReplicaPlacement, plan_replicas, plan_with_gain, traffic
+from balancing.experts import ReplicaPlacement, plan_with_gain, traffic
 from balancing.experts.config import ExpertConfig
+from benchmarks.baselines.experts import plan_replicas
 from benchmarks.experts.fewest import BETWEEN, by_link
+from benchmarks.experts.synthetic import DISTRIBUTIONS
 
 __all__ = ["WORKLOADS", "compare", "draw", "print_workloads"]
 
 _HEAT, _TOKENS, _PERIOD = 4.0, 65536, 8
+_IMBALANCE = 2.0  # of drawn popularity
+_PEERS = ("shadow", "prophet", "eplb")
 Popularity = Callable[[int, int, int], np.ndarray]  # ranks, experts, step -> [source_rank, expert], not scaled
 
 
@@ -41,6 +48,13 @@ def _idle_rank(ranks: int, experts: int, step: int) -> np.ndarray:
     return popularity
 
 
+def _drawn(name: str) -> Popularity:
+    draw_popularity = DISTRIBUTIONS[name]
+    return lambda ranks, experts, step: draw_popularity(experts, ranks, _IMBALANCE, np.random.default_rng(experts))[
+        None
+    ]
+
+
 WORKLOADS: dict[str, Popularity] = {
     "W0 balanced": lambda ranks, experts, step: np.ones((1, experts)),
     "W1 hot expert set": lambda ranks, experts, step: _hot(experts, slice(experts // 8)),
@@ -50,6 +64,7 @@ WORKLOADS: dict[str, Popularity] = {
     "W5 zero-expert rank": _idle_rank,
     "W6 rotating hotspot": lambda ranks, experts, step: _hot_rank(ranks, experts, step % ranks),
     "W7 burst": lambda ranks, experts, step: np.ones((1, experts)) if step % _PERIOD else _hot_rank(ranks, experts, 0),
+    **{name: _drawn(name) for name in DISTRIBUTIONS},
 }
 
 
@@ -64,15 +79,16 @@ def draw(workload: str, ranks: int, experts: int, seed: int, step: int) -> np.nd
 
 def compare(workload: str, ranks: int, experts: int, steps: int) -> dict[str, tuple[float, float, float]]:
     """Mean and largest max / mean over steps, and mean weighted transfers: without replicas, planned from the step
-    before, and from the step itself."""
+    before by each peer and by `quota`, which places none without a gain, and by this one from the step itself."""
     cluster = Cluster.preset("h100-8x400g").relabel(-(-ranks // 8), min(8, ranks))
     slots = ExpertConfig().replica_slots
-    found: dict[str, list[tuple[float, int]]] = {"none": [], "step before": [], "known": []}
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in ("none", *_PEERS, "quota", "known")}
     for step in range(1, steps + 1):
         before, now = (draw(workload, ranks, experts, 0, at) for at in (step - 1, step))
         alone = plan_replicas(now, cluster, slots=slots, method="none")
         plans = {"none": alone}
-        for name, load in (("step before", before), ("known", now)):
+        plans |= {peer: plan_replicas(before, cluster, slots=slots, method=peer) for peer in _PEERS}
+        for name, load in (("quota", before), ("known", now)):
             plans[name] = plan_with_gain(load, cluster, alone, ExpertConfig().min_gain, slots=slots) or alone
         for name, plan in plans.items():
             inside, between = by_link(plan)
@@ -91,10 +107,12 @@ def _imbalance(load: np.ndarray, plan: ReplicaPlacement) -> float:
 
 def print_workloads(steps: int) -> None:
     """Print the table of 8 and 32 ranks. steps: of each workload."""
-    print("max / mean, mean and largest of the steps, and weighted transfers; two slots a rank, planned without costs")
-    print(f"{'':28}{'none':>15}{'from the step before':>30}{'load known':>30}")
+    print("max / mean, mean and largest of the steps, and weighted transfers; two slots a rank, planned without costs,")
+    print("from the step before; the last column from the step itself")
+    print(f"{'':28}{'none':>15}" + "".join(f"{name:>23}" for name in (*_PEERS, "quota", "quota, load known")))
     for ranks, experts in ((8, 64), (32, 128)):
         for name in WORKLOADS:
             none, *replicas = compare(name, ranks, experts, steps).values()
             cells = [f"{mean:.3f} ({most:.3f}), {weight:5.1f}" for mean, most, weight in replicas]
-            print(f"EP {ranks:2}, {name:21}{f'{none[0]:.3f} ({none[1]:.3f})':>15}" + "".join(f"{c:>30}" for c in cells))
+            line = f"EP {ranks:2}, {name:21}{f'{none[0]:.3f} ({none[1]:.3f})':>15}"
+            print(line + "".join(f"{cell:>23}" for cell in cells), flush=True)

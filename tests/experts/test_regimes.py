@@ -46,11 +46,19 @@ def test_workloads_follow_from_name_seed_and_step(workload):
     served = load.sum(0).reshape(8, 8).sum(1)
     hot = served.max() / served.mean()
     assert (hot > 2.5) == (workload[:2] in ("W1", "W2", "W6"))
+    assert (1.9 < hot < 2.1) == (workload in ("Zipf", "lognormal"))
     assert (served.min() == 0) == (workload[:2] == "W5")
     assert (load.sum(1).max() > 1.5 * load.sum(1).min()) == (workload[:2] == "W4")
 
 
 def test_a_rotating_hotspot_costs_staleness_alone():
-    none, before, known = compare("W6 rotating hotspot", 8, 64, 4).values()
-    assert known[0] < 1.01 < 2 < before[0] <= none[0]
+    found = compare("W6 rotating hotspot", 8, 64, 4)
+    assert found["known"][0] < 1.01 < 2 < found["quota"][0] <= found["none"][0]
     assert compare("W7 burst", 8, 64, 8)["known"][1] < 1.02
+
+
+@pytest.mark.parametrize("workload", ["W1 hot expert set", "Zipf", "lognormal"])
+def test_no_planner_leaves_more_than_none_where_the_hot_set_stays(workload):
+    found = compare(workload, 8, 64, 2)
+    assert found["quota"][0] < 1.01 and found["none"][2] == 0 < found["quota"][2]
+    assert all(found["quota"][0] <= found[peer][0] <= found["none"][0] for peer in ("shadow", "prophet", "eplb"))
