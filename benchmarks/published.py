@@ -94,27 +94,25 @@ def _experts_emulated(quick: bool) -> dict[str, float]:
     rows = {
         row.method: row for row in emulated.measure(made_up_loads(scale, 4, 4, 1 if quick else 3), scale, variants)[0]
     }
-    found = {"gain": rows["quota"].speedup, "limit": rows[emulated.CEILING].speedup, "skew": rows["none"].imbalance}
-    found |= {name: 100 * row.of_ceiling for name, row in rows.items()}
-    return found | {"even": 100 / rows["quota on even load"].of_ceiling - 100} if not quick else found
+    found = {name: row.speedup for name, row in rows.items()} | {"skew": rows["none"].imbalance}
+    return found if quick else found | {"even": 100 / rows["quota on even load"].of_ceiling - 100}
 
 
 def _sequences_emulated(quick: bool) -> dict[str, float]:
     models = ("MHA",) if quick else tuple(SHAPES)
     rows = [row for name, size in CLUSTERS.items()
-            for row in measure_rows(name, DocumentScale(*size, 100.0), ("ring", "auto"), models)]  # fmt: skip
-    of = {(row.model, row.method): [each for each in rows if (each.model, each.method) == (row.model, row.method)]
-          for row in rows}  # fmt: skip
+            for row in measure_rows(name, DocumentScale(*size, 100.0), ("ring", "chunks"), models)]  # fmt: skip
+    ring, many = ([row for row in rows if (row.method, row.model) == (method, "MHA")] for method in ("ring", "chunks"))
     found = {
-        "gain": float(np.mean([row.speedup for row in of["MHA", "auto"]])),
-        "limit": float(np.mean([row.to_limit for row in of["MHA", "ring"]])),
-        "least": min(row.to_limit for row in of["MHA", "auto"]), "most": max(row.to_limit for row in of["MHA", "auto"]),
-    }  # fmt: skip
-    if not quick:
-        grouped = of["GQA 8:1", "auto"]
-        found["grouped"] = 100 * max(row.to_limit for row in grouped) - 100
-        mixed = [row.speedup for row in grouped if row.distribution == "prolong"]
-        found |= {"mixed least": min(mixed), "mixed most": max(mixed)}
+        "gain": float(np.mean([row.speedup for row in many])),
+        "ring to limit": float(np.mean([row.to_limit for row in ring])),
+        "to limit": float(np.mean([row.to_limit for row in many])),
+    }
+    for name, mixed in (("mixed", True), ("long", False)):
+        own = [row for row in rows if row.method == "chunks" and row.model != "MHA"
+               and (row.distribution == "prolong") == mixed]  # fmt: skip
+        for what in ("speedup", "to_limit") if own else ():
+            found |= {f"{name} {what} {end.__name__}": end(getattr(row, what) for row in own) for end in (min, max)}
     return found
 
 
@@ -132,7 +130,7 @@ def _experts_training(quick: bool) -> dict[str, float]:
 
 def _sequences_training(quick: bool) -> dict[str, float]:
     rows = {row["method"]: row for row in sequences_training.measure(*((4, 1) if quick else (12, 3)))}
-    return {"saved": 100 * (1 - rows["auto"]["ratio_to_baseline"])}
+    return {"saved": 100 * (1 - rows["chunks"]["ratio_to_baseline"])}
 
 
 def _layers_training(quick: bool) -> dict[str, float]:
@@ -179,26 +177,29 @@ RUNS = {
 FIGURES = (
     Figure("README.md", r"busiest rank ([\d.]+) times the mean, 16 ranks", "experts, emulated", ("skew",), 0.1),
     Figure("README.md", r"\*\*([\d.]+) times faster\*\* \| ([\d.]+), even routing", "experts, emulated",
-           ("gain", "limit"), 0.06),
+           ("quota", "forced balance"), 0.06),
     Figure("README.md", r"over a ring \| \*\*([\d.]+) times faster\*\* \| ([\d.]+), equal work", "sequences, emulated",
-           ("gain", "limit"), 0.15),
+           ("gain", "ring to limit"), 0.15),
     Figure("README.md", r"layers \| \*\*([\d.]+) times faster\*\* \| ([\d.]+), best layout", "layers, emulated",
            ("gain", "limit"), 0.06),
     Figure("README.md", r"gains (\d+) % \(experts\)", "experts, real", ("saved",), 5),
     Figure("README.md", r"(\d+) % \(sequences\)", "sequences, real", ("saved",), 3),
     Figure("README.md", r"(\d+) to (\d+) % \(layers\)", "layers, real", ("least", "most"), 8),
     Figure("README.md", r"each iteration, (\d+) to (\d+) % of imbalance stay", "drift", ("least", "most"), 3),
-    Figure("docs/experts.md", r"reaches (\d+) % of the throughput of even routing \(`prophet` (\d+) %, FasterMoE's "
-           r"shadowing (\d+) %\)", "experts, emulated", ("quota", "prophet", "shadow"), 3),
-    Figure("docs/experts.md", r"already it costs ([\d.]+) %", "experts, emulated", ("even",), 0.5),
-    Figure("docs/experts.md", r"steps get (\d+) % shorter", "experts, real", ("saved",), 5),
-    Figure("docs/sequences.md", r"are ([\d.]+) times faster than with\s+every document on a", "sequences, emulated",
-           ("gain",), 0.15),
-    Figure("docs/sequences.md", r"within (\d+) % of the limit, [\d.]+ to", "sequences, emulated", ("grouped",), 4),
-    Figure("docs/sequences.md", r"of the limit, ([\d.]+) to\s+([\d.]+) times faster than ring",
-           "sequences, emulated", ("mixed least", "mixed most"), 0.06),
-    Figure("docs/sequences.md", r"not imbalance: ([\d.]+) to ([\d.]+) times the limit", "sequences, emulated",
-           ("least", "most"), 0.1),
+    Figure("docs/experts.md", r"([\d.]+) times faster \(`prophet` ([\d.]+), FasterMoE's shadowing ([\d.]+)\) \| "
+           r"([\d.]+)",
+           "experts, emulated", ("quota", "prophet", "shadow", "forced balance"), 0.06),
+    Figure("docs/experts.md", r"even routing \| costs ([\d.]+) %", "experts, emulated", ("even",), 0.5),
+    Figure("docs/experts.md", r"([\d.]+) % off a step", "experts, real", ("saved",), 5),
+    Figure("docs/experts.md", r"each iteration, (\d+) to (\d+) % of imbalance stay", "drift", ("least", "most"), 3),
+    Figure("docs/sequences.md", r"six cases \| ([\d.]+) times faster \| ([\d.]+)", "sequences, emulated",
+           ("gain", "to limit"), 0.1),
+    Figure("docs/sequences.md", r"mixed length \| ([\d.]+) to ([\d.]+) times faster \| ([\d.]+) to ([\d.]+)",
+           "sequences, emulated",
+           ("mixed speedup min", "mixed speedup max", "mixed to_limit min", "mixed to_limit max"), 0.06),
+    Figure("docs/sequences.md", r"the batch \| ([\d.]+) to ([\d.]+) times \| ([\d.]+) to ([\d.]+)",
+           "sequences, emulated",
+           ("long speedup min", "long speedup max", "long to_limit min", "long to_limit max"), 0.06),
     Figure("docs/layers.md", r"frozen first stage.*?([\d.]+) by medians, ([\d.]+) by the quickest steps \| ([\d.]+)",
            "layers, real", tuple(f"freezing {name}" for name in ("speedup", "quickest_speedup", "bound")), 0.08),
     Figure("docs/layers.md", r"early exit, real.*?([\d.]+) by medians, ([\d.]+) by the quickest steps \| ([\d.]+)",

@@ -62,7 +62,7 @@ from benchmarks.sequences import emulated_workload as documents
 from benchmarks.sequences.emulated import Row as SequenceRow
 from benchmarks.sequences.emulated import measure_rows
 from benchmarks.sequences.lengths import DISTRIBUTIONS, draw_batch
-from benchmarks.sequences.once_a_node import all_gather_seconds
+from benchmarks.sequences.peers import all_gather_seconds
 
 __all__ = ["main"]
 
@@ -161,23 +161,23 @@ def _sequences(progress: Progress) -> Iterator[Row]:
                 step_cost(ring, cluster, shape, routed=False, gradient_width=1.0).total,
                 step_cost(plan(method="zones"), cluster, shape).total,
                 all_gather_seconds(lengths, cluster, shape, ring, two_level=False),
-                step_cost(plan(method="auto"), cluster, shape).total,
+                step_cost(plan(method="chunks"), cluster, shape).total,
                 limit_seconds(lengths, cluster, shape),
             )
             for role, each in zip(_ROLES, seconds, strict=True):
                 times[role].append(each + _rest(ranks, cluster))
-        yield from _of_documents(f"modelled, {ranks} ranks", model, times, "LLaMA CP")
+        yield from _of_documents(f"modelled, {ranks} ranks", model, times)
 
 
-def _of_documents(how: str, model: str, times: Mapping[str, Sequence[float]], rival: str) -> Iterator[Row]:
+def _of_documents(how: str, model: str, times: Mapping[str, Sequence[float]]) -> Iterator[Row]:
     usual, setting = model != "MHA", "S1" if model == "MHA" else "S2"
     most = float((np.array(times["none"]) / times["limit"]).max())
     reason = f"no method can be more than {most:.2f} times faster here; see S3 and 128 ranks"
-    yield Row("Zeppelin, mean", how, setting, times, rival, usual=usual)
-    yield Row("Zeppelin, largest", how, setting, times, rival, pick="largest", usual=usual, reason=reason)
+    yield Row("Zeppelin, mean", how, setting, times, "LLaMA CP", usual=usual)
+    yield Row("Zeppelin, largest", how, setting, times, "LLaMA CP", pick="largest", usual=usual, reason=reason)
 
 
-_EMULATED = {"none": "ring", "paper": "zones", "rival": "hybrid", "ours": "auto"}
+_EMULATED = {"none": "ring", "paper": "zones", "rival": "all-gather", "ours": "chunks"}
 
 
 def _sequences_emulated() -> Iterator[Row]:
@@ -188,21 +188,17 @@ def _sequences_emulated() -> Iterator[Row]:
     ]
     for model in documents.SHAPES:
         own = _of_methods([row for row in rows if row.model == model])
-        yield from _of_documents("emulated, 16 ranks", model, own, "Megatron-LM's hybrid")
+        yield from _of_documents("emulated, 16 ranks", model, own)
     scale = documents.Scale(2, 8, 250.0, preset="h200-8x400g")
     times = _of_methods(measure_rows("H200", scale, tuple(_EMULATED.values()), ("MHA",), ("prolong",)))
-    yield Row("Zeppelin, largest", "emulated, 16 ranks", "S3", times, "Megatron-LM's hybrid", pick="largest")
+    yield Row("Zeppelin, largest", "emulated, 16 ranks", "S3", times, "LLaMA CP", pick="largest")
 
 
 def _of_methods(rows: Sequence[SequenceRow]) -> dict[str, list[float]]:
-    """Times by role. Megatron-LM's scheduler finds no plan for some batches."""
-    of = {(row.cluster, row.distribution, row.method): row for row in rows}
-    cases = [key[:2] for key in of if key[2] == "auto"]
-    times = {
-        role: [of[*case, method].seconds if (*case, method) in of else math.nan for case in cases]
-        for role, method in _EMULATED.items()
-    }
-    return times | {"limit": [of[*case, "auto"].seconds / of[*case, "auto"].to_limit for case in cases]}
+    """Times by role."""
+    own = {role: [row for row in rows if row.method == method] for role, method in _EMULATED.items()}
+    times = {role: [row.seconds for row in each] for role, each in own.items()}
+    return times | {"limit": [row.seconds / row.to_limit for row in own["ours"]]}
 
 
 # Experts.

@@ -59,8 +59,7 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The line, in the order of `_HEADS`."""
-        shown = {name: "-" if math.isnan(value := self._picked(self._of(name))) else f"{value:.3g} {self.unit}".strip()
-                 for name in self.times}  # fmt: skip
+        shown = {name: f"{self._picked(self._of(name)):.3g} {self.unit}".strip() for name in self.times}
         most = self.gain("limit")
         verdict = "usual" if self.usual else "yes" if self.reached else f"no: {self.reason}"
         return (
