@@ -33,6 +33,8 @@ TOKENS, EXPERTS, TOP_K = 4096, 8, 2  # of a micro-batch over context-parallel ra
 # Parts of a layer's forward pass by Mixtral's shapes, per token in MFLOP: attention over documents as long as a token
 # of ProLong's mix sees them, 39,000 tokens in the mean; two experts; projections.
 _ATTENTION, _EXPERTS, _LINEAR = 0.29, 0.64, 0.07
+# Of a layer that trains, over its forward pass: backward takes 2.5 times as long for attention, else twice.
+_PASSES = 1 + 2.5 * _ATTENTION + 2 * (_EXPERTS + _LINEAR)
 _STANDS_FOR = 32  # tokens
 _EVEN_LENGTHS = (1024,) * 4
 _TRACE = Path(__file__).parents[1] / "traces" / "routing.npz"
@@ -102,7 +104,10 @@ def lengths_of(even: bool) -> tuple[int, ...]:
         return _EVEN_LENGTHS
     drawn = draw_batch("mix", TOKENS * _STANDS_FOR, np.random.default_rng(4))
     lengths = [max(1, round(length / _STANDS_FOR)) for length in drawn]
-    lengths[int(np.argmax(lengths))] += TOKENS - sum(lengths)
+    second = int(
+        np.argsort(lengths)[-2]
+    )  # the longest one stays half of the tokens, for which two of four ranks suffice
+    lengths[second] += TOKENS - sum(lengths)
     return tuple(lengths)
 
 
@@ -118,7 +123,7 @@ def pairs_of(pieces: Pieces) -> float:
 class Pace:
     """How long computation takes.
 
-    seconds: of a rank's mean share of one layer and micro-batch, forward; backward takes twice that.
+    seconds: of a rank's mean share of one layer and micro-batch, forward.
     even: whether layers and documents are even, which changes the seconds of a layer and of a pair, not their totals.
     hybrid: whether Megatron-LM's scheduler spreads the documents.
     """
@@ -130,7 +135,8 @@ class Pace:
     @property
     def layer(self) -> float:
         """Seconds of a layer's forward pass. Where work is even no layer is frozen, and each is as much shorter."""
-        return self.seconds * ((LAYERS - FROZEN * 2 / 3) / LAYERS if self.even else 1)
+        passes = FROZEN + (LAYERS - FROZEN) * _PASSES
+        return self.seconds * (passes / (LAYERS * _PASSES) if self.even else 1)
 
     @property
     def pair(self) -> float:
@@ -150,7 +156,7 @@ class Pace:
     def step(self, micro_batches: int) -> float:
         """Seconds of a step of even work: passes of all stages, of which the first and last micro-batch are not
         overlapped."""
-        return 3 * Pace(self.seconds, even=True).layer * LAYERS / STAGES * (micro_batches + STAGES - 1)
+        return _PASSES * Pace(self.seconds, even=True).layer * LAYERS / STAGES * (micro_batches + STAGES - 1)
 
 
 class Work(Device):

@@ -1,11 +1,15 @@
 """The benchmark of all balancers together: even work equals uneven work in sum, and the demonstration runs."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from balancing.cluster import Cluster
+from balancing.sequences import AttentionShape
+from benchmarks.baselines.sequences import plan_sequences
 from benchmarks.together.__main__ import rows_of
 from benchmarks.together.demo import pace_of, quick_steps
 from benchmarks.together.workload import (
@@ -29,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_even_work_is_the_same_work():
     from balancing.sequences.engine.kernels import Pieces
+    from benchmarks.sequences.emulated_rank import _BACKWARD
 
     uneven, even = Pace(0.03, even=False), Pace(0.03, even=True)
     for pace in (uneven, even):
@@ -36,10 +41,19 @@ def test_even_work_is_the_same_work():
         assert sum(lengths) == TOKENS
         attention = pairs_of(Pieces(lengths, lengths, causal=True)) * pace.pair / CONTEXT
         assert attention + pace.linear + pace.token * TOKENS * TOP_K / CONTEXT == pytest.approx(pace.layer)
-    passes = np.where(np.arange(LAYERS) < FROZEN, 1, 3)  # frozen layers run forward alone
-    assert passes.sum() * uneven.layer == pytest.approx(3 * LAYERS * even.layer)
-    assert (passes.cumsum() == passes.sum() / 2).any(), "a cut between two layers evens out the stages"
+    trained = 3 + (_BACKWARD - 2) * attention / even.layer
+    passes = np.where(np.arange(LAYERS) < FROZEN, 1, trained)  # frozen layers run forward alone
+    assert passes.sum() * uneven.layer == pytest.approx(trained * LAYERS * even.layer)
+    cut = passes.cumsum() / passes.sum()
+    assert np.abs(cut - 0.5).min() < 0.01, "a cut between two layers evens out the stages"
     assert pace_of(even.step(3)) == pytest.approx(0.03)
+
+
+def test_documents_are_uneven_as_megatron_spreads_them():
+    cluster = replace(Cluster.preset("a800-4x200g"), nodes=2, ranks_per_node=2, nics_per_node=1)
+    shape = AttentionShape(hidden=32, heads=1, kv_heads=1, layers=16, ffn_hidden=32)
+    area = plan_sequences(lengths_of(False), cluster, shape=shape, method="hybrid").area
+    assert area.max() / area.mean() > 1.5
 
 
 def test_routing_is_recorded_uneven_and_complete():
