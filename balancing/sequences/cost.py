@@ -55,9 +55,9 @@ TILE = 128
 _BYTES = 2  # of bf16
 _ATTENTION_ACHIEVED = 0.6  # FLOP/s of flash attention over those of large matrix products: 0.57 on H200, 0.72 on A800
 _ATTENTION_BACKWARD, _LINEAR_BACKWARD = 2.5, 2.0  # over forward
-# Shares of transfers that stayed exposed although there was compute enough, on the emulated cluster
+# Share of gathering that stayed exposed although there was compute enough, on the emulated cluster
 # (benchmarks/log/2026-11-20-sequences-emulated.md).
-_NEVER_HIDDEN = {"ring": 0.2, "gather": 0.2}
+_NEVER_HIDDEN = 0.2
 # Least share of attention's time to save by routing. Hops have a cost: below this nothing was saved (same file).
 _ROUTING_SAVES = 0.2
 _REST = 75  # operations of the host for the rest of a dense layer, about 25 forward and 50 backward
@@ -279,7 +279,8 @@ def hidden_tokens(cluster: Cluster, shape: AttentionShape, bandwidth: float) -> 
 def tile_area(plan: SequencePlan) -> np.ndarray:
     """float64 [rank], query-key pairs that a rank computes in attention, in whole tiles.
 
-    On a ring the keys of each round are separate tiles, which short sequences do not fill.
+    On a zig-zag ring a rank computes its own tokens at once. In each round either all of its queries meet half of the
+    keys that came, or half of them all of these keys. Short sequences do not fill such tiles.
     """
     sequence, start, stop, rank = plan.table.T
     rows = -(-(stop - start) // TILE)
@@ -290,25 +291,28 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
         out = np.maximum(rows - np.maximum(-before, 0), 0)  # rows with such tiles
         tiles -= out * np.maximum(before, 0) + out * (out - 1) // 2
     members = np.array([len(plan.ring(number)) for number in range(len(plan.lengths))])
-    # Of a zig-zag ring's pairs one half is with all keys of a rank, the other with its first half alone; in tiles.
-    whole, half = (np.array(plan.lengths) / members / part / TILE for part in (1, 2))
-    on_ring = np.array([exchange == "ring" for exchange in plan.exchange], dtype=bool)
-    wasted = np.where(on_ring, (np.ceil(whole) / whole + np.ceil(half) / half) / 2, 1.0)
-    return np.bincount(rank, tiles * wasted[sequence], plan.ranks) * TILE**2
+    whole, half = (np.ceil(np.array(plan.lengths) / members / part / TILE) for part in (1, 2))
+    of_member = whole * (whole + 1) / 2 + (members - 1) * whole * half
+    share = (stop - start) * (members / np.array(plan.lengths))[sequence]  # of a member's tokens
+    on_ring = np.array([exchange == "ring" for exchange in plan.exchange], dtype=bool)[sequence]
+    return np.bincount(rank, np.where(on_ring, of_member[sequence] * share, tiles), plan.ranks) * TILE**2
 
 
 def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) -> float:
-    """Seconds of the exchange in one layer that compute does not hide. compute: seconds of the forward pass."""
+    """Seconds of the exchange in one layer that compute does not hide. compute: seconds of the forward pass.
+
+    Gathered, the first keys and the last gradients are exposed. On a ring the last keys are computed when none are
+    under way any more, and then the last round of gradients leaves.
+    """
     forward, backward = exchange
-    beyond = max(0.0, forward - compute) + max(0.0, backward - _ATTENTION_BACKWARD * compute)
-    never = _never_hidden(plan) * (forward + backward)
-    # Gathered, the first keys and the last gradients are exposed besides; the round that a ring waits for is beyond.
-    return beyond + never if "gather" in plan.exchange else max(beyond, never)
-
-
-def _never_hidden(plan: SequencePlan) -> float:
-    """Least exposed share of the exchange; with both kinds under way, one waits for the other."""
-    return sum(share for exchange, share in _NEVER_HIDDEN.items() if exchange in plan.exchange)
+    rings = [len(plan.ring(number)) for number, how in enumerate(plan.exchange) if how == "ring"]
+    least = 0.0
+    if rings:
+        rounds = max(rings) - 1
+        compute *= rounds / (rounds + 1)
+        least = (backward - forward) / rounds
+    beyond = max(0.0, forward - compute) + max(least, backward - _ATTENTION_BACKWARD * compute)
+    return beyond + _NEVER_HIDDEN * (forward + backward) * ("gather" in plan.exchange)
 
 
 def pair_flops(heads: int, head_size: int, value_size: int | None = None) -> float:

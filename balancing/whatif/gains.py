@@ -15,7 +15,7 @@ import numpy as np
 from balancing.cluster import Cluster
 from balancing.cluster.links import exchange_seconds
 from balancing.experts import ExpertShape, LoadTrace, TransferWindow, layer_cost, plan_replicas, traffic
-from balancing.sequences.cost import StepCost, step_cost
+from balancing.sequences.cost import step_cost
 from balancing.sequences.domain import WORTH as DOMAIN_WORTH
 from balancing.sequences.domain import planned_ranks
 from balancing.sequences.load import causal_area
@@ -285,26 +285,12 @@ def _planned(model: StepModel, batches: Sequence[tuple[int, ...]], ranks: int, m
     seconds = alone = fullest = 0.0
     for lengths in batches:
         plan = plan_sequences(lengths, cluster, shape=shape, method=method)
-        if method == "ring":
-            cost = step_cost(plan, cluster, shape, routed=False, gradient_width=1.0)
-            exposed = _ring_exposed(cost, ranks) if ranks > 1 else 0.0
-        else:
-            cost = step_cost(plan, cluster, shape)
-            exposed = cost.exposed
-        seconds += cost.attention + exposed + cost.remap + cost.launch
+        peer = method == "ring"
+        cost = step_cost(plan, cluster, shape, routed=False if peer else None, gradient_width=1.0 if peer else None)
+        seconds += cost.attention + cost.exposed + cost.remap + cost.launch
         alone += _alone(plan.area, cluster, shape)
         fullest += float(plan.area.max() / plan.area.mean())
     return seconds / alone, fullest / len(batches)
-
-
-def _ring_exposed(cost: StepCost, ranks: int) -> float:
-    """Exposed seconds of a ring over all ranks: of each round what computing the keys at hand does not hide, and the
-    last round of gradients, which computing has nothing left to hide.
-
-    Gradients are as wide as keys, so a backward pass sends twice what a forward pass does, and computes 2.5 times.
-    """
-    forward, computed = cost.exchange / 3, cost.attention / 3.5 * (ranks - 1) / ranks
-    return max(0.0, forward - computed) + max(0.0, 2 * forward - 2.5 * computed) + forward / (ranks - 1)
 
 
 def _alone(area: np.ndarray, cluster: Cluster, shape: AttentionShape) -> float:
