@@ -294,10 +294,10 @@ def tile_area(plan: SequencePlan) -> np.ndarray:
         tiles -= out * np.maximum(before, 0) + out * (out - 1) // 2
     members = np.array([len(plan.ring(number)) for number in range(len(plan.lengths))])
     whole, half = (np.ceil(np.array(plan.lengths) / members / part / TILE) for part in (1, 2))
-    of_member = whole * (whole + 1) / 2 + (members - 1) * whole * half
-    share = (stop - start) * (members / np.array(plan.lengths))[sequence]  # of a member's tokens
-    on_ring = np.array([exchange == "ring" for exchange in plan.exchange], dtype=bool)[sequence]
-    return np.bincount(rank, np.where(on_ring, of_member[sequence] * share, tiles), plan.ranks) * TILE**2
+    on_zigzag = members * (whole * (whole + 1) / 2 + (members - 1) * whole * half)
+    wasted = np.maximum(1.0, on_zigzag / np.bincount(sequence, tiles, len(plan.lengths)))
+    on_ring = np.array([exchange == "ring" for exchange in plan.exchange], dtype=bool)
+    return np.bincount(rank, tiles * np.where(on_ring, wasted, 1.0)[sequence], plan.ranks) * TILE**2
 
 
 def _exposed(plan: SequencePlan, exchange: tuple[float, float], compute: float) -> float:
