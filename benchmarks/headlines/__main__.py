@@ -99,8 +99,11 @@ class _Pipeline:
         slowest = float(self.cost.stage_loads(plan_stages(self.cost.total, 8, head=sum(self.cost.head))).max())
         times = {name: [each] for name, each in (*seconds.items(), ("limit", self.micro_batches * slowest))}
         reason = "four micro-batches a stage fill and drain too long" if self.name == "layer freezing " else ""
-        if how == "emulated" and self.micro_batches == 512:
-            reason = "the plan has 2.23 to give, and so many micro-batches cost the two cores of this machine 1 s"
+        if how == "emulated" and not reason:
+            none, ours = (self.cost.simulate(self.plans()[role], self.micro_batches) for role in ("none", "ours"))
+            reason = (
+                f"the plan gives {none.step_time / ours.step_time:.2f}, of which passes and messages cost the host some"
+            )
         return Row(f"DynMo, {self.name.strip()}", f"{how}, {self.micro_batches} micro-batches", self.setting, times,
                    "DeepSpeed", usual=self.setting == "L2", reason=reason)  # fmt: skip
 
