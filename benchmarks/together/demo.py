@@ -11,13 +11,15 @@ its third step: the second one is that of no balancer at all, and the fourth war
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from balancing.report import read_history
-from balancing.report.summary import summarize
+from balancing.report.events import imbalance
+from balancing.report.gains import gains
 from benchmarks.emulated import EmulatedCluster
 from benchmarks.together.ranks import train
-from benchmarks.together.workload import FROZEN, VARIANTS, Pace, Variant
+from benchmarks.together.workload import FROZEN, LAYERS, VARIANTS, Pace, Variant, lengths_of
 
 __all__ = ["BUSY", "MICRO_BATCHES", "demonstrate", "emulated", "pace_of", "quick_steps"]
 
@@ -55,8 +57,8 @@ def demonstrate(folder: Path, short: bool) -> int:
 
     with emulated() as cluster:
         print(
-            f"{cluster.ranks} emulated ranks (PP 2, CP 4, EP 4): 9 of 16 layers frozen, documents and routing uneven"
-            + ("" if cluster.shaped else f" (network not limited: {cluster.not_shaped_because})"),
+            f"{cluster.ranks} emulated ranks (PP 2, CP 4, EP 4): {FROZEN} of {LAYERS} layers frozen, documents and "
+            "routing uneven" + ("" if cluster.shaped else f" (network not limited: {cluster.not_shaped_because})"),
             flush=True,
         )
         even = 0.6
@@ -107,21 +109,35 @@ def _run(cluster: EmulatedCluster, name: str, folder: Path, seconds: float) -> S
 
 def _told(seconds: dict[str, float], even: float, folder: Path) -> str:
     """What each balancer gained and why, in a sentence each."""
-    uneven = {
-        gain.balancer: f"{gain.before:.2f} to {gain.after:.2f} times the mean"
-        for gain in summarize(read_history(folder / "all" / "report")).gains
-    }
+    history = read_history(folder / "all" / "report")
+    first, *_ = history.timelines[-1].layers.values()
+    uneven = {each.balancer: each for each in gains(history, history.iterations[-1:])}
+    before = {name: each.before for name, each in uneven.items()} | {"sequences": _attention()}
     gain = {name: seconds["none"] / each for name, each in seconds.items()}
     why = {
-        "layers": f"{FROZEN} frozen layers have no backward pass, so the first stage takes 11 of 16 layers; the "
-        "slowest stage goes from",
+        "layers": f"{FROZEN} frozen layers have no backward pass, so the first stage takes {len(first)} of {LAYERS} "
+        "layers; the slowest stage goes from",
         "sequences": "documents are cut and spread, so the attention of the fullest rank goes from",
         "experts": "hot experts get replicas, so the tokens of the busiest rank go from",
     }
-    lines = [f"{name} alone, {gain[name]:.2f}x: {why[name]} {uneven.get(name, 'more to less')}." for name in _ALONE]
+    lines = [
+        f"{name} alone, {gain[name]:.2f}x: {why[name]} {before[name]:.2f} to {uneven[name].after:.2f} times the mean."
+        for name in _ALONE
+    ]
     share = seconds["limit"] / seconds["all"]
     lines += [
         f"all three, {gain['all']:.2f}x of at most {gain['limit']:.2f}x: {share:.0%} of the pace of even work.",
         f"Of the limit's step this machine's own work was {1 - even / seconds['limit']:.1%}.",
     ]
     return "\n".join(lines)
+
+
+def _attention() -> float:
+    """max / mean of the ranks' attention where Megatron-LM's scheduler of packed documents spreads them."""
+    from balancing.cluster import Cluster
+    from balancing.sequences import AttentionShape
+    from benchmarks.baselines.sequences import plan_sequences
+
+    cluster = replace(Cluster.preset("a800-4x200g"), nodes=2, ranks_per_node=2, nics_per_node=1)
+    shape = AttentionShape(hidden=32, heads=1, kv_heads=1, layers=LAYERS, ffn_hidden=32)
+    return imbalance(plan_sequences(lengths_of(False), cluster, shape=shape, method="hybrid").area)

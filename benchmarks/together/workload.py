@@ -28,7 +28,7 @@ from benchmarks.settings import settings
 __all__ = ["FLAGS", "FROZEN", "LAYERS", "RANKS", "VARIANTS", "Pace", "Variant", "lengths_of", "pairs_of", "routed"]
 
 LAYERS, STAGES, CONTEXT, EXPERT_RANKS, RANKS = 16, 2, 4, 4, 8
-FROZEN = 9  # of the first layers: with 11 and 5 layers stages are even
+FROZEN = 6  # of the first layers: with 10 and 6 layers stages are even
 TOKENS, EXPERTS, TOP_K = 4096, 8, 2  # of a micro-batch over context-parallel ranks; of a layer; of a token
 # Parts of a layer's forward pass by Mixtral's shapes, per token in MFLOP: attention over documents as long as a token
 # of ProLong's mix sees them, 39,000 tokens in the mean; two experts; projections.
