@@ -213,3 +213,13 @@ def test_as_many_copies_as_are_hidden_are_taken():
             fewer.append(seconds(ReplicaPlacement(home, full, "level", 8, scale.cluster.nics_per_node)))
         found = plan_replicas(load, scale.cluster, slots=2, shape=EMULATED, **window)
         assert seconds(found) <= 1.03 * min(fewer), number
+
+
+def test_packed_replicas_stay_in_their_node_if_they_are_to():
+    load = sampled_load(zipf_popularity(32, 8, 3, np.random.default_rng(1)), 8, 4096, np.random.default_rng(1)).sum(0)
+    home = contiguous_homes(32, 8)
+    anywhere, inside = (
+        np.array(pack_replicas(load.astype(float), home, 8, 2, ranks_per_node=4, inside=only)) for only in (False, True)
+    )
+    assert (home[inside[:, 0]] // 4 == inside[:, 1] // 4).all() and len(inside)
+    assert (home[anywhere[:, 0]] // 4 != anywhere[:, 1] // 4).any()
