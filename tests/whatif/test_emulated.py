@@ -6,7 +6,7 @@ from benchmarks.whatif.emulated import compare
 
 
 def test_steps_are_within_ten_percent_of_the_emulated_cluster():
-    """All but experts with replicas on 16 ranks, which the planner of now places better than that of the run, by 13 %."""
+    """All but experts with replicas on 16 ranks, which the planner of now places 13 % better than that of the run."""
     rows = compare()
     errors = {row.name: max(map(abs, row.errors)) for row in rows}
     assert len(rows) == 17
