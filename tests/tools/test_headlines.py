@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.headlines.__main__ import main
+from benchmarks.experts import emulated as experts_emulated
+from benchmarks.headlines.__main__ import _experts_emulated, _layers_emulated, _sequences_emulated, main
 from benchmarks.headlines.data import HEADLINES, SETTINGS
 from benchmarks.headlines.table import Row, table
+from benchmarks.layers import emulated as layers_emulated
+from benchmarks.sequences import emulated as sequences_emulated
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
@@ -71,3 +74,42 @@ def test_layers_reach_every_headline_simulated(tmp_path: Path) -> None:
         )
     before, *shown, after = page.read_text().splitlines()
     assert (before, after) == ("before", "after") and "old" not in shown and any("early exit" in line for line in shown)
+
+
+def test_rows_by_the_clock_have_the_time_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated cluster is replaced by times that name their method; the cluster has its own tests."""
+
+    def measure_layers(stages: int, jobs: list, repeats: int, micro_batches: int) -> list[float]:
+        return [1.02 * cost.simulate(plan, micro_batches).step_time for cost, plan, _ in jobs]
+
+    monkeypatch.setattr(layers_emulated, "measure", measure_layers)
+    rows = list(_layers_emulated())
+    assert {row.setting for row in rows} == {"L1", "L2"} and len(rows) == 13
+    assert all(row.times["ours"] <= row.times["none"] and not row.fails for row in rows)
+
+    seconds = {"ring": 12.0, "zones": 4.0, "all-gather": 6.0, "chunks": 3.0}
+
+    def measure_sequences(job) -> tuple[list[dict], None]:
+        return [{"case": number, "method": method, "seconds": (1 + number) * seconds[method], "exposed": 0.0}
+                for number in range(len(job.cases)) for method in job.methods], None  # fmt: skip
+
+    monkeypatch.setattr(sequences_emulated, "measure", measure_sequences)
+    rows = list(_sequences_emulated())
+    assert [row.setting for row in rows] == ["S1", "S1", "S2", "S2", "S3"]
+    for row in rows:
+        assert row.gain() == pytest.approx(4) and row.gain("paper") == pytest.approx(3)
+        assert row.gain("rival") == pytest.approx(2) and len(row.times["limit"]) == len(row.times["ours"])
+    assert [row.reached for row in rows] == [True, False, True, False, False]
+
+    steps = {"forced balance": 1.0, "none": 6.0, "quota": 1.5, "prophet": 3.0, "prophet, 8 slots": 2.0, "shadow": 4.0}
+
+    def measure_experts(loads, scale, variants) -> tuple[list, None]:
+        found = steps | {"shadow, 8 slots": 5.0}
+        return [experts_emulated.Row(scale.ranks, each.name, found[each.name], 0, 0, 0, 0, 0, 0, 1)
+                for each in variants], None  # fmt: skip
+
+    monkeypatch.setattr(experts_emulated, "measure", measure_experts)
+    rows = list(_experts_emulated(None))
+    assert [row.setting for row in rows] == ["E1", "E1", "E2", "E2", "E6"]
+    faster = {"none": [6.0], "paper": [2.0], "rival": [4.0], "ours": [1.5], "limit": [1.0]}
+    assert all(row.times == faster for row in rows)
