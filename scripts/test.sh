@@ -17,6 +17,9 @@ prepare_environment test dev
 install_apart transformer_engine
 install_apart flash_attn
 install_apart emerging_optimizers
+install_apart megatron_bridge
+install_apart verl
+install_apart megatron_core
 cd "$repository"
 
 "$python" --version

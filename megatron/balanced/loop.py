@@ -343,6 +343,18 @@ class Balancers:
             self._installed.append((name, getattr(schedules, name)))
             setattr(schedules, name, self.schedule(getattr(schedules, name)))
 
+    def release(self) -> None:
+        """Free the memory of replica slots until `restore`, as around a rollout. All ranks call it together."""
+        for balancer in self._balancers:
+            if isinstance(balancer, ExpertBalancer):
+                balancer.release()
+
+    def restore(self) -> None:
+        """Allocate the slots again. All ranks call it together."""
+        for balancer in self._balancers:
+            if isinstance(balancer, ExpertBalancer):
+                balancer.restore()
+
     def close(self) -> None:
         """Undo `install`, and free what the balancers hold. The model is plain from now on."""
         while self._installed:

@@ -17,20 +17,21 @@ def folder(name: str) -> Path:
     return Path(os.environ.get(f"{name.upper()}_APART", Path(sys.prefix) / name))
 
 
-def version(name: str) -> str:
-    """The version of the package `name` that scripts/NAME.txt asks for."""
-    pattern = name.replace("_", "[-_]")
+def version(name: str, package: str | None = None) -> str:
+    """The version of `package`, which is `name` if not given, that scripts/NAME.txt asks for."""
+    pattern = (package or name).replace("_", "[-_]")
     return re.findall(rf"^{pattern}==(.+)$", (SCRIPTS / f"{name}.txt").read_text(), re.M)[0]
 
 
-def why_missing(name: str, title: str) -> str | None:
-    """Why tests cannot import the package `name`, called `title`; None if they can."""
+def why_missing(name: str, title: str, package: str | None = None) -> str | None:
+    """Why tests cannot import `package` of scripts/NAME.txt, which is `name` if not given, called `title`; None if they
+    can."""
     place, how = folder(name), "scripts/test.sh installs it"
-    if not (place / name).is_dir():
+    found = {PathDistribution(path).version for path in place.glob(f"{package or name}-*.dist-info")}
+    if not found:
         return f"{title} is not in {place}; {how}"
-    found = {PathDistribution(path).version for path in place.glob(f"{name}-*.dist-info")}
-    if found != {version(name)}:
-        return f"{place} holds {title} {', '.join(sorted(found)) or '?'}, not {version(name)}; {how}"
+    if found != {version(name, package)}:
+        return f"{place} holds {title} {', '.join(sorted(found))}, not {version(name, package)}; {how}"
     return None
 
 

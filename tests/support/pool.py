@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ class Hang(RuntimeError):
     """A job did not end in its time. Its ranks were killed."""
 
 
-def single_threaded() -> dict[str, str]:
-    """The environment of a rank: one thread each, the checkout importable."""
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+def single_threaded(first: Sequence[str] = ()) -> dict[str, str]:
+    """The environment of a rank: one thread each, the checkout importable. first: folders before all others."""
+    paths = [*first, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -50,11 +50,11 @@ class Pool:
     """Starts its server at the first job, and again after a job that had to be abandoned.
 
     Without `preload` it starts at once, for jobs that need neither torch nor Megatron. before: a module whose `install`
-    is called before Megatron is imported.
+    is called before Megatron is imported. first: folders that Python looks into before all others.
     """
 
-    def __init__(self, preload: bool = True, before: str | None = None) -> None:
-        self._preload, self._before = preload, before
+    def __init__(self, preload: bool = True, before: str | None = None, first: Sequence[str] = ()) -> None:
+        self._preload, self._before, self._first = preload, before, first
         self._server: subprocess.Popen | None = None
         self.output: list[str] = []  # what each rank of the last job printed
 
@@ -151,7 +151,7 @@ class Pool:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=single_threaded(),
+            env=single_threaded(self._first),
         )
         ready = pickle.load(self._server.stdout)
         assert ready == "ready"

@@ -1,9 +1,15 @@
 """All balancers and freezing in one run equal one rank: documents spread over ranks, replicas of hot experts, layers
 that move, ranks that leave, and two layers frozen from the fourth iteration on."""
 
+from pathlib import Path
+
+import pytest
+
 from tests.layers.test_release import _train
 from tests.sequences.test_packed_documents import PACKED, Packed
 from tests.support.events import events_in
+from tests.support.packages_apart import folder, version, why_missing
+from tests.support.pool import Pool
 from tests.support.settings import settings
 from tests.support.training import MOE, assert_close
 
@@ -15,6 +21,35 @@ BALANCED = f"--balance-sequences --balance-experts {settings('experts', min_gain
 
 
 def test_all_at_once_equal_one_rank(pool, tmp_path):
+    _check_all_at_once(pool, tmp_path)
+
+
+def test_all_at_once_equal_one_rank_on_the_oldest_megatron(tmp_path):
+    name = "megatron_core"
+    if why := why_missing(name, "megatron-core"):
+        pytest.skip(why)
+    pool = Pool(first=[str(folder(name))])
+    try:
+        assert {tuple(told) for told in pool.run(1, _megatron)} == {(version(name), version(name))}
+        _check_all_at_once(pool, tmp_path)
+    finally:
+        pool.stop()
+
+
+def _megatron() -> list[str]:
+    """The version that ranks have imported, and the oldest that is taken without a remark. All patches fit."""
+    import megatron.core
+
+    from megatron.balanced.trainer import patches
+    from megatron.balanced.trainer.checks.megatron import MEGATRON_VERSIONS, check_megatron
+
+    assert check_megatron() == []
+    for patch in patches.PATCHES:
+        patches.check(patch)
+    return [megatron.core.__version__, MEGATRON_VERSIONS[0]]
+
+
+def _check_all_at_once(pool: Pool, tmp_path: Path) -> None:
     model = Packed(
         pool, tmp_path, f"{' '.join(MOE)} {UNTIED} --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
     )

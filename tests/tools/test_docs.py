@@ -99,7 +99,10 @@ def flags():
 
 
 GUIDES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/**/*.md")]
-FOREIGN = {"--standalone", "--follow"}  # torchrun's and git's
+FOREIGN = {  # of torchrun, git, verl, slime and ms-swift
+    "--standalone", "--follow", "--config-name", "--balance-data", "--colocate", "--custom-megatron-init-path",
+    "--custom-megatron-before-train-step-hook-path", "--callbacks", "--external",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)

@@ -2,7 +2,8 @@
 
     pretrain(config, forward_step, callbacks=[Balance(experts=ExpertConfig(enabled=True), cluster=cluster)])
 
-Bridge asks for methods of these names, not for a class, as Megatron-LM's callbacks will.
+Bridge asks for methods of these names, not for a class, as Megatron-LM's callbacks will. A run that moved layers calls
+`resume_layout(config)` before `pretrain`.
 """
 
 import inspect
@@ -16,7 +17,7 @@ from balancing.sequences.config import SequenceConfig
 from megatron.balanced.loop import Balancers, ExpertBalancer, LayerBalancer, SequenceBalancer
 from megatron.balanced.shared.job import Job
 
-__all__ = ["Balance"]
+__all__ = ["Balance", "resume_layout"]
 
 
 class Balance:
@@ -72,6 +73,23 @@ class Balance:
         """The model is plain from now on."""
         assert self.balancers is not None
         self.balancers.close()
+
+
+def resume_layout(config: Any) -> None:
+    """Have `pretrain` build the model with layers where the checkpoint that it resumes from has them. All ranks call it
+    before. Without a checkpoint it does nothing."""
+    from megatron.bridge.training.utils import checkpoint_utils as files
+
+    folder = config.checkpoint.load
+    if not files.checkpoint_exists(folder):
+        return
+    if not files.is_checkpoint_iteration_directory(folder):
+        step = config.checkpoint.ckpt_step
+        if step is None:
+            step = files.read_train_state(files.get_checkpoint_train_state_filename(folder, prefix="latest")).step
+        folder = files.get_checkpoint_name(folder, step)
+    saved = files.read_run_config(files.get_checkpoint_run_config_filename(folder))["model"]
+    config.model.pipeline_model_parallel_layout = saved["pipeline_model_parallel_layout"]
 
 
 def _layer_spec(provider: Any) -> Callable[[int | None], Any]:

@@ -21,7 +21,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from megatron.core.models.common.utils import weak_method
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.timers import DummyTimer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -218,7 +217,8 @@ class TimingHooks:
         node.forward_func = timed(node.forward_func, "forward")
         node.backward_func = timed(node.backward_func, "backward")
         if getattr(node, "delay_wgrad_compute", False):
-            node.backward_dw = timed(weak_method(node.backward_dw), "backward")
+            weight_gradients = weakref.WeakMethod(node.backward_dw)  # of the node, which would keep itself
+            node.backward_dw = timed(lambda: weight_gradients()(), "backward")
 
     def _add_piece(self, kind: str, part: int | str, chunk: int, micro_batch: int, begin: Mark) -> None:
         """Add what was computed since `begin` to the span of its part, and to that of the stage's forward or backward

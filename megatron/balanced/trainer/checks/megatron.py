@@ -12,7 +12,7 @@ from balancing.doctor.installed import find_megatron
 
 __all__ = ["MEGATRON_VERSIONS", "PROBES", "check_megatron"]
 
-MEGATRON_VERSIONS = ("0.19.2",)  # tested
+MEGATRON_VERSIONS = ("0.19.0", "0.19.2")  # tested
 
 # (file, function, class or method, some of its parameters; of a class its fields)
 PROBES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -59,7 +59,7 @@ def check_megatron() -> list[str]:
         if has is None or missing:
             what = f"no {name}" if has is None else f"no {missing[0]!r} in {name}"
             raise ValueError(f"megatron-core {found['version']} (in {folder}) has {what} in {file}; {wanted}")
-    return [f"megatron-core {found['version']} is accepted, not tested; {' and '.join(MEGATRON_VERSIONS)} is"]
+    return [f"megatron-core {found['version']} is accepted, not tested; {' and '.join(MEGATRON_VERSIONS)} are"]
 
 
 def _has(file: Path, name: str) -> set[str] | None:

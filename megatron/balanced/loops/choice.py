@@ -1,0 +1,66 @@
+"""Which balancers an adapter puts around a model, where the loop makes the adapter itself and hands it no settings.
+
+    MEGATRON_BALANCE='{"experts": {"replica_slots": 2}, "sequences": {}}'
+
+Without the variable experts are balanced, with the settings' defaults.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from balancing.cluster import Cluster
+from balancing.experts.config import ExpertConfig
+from balancing.sequences.config import SequenceConfig
+from megatron.balanced.loop import Balancers, ExpertBalancer, SequenceBalancer
+from megatron.balanced.shared.callbacks import StepCallback
+from megatron.balanced.shared.job import Job
+
+__all__ = ["VARIABLE", "Choice"]
+
+VARIABLE = "MEGATRON_BALANCE"
+_SETTINGS = {"experts": ExpertConfig, "sequences": SequenceConfig}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings of the balancers that are on. cluster: speeds of the hardware. report: as for the balancers."""
+
+    experts: ExpertConfig | None = None
+    sequences: SequenceConfig | None = None
+    cluster: Cluster | None = None
+    report: Callable[[Callable[[], dict[str, Any]]], None] | None = None
+
+    @classmethod
+    def of_environment(cls) -> "Choice":
+        """As the variable says. Raises ValueError for what is not JSON, or no setting."""
+        text = os.environ.get(VARIABLE, '{"experts": {}}')
+        wanted = f"{VARIABLE}={text!r} is not a JSON object of settings, such as " + '{"experts": {"replica_slots": 2}}'
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{wanted}: {error}") from error
+        if not isinstance(given, dict) or not given or not all(isinstance(value, dict) for value in given.values()):
+            raise ValueError(wanted)
+        made: dict[str, Any] = {}
+        for name, settings in given.items():
+            if name not in _SETTINGS:
+                raise ValueError(f"{VARIABLE} has {name!r}; its keys are {' and '.join(_SETTINGS)}")
+            try:
+                made[name] = _SETTINGS[name](enabled=True, **settings)
+            except TypeError as error:
+                raise ValueError(f"{VARIABLE} has a setting of {name} that does not exist: {error}") from error
+        return cls(**made)
+
+    def around(self, chunks: Sequence[Any], job: Job) -> Balancers:
+        """The balancers of these model chunks, installed. All ranks call it together."""
+        made: list[StepCallback] = []
+        if self.experts is not None:
+            made.append(ExpertBalancer(chunks, self.experts, job=job, cluster=self.cluster, report=self.report))
+        if self.sequences is not None:
+            made.append(SequenceBalancer(chunks, self.sequences, job=job, cluster=self.cluster, report=self.report))
+        balancers = Balancers(*made)
+        balancers.install()
+        return balancers
