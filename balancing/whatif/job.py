@@ -405,7 +405,7 @@ def read_flags(arguments: Sequence[str]) -> Job:
 
 
 def read_recipe_flags(flags: Mapping[str, Any]) -> Job:
-    """The job of a recipe's flags, name with underscores -> value, as `balancing.recipe.read_recipes` returns them."""
+    """The job of a recipe's flags, name with underscores -> value, as Megatron-LM's recipe files have them."""
     arguments: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
