@@ -21,7 +21,6 @@ from megatron.core.utils import get_model_config, unwrap_model
 from balancing.cluster import Cluster
 from balancing.experts.config import ExpertConfig
 from balancing.layers.config import LayerConfig
-from balancing.layers.layout import from_layout
 from balancing.layers.plan import ONE_CHUNK
 from balancing.sequences.config import SequenceConfig
 from megatron.balanced.experts import balancer as experts
@@ -240,13 +239,12 @@ class LayerBalancer(StepCallback):
 
     @property
     def layout(self) -> str:
-        """Where layers are, as --pipeline-model-parallel-layout has it."""
+        """Where layers are, as --pipeline-model-parallel-layout has it; of a hybrid model, as its pattern has it."""
         return self._inner.layout
 
     def move(self, layout: str) -> None:
         """Move layers now, between two steps, to where `layout` has them. All ranks call it together."""
-        plan = self._inner.mover.plan
-        self._inner.move(from_layout(layout, plan.stages, layers=plan.layers))
+        self._inner.move(self._inner.read(layout))
 
     def advise(self) -> str:
         """The layout that is best by what was measured. All ranks call it together, after at least two steps."""

@@ -121,20 +121,26 @@ class _Backward(torch.autograd.Function):
         return gradient, None
 
 
-def slow_layers(clock: SetClock, seconds: Callable[[int], tuple[float, float]]) -> None:
-    """Give each layer the forward and backward time that `seconds` returns for its number (from 0), on any rank."""
+def slow_layers(clock: SetClock, seconds: Callable[[int], tuple[float, float]], layers: Any = None) -> None:
+    """Give each layer the forward and backward time that `seconds` returns for its number (from 0), on any rank.
+
+    layers: their class, Megatron's TransformerLayer by default.
+    """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    original = TransformerLayer.forward
+    layers = layers or TransformerLayer
+    original = layers.forward
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         there, back = seconds(self.layer_number - 1)
         clock.work(there)
-        output, context = original(self, *args, **kwargs)
-        return _Backward.apply(output, lambda: clock.work(back)), context
+        output = original(self, *args, **kwargs)
+        first, *others = output if isinstance(output, tuple) else (output,)
+        first = _Backward.apply(first, lambda: clock.work(back))
+        return (first, *others) if isinstance(output, tuple) else first
 
-    TransformerLayer.forward = forward
+    layers.forward = forward
 
 
 def slow_parts(clock: SetClock, seconds: Callable[[int], dict[str, tuple[float, float]]]) -> None:

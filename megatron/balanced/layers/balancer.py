@@ -97,6 +97,10 @@ class LayerBalancer(StepCallback):
         """Where layers are, as the value of Megatron-LM's flag."""
         return self._source.text(self.mover.plan)
 
+    def read(self, layout: str) -> StagePlan:
+        """The plan of a text as that of `layout`."""
+        return self._source.read(layout, self.mover.plan)
+
     def advise(self) -> str:
         """The layout that is best by what was measured, as `layout`. All ranks call it together."""
         if not self._planner.has_measurements:

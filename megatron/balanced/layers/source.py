@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from balancing.layers.layout import to_layout
+from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.pattern import read_pattern
 from balancing.layers.stage_plan import StagePlan
 
@@ -47,6 +47,19 @@ class LayerSource:
     def text(self, plan: StagePlan) -> str:
         """The value of `flag` for `plan`."""
         return to_layout(plan) if self.pattern is None else read_pattern(self.pattern).text(plan)
+
+    def read(self, text: str, now: StagePlan) -> StagePlan:
+        """The plan of a value of `flag`, for the layers and stages of the plan `now`. Raises ValueError for another
+        one."""
+        if self.pattern is None:
+            return from_layout(text, now.stages, layers=now.layers)
+        found, own = read_pattern(text), read_pattern(self.pattern)
+        plan = found.plan(now.stages)
+        if (found.symbols, found.prediction, found.depths) != (own.symbols, own.prediction, own.depths):
+            raise ValueError(f"{text} has other layers than the model, {self.pattern}; move | alone")
+        if plan.virtual != now.virtual:
+            raise ValueError(f"{text} has {plan.virtual} chunks a stage, and the model {now.virtual}; keep as many |")
+        return plan
 
     def set_layout(self, plan: StagePlan, chunks: Iterable[torch.nn.Module]) -> None:
         """Write the layout of `plan` to all places that Megatron-LM reads it from.
