@@ -221,3 +221,27 @@ def test_a_loop_without_moves_is_told_the_best_layout(pool):
     found, plain = (pool.run(PIPELINE * EXPERTS, _train, "", on, False) for on in (True, False))
     _same(found, plain)
     assert {(tuple(rank.layouts), rank.advised) for rank in found} == {((), "Ett|t*4L")}
+
+
+def _read_layouts() -> list[str]:
+    """A layout of a hybrid model that is read, then messages about those that are not the model's."""
+    from balancing.layers.pattern import read_pattern
+    from megatron.balanced.layers.source import LayerSource
+
+    here = "M-*E|M-*E"
+    source, now = LayerSource(None, None, pattern=here), read_pattern(here).plan(2)  # type: ignore[arg-type]
+    told = [source.text(source.read("M-*EM|-*E", now))]
+    for wrong in ("M-*E|M-*M", "M-|*E|M-|*E", "M-*E|M-*E|", "M-*E|Q-*E"):
+        with pytest.raises(ValueError) as error:
+            source.read(wrong, now)
+        told.append(str(error.value))
+    return told
+
+
+def test_a_layout_of_another_hybrid_model_is_refused(pool):
+    ((read, other, chunks, undivided, unknown),) = pool.run(1, _read_layouts)
+    assert read == "M-*EM|-*E"
+    assert "M-*E|M-*M has other layers than the model, M-*E|M-*E; move | alone" in other
+    assert "has 2 chunks a stage, and the model 1; keep as many |" in chunks
+    assert "3 segments" in undivided and "'Q'" in unknown
+    assert not any("\n" in line for line in (other, chunks, undivided, unknown))
