@@ -199,7 +199,8 @@ class LayerBalancer(StepCallback):
             raise ValueError("layers have one pipeline stage to be on; drop the balancer")
         if config.repacks:
             raise ValueError("only pretrain_gpt.py makes a pipeline shorter; leave the settings of repacking out")
-        self.chunks, self._moves, self._steps, self._micro_batches = list(chunks), moves, 0, 0
+        self.chunks, self._moves, self._steps = list(chunks), moves, 0
+        self._micro_batches: tuple[int, ...] = ()  # of the last two schedules; of the first of them, times are known
         self._observer, self.beside = Observer(measures=True), [self]  # told of moves: all of `Balancers`
         pattern = getattr(unwrap_model(self.chunks)[0], "hybrid_layer_pattern", None)
         source = LayerSource(model, layer_spec, pattern=pattern)
@@ -245,17 +246,18 @@ class LayerBalancer(StepCallback):
     def move(self, layout: str) -> None:
         """Move layers now, between two steps, to where `layout` has them. All ranks call it together."""
         self._inner.move(self._inner.read(layout))
+        self._inner.restart()
 
     def advise(self) -> str:
         """The layout that is best by what was measured. All ranks call it together, after at least two steps."""
-        with schedule_of(self._micro_batches):
+        with schedule_of(self._micro_batches[-1] if self._micro_batches else 1):
             return self._inner.advise()
 
     def layer_arrived(self, layer: Any, chunk: int) -> None:
         self._observer.layer_arrived(layer, chunk)
 
     def begin_step(self, iteration: int, config: Any) -> None:
-        self._micro_batches = get_num_microbatches()
+        self._micro_batches = (*self._micro_batches[-1:], get_num_microbatches())
         self._observer.begin_step(self._steps, config)
 
     def begin_schedule(self) -> None:
@@ -276,11 +278,14 @@ class LayerBalancer(StepCallback):
     def after_step(self) -> None:
         """An optimizer step has ended. Layers may move."""
         self._steps += 1
+        if not self._micro_batches:
+            return
+        measured, last = self._micro_batches[0], self._micro_batches[-1]
         if not self._moves:
-            self._inner.add_measured(self._steps)
-        elif self._micro_batches:
-            with schedule_of(self._micro_batches):
-                self._inner.begin_step(self._steps, None)
+            self._inner.add_measured(self._steps, measured)
+            return
+        with schedule_of(last):
+            self._inner.begin_step(self._steps, None, measured)
 
 
 class _Optimized(NamedTuple):

@@ -23,6 +23,7 @@ class Case(NamedTuple):
     half: whether weights are bfloat16 beside main parameters in float32; without balanced experts then, whose partial
         sums of gradients are rounded.
     numbers: of micro-batches, in turn.
+    steps: of the loop.
     """
 
     before: str
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     distributed: bool = False
     half: bool = False
     numbers: tuple[int, ...] = (4,)
+    steps: int = STEPS
 
 
 CASES = {
@@ -44,6 +46,9 @@ CASES = {
     "numbers that change": Case("Ettt|tttL", "Ett|t*4L", "Et*5|tL", numbers=(4, 2, 3)),
     "hybrid": Case("M-*E|M-*E", "M-*|EM-*E", "M-*EM-*|E", "M-*E|M-*E", distributed=True),
 }
+
+# The step after which the gate looks at those that came after the move has half as many micro-batches.
+SMALL_STEP = Case("Ettt|tttL", "Ett|t*4L", "", numbers=(*(4,) * 9, 2), steps=10)
 
 
 class Ended(NamedTuple):
@@ -119,7 +124,7 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
     from megatron.balanced.shared.job import Job
     from tests.support.set_clock import SetClock, slow_layers
 
-    case, clock = CASES[name], SetClock().install()
+    case, clock = CASES.get(name, SMALL_STEP), SetClock().install()
     hybrid = isinstance(case.layers, str)
     slow_layers(clock, lambda number: (1.0, 2.0) if number else (3.0, 6.0))
     if hybrid:
@@ -174,7 +179,7 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
         return losses, lambda output: (output.mean(), {"loss": output.detach().mean()})
 
     told = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -189,13 +194,13 @@ def _train(name: str, balanced: bool, moves: bool = True) -> Ended:
         scheduler.step(1)
         if balanced:
             balancers.after_step()
-            if step == 4 and moves:
+            if step == 4 and moves and case.by_hand:
                 layers.move(case.by_hand)
     for chunk in chunks if case.distributed else []:
         chunk.start_param_sync(force_sync=True)
     advised = layers.advise() if balanced and not moves else ""
     if balanced and moves:
-        assert layers.layout == layouts[-1] == case.by_hand
+        assert layers.layout == layouts[-1] == (case.by_hand or case.by_cost)
         balancers.close()
     return Ended(told, named_weights(unwrap_model(chunks)), layouts, [event() for event in events], advised)
 
@@ -215,6 +220,12 @@ def test_layers_move_live_and_change_no_number(pool, name):
     (event,) = [event for rank in found for event in rank.events]
     assert event["action"] == "move" and event["imbalance_after"] < event["imbalance_before"]
     assert not any(rank.layouts for rank in plain)
+
+
+def test_a_small_step_does_not_make_the_others_look_slow(pool):
+    found = pool.run(PIPELINE * EXPERTS, _train, "a small step", True)
+    assert [event["action"] for rank in found for event in rank.events] == ["move", "keep", "keep"]
+    assert {tuple(rank.layouts) for rank in found} == {("Ett|t*4L",)}
 
 
 def test_a_loop_without_moves_is_told_the_best_layout(pool):

@@ -25,6 +25,7 @@ from megatron.balanced.layers.source import LayerSource
 from megatron.balanced.observe.observer import Observer
 from megatron.balanced.shared.callbacks import StepCallback
 from megatron.balanced.shared.log import print_once
+from megatron.balanced.shared.micro_batches import get_num_microbatches
 
 __all__ = ["LayerBalancer"]
 
@@ -70,17 +71,18 @@ class LayerBalancer(StepCallback):
 
     # Around a step.
 
-    def add_measured(self, iteration: int) -> None:
-        """Add what the observer has measured last to what plans are made from, before `iteration`."""
+    def add_measured(self, iteration: int, micro_batches: int | None = None) -> None:
+        """Add what the observer has measured last to what plans are made from, before `iteration`. micro_batches: of
+        what was measured, if others than of the step to come."""
         self.iteration = iteration
         if self._observer.measured is not None:
             of, record = self._observer.measured
             # The first iteration, and the first after a move, includes warm-up, so its times are not representative.
             if of > self._warm and not self._settled:
-                self._planner.add(of, record)
+                self._planner.add(of, record, micro_batches or get_num_microbatches())
 
-    def begin_step(self, iteration: int, config: Any) -> None:
-        self.add_measured(iteration)
+    def begin_step(self, iteration: int, config: Any, measured: int | None = None) -> None:
+        self.add_measured(iteration, measured)
         if self._first is None:
             self._first = self._warm = iteration
         shorter = self._repacker.due(iteration)
@@ -96,6 +98,10 @@ class LayerBalancer(StepCallback):
     def layout(self) -> str:
         """Where layers are, as the value of Megatron-LM's flag."""
         return self._source.text(self.mover.plan)
+
+    def restart(self) -> None:
+        """Decide from now on as if training began with the present layout, to which somebody else has moved."""
+        self._planner.restart()
 
     def read(self, layout: str) -> StagePlan:
         """The plan of a text as that of `layout`."""

@@ -80,7 +80,7 @@ class LayerPlanner:
         self._iterations = loop.iterations
         self._gate: Gate | None = None
         self._seconds: list[np.ndarray] = []  # an iteration: [layers + 3, 2, 2]
-        self._steps: list[tuple[int, float]] = []  # iteration, seconds
+        self._steps: list[tuple[int, float, int]] = []  # iteration, seconds, micro-batches
         self._bandwidth, self._fixed = _BANDWIDTH, _FIXED_SECONDS
         in_parts = model.overlap_moe_expert_parallel_comm
         self._schedule = Schedule(
@@ -94,11 +94,11 @@ class LayerPlanner:
             gate = replace(gate, horizon=self._iterations or gate.horizon)
         self._gate = Gate(gate, self._mover.plan)
 
-    def add(self, iteration: int, record: RankRecord) -> None:
-        """Add what this rank measured in `iteration`."""
+    def add(self, iteration: int, record: RankRecord, micro_batches: int) -> None:
+        """Add what this rank measured in `iteration`, which had so many micro-batches."""
         in_turn = self._model.overlap_moe_expert_parallel_comm
         self._seconds.append(layer_seconds(record, self._mover.plan.layers, in_turn=in_turn))
-        self._steps.append((iteration, record.step_seconds))
+        self._steps.append((iteration, record.step_seconds, micro_batches))
 
     def forget(self) -> None:
         """Drop measurements that no decision has used, before layers move."""
@@ -125,9 +125,11 @@ class LayerPlanner:
         plan = self._mover.plan
         candidate = self._plan(cost, peaks)
         gate = self._gate
-        for measured, seconds in steps:
-            gate = gate.measured(measured, seconds)
         now, then = self._step_seconds(cost, plan), self._step_seconds(cost, candidate)
+        for measured, seconds, micro_batches in steps:
+            if micro_batches != get_num_microbatches():  # as if it had had as many as the step to come
+                seconds *= now / self._step_seconds(cost, plan, micro_batches)
+            gate = gate.measured(measured, seconds)
         previous = self._step_seconds(cost, gate.watching) if gate.watching else None
         self._gate, decision = gate.check(
             iteration,
@@ -155,10 +157,11 @@ class LayerPlanner:
         found = self._plan(cost, peaks)
         return found, self._step_seconds(cost, self._mover.plan), self._step_seconds(cost, found)
 
-    def _exchange(self) -> tuple[list[tuple[int, float]], np.ndarray]:
+    def _exchange(self) -> tuple[list[tuple[int, float, int]], np.ndarray]:
         """Add the measurements of all ranks since the last decision to the average.
 
-        Returns the iterations with the seconds that each took, and the most bytes that a rank of each stage held.
+        Returns the iterations with the seconds that each took and its micro-batches, and the most bytes that a rank of
+        each stage held.
         """
         place = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_data_parallel_rank()
         every = self._mover.gather((place, np.stack(self._seconds), self._steps, torch.cuda.max_memory_allocated()))
@@ -168,7 +171,7 @@ class LayerPlanner:
         for cost in join_ranks(measured, experts, tells_waiting=tells_waiting):
             self.costs.add(cost)
         steps = [
-            (iterations[0][0], max(seconds for _, seconds in iterations))
+            (iterations[0][0], max(seconds for _, seconds, _ in iterations), iterations[0][2])
             for iterations in zip(*(steps for _, _, steps, _ in every), strict=True)
         ]
         peaks = np.zeros(self._mover.plan.stages)
@@ -211,8 +214,8 @@ class LayerPlanner:
             return plan
         return found
 
-    def _step_seconds(self, cost: LayerSeconds, plan: StagePlan) -> float:
-        return cost.step_seconds(plan, get_num_microbatches(), schedule=self._schedule)
+    def _step_seconds(self, cost: LayerSeconds, plan: StagePlan, micro_batches: int | None = None) -> float:
+        return cost.step_seconds(plan, micro_batches or get_num_microbatches(), schedule=self._schedule)
 
     def _fewest(self) -> int:
         """Layers that a chunk must have; two where the first backward pass needs activations that are offloaded."""
