@@ -27,6 +27,7 @@ from balancing.files import write_text
 from balancing.layers import Schedule, simulate_schedule
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate, parse_rate
+from benchmarks.figure_file import save_figure
 
 __all__ = ["Row", "main", "pipelines", "transfers"]
 
@@ -204,7 +205,7 @@ def _draw(rows: Sequence[Row], path: str) -> None:
     if free:
         text = ", ".join(f"{row.ratio:.3f} ({row.name.rpartition(', ')[2]})" for row in free)
         figure.supxlabel(f"Within a node, against the time over a NIC: {text}", size=8, color="0.35", x=0.01, ha="left")
-    figure.savefig(path)
+    save_figure(figure, path)
     plt.close(figure)
 
 

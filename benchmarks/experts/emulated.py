@@ -46,6 +46,7 @@ from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
 from benchmarks.experts.emulated_rank import Variant
 from benchmarks.experts.emulated_workload import HIDDEN, SHAPE, TOP_K, Loads, Scale, made_up_loads, recorded_loads
+from benchmarks.figure_file import save_figure
 
 __all__ = ["CEILING", "EXPERT_SECONDS", "VARIANTS", "Row", "measure", "measure_all"]
 
@@ -334,7 +335,7 @@ def _draw(rows: Sequence[Row], about: str, path: str) -> None:
         axes.tick_params(axis="y", length=0)
     figure.suptitle(f"Step time with hot experts, {about}", x=0.01, ha="left", size=11)
     figure.tight_layout()
-    figure.savefig(path)
+    save_figure(figure, path)
     plt.close(figure)
 
 

@@ -13,6 +13,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from benchmarks.figure_file import save_figure
+
 SECTION, CASES = "replay, last micro-batch", ("EP 8, 2 slots", "EP 16, 2 slots", "EP 32, 2 slots")
 LABELS = {
     "none": "no balancing",
@@ -44,7 +46,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("tokens of the busiest rank / mean")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(ncols=len(LABELS), frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, 1.16))
-    figure.savefig(path, bbox_inches="tight", facecolor="white")
+    save_figure(figure, path, bbox_inches="tight", facecolor="white")
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from benchmarks.figure_file import save_figure
+
 LABELS = {
     "uniform": "equal numbers of layers",
     "deepspeed": "DeepSpeed, by parameters",
@@ -67,7 +69,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         f"{layers} on 8 stages, a whole training run, moves included (modelled, simulated)", fontsize=9, loc="left"
     )
     axes.legend(ncols=2, frameon=False, fontsize=8.5, loc="upper left")
-    figure.savefig(path, bbox_inches="tight", facecolor="white")
+    save_figure(figure, path, bbox_inches="tight", facecolor="white")
     plt.close(figure)
 
 

@@ -41,6 +41,7 @@ from balancing.files import write_text
 from balancing.sequences import limit_seconds
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
 from benchmarks.emulated.rate import format_rate
+from benchmarks.figure_file import save_figure
 from benchmarks.sequences.emulated_rank import Job, Rounds
 from benchmarks.sequences.emulated_workload import CLUSTERS, METHODS, SHAPES, Case, Scale, make_case, predicted_seconds
 
@@ -284,7 +285,7 @@ def _draw(rows: Sequence[Row], path: str) -> None:
     clusters = " and ".join(dict.fromkeys(row.cluster for row in rows))
     figure.suptitle(f"Step time with documents of very different length, {clusters} A800s", x=0.01, ha="left", size=11)
     figure.tight_layout()
-    figure.savefig(path)
+    save_figure(figure, path)
     plt.close(figure)
 
 

@@ -13,6 +13,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from benchmarks.figure_file import save_figure
+
 RANKS, MACHINE = 64, "A800, MHA"
 CASES = {
     "prolong": "ProLong",
@@ -57,7 +59,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[1].set_xticks(range(len(CASES)), list(CASES.values()))
     panels[0].legend(ncols=len(LABELS), frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.2))
-    figure.savefig(path, bbox_inches="tight", facecolor="white")
+    save_figure(figure, path, bbox_inches="tight", facecolor="white")
 
 
 def main() -> None:

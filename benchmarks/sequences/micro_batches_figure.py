@@ -13,6 +13,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from benchmarks.figure_file import save_figure
+
 SECTIONS = {
     "cost max / mean": "dearest micro-batch / mean",
     "step / equal micro-batches, simulated": "step / equal micro-batches",
@@ -73,7 +75,7 @@ def draw(rows: list[dict[str, Any]], case: str, path: Path) -> None:
     figure.subplots_adjust(hspace=0.12)
     panels[1].set_xticks(range(len(SOURCES)), list(SOURCES.values()), fontsize=8)
     panels[0].legend(ncols=3, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.3))
-    figure.savefig(path, bbox_inches="tight", facecolor="white")
+    save_figure(figure, path, bbox_inches="tight", facecolor="white")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 from balancing.report import read_history
 from balancing.report.figures.style import BACKWARD, FORWARD
 from balancing.report.trace import TraceIteration
+from benchmarks.figure_file import save_figure
 
 __all__ = ["draw"]
 
@@ -61,7 +62,7 @@ def draw(seconds: Mapping[str, float], before: Path, after: Path, path: Path) ->
     for axes in (bars, *pipelines):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=120, facecolor="white")
+    save_figure(figure, path, dpi=120, facecolor="white")
     plt.close(figure)
 
 
