@@ -19,7 +19,7 @@ __all__ = [
 # Heads of the tables.
 FINDINGS = ("who is slow", "which", "how much", "over the others", "before", "typical")
 PROSPECTS = ("what perfect balance would give", "step", "saved")
-ACTIONS = ("balancer", "actions", "planning", "applying", "moved", "memory of a rank")
+ACTIONS = ("balancer", "actions", "planning", "waited for transfers", "moved", "memory of a rank")
 _MEMORY = {"slot_bytes": "slots {}", "peak_bytes": "at most {} until a move ended"}
 GAINS = ("what balancing gained", "of what", "before", "after")
 
@@ -197,14 +197,21 @@ def prospect_rows(summary: Summary) -> list[Prospect]:
     ]
 
 
+def _spent(seconds: float, actions: int) -> str:
+    """Of all actions, and of each where there are several."""
+    each = f" ({duration(seconds / actions)} each)" if actions > 1 and seconds else ""
+    return duration(seconds) + each
+
+
 def action_rows(summary: Summary) -> list[tuple[str, ...]]:
-    """Balancer, what it did how often, time planning and applying, bytes sent, and bytes of a rank's memory."""
+    """Balancer, what it did how often, time planning, time that the slowest rank waited for transfers, and for others
+    before they sent, both of all actions and of each; bytes sent, and bytes of a rank's memory."""
     return [
         (
             name,
             ", ".join(f"{action} {n}" for action, n in sorted(done.counts.items())),
-            duration(done.plan_ms / 1e3),
-            duration(done.apply_ms / 1e3),
+            _spent(done.plan_ms / 1e3, sum(done.counts.values())),
+            _spent(done.apply_ms / 1e3, sum(done.counts.values())),
             byte_count(done.moved_bytes),
             ", ".join(_MEMORY[of].format(byte_count(size)) for of, size in done.memory.items()),
         )
