@@ -24,7 +24,8 @@ from pathlib import Path
 __all__ = ["Network", "remove_stale"]
 
 _NAMESPACES = Path("/run/netns")
-_NAME = re.compile(r"emulated-(\d+)-(\d+)-.+")
+_PREFIX = "emulated"
+_NAME = re.compile(r"(\w+)-(\d+)-(\d+)-.+")
 _COMMAND_TIMEOUT = 30.0  # seconds for one ip or tc command
 _MTU = 9000  # jumbo frames, as on cluster fabrics: headers take 0.7 % of the rate, not 4 %
 # The fabric does not drop, so TCP has no congestion to control and no loss to look for: nothing that slows down to
@@ -41,7 +42,7 @@ class Network:
         """rate: bytes/s of each NIC, each direction."""
         assert 1 <= nodes <= 250 and 1 <= nics_per_node <= 250 and rate > 0
         self.nodes, self.nics_per_node, self.rate = nodes, nics_per_node, rate
-        self._prefix = f"emulated-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
+        self._prefix = f"{_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
 
     @staticmethod
     def impossible() -> str | None:
@@ -151,7 +152,7 @@ def remove_stale() -> list[str]:
     stale = []
     for name in _names():
         match = _NAME.fullmatch(name)
-        if match and _start_time(int(match[1])) != match[2]:
+        if match and match[1] == _PREFIX and _start_time(int(match[2])) != match[3]:
             stale.append(name)
     _remove(stale)
     return stale
