@@ -19,7 +19,7 @@ from balancing.layers.cost import CostAverage, LayerSeconds, over_ranks
 from balancing.layers.gate import Decision, Gate, GateConfig, LayerMove, Predicted, layer_moves, migration_seconds
 from balancing.layers.layout import from_layout, to_layout
 from balancing.layers.memory import LayerMemory, in_flight, stage_memory
-from balancing.layers.plan import Pipeline, plan_pipeline, plan_stages
+from balancing.layers.plan import Pipeline, plan_partition, plan_pipeline, plan_stages
 from balancing.layers.planners.refine import refine_plan
 from balancing.layers.repack import Release, Repack, Running, choose_repack, release_of, repack_options
 from balancing.layers.simulator.schedule import MEGATRONS, Operation, Schedule, operations
@@ -51,6 +51,7 @@ __all__ = [
     "migration_seconds",
     "operations",
     "over_ranks",
+    "plan_partition",
     "plan_pipeline",
     "plan_stages",
     "refine_plan",

@@ -1,4 +1,5 @@
-"""`plan_stages`: one function for all planners of layers. `plan_pipeline`: the one whose simulated step is shortest.
+"""`plan_stages`, and `plan_partition` for `LayerSeconds`: one function for all planners of layers. `plan_pipeline`: the
+one whose simulated step is shortest.
 
 The stages of a dynamic model (DynMo, arXiv 2505.14864) become uneven, and even a static model has an embedding and a
 head that cost as much as layers. A plan assigns layers to stages by their present costs.
@@ -19,7 +20,16 @@ from balancing.layers.planners.refine import refine_plan
 from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 
-__all__ = ["METHODS", "ONE_CHUNK", "Method", "Pipeline", "plan_pipeline", "plan_stages", "uniform_bounds"]
+__all__ = [
+    "METHODS",
+    "ONE_CHUNK",
+    "Method",
+    "Pipeline",
+    "plan_partition",
+    "plan_pipeline",
+    "plan_stages",
+    "uniform_bounds",
+]
 
 Method = Literal["uniform", "optimal", "diffusion"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -50,45 +60,66 @@ def plan_stages(
     *,
     embedding: float = 0.0,
     head: float = 0.0,
-    mtp: float = 0.0,
     memory: LayerMemory | ArrayLike | None = None,
     memory_limit: ArrayLike | None = None,
     virtual: int = 1,
     current: StagePlan | None = None,
     method: Method = "optimal",
-    micro_batches: int | None = None,
     min_layers: int = 1,
-    schedule: Schedule = MEGATRONS,
 ) -> StagePlan:
     """Divide layers among pipeline stages, in order.
 
     cost: float array [layer], seconds of forward + backward per micro-batch, or numbers of parameters.
     stages: pipeline size.
     embedding, head: the cost of the parts that are fixed to the first and the last stage.
-    mtp: the cost of multi-token prediction, which stays where `current` has it, or is on the last stage.
+    virtual: chunks a stage.
+    The rest, and errors, as in `plan_partition`, with enough micro-batches to fill the pipeline.
+
+    Raises ValueError for costs that are negative or not finite, too.
+    """
+    seconds = _seconds_of(cost, embedding=embedding, head=head)
+    whole = LayerSeconds(seconds, np.zeros(len(seconds)), (float(embedding), 0.0), (float(head), 0.0))
+    return plan_partition(
+        whole, Pipeline(stages, None, virtual), memory=memory, memory_limit=memory_limit, current=current,
+        method=method, min_layers=min_layers,
+    )  # fmt: skip
+
+
+def plan_partition(
+    cost: LayerSeconds,
+    pipeline: Pipeline,
+    *,
+    memory: LayerMemory | ArrayLike | None = None,
+    memory_limit: ArrayLike | None = None,
+    current: StagePlan | None = None,
+    method: Method = "optimal",
+    min_layers: int = 1,
+) -> StagePlan:
+    """Divide layers among the stages of a pipeline, in order, by forward plus backward seconds.
+
+    cost: of the layers. Multi-token prediction stays where `current` has it, or is on the last stage.
+    pipeline: its micro-batches and schedule are for activations in flight.
     memory: bytes of each layer, as a LayerMemory or as an array [layer] of static bytes.
     memory_limit: bytes a rank may use, one number or one per stage; a hard limit.
-    virtual: chunks a stage.
     current: the plan in force. Of equally good plans the one that moves the fewest bytes from it is taken (the fewest
         layers, without memory), and "diffusion" starts from it, or from equal numbers without it.
     method: "optimal" minimizes the time of the slowest stage, exactly if virtual is 1; "diffusion" exchanges boundary
         layers between neighbours (`balancing.layers.planners.diffusion`); "uniform" gives equal numbers. Only "optimal"
         and "diffusion" search for a plan that fits the memory.
-    micro_batches: of a step, for activations in flight; None if there are enough to fill the pipeline.
     min_layers: fewest layers of a chunk; 0 allows a stage with only the embedding or the head.
-    schedule: of several chunks a stage, for activations in flight.
 
-    Raises ValueError for costs that are negative or not finite, sizes below 1, fewer layers than chunks, a method that
-    cannot plan several chunks a stage, and a memory limit that the plan does not meet, with the bytes it is short of.
+    Raises ValueError for sizes below 1, fewer layers than chunks, a method that cannot plan several chunks a stage, and
+    a memory limit that the plan does not meet, with the bytes it is short of.
     """
-    seconds = _seconds_of(cost, embedding=embedding, head=head, mtp=mtp)
-    pipeline = Pipeline(stages, micro_batches, virtual, schedule)
+    seconds, stages, virtual = cost.total, pipeline.stages, pipeline.virtual
+    micro_batches, schedule = pipeline.micro_batches, pipeline.schedule
     behind = _behind(len(seconds), pipeline, current, method, min_layers)
     bytes_of, limit = _memory_of(len(seconds), stages, memory, memory_limit)
     home = np.full(len(seconds), -1) if current is None else np.array(current.stage_of)
     weight = np.ones(len(seconds)) if bytes_of is None or not bytes_of.static.any() else bytes_of.static
-    problem = Problem(seconds, int(stages), int(virtual), float(embedding), float(head), bytes_of, limit, home, weight,
-                      int(min_layers), micro_batches, float(mtp), behind, schedule)  # fmt: skip
+    embedding, head, mtp = (float(sum(end)) for end in (cost.embedding, cost.head, cost.mtp))
+    problem = Problem(seconds, int(stages), int(virtual), embedding, head, bytes_of, limit, home, weight,
+                      int(min_layers), micro_batches, mtp, behind, schedule)  # fmt: skip
     start = uniform_bounds(problem.layers, stages * virtual - problem.behind) + [problem.layers] * problem.behind
     if current is not None and method != "uniform" and (current.stages, current.virtual) == (stages, virtual):
         start = list(current.bounds)
@@ -139,18 +170,16 @@ def plan_pipeline(
 
     cost: seconds of the layers.
     pipeline: with its number of micro-batches.
-    The rest as in `plan_stages`, whose "optimal" plan is refined by simulated steps (`refine_plan`), which the plan in
-    force starts, too.
+    The rest as in `plan_partition`, whose "optimal" plan is refined by simulated steps (`refine_plan`), which the plan
+    in force starts, too.
 
-    Raises ValueError as `plan_stages` does, and for a schedule that Megatron refuses.
+    Raises ValueError as `plan_partition` does, and for a schedule that Megatron refuses.
     """
     stages, micro_batches, schedule = pipeline.stages, pipeline.micro_batches, pipeline.schedule
     assert micro_batches is not None
-    found = plan_stages(
-        cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), mtp=sum(cost.mtp), memory=memory,
-        memory_limit=memory_limit, virtual=pipeline.virtual, current=current, micro_batches=micro_batches,
-        min_layers=min_layers, schedule=schedule,
-    )  # fmt: skip
+    found = plan_partition(
+        cost, pipeline, memory=memory, memory_limit=memory_limit, current=current, min_layers=min_layers
+    )
     if stages == 1:
         return found
 

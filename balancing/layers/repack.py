@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from balancing.layers.cost import LayerSeconds
 from balancing.layers.memory import LayerMemory
-from balancing.layers.plan import plan_stages
+from balancing.layers.plan import Pipeline, plan_partition
 from balancing.layers.simulator.schedule import MEGATRONS, Schedule
 from balancing.layers.stage_plan import StagePlan
 
@@ -73,7 +73,7 @@ def repack_options(
     """Every pipeline size from that of `run` down to `min_stages`, largest first, with as many micro-batches.
 
     run: a shorter pipeline has groups of as many micro-batches as stages.
-    memory, memory_limit: as in `plan_stages`.
+    memory, memory_limit: as in `plan_partition`.
     transfer: seconds of a message between stages.
 
     Raises ValueError for sizes out of range.
@@ -93,11 +93,8 @@ def repack_options(
         virtual = current.virtual if stages > 1 else 1
         schedule = run.schedule if stages == current.stages else replace(run.schedule, group=None)
         try:
-            plan = plan_stages(
-                cost.total, stages, embedding=sum(cost.embedding), head=sum(cost.head), memory=memory,
-                memory_limit=memory_limit, virtual=virtual, current=current, micro_batches=micro_batches,
-                schedule=schedule,
-            )  # fmt: skip
+            pipeline = Pipeline(stages, micro_batches, virtual, schedule)
+            plan = plan_partition(cost, pipeline, memory=memory, memory_limit=memory_limit, current=current)
             seconds = cost.simulate(plan, micro_batches, transfer=transfer, schedule=schedule).step_time
         except ValueError as error:
             options.append(Repack(stages, None, np.inf, 0.0, np.inf, freed, nodes, str(error)))

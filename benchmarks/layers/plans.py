@@ -53,6 +53,7 @@ from balancing.layers import (
     Running,
     StagePlan,
     migration_seconds,
+    plan_partition,
     plan_pipeline,
     plan_stages,
     refine_plan,
@@ -166,14 +167,10 @@ class _Run:
 def _plan(cost: LayerSeconds, before: StagePlan, method: Method) -> StagePlan:
     """As training plans it, from the plan in force."""
     least = min(1, *(len(chunk) for chunk in before.order))
+    pipeline = Pipeline(_STAGES, _MICRO_BATCHES, before.virtual)
     if method == "optimal":
-        pipeline = Pipeline(_STAGES, _MICRO_BATCHES, before.virtual)
         return plan_pipeline(cost, pipeline, current=before, min_layers=least)
-    ends = {"embedding": sum(cost.embedding), "head": sum(cost.head), "mtp": sum(cost.mtp)}
-    return plan_stages(
-        cost.total, _STAGES, **ends, virtual=before.virtual, current=before, method=method,
-        micro_batches=_MICRO_BATCHES, min_layers=least,
-    )  # fmt: skip
+    return plan_partition(cost, pipeline, current=before, method=method, min_layers=least)
 
 
 def training(layers: Sequence[int], iterations: int, progress: Progress) -> Iterator[Row]:

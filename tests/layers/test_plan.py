@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from balancing.layers import (
     LayerMemory,
     LayerSeconds,
+    Pipeline,
     Schedule,
     StagePlan,
     in_flight,
     layer_moves,
     operations,
+    plan_partition,
     plan_stages,
     stage_memory,
 )
@@ -85,10 +87,9 @@ def test_no_layer_comes_after_multi_token_prediction(seed, virtual):
     fullest = [stage_memory(plan, memory).max() for plan in plans]
     for limit in (None, float(np.quantile(fullest, 0.2))):
         allowed = [plan for plan, full in zip(plans, fullest, strict=True) if limit is None or full <= limit]
-        found = plan_stages(
-            cost, stages, embedding=0.5, head=1.0, mtp=mtp, memory=memory, memory_limit=limit, virtual=virtual,
-            current=current,
-        )  # fmt: skip
+        seconds = LayerSeconds(cost, np.zeros(len(cost)), (0.5, 0.0), (1.0, 0.0), (mtp, 0.0))
+        pipeline = Pipeline(stages, None, virtual)
+        found = plan_partition(seconds, pipeline, memory=memory, memory_limit=limit, current=current)
         assert found.order[-1] == () and to_layout(found).endswith("m|L")
         best = min(load(plan).max() for plan in allowed)
         assert load(found).max() <= best * (1 + 1e-12 if virtual == 1 else 1.1)

@@ -11,6 +11,7 @@ from balancing.layers import (
     Pipeline,
     Schedule,
     StagePlan,
+    plan_partition,
     plan_pipeline,
     plan_stages,
     refine_plan,
@@ -46,7 +47,7 @@ def test_refinement_of_chunks_is_no_slower_than_either_start(virtual, behind):
         model = LayerSeconds(forward, forward * draw.uniform(0, 2, layers), head=(1.0, 2.0), mtp=(0.5, 1.0))
         start = uniform_bounds(layers, stages * virtual - behind) + [layers] * behind
         current = replace(StagePlan.from_bounds(start, stages), mtp_layers=1, mtp_chunk=stages * virtual - 1 - behind)
-        plan = plan_stages(model.total, stages, virtual=virtual, head=3.0, mtp=1.5, current=current)
+        plan = plan_partition(model, Pipeline(stages, None, virtual), current=current)
         for in_parts in (False, True):
             schedule = {"transfer": 0.1, "schedule": Schedule(5 if virtual > 1 else None, in_parts=in_parts)}
             refined = refine_plan(plan, model, 10, current=current, **schedule)
@@ -101,20 +102,11 @@ def _in_a_run() -> list[tuple[float, float, float, float]]:
         planner._config = SimpleNamespace(planner="optimal")
         planner._mover = SimpleNamespace(plan=current, gather=lambda own: [own])
         planner._schedule = schedule
-        alone = plan_stages(cost.total, 4, virtual=2, current=current, micro_batches=12)
+        alone = plan_partition(cost, Pipeline(4, 12, 2), current=current)
         memory = LayerMemory(np.ones(24), 0.1)
         room = stage_memory(current, memory, 12, schedule)
-        within = plan_stages(
-            cost.total,
-            4,
-            virtual=2,
-            current=current,
-            micro_batches=12,
-            memory=memory,
-            memory_limit=room,
-            schedule=schedule,
-        )
         pipeline = Pipeline(4, 12, 2, schedule)
+        within = plan_partition(cost, pipeline, current=current, memory=memory, memory_limit=room)
         refined = plan_pipeline(cost, pipeline, current=current, memory=memory, memory_limit=room)
         assert (stage_memory(refined, memory, 12, schedule) <= room * (1 + 1e-9)).all()
         plans = (planner._plan(cost, np.zeros(4)), alone, refined, within)

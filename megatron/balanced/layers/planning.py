@@ -23,8 +23,8 @@ from balancing.layers import (
     Schedule,
     StagePlan,
     migration_seconds,
+    plan_partition,
     plan_pipeline,
-    plan_stages,
     stage_memory,
 )
 from balancing.layers.config import LayerConfig
@@ -194,13 +194,11 @@ class LayerPlanner:
             room = np.maximum(limit, stage_memory(plan, memory, micro_batches, self._schedule))
         wanted: Any = {"memory": memory, "memory_limit": room, "current": plan, "min_layers": fewest}
         try:
+            pipeline = Pipeline(plan.stages, micro_batches, plan.virtual, self._schedule)
             if self._config.planner == "optimal":
-                pipeline = Pipeline(plan.stages, micro_batches, plan.virtual, self._schedule)
                 found = plan_pipeline(cost, pipeline, **wanted)
             else:
-                ends = {"embedding": sum(cost.embedding), "head": sum(cost.head), "mtp": sum(cost.mtp)}
-                wanted |= {"micro_batches": micro_batches, "virtual": plan.virtual, "schedule": self._schedule}
-                found = plan_stages(cost.total, plan.stages, method=self._config.planner, **ends, **wanted)
+                found = plan_partition(cost, pipeline, method=self._config.planner, **wanted)
         except ValueError as error:
             if memory is None:
                 raise
