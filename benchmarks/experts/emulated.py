@@ -39,7 +39,6 @@ import numpy as np
 
 from balancing.experts import ReplicaPlacement, contiguous_homes, read_load_trace, traffic
 from balancing.experts.config import ExpertConfig
-from balancing.experts.cost import copy_seconds
 from balancing.files import write_text
 from benchmarks.baselines.experts import plan_replicas
 from benchmarks.emulated import EmulatedCluster, RankFailed, RunTimeout
@@ -117,7 +116,7 @@ _NOTES = {
     "quota on even load": "overhead where nothing is to gain",
     "quota, costs unknown": "without --cluster",
     "quota, whole transfers": "also beside exchanges of tokens",
-    "quota, transfers in parts": "by the lengths of compute alone",
+    "quota, transfers in parts": "also the gradients of the first layer",
 }
 
 
@@ -208,8 +207,7 @@ def _write(folder: Path, loads: Loads, scale: Scale, variants: Sequence[Variant]
     arrays = {"recorded": loads.now, "even": loads.even.now}
     split, planning = {}, {}
     for name in sorted({variant.planned for variant in variants if variant.planned}):
-        slots, planning[name], split[name] = _placements(_PLANS[name], loads, scale)
-        arrays[f"slots of {name}"], arrays[f"lengths of {name}"] = slots, _lengths(slots, scale)
+        arrays[f"slots of {name}"], planning[name], split[name] = _placements(_PLANS[name], loads, scale)
     job = {
         "layers": loads.now.shape[2],
         "experts": scale.experts,
@@ -229,18 +227,6 @@ def _write(folder: Path, loads: Loads, scale: Scale, variants: Sequence[Variant]
     Path(folder, "job.json").write_text(json.dumps(job))
     np.savez(Path(folder, "loads.npz"), **arrays)
     return planning
-
-
-def _lengths(slots: np.ndarray, scale: Scale) -> np.ndarray:
-    """`TransferLengths` of each layer and step: [step, layer, 2]. slots: int [step, layer, rank, slot]."""
-    cluster, home = scale.cluster, contiguous_homes(scale.experts, scale.ranks)
-    nodes = cluster.ranks_per_node, cluster.nics_per_node
-    copies = [
-        [copy_seconds(ReplicaPlacement(home, layer, "level", *nodes), cluster) for layer in step] for step in slots
-    ]
-    compute = scale.expert_seconds / scale.time + scale.attention_seconds
-    sizes = SHAPE.weight_bytes, SHAPE.parameters * SHAPE.gradient_bytes
-    return np.array(copies)[..., None] * np.array(sizes) / compute
 
 
 def _tell(rank: int, line: str) -> None:

@@ -44,8 +44,8 @@ class Variant:
     slots: number of slots of a rank.
     overlap: whether transfers overlap compute.
     shared: whether layers share slots.
-    posting: "whole"; "parts", when compute begins, which leaves the links to exchanges of tokens; or "chosen", for each
-        transfer by its length.
+    posting: "whole"; "parts", when compute begins, which leaves the links to exchanges of tokens; or "chosen": in
+        parts, but the first layer's gradients whole.
     """
 
     name: str
@@ -151,10 +151,8 @@ class _Model:
     def _home_weights(self) -> list[Any]:
         return [expert.weight for layer in self.layers for expert in layer.experts.local_experts]
 
-    def step(
-        self, routing: Sequence[Sequence[torch.Tensor]], placements: Sequence[Any], lengths: Sequence[Any] | None
-    ) -> float:
-        """One iteration; returns its seconds. routing: [micro-batch][layer], maps. placements, lengths: [layer]."""
+    def step(self, routing: Sequence[Sequence[torch.Tensor]], placements: Sequence[Any]) -> float:
+        """One iteration; returns its seconds. routing: [micro-batch][layer], maps. placements: [layer]."""
         hidden = torch.ones(len(routing[0][0]), 1, self.layers[0].config.hidden_size)
         for weight in self._home_weights():
             weight.main_grad.zero_()
@@ -166,7 +164,7 @@ class _Model:
                 layer.loads.clear()
                 layer.served.clear()
                 layer.place(placement)
-            self.slots.begin_step(placements, len(routing), lengths)
+            self.slots.begin_step(placements, len(routing))
         for maps in routing:
             output = self._forward(hidden.clone().requires_grad_(), maps)
             assert torch.equal(output, hidden), "tokens did not come back as they left"
@@ -229,8 +227,15 @@ def _slots(layers: Sequence[Any], variant: Variant, group: Any, expert_share: fl
             super().accumulate_gradients(layer)
             self._finish_reduction(layer)
 
+    class InParts(ReplicaSlots):
+        """Slots that post also the gradients of the first layer when compute begins."""
+
+        def _gradient_shares(self, number: int) -> Sequence[float]:
+            return super()._gradient_shares(number) if number else (0.0, 1.0)
+
     homes = [[list(expert.parameters()) for expert in layer.experts.local_experts] for layer in layers]
-    slots = (ReplicaSlots if variant.overlap else Exposed)(
+    kind = (InParts if variant.posting == "parts" else ReplicaSlots) if variant.overlap else Exposed
+    slots = kind(
         HomeExperts(homes, gradient=lambda weight: weight.main_grad),
         variant.slots,
         group,
@@ -312,21 +317,18 @@ def _step(
     at: int, variant: Variant, model: _Model, job: dict[str, Any], loads: dict, maps: dict
 ) -> dict[str, float] | None:
     """One step; returns what was measured, but of the warm-up, step -1."""
-    from balancing.experts.engine.posting import TransferLengths
     from balancing.experts.placement import ReplicaPlacement, contiguous_homes
 
     kind, warm_up, number = "even" if variant.even else "recorded", at < 0, max(at, 0)
     load, ranks = loads[kind][number], dist.get_world_size()
-    placements, lengths = [], None
+    placements = []
     if variant.planned is not None:
         home, split = contiguous_homes(job["experts"], ranks), job["split"][variant.planned]
         plans = loads[f"slots of {variant.planned}"][number]
         node = job["ranks_per_node"], job["nics_per_node"]
         placements = [ReplicaPlacement(home, plan, split, *node) for plan in plans]
-        if variant.posting == "chosen":
-            lengths = [TransferLengths(*each) for each in loads[f"lengths of {variant.planned}"][number].tolist()]
     routing = maps[kind][number][:1] if warm_up else maps[kind][number]
-    seconds = model.step(routing, placements, lengths)
+    seconds = model.step(routing, placements)
     model.check(load[:, :, :1] if warm_up else load, placements)
     traffic = model.slots.take_statistics() if model.slots is not None else None
     if warm_up:

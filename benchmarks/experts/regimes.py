@@ -9,7 +9,7 @@ with made-up loads that drift from step to step, on the machine of `benchmarks.e
   placement costs less than the bound: inside a node transfers are free and ranks level, between nodes they fill all
   NICs evenly, and each keeps most tokens in its node.
 - emulated (`benchmarks.experts.emulated`): no replicas; the same plans with transfers posted whole, in parts by the
-  lengths of compute alone, and chosen for each transfer by its own length, as training does with `--cluster`.
+  lengths of compute, and chosen as training does: in parts, but the first layer's gradients whole.
 
 Even loads are 100 %. More is possible, since replicas keep tokens in their node. Emulated experts compute whole tiles,
 modelled ones do not. "Exact" compares plans with the best of all placements where these can be counted: 2 nodes of 2

@@ -1,7 +1,6 @@
 """Balanced expert parallelism trains the same model: losses and parameters against the run without replicas."""
 
 import itertools
-import json
 import sys
 from collections import Counter
 from functools import cache
@@ -174,34 +173,6 @@ LINKS = {  # on which a copy pays for itself
     "flops": 1e6,
     "memory": 1e12,
 }
-
-
-def _lengths_of_transfers(argv: list[str]) -> list[list[tuple[float, float]] | None]:
-    """Train this rank. Returns the lengths of each layer's transfers in each iteration."""
-    from balancing.experts.engine.slots import ReplicaSlots
-
-    begin, seen = ReplicaSlots.begin_step, []
-
-    def begin_step(slots: ReplicaSlots, placements: Any, micro_batches: int, lengths: Any = None) -> None:
-        seen.append(None if lengths is None else [tuple(each) for each in lengths])
-        for placement, length in zip(placements, lengths or (), strict=bool(lengths)):
-            assert (min(length) > 0) == (placement.replicas > 0)
-        begin(slots, placements, micro_batches, lengths)
-
-    ReplicaSlots.begin_step = begin_step
-    train_rank(argv, False)
-    return seen
-
-
-def test_lengths_of_transfers_are_known_where_links_are(pool, tmp_path):
-    """The same on all ranks. Gradients are modelled in four bytes, weights here have eight."""
-    argv = [*BASE, "--expert-model-parallel-size", "2", "--balance-experts"]
-    assert all(lengths is None for lengths in pool.run(2, _lengths_of_transfers, argv)[0])
-    (tmp_path / "cluster.json").write_text(json.dumps(LINKS))
-    one, other = pool.run(2, _lengths_of_transfers, [*argv, "--cluster", str(tmp_path / "cluster.json")])
-    assert one == other
-    sent = [length for lengths in one for length in lengths if length[0]]
-    assert sent and all(gradients == pytest.approx(weights / 2) for weights, gradients in sent)
 
 
 def _first_gathers(argv: list[str]) -> list[list[bool]]:

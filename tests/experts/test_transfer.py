@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from balancing.experts.engine.chains import Numbers
-from balancing.experts.engine.posting import split_shares
 from balancing.layers import operations
 
 LAYERS, SIZE = 5, 6
@@ -227,10 +226,8 @@ def test_one_turn_is_posted_at_a_boundary(pool, connections, boundaries, first, 
 SHARE = {"experts": 0.6, "between": 0.4}  # parts of the compute of a layer
 
 
-def _post_in_parts(lengths):
+def _post_in_parts():
     """On one of four ranks, on a device with streams: two layers whose expert of rank 0 has replicas on all others.
-
-    lengths: of the weights' and the gradients' transfers of both layers, over forward compute; None if not known.
 
     Returns the messages that this rank posts at each call, by name, and how many turns may begin before the exchange of
     tokens that was started before the call has ended.
@@ -241,7 +238,6 @@ def _post_in_parts(lengths):
     import torch.distributed as dist
 
     from balancing.experts.engine import relay
-    from balancing.experts.engine.posting import TransferLengths
     from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
     from balancing.experts.placement import ReplicaPlacement
     from tests.support.checkers.noted_device import install
@@ -276,7 +272,7 @@ def _post_in_parts(lengths):
         early += sum(each.after.get(exchanged.comm, 0) < exchanged.number for each in new)
         posted.append((name, sum(len(each.messages) for each in new)))
 
-    note("step", slots.begin_step, [placement] * 2, 1, [TransferLengths(*lengths)] * 2 if lengths else None)
+    note("step", slots.begin_step, [placement] * 2, 1)
     for layer in range(2):
         note("experts", slots.acquire, layer, forward=True)
         note("between", slots.begin_compute)
@@ -295,30 +291,26 @@ def _post_in_parts(lengths):
     return posted, early
 
 
-@pytest.mark.parametrize(
-    ("lengths", "weights", "gradients"),  # which part of these is posted first; gradients are the second layer's
-    [(None, 0.6, 0.4), ((0.5, 0.7), 1.0, 1.0), ((0.8, 1.6), 0.75, 0.5), ((2.0, 4.0), 0.3, 0.2)],
-    ids=["not known", "one stretch hides it", "both hide it", "neither hides it"],
-)
-def test_transfers_leave_the_links_to_exchanges_of_tokens(pool, lengths, weights, gradients):
-    """A transfer is posted when experts begin to compute and when what is between layers does, by their lengths: as
-    much as the first hides, and the rest. Backward compute takes twice as long."""
+def test_transfers_leave_the_links_to_exchanges_of_tokens(pool):
+    """A transfer is posted when experts begin to compute and when what is between layers does, in proportion. The first
+    layer's gradients are posted at once."""
     parts = [  # what is posted: of which transfer, which part
         ("step", "weights", 0, 1),
-        ("experts", "weights", 0, weights),
-        ("between", "weights", weights, 1),
+        ("experts", "weights", 0, 0.6),
+        ("between", "weights", 0.6, 1),
         ("experts", "weights", 0, 0),
         ("between", "weights", 0, 0),
         ("experts", "gradients", 0, 0),
         ("gradients", "gradients", 0, 0),
-        ("between", "gradients", 0, gradients),
-        ("experts", "gradients", gradients, 1),
-        ("gradients", "gradients", 0, 0),
-        ("between", "gradients", 0, 1),  # no experts come after the first layer's
+        ("between", "gradients", 0, 0.4),
+        ("experts", "gradients", 0.4, 1),
+        ("gradients", "gradients", 0, 1),  # no experts come after the first layer's
+        ("between", "gradients", 0, 0),
         ("step", "gradients", 0, 0),
     ]
-    for rank, (posted, early) in enumerate(pool.run(CHAIN, _post_in_parts, lengths)):
-        assert early == 0, "a turn begins when the exchange before has ended"
+    for rank, (posted, early) in enumerate(pool.run(CHAIN, _post_in_parts)):
+        of_first = sum(_turns(CHAIN - 1 - rank))
+        assert early <= of_first, "a turn begins when the exchange before has ended"
         for (name, messages), (expected, kind, begin, end) in zip(posted, parts, strict=True):
             assert name == expected
             turns = _turns(CHAIN - 1 - rank if kind == "gradients" else rank)
@@ -339,15 +331,14 @@ def _delay(length, shares, experts, between, exchange):
 
 
 def test_no_other_parts_delay_less():
-    """Over lengths of transfers, compute and exchanges: whole, by the stretches alone, and a grid of other parts."""
+    """Over lengths of transfers, compute and exchanges: whole, and a grid of other parts."""
     draw = np.random.default_rng(0)
     for _ in range(200):
         experts, between, exchange = draw.uniform(0.05, 1, 3)
         length = draw.uniform(0.01, 4)
         stretches = experts + between
-        chosen = split_shares(length / stretches, experts / stretches)
-        others = [experts / stretches, *np.linspace(0, 1, 21)]
-        delay = _delay(length, chosen, experts, between, exchange)
+        delay = _delay(length, (experts / stretches, between / stretches), experts, between, exchange)
+        others = np.linspace(0, 1, 21)
         assert delay <= min(_delay(length, (first, 1 - first), experts, between, exchange) for first in others) + 1e-9
         assert delay == pytest.approx(max(0.0, length - stretches))
 

@@ -2,44 +2,22 @@
 
 Transfers leave the links to the exchanges of tokens (Pro-Prophet, arXiv 2411.10003, section V). Two stretches of
 compute follow each other, the experts and what lies between two MoE layers, with an exchange before each. A transfer is
-posted in two parts when they begin: as much as the first stretch hides, and the rest (`split_shares`). If exchange and
-transfer halve a link's speed for each other while both are under way, no other way ends the second exchange and the
-transfer sooner. Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), its turns are posted one at
+posted in two parts when they begin, in proportion to their lengths. If exchange and transfer halve a link's speed for
+each other while both are under way, no other way ends the second exchange and the transfer sooner, whatever the
+transfer takes. Where all streams of a GPU share one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), its turns are posted one at
 a time instead, with compute in between. All ranks of a group post the same turns at the same points, which gives them
 one order.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from balancing.experts.engine.relay import Hop, Relay
 
-__all__ = ["Postings", "TransferLengths", "split_shares"]
-
-
-class TransferLengths(NamedTuple):
-    """How long the transfers of a layer take on the busiest link, over the forward compute from one MoE layer to the
-    next: the experts and what lies between. Where links are not known, as long as what they are to hide under.
-
-    weights: to the replicas. gradients: back.
-    """
-
-    weights: float = 1.0
-    gradients: float = 2.0
-
-
-def split_shares(length: float, first: float) -> tuple[float, float]:
-    """Parts of a transfer to post at the beginning of two stretches of compute.
-
-    length: of the transfer over both stretches together.
-    first: part of both stretches that the first one is.
-    """
-    at_once = first / length if length > first else 1.0
-    return at_once, 1 - at_once
+__all__ = ["Postings"]
 
 
 @dataclass
@@ -117,13 +95,10 @@ class Postings:
             for posting in self._left:
                 posting.post_part()
 
-    def shares(self, length: float, *, begins_with_experts: bool) -> tuple[float, float]:
-        """Parts of a transfer in two stretches of compute that follow each other.
-
-        length: of the transfer over both stretches together.
-        """
+    def shares(self, *, begins_with_experts: bool) -> tuple[float, float]:
+        """Parts of a transfer in two stretches of compute that follow each other."""
         of_experts = self._expert_share or 0.0
-        return split_shares(length, of_experts if begins_with_experts else 1 - of_experts)
+        return (of_experts, 1 - of_experts) if begins_with_experts else (1 - of_experts, of_experts)
 
     def _drop_posted(self) -> None:
         self._left = [posting for posting in self._left if not posting.relay.is_posted]

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from balancing.clock import CpuClock, CudaClock, DeviceClock
 from balancing.experts.engine.chains import Chain, Numbers, chains_of, hops_of
-from balancing.experts.engine.posting import Postings, TransferLengths
+from balancing.experts.engine.posting import Postings
 from balancing.experts.engine.relay import Hop, Relay, split_pieces
 from balancing.experts.engine.weights import Parameters, WeightFormat, WeightLayout
 from balancing.experts.placement import ReplicaPlacement
@@ -107,7 +107,6 @@ class _Layer:
     weights: of the buffer, [slot, numbers of an expert].
     leaves: [slot] -> the replica's parameters, in the memory of `weights`.
     chains: of its experts with replicas.
-    lengths: of its transfers.
     fetching: weights in flight.
     accumulated: gradients of this rank's replicas, [slot, numbers of an expert]; None before the first ones.
     reduction: gradients in flight.
@@ -120,16 +119,15 @@ class _Layer:
     weights: torch.Tensor
     leaves: list[list[torch.Tensor]]
     chains: list[Chain] = field(default_factory=list)
-    lengths: TransferLengths = field(default_factory=TransferLengths)
     fetching: list[Relay] = field(default_factory=list)
     accumulated: torch.Tensor | None = None
     reduction: _Reduction | None = None
     backwards: int = 0
     moved_bytes: int = 0
 
-    def begin_step(self, chains: list[Chain], lengths: TransferLengths) -> None:
-        """Begin an iteration with replicas in `chains`, whose transfers take `lengths`."""
-        self.chains, self.lengths, self.backwards, self.moved_bytes = chains, lengths, 0, 0
+    def begin_step(self, chains: list[Chain]) -> None:
+        """Begin an iteration with replicas in `chains`."""
+        self.chains, self.backwards, self.moved_bytes = chains, 0, 0
 
     @property
     def replicas(self) -> list[list[torch.Tensor]]:
@@ -245,25 +243,19 @@ class ReplicaSlots:
 
     # Trans.
 
-    def begin_step(
-        self,
-        placements: Sequence[ReplicaPlacement],
-        micro_batches: int,
-        lengths: Sequence[TransferLengths] | None = None,
-    ) -> None:
+    def begin_step(self, placements: Sequence[ReplicaPlacement], micro_batches: int) -> None:
         """Begin an iteration, whose weights are final or being gathered: send those of the first layer with replicas.
 
         placements: one for each layer, with homes in contiguous blocks.
         micro_batches: number of backward passes of each layer in this iteration.
-        lengths: of each layer's transfers, the same on all ranks; None if they are not known.
         """
         in_flight = any(layer.fetching or layer.reduction for layer in self._layers)
         assert not (in_flight or self._leaving or self._passed), "transfers of the last iteration are not finished"
         self._waits.clear()
         self._content = [None] * len(self._content)
         self._micro_batches = micro_batches
-        for number, (layer, placement) in enumerate(zip(self._layers, placements, strict=True)):
-            layer.begin_step(chains_of(placement, self._rank), lengths[number] if lengths else TransferLengths())
+        for layer, placement in zip(self._layers, placements, strict=True):
+            layer.begin_step(chains_of(placement, self._rank))
         first = self._first_used(range(len(self._layers)))
         if first is not None:
             self.prefetch(first)
@@ -357,8 +349,7 @@ class ReplicaSlots:
     def _prefetch_after(self, number: int, forward: bool) -> None:
         following = self._first_used(range(number + 1, len(self._layers)) if forward else range(number - 1, -1, -1))
         if following is not None and self._layers[following].buffer != self._layers[number].buffer:
-            length = self._layers[following].lengths.weights / (1 if forward else 2)  # of compute
-            self.prefetch(following, self._postings.shares(length, begins_with_experts=True))
+            self.prefetch(following, self._postings.shares(begins_with_experts=True))
 
     def _first_used(self, numbers: range) -> int | None:
         return next((number for number in numbers if self.is_used(number)), None)
@@ -449,11 +440,15 @@ class ReplicaSlots:
         self._statistics.gradient_bytes += sum(hop.sent_bytes for hop in hops)
         size = self._size * self._gradient_dtype.itemsize
         layer.moved_bytes += sum(chain.replicas for chain in layer.chains) * size
-        # An exchange of tokens comes first. Backward compute takes twice as long, and after the first layer's there are
-        # no experts any more.
-        length = layer.lengths.gradients / 2 if number else 0.0
-        shares = 0.0, *self._postings.shares(length, begins_with_experts=False)
-        layer.reduction = _Reduction(self._relay(hops, layer.chains, self._like_gradients, shares), received)
+        layer.reduction = _Reduction(
+            self._relay(hops, layer.chains, self._like_gradients, self._gradient_shares(number)), received
+        )
+
+    def _gradient_shares(self, number: int) -> Sequence[float]:
+        """Parts of the gradients of layer `number` to post now and at each `begin_compute` that follows."""
+        if not number:  # no experts follow, and what does cannot hide what takes long
+            return (1.0,)
+        return 0.0, *self._postings.shares(begins_with_experts=False)  # an exchange of tokens comes first
 
     def _empty_gradient(self) -> torch.Tensor:
         """Memory for the gradients of an expert."""

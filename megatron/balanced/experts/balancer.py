@@ -33,7 +33,6 @@ from megatron.balanced.experts.planning import (
     ReplicaPlanner,
     check_same_plans,
     expert_share,
-    transfer_lengths,
 )
 from megatron.balanced.experts.quantized_weights import copied_bytes, weight_format
 from megatron.balanced.experts.replay import check_loads, gather_loads
@@ -166,10 +165,8 @@ class ExpertBalancer(StepCallback):
                     layer.routed = partial(self._submit, chunk, layer)
 
     def _chunk(self, ddp: torch.nn.Module, layers: list[BalancedMoELayer]) -> ExpertChunk:
-        share, lengths = expert_share(self._job, self._model_config, layers), None
-        if self._machine is not None and share is not None:
-            lengths = transfer_lengths(self._job, self._model_config, self._cluster, layers, share)
-        return ExpertChunk(ddp, layers, self._process_group, self._shared, share, lengths)
+        share = expert_share(self._job, self._model_config, layers)
+        return ExpertChunk(ddp, layers, self._process_group, self._shared, share)
 
     def _layers_of_model(self) -> list[list[BalancedMoELayer]]:
         models = unwrap_model(self._model)

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from balancing.experts.engine.posting import TransferLengths
 from balancing.experts.engine.slots import HomeExperts, ReplicaSlots
-from balancing.experts.placement import ReplicaPlacement
 from megatron.balanced.experts.moe_layer import BalancedMoELayer
 from megatron.balanced.experts.quantized_weights import weight_format
 from megatron.balanced.experts.te_grouped_mlp import ReplicatedTEGroupedMLP, home_parameters
@@ -37,7 +35,6 @@ class ExpertChunk:
     layers: its MoE layers, in model order, at least one.
     process_group: expert-parallel group, used for nothing else at the same time.
     shared, expert_share: as in `ReplicaSlots`.
-    lengths: of the transfers of a placement; None if links are not known.
     """
 
     def __init__(
@@ -47,9 +44,8 @@ class ExpertChunk:
         process_group: dist.ProcessGroup,
         shared: bool,
         expert_share: float | None,
-        lengths: Callable[[ReplicaPlacement], TransferLengths] | None,
     ):
-        self.layers, self._lengths = layers, lengths
+        self.layers = layers
         self._waiting: dict[int, dict[torch.nn.Parameter, Callable[[], None]]] = {}
         homes = [home_parameters(layer.experts) for layer in layers]
         self.slots = ReplicaSlots(
@@ -180,8 +176,7 @@ class ExpertChunk:
             for bucket_group in self._gathers:
                 bucket_group.start_param_sync()
         placements = [layer.placement for layer in self.layers]
-        lengths = [*map(self._lengths, placements)] if self._lengths else None
-        self.slots.begin_step(placements, get_num_microbatches(), lengths)
+        self.slots.begin_step(placements, get_num_microbatches())
 
     def end_backward(self) -> None:
         self.slots.end_step()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from balancing.cluster import Cluster
 from balancing.experts import ExpertShape, LoadHistory, ReplicaPlacement, plan_with_gain
 from balancing.experts.config import ExpertConfig
-from balancing.experts.cost import copy_seconds
-from balancing.experts.engine.posting import TransferLengths
 from balancing.experts.split.placed_split import SplitTables
 from balancing.ranges import named
 from balancing.worker import Worker
@@ -39,7 +37,6 @@ __all__ = [
     "ReplicaPlanner",
     "check_same_plans",
     "expert_share",
-    "transfer_lengths",
 ]
 
 
@@ -289,24 +286,3 @@ def expert_share(job: Job, model: TransformerConfig, layers: list[BalancedMoELay
     between = (last.index - first.index) / (len(layers) - 1) if len(layers) > 1 else 1
     shared = 6 * model.hidden_size * (model.moe_shared_expert_intermediate_size or 0)
     return experts / (experts + between * _attention_flops(job, model) + shared)
-
-
-def transfer_lengths(
-    job: Job, model: TransformerConfig, cluster: Cluster, layers: list[BalancedMoELayer], share: float
-) -> Callable[[ReplicaPlacement], TransferLengths]:
-    """How long the transfers of a placement take, as `ReplicaSlots` takes it.
-
-    cluster: speeds and links of the expert-parallel group.
-    share: the `expert_share` of the layers.
-    The other parameters are those of `expert_share`.
-    """
-    first, shape = layers[0], _expert_shape(layers[0])
-    tokens = _tokens(job, model) * first.token_dispatcher.tp_size * first.config.moe_router_topk
-    compute = tokens * shape.forward_seconds(cluster) / share
-
-    @lru_cache(maxsize=2 * len(layers))  # placements stay for several iterations
-    def lengths(placement: ReplicaPlacement) -> TransferLengths:
-        copied = copy_seconds(placement, cluster) / compute
-        return TransferLengths(copied * shape.weight_bytes, copied * shape.parameters * shape.gradient_bytes)
-
-    return lengths
