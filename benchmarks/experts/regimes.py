@@ -13,7 +13,7 @@ with made-up loads that drift from step to step, on the machine of `benchmarks.e
 
 Even loads are 100 %. More is possible, since replicas keep tokens in their node. Emulated experts compute whole tiles,
 modelled ones do not. "Exact" compares plans with the best of all placements where these can be counted: 2 nodes of 2
-ranks, 8 experts, one slot. The full table takes a quarter of an hour of a quiet machine, --quick three minutes,
+ranks, 8 experts, one slot. The full table takes twenty minutes of a quiet machine, --quick three minutes,
 --modelled seconds. Exit code 1 where `chosen` is more than a point below the better of whole, in parts and none.
 """
 
