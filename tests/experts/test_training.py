@@ -141,7 +141,7 @@ def _begins_of_compute(argv: list[str]) -> dict[str, int]:
     begin, begins = ReplicaSlots.begin_compute, Counter[str]()
 
     def begin_compute(slots: ReplicaSlots) -> None:
-        first, _ = slots._postings.shares(1.0, begins_with_experts=True)
+        first, _ = slots._postings.shares(begins_with_experts=True)
         assert 0.1 < first < 0.9
         frame = sys._getframe(1)
         if frame.f_code is BalancedMoELayer._begin_compute.__code__:
@@ -162,17 +162,6 @@ def test_parts_of_transfers_are_posted_when_compute_begins(pool):
     for begins in pool.run(2, _begins_of_compute, argv):
         assert begins["postprocess"] == begins["backward"] == passes
         assert begins["acquire"] > passes / 2, "hardly anything was replicated, so nothing was tested"
-
-
-LINKS = {  # on which a copy pays for itself
-    "nodes": 1,
-    "ranks_per_node": 2,
-    "nics_per_node": 1,
-    "intra_node_bandwidth": 1e12,
-    "nic_bandwidth": 1e12,
-    "flops": 1e6,
-    "memory": 1e12,
-}
 
 
 def _first_gathers(argv: list[str]) -> list[list[bool]]:
