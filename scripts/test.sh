@@ -20,6 +20,7 @@ install_apart emerging_optimizers
 install_apart megatron_bridge
 install_apart verl
 install_apart megatron_core
+install_apart megatron_core_0_18
 cd "$repository"
 
 "$python" --version

@@ -143,7 +143,7 @@ def _train(vendor: str, mode: str) -> tuple[list[float], list[int], str, list[di
     return told, numbers, type(engine).__mro__[1].__name__, [event() for event in events]
 
 
-@pytest.mark.parametrize("mode", ["padded", "offloaded"])
+@pytest.mark.parametrize("mode", ["padded", "offloaded", "packed"])
 def test_train_batch_balances_and_changes_no_number(bridge, mode):
     balanced, plain = (bridge.run(RANKS, _train, vendor, mode) for vendor in ("balanced", ""))
     for (losses, numbers, engine, _), (expected, same, unbalanced, told) in zip(balanced, plain, strict=True):
