@@ -17,7 +17,6 @@ NAME, RANKS, STEPS = "megatron_core_0_18", 4, 6
 
 def _run(folder: Path, balanced: bool) -> None:
     """On each rank: train, and write the version, losses, where layers end, and what was moved."""
-    import megatron.core
     import torch
     import torch.distributed as dist
 
@@ -25,6 +24,8 @@ def _run(folder: Path, balanced: bool) -> None:
     from tests.support.set_clock import SetClock, slow_layers
 
     slow_layers(SetClock().install(), lambda number: (1.0, 2.0))
+    import megatron.core  # after the example has chosen the device
+
     torch.set_default_dtype(torch.float64)
     losses, _, layout, events = train(STEPS, folder, balanced=balanced, dtype=torch.float64)
     moved = [(event["balancer"], int(event["moved_bytes"])) for event in events]
