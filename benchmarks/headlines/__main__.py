@@ -90,7 +90,7 @@ class _Pipeline:
         uniform = plan(method="uniform")
         return {
             "none": uniform,
-            "paper": plan(current=uniform, method="diffusion", micro_batches=self.micro_batches),
+            "paper": plan(current=uniform, method="diffusion"),
             "rival": deepspeed_plan(np.ones(self.cost.layers), 8, embedding=self.ends, head=self.ends),
             "ours": refine_plan(plan(), self.cost, self.micro_batches),
         }

@@ -133,7 +133,7 @@ def _other_planners(ranks: int) -> None:
     load = sampled_load(zipf_popularity(256, group, 2.0, random), group, 32768, random)
     few, expert = Cluster.from_spec("h100-8x400g", group), ExpertShape(7168, 2048, 2)
     experts, _ = _timed(partial(plan_replicas, load, few, slots=slots, shape=expert, hidden_under=1e-3), 3)
-    layers, _ = _timed(partial(plan_stages, np.linspace(1, 2, 128), 32, micro_batches=128), 3)
+    layers, _ = _timed(partial(plan_stages, np.linspace(1, 2, 128), 32), 3)
     print(f"{ranks:7,}{experts:12.1f}{layers:9.1f}", flush=True)
 
 

@@ -53,7 +53,7 @@ def test_a_plain_loop_balances_and_changes_no_number(tmp_path):
     plain, balanced = (_train(tmp_path / name, first, name == "balanced") for name in ("plain", "balanced"))
     moved = dict.fromkeys(("experts", "sequences", "layers"), 0)
     for (found, losses, layout, events), (_, expected, at_first, nothing) in zip(balanced, plain, strict=True):
-        assert found == version(NAME, "megatron_core")
+        assert found.partition("+")[0] == version(NAME, "megatron_core")
         np.testing.assert_allclose(losses, expected, rtol=1e-12)
         assert layout != at_first and not nothing
         for balancer, size in events:

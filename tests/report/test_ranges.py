@@ -42,7 +42,8 @@ def _profiled(argv: list[str]) -> set[str]:
 
 def test_a_profile_of_a_run_has_the_names(pool, tmp_path):
     data = " ".join(write_documents(tmp_path / "documents", heavy_tailed(400, seed=1)))
-    flags = f"{EXPERTS} {PP2} {CP2} --balance-experts {settings('experts', min_gain=0)} --balance-layers"
+    zones = settings("sequences", planner="zones")  # whose ranks have other tokens outside of attention
+    flags = f"{EXPERTS} {PP2} {CP2} {zones} --balance-experts {settings('experts', min_gain=0)} --balance-layers"
     argv = [*base("cpu", data=data), *flags.split()]
     report = ["--balance-report", str(tmp_path / "report")]
     with_report = pool.run(4, _profiled, argv + report)

@@ -46,7 +46,7 @@ def _megatron() -> list[str]:
     assert check_megatron() == []
     for patch in patches.PATCHES:
         patches.check(patch)
-    return [megatron.core.__version__, MEGATRON_VERSIONS[0]]
+    return [megatron.core.__version__.partition("+")[0], MEGATRON_VERSIONS[0]]  # in a checkout it names the commit
 
 
 def _check_all_at_once(pool: Pool, tmp_path: Path) -> None:
