@@ -29,7 +29,7 @@ from benchmarks.layers.traces import TRACES, trace
 __all__ = ["Row", "main", "measure", "slowed"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-_ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 _LAYERS, _MICRO_BATCHES, _STEP = 48, 32, 6.0
 _BOUND = 0.05
 _FILLED = "optimal, filled"
@@ -100,7 +100,7 @@ def measure(
         pipelines.append(pipeline | {"micro_batches": micro_batches, "repeats": repeats})
     with EmulatedCluster(1, stages) as cluster:
         arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(pipelines)]
-        run = cluster.run("-W", arguments, timeout=280, environment=_ENVIRONMENT)
+        run = cluster.run("-W", arguments, timeout=280, environment=ENVIRONMENT)
     return [min(seconds) for seconds in json.loads(run.output[0][-1])]
 
 

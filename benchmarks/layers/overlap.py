@@ -1,6 +1,6 @@
 """Partitions by what layers cost serially, by what they compute, and by their share of a step with overlapped messages.
 
-    python -m benchmarks.layers.overlap [--quick] [--json FILE]
+    python -m benchmarks.layers.overlap [--quick] [--emulated] [--json FILE]
 
 4 and 8 stages of 2 chunks, 32 micro-batches. With `--overlap-moe-expert-parallel-comm` Megatron-LM runs the forward
 pass of one micro-batch in turn with the backward pass of another, layer by layer, on one stream for computation and one
@@ -19,6 +19,10 @@ training measures (`balancing.report.exposed`) in the simulated events, under eq
 to three times under the plan before. As in training, a plan that makes the step longer is taken back. Columns s, c and
 m are these three: speedups over equal numbers of layers with overlap and without, and for the step with overlap what
 the planner predicts with these costs, over the simulated step. Takes half a minute.
+
+--emulated runs the steps of "dense half" with messages of 2.0 on 4 emulated ranks instead: Megatron-LM's own
+interleaved schedule over gloo, with overlap and without, each call as a timed wait for as long as it takes in the
+simulation. Takes two minutes on two idle cores.
 """
 
 import argparse
@@ -28,6 +32,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -40,12 +45,14 @@ from balancing.layers.load import join_ranks, layer_seconds
 from balancing.layers.plan import plan_stages
 from balancing.report import RankRecord, Span
 from balancing.report.exposed import exposed_spans
+from benchmarks.emulated import EmulatedCluster
+from benchmarks.layers.emulated import ENVIRONMENT
 
 __all__ = ["Model", "Row", "measured_cost", "overlapped_step", "rows"]
 
 _CHUNKS, _MICRO_BATCHES = 2, 32
 _IN_PARTS = Schedule(in_parts=True)
-_ROUNDS = 3
+_ROUNDS, _EMULATED_STEP = 3, 5.0
 _SHARES = (0.5, 1.0, 2.0)
 
 
@@ -223,35 +230,89 @@ class Row:
     predicted: tuple[float, ...]
 
 
-def _at(case: str, stages: int, share: float, model: Model) -> Row:
-    def plan(cost: LayerSeconds, schedule: Schedule) -> StagePlan:
-        return plan_pipeline(cost, Pipeline(stages, _MICRO_BATCHES, _CHUNKS, schedule))
-
+def _partitions(model: Model, stages: int) -> tuple[StagePlan, dict[str, tuple[LayerSeconds, StagePlan]]]:
+    """Equal numbers of layers; and costs and partition for the step with overlap by each kind of costs."""
     equal = plan_stages(np.ones(model.layers), stages, virtual=_CHUNKS, method="uniform")
-    serially, computed = model.cost(messages=True), model.cost(messages=False)
-    first = measured = measured_cost(model, equal)
-    shares = equal
+    measured, shares = measured_cost(model, equal), equal
     for _ in range(_ROUNDS):
-        found = plan(measured, _IN_PARTS)
+        found = _plan(measured, stages, _IN_PARTS)
         if overlapped_step(model, found) >= overlapped_step(model, shares):
             break
         shares, measured = found, measured_cost(model, found)
-    costs = serially, computed, measured
-    plans = plan(serially, _IN_PARTS), plan(computed, _IN_PARTS), shares
-    steps = [overlapped_step(model, each) for each in plans]
-    predicted = [
-        cost.step_seconds(each, _MICRO_BATCHES, schedule=_IN_PARTS) for cost, each in zip(costs, plans, strict=True)
-    ]
-    alone = [serially.step_seconds(plan(cost, Schedule()), _MICRO_BATCHES) for cost in costs]
+    by = {
+        name: (cost, _plan(cost, stages, _IN_PARTS))
+        for name, cost in (("serial", model.cost(messages=True)), ("computed", model.cost(messages=False)))
+    }
+    return equal, by | {"measured": (measured, shares)}
+
+
+def _plan(cost: LayerSeconds, stages: int, schedule: Schedule) -> StagePlan:
+    return plan_pipeline(cost, Pipeline(stages, _MICRO_BATCHES, _CHUNKS, schedule))
+
+
+def _at(case: str, stages: int, share: float, model: Model) -> Row:
+    equal, partitions = _partitions(model, stages)
+    serially, computed = model.cost(messages=True), model.cost(messages=False)
+    steps = [overlapped_step(model, plan) for _, plan in partitions.values()]
+    predicted = [cost.step_seconds(plan, _MICRO_BATCHES, schedule=_IN_PARTS) for cost, plan in partitions.values()]
+    alone = [serially.step_seconds(_plan(cost, stages, Schedule()), _MICRO_BATCHES) for cost, _ in partitions.values()]
+    exposed = measured_cost(model, equal).total - computed.total
     return Row(
         case,
         stages,
         share,
-        exposed=float((first.total - computed.total).sum() / (4 * model.message).sum()),
+        exposed=float(exposed.sum() / (4 * model.message).sum()),
         overlapped=tuple(overlapped_step(model, equal) / each for each in steps),
         serial=tuple(serially.step_seconds(equal, _MICRO_BATCHES) / each for each in alone),
         predicted=tuple(said / each for said, each in zip(predicted, steps, strict=True)),
     )
+
+
+def _emulate() -> list[dict[str, Any]]:
+    """Steps on emulated ranks and in the simulation, in seconds."""
+    stages = 4
+    model = dict(_models(2.0))["dense half"]
+    equal, partitions = _partitions(model, stages)
+    serially = model.cost(messages=True)
+    jobs, table = [], []
+    zeros = [[0.0] * _CHUNKS] * stages
+    for overlap in (True, False):
+        plans = {"equal": equal} | {
+            name: plan if overlap else _plan(cost, stages, Schedule()) for name, (cost, plan) in partitions.items()
+        }
+        slower = 0.0
+        for name, plan in plans.items():
+            simulated = overlapped_step(model, plan) if overlap else serially.step_seconds(plan, _MICRO_BATCHES)
+            slower = slower or _EMULATED_STEP / simulated
+            table.append({"overlap": overlap, "partition": name, "simulated": simulated * slower})
+            job: dict[str, Any] = {"forward": zeros, "backward": zeros, "micro_batches": _MICRO_BATCHES, "repeats": 2}
+            if overlap:
+                chunks = [[_bounds(plan, stage, chunk) for chunk in range(_CHUNKS)] for stage in range(stages)]
+                job["calls"] = [
+                    [[model.calls(ahead, back).seconds * slower for back in (*own, None)] for ahead in (*own, None)]
+                    for own in chunks
+                ]
+            else:
+                forward, backward = serially.stage_seconds(plan)
+                job |= {"forward": (forward * slower).tolist(), "backward": (backward * slower).tolist()}
+            jobs.append(job)
+    with EmulatedCluster(1, stages) as cluster:
+        arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(jobs)]
+        run = cluster.run("-W", arguments, timeout=280, environment=ENVIRONMENT)
+    for row, seconds in zip(table, json.loads(run.output[0][-1]), strict=True):
+        row["measured"] = min(seconds)
+    return table
+
+
+def _print_emulated(table: list[dict[str, Any]]) -> None:
+    print(f"{'':22}  measured  simulated  ratio  speedup  simulated")
+    for row in table:
+        equal = next(each for each in table if each["overlap"] == row["overlap"])
+        name = f"{'overlap' if row['overlap'] else 'without'}, {row['partition']}"
+        gains = (equal[kind] / row[kind] for kind in ("measured", "simulated"))
+        ratio = row["measured"] / row["simulated"]
+        print(f"{name:22}  {row['measured']:6.3f} s  {row['simulated']:7.3f} s  {ratio:.3f}", end="")
+        print(*(f"  {gain:7.3f}" for gain in gains))
 
 
 def rows(stages: Sequence[int] = (4, 8), shares: Sequence[float] = _SHARES) -> list[Row]:
@@ -263,8 +324,15 @@ def rows(stages: Sequence[int] = (4, 8), shares: Sequence[float] = _SHARES) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four stages, one size of messages")
+    parser.add_argument("--emulated", action="store_true", help="steps on emulated ranks")
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args()
+    if args.emulated:
+        emulated = _emulate()
+        _print_emulated(emulated)
+        if args.json:
+            write_text(args.json, json.dumps(emulated, indent=1) + "\n")
+        return
     found = rows((4,), (1.0,)) if args.quick else rows()
     table = Table("", "stages", "messages", "exposed", "overlap: s", "c", "m", "without: s", "c", "m", "predicted: s",
                   "c", "m", box=None)  # fmt: skip
