@@ -257,7 +257,9 @@ def run_schedule(
         alone = dist.new_group([each], timeout=_TIMEOUT)
         if each == rank:
             groups.tp = groups.cp = alone
-    parallel_state._CONTEXT_PARALLEL_GROUP = groups.cp  # where the schedule of calls in parts looks for it
+    # Where the schedule of calls in parts looks for them.
+    parallel_state._CONTEXT_PARALLEL_GROUP, parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = groups.cp, groups.pp
+    parallel_state._PIPELINE_GLOBAL_RANKS = list(range(ranks))
     seconds = []
     fills = weight_gradient is not None
     for repeat in range(repeats + 1):
