@@ -280,21 +280,21 @@ def _emulate() -> list[dict[str, Any]]:
         plans = {"equal": equal} | {
             name: plan if overlap else _plan(cost, stages, Schedule()) for name, (cost, plan) in partitions.items()
         }
-        slower = 0.0
+        stretch = 0.0
         for name, plan in plans.items():
             simulated = overlapped_step(model, plan) if overlap else serially.step_seconds(plan, _MICRO_BATCHES)
-            slower = slower or _EMULATED_STEP / simulated
-            table.append({"overlap": overlap, "partition": name, "simulated": simulated * slower})
+            stretch = stretch or _EMULATED_STEP / simulated
+            table.append({"overlap": overlap, "partition": name, "simulated": simulated * stretch})
             job: dict[str, Any] = {"forward": zeros, "backward": zeros, "micro_batches": _MICRO_BATCHES, "repeats": 2}
             if overlap:
                 chunks = [[_bounds(plan, stage, chunk) for chunk in range(_CHUNKS)] for stage in range(stages)]
                 job["calls"] = [
-                    [[model.calls(ahead, back).seconds * slower for back in (*own, None)] for ahead in (*own, None)]
+                    [[model.calls(ahead, back).seconds * stretch for back in (*own, None)] for ahead in (*own, None)]
                     for own in chunks
                 ]
             else:
                 forward, backward = serially.stage_seconds(plan)
-                job |= {"forward": (forward * slower).tolist(), "backward": (backward * slower).tolist()}
+                job |= {"forward": (forward * stretch).tolist(), "backward": (backward * stretch).tolist()}
             jobs.append(job)
     with EmulatedCluster(1, stages) as cluster:
         arguments = ["ignore", "-m", "benchmarks.emulated.paced", json.dumps(jobs)]
