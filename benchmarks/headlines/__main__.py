@@ -26,7 +26,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class _Pipeline:
     micro_batches: int
     ends: float
 
+    @cached_property
     def plans(self) -> dict[str, StagePlan]:
         plan = partial(plan_stages, self.cost.total, 8, head=sum(self.cost.head))
         uniform = plan(method="uniform")
@@ -100,7 +101,7 @@ class _Pipeline:
         times = {name: [each] for name, each in (*seconds.items(), ("limit", self.micro_batches * slowest))}
         reason = "four micro-batches a stage fill and drain too long" if self.name == "layer freezing " else ""
         if how == "emulated" and not reason:
-            none, ours = (self.cost.simulate(self.plans()[role], self.micro_batches) for role in ("none", "ours"))
+            none, ours = (self.cost.simulate(self.plans[role], self.micro_batches) for role in ("none", "ours"))
             reason = (
                 f"the plan gives {none.step_time / ours.step_time:.2f}, of which passes and messages cost the host some"
             )
@@ -122,18 +123,18 @@ def _pipelines() -> list[_Pipeline]:
 
 def _layers(progress: Progress) -> Iterator[Row]:
     for one in progress.track(_pipelines(), description="layers"):
-        steps = {role: one.cost.simulate(plan, one.micro_batches) for role, plan in one.plans().items()}
+        steps = {role: one.cost.simulate(plan, one.micro_batches) for role, plan in one.plans.items()}
         yield one.row("simulated", {role: step.step_time for role, step in steps.items()})
 
 
 def _layers_emulated() -> Iterator[Row]:
     for count in _STEP:
         known = [one for one in _pipelines() if one.micro_batches == count]
-        jobs = {(one.name, one.setting, plan): one.cost for one in known for plan in one.plans().values()}
+        jobs = {(one.name, one.setting, plan): one.cost for one in known for plan in one.plans.values()}
         found = layers_emulated.measure(8, [(cost, plan, 0.0) for (*_, plan), cost in jobs.items()], 1, count)
         seconds = dict(zip(jobs, found, strict=True))
         for one in known:
-            own = {role: seconds[one.name, one.setting, plan] for role, plan in one.plans().items()}
+            own = {role: seconds[one.name, one.setting, plan] for role, plan in one.plans.items()}
             yield one.row("emulated", own)
 
 

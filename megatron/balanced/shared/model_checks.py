@@ -117,7 +117,9 @@ def _check_configs(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any)
     known: dict[str, Any] = {}
     for config in (get_model_config(chunks[0]), chunks[0].ddp_config, getattr(optimizer, "config", None)):
         known |= {} if config is None else vars(config)
-    known = {name: _DTYPES.get(value, value) if _is_dtype(value) else value for name, value in known.items()}
+    known = {
+        name: _DTYPES.get(value, value) if isinstance(value, torch.dtype) else value for name, value in known.items()
+    }
     if not known.get("fp8"):
         known.pop("fp8_recipe", None)
     rows = [row for row in refused(known, _FEATURES.get(kind, ())) if row.flag not in {row.flag for row in _GRAPHS}]
@@ -126,7 +128,3 @@ def _check_configs(kind: str, chunks: Sequence[torch.nn.Module], optimizer: Any)
         row = rows[0]
         instead = re.sub(r"--[a-z0-9-]+", lambda flag: flag[0][2:].replace("-", "_"), row.instead)
         raise ValueError(f"{kind} is incompatible with {row.flag}={known[row.flag]}: {row.why}; {instead}")
-
-
-def _is_dtype(value: object) -> bool:
-    return isinstance(value, torch.dtype)
