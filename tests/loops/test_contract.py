@@ -3,9 +3,11 @@
 As reinforcement learning does, it repeats: offload for a rollout, a pass for log-probabilities that records the
 routing, and training steps that replay it. Schedules have other numbers of micro-batches from step to step, and a step
 may have several. Sequences are ragged and packed, with an advantage for each token. The loop looks schedules up itself,
-has torch's optimizer, and finalizes gradients by hand.
+has torch's optimizer, and finalizes gradients by hand. Replicas are planned after a step has ended, as they are where
+hosts are busy.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,7 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
 
     from balancing.cluster import Cluster
     from balancing.experts.config import ExpertConfig
+    from megatron.balanced.experts import planning
     from megatron.balanced.experts.replay import count_routed
     from megatron.balanced.loop import Balancers, ExpertBalancer, SequenceBalancer
     from megatron.balanced.shared.job import Job
@@ -60,6 +63,14 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     model.config.no_sync_func = model.no_sync if overlap else None
     plain, events, refused = get_forward_backward_func(), [], []
+    ended, plan = threading.Event(), planning.plan_with_gain
+
+    def plan_late(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert ended.wait(60)
+        return plan(*args, **kwargs)
+
+    planning.plan_with_gain = plan_late
     if balanced:
         told: Any = {"job": Job(LONGEST, 1, 5), "report": events.append}
         # So slow that even these short sequences are worth a move.
@@ -100,6 +111,10 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
         found.extend(float(each["loss"]) for each in given)
         found.extend(float(each["log_probabilities"].sum()) for each in given)
         assert sum(type(module) is MoELayer for module in model.modules()) == 2, "not the plain model"
+        if balanced and not forward_only:
+            ended.set()
+            experts._planner.wait()
+            ended.clear()
 
     for rollout in range(ROLLOUTS):
         numbers = [*range(rollout * MICRO_BATCHES[steps], (rollout + 1) * MICRO_BATCHES[steps])]
@@ -132,6 +147,7 @@ def _train(balanced: bool, steps: str) -> tuple[list[float], dict[str, np.ndarra
         assert not numbers
         RouterReplay.clear_global_indices()
     if balanced:
+        experts._planner.adopt()  # raises what a plan has raised
         balancers.close()
     assert get_forward_backward_func() is plain
     return found, named_weights([model.module]), [event() for event in events], refused

@@ -239,7 +239,7 @@ class BalancedMoELayer(MoELayer):
         kernels_split(self.placement, self.device)  # compiles them now, and not in a step
 
     def tables(self, placement: ReplicaPlacement) -> SplitTables:
-        """What splits over `placement` read, for `place_layers`. Any thread may call it."""
+        """What splits over `placement` read, for `place_layers`."""
         return SplitTables(placement, self.device)
 
     def place(self, placement: ReplicaPlacement) -> None:

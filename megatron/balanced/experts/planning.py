@@ -193,6 +193,7 @@ class ReplicaPlanner:
                 "first": overlap.first,
                 "micro_batches": self._micro_batches_served(),
             }
+        # Attributes alone: after its step, a layer of another loop has Megatron's class, without the methods of ours.
         alone, config = layer.without_replicas, self._config
         plan = plan_with_gain if self._worker is None else partial(self._worker.call, plan_with_gain)
         placement = plan(
@@ -204,7 +205,7 @@ class ReplicaPlanner:
             method=config.planner,
             **costs,
         )
-        tables = alone if placement is None else layer.tables(placement)
+        tables = alone if placement is None else SplitTables(placement, alone.device)
         tables.placement.digest()  # computed here, and kept
         return tables
 
