@@ -7,8 +7,8 @@ read from there, so that nothing is written twice. Runs follow each other, since
 above the noise of a figure is marked. Noise is that of repeated runs on a quiet machine: 3 to 5 % on the emulated
 cluster, points of a percentage in real training on two cores. Exit code 1 if anything is marked.
 
---quick takes the figures of README.md, with one emulated step instead of three, and ends in 20 minutes on two idle
-cores; all of them take an hour.
+--quick takes the figures of README.md, without peers and with fewer rounds, and ends in 20 minutes on two idle cores;
+all of them take an hour.
 """
 
 import argparse
@@ -92,9 +92,7 @@ def _experts_emulated(quick: bool) -> dict[str, float]:
     scale, emulated = Scale(16, 32, experts_emulated.EXPERT_SECONDS[16]), experts_emulated
     names = ["none", "quota"] if quick else ["quota on even load", "none", "shadow", "prophet", "quota"]
     variants = [emulated.VARIANTS[name] for name in (emulated.CEILING, *names)]
-    rows = {
-        row.method: row for row in emulated.measure(made_up_loads(scale, 4, 4, 1 if quick else 3), scale, variants)[0]
-    }
+    rows = {row.method: row for row in emulated.measure(made_up_loads(scale, 4, 4, 3), scale, variants)[0]}
     found = {name: row.speedup for name, row in rows.items()} | {"skew": rows["none"].imbalance}
     return found if quick else found | {"even": 100 / rows["quota on even load"].of_ceiling - 100}
 
@@ -125,12 +123,12 @@ def _layers_emulated(quick: bool) -> dict[str, float]:
 
 
 def _experts_training(quick: bool) -> dict[str, float]:
-    rows = {row["method"]: row for row in experts_training.measure(60, 24, 3)}
+    rows = {row["method"]: row for row in experts_training.measure(60, 24, 2 if quick else 3)}
     return {"saved": 100 * (1 - rows["on"]["ratio_to_baseline"])}
 
 
 def _sequences_training(quick: bool) -> dict[str, float]:
-    rows = {row["method"]: row for row in sequences_training.measure(*((4, 1) if quick else (12, 3)))}
+    rows = {row["method"]: row for row in sequences_training.measure(*((8, 2) if quick else (12, 3)))}
     return {"saved": 100 * (1 - rows["chunks"]["ratio_to_baseline"])}
 
 
@@ -169,9 +167,9 @@ RUNS = {
     "drift": Run("benchmarks.experts.plans", (0.5, 0.5), _experts_drift),
     "layers, emulated": Run("benchmarks.layers.emulated --cases 'early exit'", (1, 2), _layers_emulated),
     "sequences, emulated": Run("benchmarks.sequences.emulated", (4, 8), _sequences_emulated),
-    "experts, emulated": Run("benchmarks.experts.emulated --ranks 16", (3, 10), _experts_emulated),
-    "sequences, real": Run("benchmarks.sequences.training", (1, 3), _sequences_training),
-    "experts, real": Run("benchmarks.experts.training", (4, 4), _experts_training),
+    "experts, emulated": Run("benchmarks.experts.emulated --ranks 16", (5, 10), _experts_emulated),
+    "sequences, real": Run("benchmarks.sequences.training", (2, 3), _sequences_training),
+    "experts, real": Run("benchmarks.experts.training", (4, 6), _experts_training),
     "layers, real": Run("benchmarks.layers.training", (4, 4), _layers_training),
     "layers, planned": Run("benchmarks.layers.plans", (10, 10), _layers_plans),
 }

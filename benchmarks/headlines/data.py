@@ -63,7 +63,7 @@ HEADLINES = {
     "UltraEP, share of forced balance": Headline(0.946, "limit", "arXiv 2606.04101", "0.946 on GPUs"),
 }
 
-_CASES = "; ".join(f"{name.strip()}: {words}" for name, (words, _, _) in reach_settings().items())
+_CASES = "; ".join(f"{each.name}: {each.setting}" for each in reach_settings())
 SETTINGS = {
     "L1": "48 layers on 8 stages. DynMo publishes no setting; under these made-up costs its gain is there to be "
     f"had, since six of 48 layers, which static plans put into one stage, have nearly all work. {_CASES}. All "

@@ -37,6 +37,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -229,9 +230,20 @@ def _train(run: _Run, case: str, paper: float) -> Iterator[Row]:
                   target is None or reached >= target, more)  # fmt: skip
 
 
-def reach_settings() -> dict[str, tuple[str, LayerSeconds, int]]:
-    """How uneven layers must be for the paper's figures, 48 layers without a head unless it says so: the setting in
-    words, costs, and micro-batches of each stage."""
+class Reach(NamedTuple):
+    """How uneven layers must be for a figure of the paper.
+
+    name: of the scheme. setting: in words. times_stages: micro-batches for each stage.
+    """
+
+    name: str
+    setting: str
+    cost: LayerSeconds
+    times_stages: int
+
+
+def reach_settings() -> list[Reach]:
+    """48 layers, without a head unless the setting has one."""
     layers, place = 48, np.arange(48)
     ones = np.ones(layers)
 
@@ -239,42 +251,43 @@ def reach_settings() -> dict[str, tuple[str, LayerSeconds, int]]:
         return LayerSeconds(share, 2 * share, head=(head, 2 * head))
 
     front, back = place < 6, place >= 42
-    return {
-        "mixture of experts": (
-            "six neighbouring layers have rank max / mean 2.4, all others 1.2",
+    return [
+        Reach(
+            "mixture of experts", "six neighbouring layers have rank max / mean 2.4, all others 1.2",
             dense(0.4 + 0.6 * np.where(front, 2.4, 1.2)), 4,
         ),
-        "gradual pruning": (
-            "the last six layers keep their weights, the rest takes 8 % of the time",
+        Reach(
+            "gradual pruning", "the last six layers keep their weights, the rest takes 8 % of the time",
             dense(np.where(back, 1.0, 0.08)), 4,
         ),
-        "layer freezing": (
-            "all but the last six layers are frozen, 64 P micro-batches",
+        Reach(
+            "layer freezing", "all but the last six layers are frozen, 64 P micro-batches",
             LayerSeconds(ones, 2.0 * back), 64,
         ),
-        "layer freezing ": (
-            "the same with 4 P micro-batches", LayerSeconds(ones, 2.0 * back), 4,
+        Reach(
+            "layer freezing", "the same with 4 P micro-batches", LayerSeconds(ones, 2.0 * back), 4,
         ),
-        "sparse attention": (
-            "six layers attend to everything, the rest takes 6 % of the time", dense(np.where(front, 1.0, 0.06)), 4,
+        Reach(
+            "sparse attention", "six layers attend to everything, the rest takes 6 % of the time",
+            dense(np.where(front, 1.0, 0.06)), 4,
         ),
-        "early exit": ("5 % of the tokens are left after six layers", dense(np.where(front, 1.0, 0.05)), 4),
-        "mixture of depths": (
-            "every second layer takes 12.5 %, and a head of 2.5 layers",
+        Reach("early exit", "5 % of the tokens are left after six layers", dense(np.where(front, 1.0, 0.05)), 4),
+        Reach(
+            "mixture of depths", "every second layer takes 12.5 %, and a head of 2.5 layers",
             dense(np.where(place % 2 == 0, 1.0, 0.125), 2.5), 4,
         ),
-    }  # fmt: skip
+    ]  # fmt: skip
 
 
 def reach() -> Iterator[Row]:
     """Speedups of the best plans in `reach_settings`, 8 stages."""
-    for name, (setting, cost, times_stages) in reach_settings().items():
+    for name, setting, cost, times_stages in reach_settings():
         count = times_stages * _STAGES
         uniform = plan_stages(cost.total, _STAGES, method="uniform")
         plan = refine_plan(plan_stages(cost.total, _STAGES, head=sum(cost.head)), cost, count)
         seconds = cost.simulate(plan, count).step_time
-        speedup, paper = cost.simulate(uniform, count).step_time / seconds, TRACES[name.strip()][1]
-        yield Row("reach", f"{name.strip()}: {setting}", "optimal", seconds, "layers", speedup, speedup / paper,
+        speedup, paper = cost.simulate(uniform, count).step_time / seconds, TRACES[name][1]
+        yield Row("reach", f"{name}: {setting}", "optimal", seconds, "layers", speedup, speedup / paper,
                   more={"paper": paper})  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,8 @@ def _train(flags: Sequence[str], steps: Path | None, pace: Pace, quick: Collecti
     from megatron.balanced.trainer.train import train as run
 
     class Clock(StepCallback):
-        """Writes the seconds from the beginning of one step to that of the next, and tells routers the step."""
+        """Writes the seconds from the beginning of one step to that of the next, and tells routers the iteration of the
+        record. Each quick step begins the record again, so that the steps that count route alike in all runs."""
 
         began: float | None = None
 
@@ -193,14 +195,15 @@ def _train(flags: Sequence[str], steps: Path | None, pace: Pace, quick: Collecti
                 with steps.open("a") as file:
                     file.write(f"{now - self.began:.4f}\n")
             self.began = now
-            step[0] += 1
-            work.begin(_QUICK if step[0] in quick else 1.0)
+            warms_up = next(number) in quick
+            record[0] = 0 if warms_up else record[0] + 1
+            work.begin(_QUICK if warms_up else 1.0)
 
         def end_training(self) -> None:
             self.begin_step(0, None)
 
-    step, work = [-1], Work()
-    called = _pace(pace, step, work)
+    number, record, work = count(), [-1], Work()
+    called = _pace(pace, record, work)
     try:
         run(args, config, [Clock()], extension=model)
     finally:
@@ -209,10 +212,10 @@ def _train(flags: Sequence[str], steps: Path | None, pace: Pace, quick: Collecti
             os._exit(1)
 
 
-def _pace(pace: Pace, step: list[int], work: Work) -> set[str]:
+def _pace(pace: Pace, record: list[int], work: Work) -> set[str]:
     """Replace what takes time in the layers of this process, and what is uneven.
 
-    step: holds the number of the present one, from 0.
+    record: holds the recorded iteration whose routing the present step has.
     work: what this process waits by.
 
     Returns a set to which each of REPLACED is added when it is called.
@@ -251,10 +254,10 @@ def _pace(pace: Pace, step: list[int], work: Work) -> set[str]:
 
     def routing(self: Any, logits: torch.Tensor, *unused: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = logits.numel() // logits.shape[-1]
-        key = self.layer_number, tokens, step[0]
+        key = self.layer_number, tokens, record[0]
         if key not in maps:
             rank = mpu.get_expert_model_parallel_rank()
-            maps[key] = routing_map(routed(rank, self.layer_number - 1, tokens, pace.even, step[0]), TOP_K)
+            maps[key] = routing_map(routed(rank, self.layer_number - 1, tokens, pace.even, record[0]), TOP_K)
         chosen = maps[key]
         return (logits.reshape(tokens, -1) * 0 + 1 / TOP_K) * chosen, chosen
 

@@ -7,7 +7,7 @@ its training on long documents, with its first layers frozen:
 - Sequences: a micro-batch has 131,072 tokens of ProLong's mix of long and short documents
   (`balancing.whatif.lengths`).
 - Experts: routing as recorded while a small model trained (`benchmarks/traces/README.md`), another iteration in each
-  step.
+  step after one that warms up.
 
 A token of this workload stands for 32. Each unevenness can be forced even at the same total of work, so that the limit
 is a run like the others.
@@ -193,12 +193,13 @@ def _recorded() -> np.ndarray:
         return trace["counts"].astype(float)
 
 
-def routed(rank: int, layer: int, tokens: int, even: bool, step: int = 0) -> np.ndarray:
-    """int64 [expert], the assignments of a rank's tokens in a layer. rank: of the expert-parallel group."""
+def routed(rank: int, layer: int, tokens: int, even: bool, record: int = 0) -> np.ndarray:
+    """int64 [expert], the assignments of a rank's tokens in a layer. rank: of the expert-parallel group. record: the
+    recorded iteration."""
     if even:
         return np.full(EXPERTS, tokens * TOP_K // EXPERTS)
     recorded = _recorded()
-    share = recorded[step % len(recorded), rank % recorded.shape[1], layer % recorded.shape[2]]
+    share = recorded[record % len(recorded), rank % recorded.shape[1], layer % recorded.shape[2]]
     share = share / share.sum()
     counts = np.minimum((share * tokens * TOP_K).astype(np.int64), tokens)
     while missing := tokens * TOP_K - int(counts.sum()):

@@ -54,7 +54,7 @@ def test_routing_is_recorded_uneven_and_complete():
     imbalance = []
     for even in (False, True):
         for layer in range(LAYERS):
-            counts = np.array([routed(rank, layer, tokens, even, step=9) for rank in range(4)])
+            counts = np.array([routed(rank, layer, tokens, even, record=9) for rank in range(4)])
             assert counts.shape == (4, EXPERTS) and (counts.sum(1) == tokens * TOP_K).all() and counts.max() <= tokens
             of_ranks = counts.sum(0).reshape(4, -1).sum(1)
             imbalance.append(of_ranks.max() / of_ranks.mean())
