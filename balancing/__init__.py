@@ -1,7 +1,8 @@
-"""Load balancing for distributed training: measure what is uneven, plan, and move it.
+"""Load balancing for distributed training. Each balancer measures loads, plans a better distribution and applies it.
 
-Layers between pipeline stages (`balancing.layers`), sequences between context-parallel ranks (`balancing.sequences`)
-and experts between expert-parallel ranks (`balancing.experts`). Nothing here imports Megatron.
+`balancing.layers` moves layers between pipeline stages. `balancing.sequences` distributes sequences over
+context-parallel ranks. `balancing.experts` copies hot experts to other expert-parallel ranks. Nothing here imports
+Megatron.
 """
 
 import sys
@@ -10,6 +11,6 @@ from balancing.command_line import explain_in_one_line
 
 __version__ = "0.1.0"
 
-if sys.argv[:1] == ["-m"]:  # while Python looks for the module of python -m balancing.NAME
+if sys.argv[:1] == ["-m"]:  # Python sets this while it looks for the module of python -m balancing.NAME
     named = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
     explain_in_one_line(f"python -m {sys.orig_argv[named]}" if named else "python")

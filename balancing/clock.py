@@ -1,9 +1,8 @@
-"""Time on a device, waiting left out.
+"""Time that a device computes, without the time that it waits for other ranks.
 
-A rank that waits for its neighbour is not busy. On a GPU, CUDA events placed around a kernel tell the two apart.
-On a CPU the same holds for the CPU time of the thread that computes: it stands still while the thread waits for a
-message. The emulated cluster adds one more kind of work, `pace`: a timed wait that stands for a modelled kernel. It
-uses no CPU time, so it is counted apart, and the device clock of a CPU is the sum of both.
+On a GPU, CUDA events around a kernel give its time. On a CPU, the CPU time of the computing thread does: it stands
+still while the thread waits for a message. The emulated cluster also has `pace`, a timed wait that stands for a
+modelled kernel. It uses no CPU time, so paced seconds are counted separately and added to the CPU time.
 """
 
 import threading
@@ -18,15 +17,15 @@ _paced = threading.local()
 
 
 def device_time() -> float:
-    """Seconds of work this thread's CPU device has done so far: CPU time of the thread plus paced seconds.
+    """Seconds of work that this thread has done so far: its CPU time plus its paced seconds.
 
-    Only differences of two readings in one thread mean anything.
+    Only the difference of two readings in one thread has a meaning.
     """
     return time.thread_time() + getattr(_paced, "seconds", 0.0)
 
 
 def pace(seconds: float) -> None:
-    """Occupy the device for `seconds` (>= 0) of wall-clock time, as a kernel that runs that long would.
+    """Occupy the device for `seconds` of wall-clock time, like a kernel of that duration.
 
     Raises ValueError for a negative duration.
     """
@@ -41,25 +40,25 @@ def pace(seconds: float) -> None:
 
 
 class DeviceClock(Protocol):
-    """Marks moments of a device's work, and tells later how far apart they were. Marking never waits for the device.
+    """Records points in a device's work and later gives the seconds between them. `mark` never waits for the device.
 
-    tells_waiting: whether seconds of work leave out what the device waits for other ranks.
+    tells_waiting: whether seconds of work exclude the time that the device waits for other ranks.
     """
 
     tells_waiting: bool
 
     def mark(self) -> Any:
-        """This moment, in the order of the work launched so far."""
+        """A mark after all work launched so far."""
 
     def seconds(self, origin: Any, begin: Any, end: Any) -> tuple[float, float, float]:
-        """Seconds from `origin` to `begin`, from `begin` to `end`, and of work between these two.
+        """Seconds from `origin` to `begin`, from `begin` to `end`, and of work between `begin` and `end`.
 
-        Only to be asked when the device has passed all three marks.
+        Call it only after the device has passed all three marks.
         """
 
 
 class CpuClock:
-    """Wall-clock and device time of the calling thread; a mark is both."""
+    """Clock of the calling thread. A mark is a pair of wall-clock and device time, in seconds."""
 
     tells_waiting = True
 
@@ -73,7 +72,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream. A kernel that waits for other ranks, as NCCL's do, counts as work."""
+    """CUDA events on the current stream. Kernels that wait for other ranks, such as NCCL's, count as work."""
 
     tells_waiting = False
 

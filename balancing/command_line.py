@@ -1,8 +1,8 @@
-"""The frame of every command: flags, checks of their values, one line for what is wrong, exit codes.
+"""What all commands share: flags, checks of their values, one-line error messages and exit codes.
 
-A command ends with 0, with 2 after one line `PROGRAM: error: ...` on standard error for bad input, and with 130 and 141
-where Ctrl-C or a closed pipe ended it. This module imports neither torch nor numpy, so that a command without them
-says so.
+Exit codes: 0 for success; 2 for bad input, after one line `PROGRAM: error: ...` on standard error; 130 after Ctrl-C;
+141 after a closed pipe. This module imports neither torch nor numpy, so that a command can report that they are
+missing.
 """
 
 import argparse
@@ -16,13 +16,13 @@ __all__ = ["Parser", "explain_in_one_line", "print_any_name", "real_number", "wh
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the flags, and exits with 2."""
+    """Reports wrong flags in one line and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
     def refuse_unused(self, options: argparse.Namespace, why: str, *flags: str) -> None:
-        """Exit with 2 if one of `flags` was given: it has no effect, for the reason `why`."""
+        """Exit with 2 if one of `flags` was given, although it has no effect. `why` gives the reason."""
         for flag in flags:
             name = flag.lstrip("-").replace("-", "_")
             if getattr(options, name) != self.get_default(name):
@@ -30,10 +30,10 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag}{'' if value is True else f' {value}'} has no effect {why}; drop it")
 
     def run(self, work: Callable[[argparse.Namespace], None], arguments: Sequence[str] | None = None) -> int:
-        """Parse the flags and do `work` with them. Returns the exit code.
+        """Parse the flags and call `work` with them. Returns the exit code.
 
         work: raises ValueError or OSError for bad input.
-        arguments: those of the process by default.
+        arguments: by default those of the process.
         """
         print_any_name()
         try:
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         except BrokenPipeError:
             _print_nowhere()
             return 141
-        except SystemExit as end:  # of argparse, which has said why, or of rich, for a pipe that it found closed
+        except SystemExit as end:  # raised by argparse after its message, or by rich for a closed pipe
             return 141 if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
         except MemoryError:
             return self._failed("there is not enough memory here; give it less")
@@ -80,7 +80,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 
 def real_number(least: float, most: float, above: bool = False) -> Callable[[str], float]:
-    """The type of a flag that takes numbers from `least` to `most`; `above`: without `least` itself."""
+    """The type of a flag that takes numbers from `least` to `most`. With `above`, `least` itself is refused."""
 
     def read(text: str) -> float:
         try:
@@ -96,14 +96,14 @@ def real_number(least: float, most: float, above: bool = False) -> Callable[[str
 
 
 def print_any_name() -> None:
-    """From now on print what the terminal's encoding lacks as an escape, as in names that are not UTF-8."""
+    """From now on, print characters that the terminal cannot encode as escapes, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def explain_in_one_line(program: str) -> None:
-    """Have this process end with one line where it lacks a package (2) or is interrupted while it imports (130)."""
+    """Make this process exit with one line and code 2 for a missing package, and code 130 for Ctrl-C during imports."""
 
     def report(kind: Any, error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -129,5 +129,5 @@ def _flush() -> None:
 
 
 def _print_nowhere() -> None:
-    """Keep Python from failing at its exit with what standard output did not take."""
+    """Send what is still buffered for the closed standard output to /dev/null, so that Python's exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

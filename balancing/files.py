@@ -1,11 +1,11 @@
-"""Files: written whole or not at all, over nothing that is not meant, and read within bounds.
+"""Reading and writing of files: atomic writes, checks of output paths, limits on what is read.
 
-Every file that this package writes goes through `output`: a killed command or a full disk leaves the old file or none
-under its name, never half of the new one. Only regular files are replaced. What two programs append to, as the event
-log, is opened after `check_output`.
+Every file that this package writes goes through `output`: after a killed command or a full disk, the old file or no
+file has the name, never half of the new one. Only regular files are replaced. Files that are appended to, such as the
+event log, are opened after `check_output`.
 
-A process that is killed by SIGKILL leaves its temporary file. The name of the file says who wrote it, and the next
-process that writes into the folder removes it.
+A process killed by SIGKILL leaves its temporary file behind. The file's name identifies the process, and the next
+process that writes into the folder removes the file.
 """
 
 import errno
@@ -29,25 +29,28 @@ from balancing.process import is_alive, process_space, start_time
 
 __all__ = ["check_output", "create_text", "output", "parse_json", "read_arrays", "read_text", "write_text"]
 
-MOST_BYTES = 256 << 20  # of a text that is read in one piece
+MOST_BYTES = 256 << 20  # largest text file that `read_text` reads
 
 _DAY_SECONDS = 86400.0
-# A temporary file: who sees the writer's number, the number, the writer's start time, and what tells its files apart.
+# Name of a temporary file: hash of the writer's process space, its process number, its start time, a random part.
 _PART = re.compile(r"\.([0-9a-f]{8})-(\d+)-(\d*)-[0-9a-f]{8}\.part")
-_swept: set[str] = set()  # folders
+_swept: set[str] = set()  # folders from which left-over temporary files were removed
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 StrPath = str | os.PathLike[str]
 
 
 def check_output(path: StrPath, inputs: Iterable[StrPath] = ()) -> str | None:
-    """The file that `path` leads to, symlinks followed; None for a device or a FIFO, and for what this process prints
-    to, which are written through.
+    """Check that `path` can be written. Returns the file to replace, with symlinks followed.
 
-    path: to be written; it may be absent.
-    inputs: files that the command reads, or has written already.
+    Returns None if `path` is to be written directly: a character device, a FIFO, and the file that this process's
+    standard output or standard error goes to.
 
-    Raises ValueError, one line, for a folder, an input, a block device, and a place that cannot be written to.
+    path: the output; it need not exist.
+    inputs: files that the command reads or has already written.
+
+    Raises ValueError, one line, if `path` is a folder, one of `inputs`, a block device or a socket, or if it cannot be
+    written.
     """
     try:
         try:
@@ -77,14 +80,15 @@ def check_output(path: StrPath, inputs: Iterable[StrPath] = ()) -> str | None:
 
 @contextmanager
 def output(path: StrPath, inputs: Iterable[StrPath] = ()) -> Iterator[BinaryIO]:
-    """A binary file to write to in a `with` statement, which becomes `path` at its end. Whatever ends the statement
-    early leaves `path` as it was.
+    """A binary file to write in a `with` statement. At the end of the statement it replaces `path`. If the statement
+    ends early, `path` stays as it was.
 
-    The bytes go to a temporary file beside `path`, the `name` of the file, and are on the disk before it takes its
-    place. A file that is replaced keeps its permissions, and a symlink its target. path and inputs as for
-    `check_output`.
+    The bytes go to a temporary file in the folder of `path`; `file.name` is its path. They are on the disk before the
+    temporary file replaces `path`. A replaced file keeps its permissions, and a symlink its target.
 
-    Raises ValueError, one line that names `path`, as `check_output` does, and where writing fails.
+    path, inputs: as for `check_output`.
+
+    Raises ValueError, one line that names `path`, like `check_output`, and if writing fails.
     """
     target = check_output(path, inputs)
     name = os.fspath(path)
@@ -111,24 +115,24 @@ def output(path: StrPath, inputs: Iterable[StrPath] = ()) -> Iterator[BinaryIO]:
                 os.unlink(part)
             raise
     except OSError as error:
-        if error.filename not in (None, part):  # of a file that is read while this one is written
+        if error.filename not in (None, part):  # the error of another file, read while this one is written
             raise
         raise _unwritable(path, error.strerror or str(error)) from error
 
 
 def write_text(path: StrPath, text: str, inputs: Iterable[StrPath] = ()) -> None:
-    """Write `text` with `output`. Names that are no Unicode are escaped."""
+    """Write `text` with `output`, in UTF-8. Characters that UTF-8 cannot encode, as in some file names, are escaped."""
     with output(path, inputs) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def create_text(path: StrPath, text: str) -> bool:
-    """Write `text` to a file that is not there, whole or not at all. Returns False, and changes nothing, if it is.
+    """Create a file with `text`, atomically. Returns False and changes nothing if the file exists.
 
-    Of several processes that try at once, on one machine or on several that mount the folder, one succeeds: the file
-    gets its name by a hard link, as open(2) advises for NFS. Where there are no hard links it is opened exclusively.
+    If several processes try at once, on one machine or on several that mount the folder, only one succeeds: a hard link
+    creates the file, as open(2) advises for NFS. On file systems without hard links it is opened exclusively.
 
-    Raises OSError if the folder takes no file.
+    Raises OSError if the file cannot be created.
     """
     name = os.fspath(path)
     part = f"{os.path.dirname(name) or '.'}/{_part_name()}"
@@ -141,7 +145,7 @@ def create_text(path: StrPath, text: str) -> bool:
             os.link(part, name)
             return True
         except FileExistsError:
-            return os.stat(part).st_nlink == 2  # it was made, but the server's answer was lost and it was asked again
+            return os.stat(part).st_nlink == 2  # this link was made: the server's answer was lost and NFS asked again
         except OSError as error:
             if error.errno not in _NO_HARD_LINKS:
                 raise
@@ -155,7 +159,7 @@ def create_text(path: StrPath, text: str) -> bool:
 
 
 def read_text(path: StrPath) -> str:
-    """The text of a regular file. Raises ValueError, one line without the path, where it cannot be had."""
+    """The text of a regular file. Raises ValueError, one line without the path, if it cannot be read."""
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -171,7 +175,7 @@ def read_text(path: StrPath) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, where ValueError is raised for whatever is wrong, deep nesting included."""
+    """`json.loads` that raises ValueError for any malformed text, including brackets nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -179,9 +183,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_arrays(path: StrPath) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file, or the one of an .npy file as "array". Nothing in the file is run.
+    """The arrays of an .npz file by name, or the array of an .npy file as "array". Pickles are refused.
 
-    Raises ValueError, one line that names the file, if it is missing, truncated or another.
+    Raises ValueError, one line that names the file, if it is missing, truncated or of another format.
     """
     try:
         loaded = np.load(path, allow_pickle=False)
@@ -194,7 +198,7 @@ def read_arrays(path: StrPath) -> dict[str, np.ndarray]:
     except MemoryError as error:
         raise ValueError(f"{path} has arrays larger than the memory here; name another") from error
     except (ValueError, TypeError, SyntaxError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        # NumPy takes what is no array for a pickle, and advises to run it.
+        # NumPy takes any other file for a pickle and advises to allow pickles; this message must not.
         why = "holds Python objects" if "allow_pickle" in str(error) and _is_numpy(path) else "is cut short or no .npz"
         raise ValueError(f"{path} {why}; give an .npz or .npy file of numbers") from error
 
@@ -214,11 +218,11 @@ def _part_name() -> str:
 
 
 def _remove_left_over(part: str, now: float) -> None:
-    """Remove temporary files beside `part` whose writers were killed. Once a folder.
+    """Remove temporary files of killed writers from the folder of `part`. Each folder is cleaned once a process.
 
-    Whether a writer on another machine lives cannot be told: its file goes when nothing was written to it for a day.
+    A writer on another machine cannot be checked: its file is removed after a day without a write.
 
-    now: when `part` was made, by the clock of its file system.
+    now: creation time of `part`, by the clock of its file system, in seconds.
     """
     folder = os.path.dirname(part)
     if folder in _swept:
@@ -243,7 +247,7 @@ def _unwritable(path: StrPath, why: str | None) -> ValueError:
 
 
 def _printed_to(path: StrPath) -> int | None:
-    """The descriptor by which this process prints to `path`; None if it does not."""
+    """The descriptor, 1 or 2, through which this process prints to `path`; None if it does not print there."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):

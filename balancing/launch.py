@@ -1,8 +1,8 @@
 """Facts about this job from the launcher's environment and the operating system: ranks per node, NICs, memory.
 
-torchrun, SLURM and the emulated cluster describe a job in different environment variables, and Linux describes its NICs
-in /sys. This module reads them, and nothing else: it starts no process group and imports neither torch nor numpy, so
-that it also works where training does not.
+torchrun, SLURM and the emulated cluster describe a job in different environment variables. Linux describes NICs in
+/sys. This module only reads both. It starts no process group and imports neither torch nor numpy, so that it works
+where training does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 __all__ = ["Launch", "Nic", "detect_launch", "detect_nics", "host_memory"]
 
-# Interfaces that software made: no wire leaves the machine through them.
+# Software interfaces, which are not connected to a network.
 _VIRTUAL = re.compile(r"lo$|docker|podman|veth|br-|virbr|cni|flannel|cali|tun|tap|ifb|dummy|wg")
 
 
@@ -36,7 +36,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Nic:
-    """One network interface. `line_rate` is bytes/s in one direction, None where the driver does not say."""
+    """One network interface. `line_rate` is bytes/s in one direction, or None if the driver does not report it."""
 
     name: str
     line_rate: float | None
@@ -46,9 +46,9 @@ class Nic:
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Ranks and ranks per node of the job this process belongs to, from `environ` (os.environ by default).
 
-    WORLD_SIZE with LOCAL_WORLD_SIZE (torchrun) wins over SLURM's variables, because torchrun starts ranks inside SLURM
-    tasks. Without either this is one process alone. Raises ValueError where nodes run different numbers of ranks or the
-    variables contradict each other.
+    WORLD_SIZE with LOCAL_WORLD_SIZE (torchrun) has priority over SLURM's variables, because torchrun starts ranks
+    inside SLURM tasks. Without either, the job is this one process. Raises ValueError if nodes run different numbers of
+    ranks or the variables contradict each other.
     """
     environ = os.environ if environ is None else environ
     tasks = _slurm_tasks_per_node(environ)
@@ -75,11 +75,11 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def detect_nics(environ: Mapping[str, str] | None = None, sys_class: Path = Path("/sys/class")) -> tuple[Nic, ...]:
-    """The NICs of this node that carry training traffic, sorted by name; empty where none is found.
+    """The NICs of this node that carry training traffic, sorted by name; empty if none is found.
 
-    In the emulated cluster: its veth interfaces, as EMULATED_NICS_PER_NODE and EMULATED_NIC_BYTES_PER_SECOND say.
-    Else the active InfiniBand and RoCE ports that NCCL_IB_HCA leaves, else hardware Ethernet (bonds count once). Of
-    ports with different speeds only the fastest count: the slower ones serve storage and management.
+    In the emulated cluster: its veth interfaces, from EMULATED_NICS_PER_NODE and EMULATED_NIC_BYTES_PER_SECOND.
+    Otherwise the active InfiniBand and RoCE ports that NCCL_IB_HCA allows; if there is none, hardware Ethernet, with a
+    bond as one NIC. If speeds differ, only the fastest NICs count: the slower ones serve storage and management.
     """
     environ = os.environ if environ is None else environ
     if "EMULATED_NICS_PER_NODE" in environ:
@@ -88,16 +88,16 @@ def detect_nics(environ: Mapping[str, str] | None = None, sys_class: Path = Path
         if "EMULATED_NIC_BYTES_PER_SECOND" in environ:
             rate = _positive(environ, "EMULATED_NIC_BYTES_PER_SECOND")
         names = sorted(name for _, name in socket.if_nameindex() if name.startswith("nic"))
-        if len(names) != count:  # without root the network is plain loopback, and the NICs are names only
+        if len(names) != count:  # without root, all traffic uses loopback and the NICs are only names
             names = [f"nic{index}" for index in range(count)]
         return tuple(Nic(name, rate, "emulated") for name in names)
     return _fastest(_infiniband(sys_class, environ.get("NCCL_IB_HCA", ""))) or _fastest(_ethernet(sys_class))
 
 
 def host_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or its control group's limit where that is lower.
+    """Bytes of memory that this process may use: the machine's memory, or the control group's limit if it is lower.
 
-    Raises OSError where the system does not say.
+    Raises OSError if the system does not report its memory.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -138,7 +138,7 @@ def _even(tasks: Sequence[int]) -> int:
 
 
 def _read(path: Path) -> str:
-    """A /sys file's text; empty where it is absent or the driver refuses, as it does for the speed of a down link."""
+    """The text of a /sys file; empty if the file is absent or the driver refuses, as for the speed of a down link."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -168,7 +168,10 @@ def _infiniband(sys_class: Path, wanted: str) -> list[Nic]:
 
 
 def _hca_wanted(device: str, wanted: str) -> bool:
-    """NCCL_IB_HCA's rule: a list of name prefixes, "=" for whole names, "^" for all but these, ports left aside."""
+    """Whether NCCL_IB_HCA selects `device`: a list of name prefixes, "=" for whole names, "^" for all except these.
+
+    Ports in the list are ignored.
+    """
     exclude, rest = wanted.startswith("^"), wanted.lstrip("^")
     exact = rest.startswith("=")
     names = [name.split(":")[0] for name in rest.lstrip("=").split(",") if name]
@@ -182,14 +185,14 @@ def _ethernet(sys_class: Path) -> list[Nic]:
     for entry in _list(sys_class / "net"):
         if _VIRTUAL.match(entry.name) or _read(entry / "operstate") == "down":
             continue
-        if (entry / "master" / "bonding").exists():  # a bond's member: the bond itself is in the list
+        if (entry / "master" / "bonding").exists():  # a member of a bond; the bond is an entry of its own
             continue
         megabits = _read(entry / "speed")
         rate = int(megabits) * 1e6 / 8 if megabits.isdigit() and int(megabits) > 0 else None
         nics.append(Nic(entry.name, rate, "Ethernet"))
         if (entry / "device").exists() or (entry / "bonding").exists():
             hardware.add(entry.name)
-    # A container's only interface may be a veth named eth0: take what there is where no hardware is in sight.
+    # The only interface of a container may be a veth named eth0, so without hardware all interfaces count.
     return [nic for nic in nics if nic.name in hardware] or nics
 
 

@@ -1,7 +1,8 @@
-"""Messages between ranks: the communicator that they need, and a lock under which one thread at a time starts them.
+"""Point-to-point messages: set-up of the communicator, and a lock so that one thread at a time starts a message.
 
-Beside the thread that trains there are some that hand messages on. A process group is not promised to bear two threads
-that start messages at once, so whoever may share it with another thread starts them here. Waiting needs no turn.
+Other threads than the training thread relay messages. torch does not promise that two threads may start messages in one
+process group at once, so code that shares a process group between threads starts its messages here. Waiting for a
+message needs no lock.
 """
 
 import threading
@@ -21,15 +22,16 @@ _ALL_PAIRS = 16  # ranks of the largest process group in which all pairs are con
 
 
 def connect(process_group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
-    """Build the communicator of `process_group` and connect pairs of its ranks. All of them call it together. Does
-    nothing the second time.
+    """Build the communicator of `process_group` and connect pairs of its ranks. All its ranks call it together. A
+    second call does nothing.
 
-    peers: in a group of more than 16 ranks, the global ranks that this one will exchange messages with, and they with
-        it; by default those of its node. In a smaller group these are all ranks.
+    peers: global ranks to connect this rank to, if the process group has more than 16 ranks; by default the ranks of
+        its node. The choice must be mutual: each peer names this rank, too. Smaller groups connect all pairs.
 
-    NCCL builds a communicator at its first use. If that were a message between two ranks, they would hang, since the
-    others do not take part in it. It connects a pair at its first message: both hosts wait for each other, and memory
-    is allocated, which free memory does not show before. Pairs that are not among `peers` still connect in this way.
+    NCCL builds a communicator at its first use. If the first use were a message between two ranks, they would hang,
+    since the other ranks do not take part in it. NCCL connects a pair of ranks at their first message: both hosts wait
+    for each other, and NCCL allocates memory that a measurement of free memory would otherwise miss. Pairs that are not
+    among `peers` connect at their first message.
     """
     if process_group in _connected:
         return
@@ -59,9 +61,9 @@ def _connect_pairs(process_group: dist.ProcessGroup, peers: list[int]) -> None:
 
 
 def start_message(operation: dist.P2POp) -> dist.Work:
-    """Start to send or receive, on gloo. This rank must be part of the operation's group.
+    """Start to send or receive over gloo. This rank must be part of the operation's process group.
 
-    NCCL would first build a communicator of the two ranks for a message outside of a batch, for which each rank waits.
+    Not for NCCL: for a message outside of a batch, NCCL first builds a communicator of the two ranks, and both wait.
     """
     assert dist.get_backend(operation.group) != "nccl", "messages over NCCL are started in batches"
     with _starting:

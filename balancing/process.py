@@ -1,4 +1,4 @@
-"""Processes: which one wrote a file, whether it lives, as far as this machine can tell, and an end with the parent."""
+"""Processes: an identity to write into files, a check that a process still runs, and an end with the parent."""
 
 import contextlib
 import os
@@ -11,7 +11,10 @@ __all__ = ["end_with_parent", "is_alive", "process_space", "start_time"]
 
 
 def process_space() -> str:
-    """What processes that see each other's numbers have in common: the machine's boot and the container's space."""
+    """Identifies the machine's boot and the container's PID namespace; empty if the system does not report them.
+
+    Process numbers are comparable only between processes with the same value.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -19,7 +22,7 @@ def process_space() -> str:
 
 
 def start_time(pid: Any) -> str:
-    """The start time of a process as the kernel counts it; empty where there is no such process, or it has ended."""
+    """The start time of a process in the kernel's clock ticks; empty if there is no such process or it has ended."""
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
@@ -27,15 +30,15 @@ def start_time(pid: Any) -> str:
 
 
 def is_alive(pid: Any, started: Any) -> bool:
-    """Whether the process of this space that had the number `pid`, and began at `started`, still runs."""
+    """Whether the process with number `pid` and start time `started`, of this `process_space`, still runs."""
     return started != "" and started == start_time(pid)
 
 
 def end_with_parent() -> None:
-    """Have this process end within a second when its parent has ended.
+    """Make this process end within a second after its parent has ended.
 
-    A rank that is killed would leave the processes that multiprocessing spawned for it, such as those that write
-    checkpoints: each with its memory, and with the rank's output open, so that `torchrun ... | tee log` never ends.
+    Without this, a killed rank leaves behind the processes that multiprocessing spawned for it, such as checkpoint
+    writers. They keep their memory, and they keep the rank's output open, so that `torchrun ... | tee log` never ends.
     """
     parent = os.getppid()
 

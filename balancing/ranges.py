@@ -1,6 +1,6 @@
-"""Names in NVIDIA's Nsight and in PyTorch's profiler for what balancers do: plans, transfers, moves, changes of layout.
+"""Named ranges in NVIDIA's Nsight and in PyTorch's profiler for the balancers' plans, transfers and layout changes.
 
-Off until `name_ranges`, as with `--balance-report`: a profile is read beside a report, and other runs pay nothing.
+They are off until `name_ranges` is called, as `--balance-report` does. While off, each call costs one check.
 """
 
 import functools
@@ -15,13 +15,13 @@ _on = False
 
 
 def name_ranges(on: bool = True) -> None:
-    """Name what functions marked with `named` do from now on, or stop."""
+    """Switch the ranges of all functions marked with `named` on or off."""
     global _on
     _on = on
 
 
 def named(what: str) -> Callable[[Callable], Callable]:
-    """Marks a function: its calls are a range called "balance: WHAT" on the thread that makes them."""
+    """Decorator: each call of the function is a profiler range "balance: WHAT" on the calling thread."""
     name = f"balance: {what}"
 
     def mark(function: Callable) -> Callable:

@@ -1,13 +1,16 @@
-"""One directory, one run: a lock in the folder of a report or of checkpoints.
+"""A lock that lets only one run write into a folder of reports or checkpoints.
 
-Two runs that write into one folder mix their events and overwrite each other's checkpoints, and neither notices. The
-lock is a small file that says who has it. While its run lives, a thread touches it every few seconds.
+Without it, two runs in one folder would mix their events and overwrite each other's checkpoints unnoticed. The lock is
+a small file that names the run's process. While the run lives, a thread updates the file's modification time every
+`BEAT_SECONDS`.
 
-A run that was killed leaves the file. On the same machine the process that is gone, or has another start time, shows
-that; from another machine only the touches show whether it lives, so a new run watches the file for `PATIENCE_SECONDS`
-before it takes it over. Nothing has to be removed by hand. File systems' own locks are not used: they hang on some
-network mounts. The file is made by a hard link and replaced by a rename, which the server of a network mount does as a
-whole, and is opened for each look, which makes the client ask the server.
+A killed run leaves the file behind. A new run takes it over, so nothing has to be removed by hand. On the same machine,
+the new run checks whether the process still exists with the same start time. From another machine only the modification
+time shows whether the old run lives, so the new run first watches the file for `PATIENCE_SECONDS`.
+
+The locks of file systems are not used, since they hang on some network mounts. A hard link creates the file and a
+rename replaces it, because the server of a network mount does both atomically. Each check opens the file, because the
+client of a network mount asks the server only then.
 """
 
 import contextlib
@@ -28,17 +31,17 @@ __all__ = ["NAME", "one_run"]
 NAME = ".balance-lock"
 BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
-_SETTLE_SECONDS = 1.0  # in which two runs that take over at once see which of them was last
+_SETTLE_SECONDS = 1.0  # after this wait, two runs that take over at once see which of them wrote last
 
 
 @contextlib.contextmanager
 def one_run(flag: str, folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock of `folder`, which is made if it is not there. One rank of a job calls it.
+    """Hold the lock of `folder` in a `with` statement. Creates the folder if needed. One rank of a job calls it.
 
-    flag: names the folder in messages.
+    flag: the flag that names the folder, for messages.
 
-    Raises ValueError, one line that says who has the lock, if another run lives in the folder. A folder in which no
-    file can be made has no lock.
+    Raises ValueError, one line that names the holder of the lock, if another run uses the folder. If no file can be
+    created in the folder, the run continues without a lock.
     """
     path, own = Path(folder) / NAME, _this_process()
     with contextlib.suppress(OSError):
@@ -76,7 +79,7 @@ def _take(what: str, path: Path, own: dict[str, Any]) -> None:
         raise ValueError(f"{what} is in use by {_named(path)}; name another folder, or end that run")
     try:
         write_text(path, text)
-    except ValueError:  # no room, as on a full disk
+    except ValueError:  # the file cannot be written, for instance on a full disk
         return
     time.sleep(_SETTLE_SECONDS)
     if _holder(path) != own:
@@ -90,7 +93,7 @@ def _named(path: Path) -> str:
 
 
 def _lives(path: Path, own: dict[str, Any]) -> bool:
-    """Whether another run has the lock and goes on, as far as can be told within `PATIENCE_SECONDS`."""
+    """Whether another, living run holds the lock. Waits up to `PATIENCE_SECONDS` for a run on another machine."""
     holder = _holder(path)
     if holder.get("space") == own["space"] != "":
         return holder.get("pid") != own["pid"] and is_alive(holder.get("pid"), holder.get("started"))
@@ -115,7 +118,7 @@ def _beat(path: Path, over: threading.Event) -> None:
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """Who has the lock; empty where that cannot be read, as in the moment when it is written."""
+    """The contents of the lock file; empty if it cannot be read, for instance while it is being written."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -125,7 +128,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 def _touched(path: Path) -> int | None:
     try:
-        with open(path, "rb") as file:  # opened, since network mounts look at the server's file only then
+        with open(path, "rb") as file:  # os.stat of a network mount may return an old time
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None

@@ -1,7 +1,7 @@
-"""Settings: what users can set, as fields of frozen dataclasses.
+"""User settings as fields of frozen dataclasses.
 
-A field holds its help and its range. Those that users decide often have a flag, whose name stands at the field; all can
-be given in Python, and in a file of `pretrain_gpt.py --balance-config`.
+A field holds its help text and its range. Frequently used settings also name a command-line flag. All settings can be
+given in Python and in a file for `pretrain_gpt.py --balance-config`.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ __all__ = ["SettingError", "check_settings", "setting"]
 
 
 class SettingError(ValueError):
-    """A value that a config refuses. name: its field. why: a clause whose subject is the value."""
+    """A config refuses a value. name: the field. why: a clause whose subject is the value."""
 
     def __init__(self, name: str, value: object, why: str) -> None:
         super().__init__(f"{name} {value} {why}")
@@ -35,10 +35,12 @@ def setting(
 ) -> Any:
     """A field of a config.
 
-    flag: its flag on the command line, if it has one, such as "--balance-experts"; metavar: its value there.
-    choices: the values that a text may have.
-    needs: the field without which this one has no effect, for those who check that.
-    bounds: of a number: `least` and `most` are allowed values, `above` and `below` are not. None is in all bounds.
+    flag: the command-line flag, if there is one, such as "--balance-experts".
+    metavar: the name of the flag's value in the help text.
+    choices: the values that a string may have.
+    needs: another field without which this field has no effect. Callers check it.
+    bounds: limits of a number. `least` and `most` are allowed values, `above` and `below` are not. None is always
+        allowed.
     """
     assert bounds.keys() <= {"least", "most", "above", "below"}, bounds
     given = {"help": explanation, "flag": flag, "metavar": metavar, "choices": list(choices), "needs": needs}
@@ -46,7 +48,7 @@ def setting(
 
 
 def check_settings(config: Any) -> None:
-    """Raise SettingError for the first field of a config that is out of its range."""
+    """Raise SettingError for the first field of `config` with a value out of range or not among its choices."""
     for field in dataclasses.fields(config):
         value, choices = getattr(config, field.name), field.metadata.get("choices")
         if choices and value not in choices:
@@ -64,7 +66,7 @@ def _within(
     above: float = float("-inf"),
     below: float = float("inf"),
 ) -> bool:
-    """Whether a number is in its bounds, as one that is not finite never is."""
+    """Whether a number is within its bounds. Numbers that are not finite never are."""
     return above < value < below and least <= value <= most
 
 

@@ -1,8 +1,7 @@
 """Asynchronous upload of small tables to a GPU, through pinned memory.
 
-A copy from ordinary memory makes the host wait until the GPU has done everything it was given before, and the GPU is
-then idle until it is given more. A copy from pinned memory is queued like any other work; torch keeps that memory until
-the copy is done.
+A copy from ordinary memory makes the host wait for all earlier work of the GPU, and the GPU is then idle until the host
+launches more. A copy from pinned memory is queued like a kernel. torch keeps the pinned memory until the copy is done.
 """
 
 import numpy as np
@@ -12,7 +11,7 @@ __all__ = ["upload"]
 
 
 def upload(table: np.ndarray | torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """`table`, which is on the host, as a tensor on `device`; it stays where it is for None and for a CPU."""
+    """`table`, an array on the host, as a tensor on `device`. For None and for a CPU it stays on the host."""
     tensor = torch.as_tensor(table)
     if device is None or device.type == "cpu":
         return tensor

@@ -1,8 +1,8 @@
-"""A process that computes for this one, and takes nothing off its threads: Python lets one thread of a process run at a
-time.
+"""A separate process for planning, so that planning does not delay kernel launches.
 
-A thread that plans for five milliseconds beside the one that launches a GPU's work holds the launches up for five
-milliseconds, since the latter gives Python's lock away at each of its operations and then waits for it.
+In one process, Python's global lock (GIL) lets only one thread run at a time. A thread that plans for 5 ms delays the
+kernel launches of another thread by 5 ms: the launching thread releases the lock at each operation and then waits for
+it.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ _END_SECONDS = 10.0
 
 
 class Worker:
-    """Calls functions in a process of its own, one at a time. Any thread may ask it.
+    """Calls functions in a separate process, one at a time. Any thread may use it.
 
-    The process imports what the functions need and nothing else. It ends with this one, however that ends.
+    The process imports only what the functions need. It ends when this process ends, even if this process is killed.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Worker:
         weakref.finalize(self, _end, self._process)
 
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What `function`, of a module, returns there.
+        """Call `function`, which must be at the top of a module, in the process. Returns its result.
 
-        Raises RuntimeError with its traceback where it raises an exception, and where the process has ended.
+        Raises RuntimeError with the traceback if `function` raises an exception, and if the process has ended.
         """
         with self._turn:
             try:
@@ -65,10 +65,10 @@ def _write(pipe: Any, value: Any) -> None:
 
 
 def serve() -> None:
-    """The body of the process: answers calls until there is nobody left to ask."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that asks
+    """The main function of the process: answers calls until its caller has closed the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the calling process handles Ctrl-C
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a function prints is no answer
+    os.dup2(2, 1)  # what a function prints goes to standard error, not between the answers
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             function, args, kwargs = pickle.load(sys.stdin.buffer)
